@@ -1,0 +1,49 @@
+# Everything runs from .venv, which is made once and again only when pyproject.toml or the lock changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+RANKS ?= 4
+JOBS ?= 2
+DEMO ?=
+PYTEST ?=
+
+# One thread a rank: four ranks that each take every core only wait for one another.
+export OMP_NUM_THREADS := 1
+# torch and its neighbours are told not to look for a network.
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo lint test test-all clean
+
+help: ## say what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## make .venv and install the locked set (the others do it when needed)
+
+$(INSTALLED): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "autopar needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one: make $(or $(MAKECMDGOALS),install) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(INSTALLED) ## train a GPT on 4 ranks and hold every loss against one device; leaves out/demo/
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --out out/demo $(DEMO)
+
+lint: $(INSTALLED) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint ## lint, then the tests but for those marked slow
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)
+
+test-all: lint ## lint, then every test
+	$(BIN)/python -m pytest -n $(JOBS) -m "slow or not slow" $(PYTEST)
+
+clean: ## remove what make made, .venv apart
+	rm -rf out dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find autopar tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,44 @@
+"""Every private torch API that autopar touches, in one place; tests/test_compat.py calls each one."""
+
+from __future__ import annotations
+
+import torch.distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "FakeTensorMode",
+    "StridedShard",
+    "backend_name",
+    "fake_mode",
+    "pytree",
+    "register_process_group",
+    "unregister_process_group",
+]
+
+
+def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
+    """Lets functional collectives find `group` by a name of our choice, the same on every rank."""
+    torch._C._distributed_c10d._register_process_group(GroupName(name), group)
+
+
+def unregister_process_group(name: str) -> None:
+    """Frees a name; one that is not registered (any more) is no error."""
+    torch._C._distributed_c10d._unregister_process_group(GroupName(name))
+
+
+def backend_name(name: str, device_type: str) -> str:
+    """The backend, such as "gloo", of the group that is registered as `name`; "" where none is."""
+    try:
+        group = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+        return group._get_backend(torch.device(device_type)).name()
+    except RuntimeError:
+        return ""
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have a shape, a dtype and a device, but no storage; `item()` gives a symbol."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)

@@ -1,0 +1,247 @@
+"""A model as an ExportedProgram: traced with fake tensors, decomposed, its failures explained."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.overrides import TorchFunctionMode
+
+from autopar._compat import FakeTensorMode, fake_mode, pytree
+from autopar.errors import TraceError
+from autopar.simplify import inline_no_grad
+
+DATA_ADVICE = (
+    "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
+    "outside of the model and pass it as a Python number."
+)
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ExportedProgram, dict[int, torch.Tensor]]:
+    """The decomposed program, and the model's own tensors by the id of the fake that stood in.
+
+    No size and no device is too large for fake tensors, and the model is left as it was, also when
+    this fails. Raises TraceError.
+    """
+    mode = fake_mode()
+    _register_dataclasses((args, kwargs))
+    home = _home_device(model, args, kwargs)
+    # One fake for every leaf: a tensor that is passed twice (ids = labels) stays two inputs.
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda value: _fake(mode, value, home), (args, kwargs)
+    )
+    with _quiet(), torch.enable_grad(), _borrowed(model, mode, home) as originals:
+        try:
+            with _DetachWithoutGrad():
+                exported = torch.export.export(model, args, kwargs, strict=False)
+            inline_no_grad(exported.graph_module)
+            _refuse_writes(model, exported)
+            decomposed = exported.run_decompositions({})
+        except TraceError:
+            raise
+        except Exception as error:
+            raise _explained(model, error) from error
+    _refuse_mutations(model, decomposed)
+    return decomposed, originals
+
+
+class _DetachWithoutGrad(TorchFunctionMode):
+    """Detaches what is computed, or written elsewhere, while gradients are off.
+
+    Export records such regions, decomposition forgets them, and under autocast export forgets them
+    too. What is detached without need is taken back by `simplify`.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "").endswith("_"):  # mul_, __iadd__, __setitem__
+            args = (*args[:1], *pytree.tree_map_only(torch.Tensor, _detach, tuple(args[1:])))
+        result = func(*args, **kwargs)
+        written = bool(args) and result is args[0]
+        return result if written else pytree.tree_map_only(torch.Tensor, _detach, result)
+
+
+def _detach(value: torch.Tensor) -> torch.Tensor:
+    return value.detach() if value.is_floating_point() or value.is_complex() else value
+
+
+def _home_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where what is on the meta device would be: with the first tensor that is not, or the CPU."""
+    candidates = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+    for value in candidates:
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            return value.device
+    return torch.device("cpu")
+
+
+def _fake(mode: FakeTensorMode, value: torch.Tensor, home: torch.device) -> torch.Tensor:
+    device = home if value.device.type == "meta" else value.device
+    with mode:
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=value.requires_grad)
+    return fake
+
+
+@contextmanager
+def _borrowed(
+    model: nn.Module, mode: FakeTensorMode, home: torch.device
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Puts fakes in the place of the model's tensors, and at the end everything back as it was.
+
+    Yields the original tensors by the id of their fakes.
+    """
+    saved = [(module, *_state(module)) for module in model.modules()]
+    fakes: dict[int, torch.Tensor] = {}
+    originals: dict[int, torch.Tensor] = {}
+
+    def stand_in(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in fakes:
+            fakes[id(value)] = _fake(mode, value, home)
+            originals[id(fakes[id(value)])] = value
+        return fakes[id(value)]
+
+    hook = model.register_forward_hook(lambda _, __, result: _register_dataclasses(result))
+    try:
+        for module in model.modules():
+            _replace_tensors(module, stand_in, fakes)
+        yield originals
+    finally:
+        hook.remove()
+        for module, attributes, registries in saved:
+            _replace_content(module.__dict__, attributes)
+            for name, content in registries.items():
+                _replace_content(module.__dict__[name], content)
+
+
+def _state(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    names = ("_parameters", "_buffers", "_modules")
+    return dict(module.__dict__), {name: dict(module.__dict__[name]) for name in names}
+
+
+def _replace_content(target: dict[str, Any], content: dict[str, Any]) -> None:
+    target.clear()
+    target.update(content)
+
+
+def _replace_tensors(
+    module: nn.Module,
+    stand_in: Callable[[torch.Tensor], torch.Tensor],
+    fakes: dict[int, torch.Tensor],
+) -> None:
+    registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for registry in registries:
+        for name, value in registry.items():
+            if value is not None:
+                registry[name] = stand_in(value)
+    # Some hold tensors elsewhere too: nn.LSTM lists its weights, others keep plain constants.
+    for name, value in list(module.__dict__.items()):
+        if isinstance(value, list) and any(id(item) in fakes for item in value):
+            module.__dict__[name] = [fakes.get(id(item), item) for item in value]
+        elif isinstance(value, torch.Tensor) and (id(value) in fakes or value.is_meta):
+            module.__dict__[name] = stand_in(value)
+
+
+def _register_dataclasses(tree: Any) -> None:
+    """Makes export look into dataclasses that nobody has registered; it refuses them otherwise."""
+    for leaf in pytree.tree_leaves(tree):
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            torch.export.register_dataclass(type(leaf))
+            _register_dataclasses(leaf)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what export prints of its inner workings; its errors are told by `_explained`."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+# Refusals: what the model did, where, and what to do about it.
+
+
+def refusal(model: nn.Module, reason: str, place: str, advice: str) -> TraceError:
+    where = f"\n{place}" if place else ""
+    return TraceError(f"{type(model).__name__} cannot be one graph: {reason}{where}\n{advice}")
+
+
+def place(node: fx.Node | None) -> str:
+    """The line of the user's code that made this node, out of the trace that export keeps."""
+    trail = (node.meta.get("stack_trace") or "") if node is not None else ""
+    frames = [frame for frame in re.split(r'\s*File "', trail) if frame and frame[0] != "<"]
+    return f'  File "{frames[-1].rstrip()}' if frames else ""
+
+
+def _refuse_writes(model: nn.Module, exported: ExportedProgram) -> None:
+    """Operators that write into a parameter or an input, while their lines are still known."""
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    for node in exported.graph.nodes:
+        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            continue
+        spec = specs.get(getattr(node.args[0], "name", ""))
+        if spec is not None and spec.kind in (InputKind.PARAMETER, InputKind.USER_INPUT):
+            raise _written(model, spec.target or spec.arg.name, place(node))
+
+
+def _refuse_mutations(model: nn.Module, exported: ExportedProgram) -> None:
+    """The same for writes through a view, which show only once the program is functional."""
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind not in (OutputKind.BUFFER_MUTATION, OutputKind.USER_OUTPUT):
+            node = next((n for n in exported.graph.nodes if n.name == spec.arg.name), None)
+            raise _written(model, spec.target or spec.arg.name, place(node))
+
+
+def _written(model: nn.Module, name: str, where: str) -> TraceError:
+    reason = f"forward changes {name!r}, a parameter or an input, in place"
+    return refusal(model, reason, where, "Work on a clone of it, or register it as a buffer.")
+
+
+def _explained(model: nn.Module, error: Exception) -> TraceError:
+    if any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutputShape")):
+        reason, advice = "a branch or a shape depends on the values of a tensor", DATA_ADVICE
+    else:
+        message = (str(error).strip() or "no message").splitlines()[0]
+        reason = f"{type(error).__name__}: {message}"
+        advice = "Check that the model runs on these inputs; if so, torch.export cannot follow it."
+    return refusal(model, reason, _trail(error), advice)
+
+
+def _trail(error: Exception) -> str:
+    """The last line outside of torch that `error` passed; if a library's, the user's before it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inner(f.filename)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename][-1:]
+    shown = own if own == frames[-1:] else own + frames[-1:]
+    lines = (f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in shown)
+    return "\n".join(lines)
+
+
+def _is_inner(filename: str) -> bool:
+    """Whether a file is torch's, autopar's or the standard library's."""
+    path = Path(filename)
+    if filename.startswith("<") or path.is_relative_to(Path(__file__).parent):
+        return True
+    if "site-packages" in path.parts:  # may lie inside the standard library's folder
+        return path.is_relative_to(Path(torch.__file__).parent)
+    return path.is_relative_to(Path(traceback.__file__).parent)

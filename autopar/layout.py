@@ -1,0 +1,270 @@
+"""The state of a tensor on every axis of a mesh, and the changes from one layout to another.
+
+On one axis a value is invariant (I), replicated (R), partial (P) or sharded (S); the state fixes the gradient's as well:
+I has an invariant gradient, R a partial one, P a replicated one, S a sharded one. A shard is a digit of a dim: S(dim, stride) gives
+the axis of size p the digit (i // stride) % p of the global index i of that dim; contiguous sharding is the outermost digit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .errors import LayoutError
+from .mesh import Mesh
+
+
+class State(NamedTuple):
+    """What one mesh axis holds of a tensor: kind "I", "R", "P", or "S" with the dim and the stride of the digit."""
+
+    kind: Literal["I", "R", "P", "S"]
+    dim: int = -1
+    stride: int = 0
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.kind == "S" else self.kind
+
+
+I = State("I")  # noqa: E741  (the letter that the literature uses)
+R = State("R")
+P = State("P")
+
+
+def S(dim: int, stride: int) -> State:
+    return State("S", dim, stride)
+
+
+class Digit(NamedTuple):
+    """The part of a dim's index that one axis holds: (i // stride) % size."""
+
+    axis: str
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor of global `shape` lies on `mesh`: one state per axis, in the order of the mesh.
+
+    Raises LayoutError where a digit does not divide its dim or two digits of one dim overlap.
+    Example: Layout(Mesh.parse("data2.x2"), (8, 6), (S(0, 4), I)) puts four rows on each half of the data axis.
+    """
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    states: tuple[State, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.states) == len(self.mesh.axes), (self.states, str(self.mesh))
+        for dim in {state.dim for state in self.states if state.kind == "S"}:
+            self._check_dim(dim)
+
+    def _check_dim(self, dim: int) -> None:
+        unit = 1
+        for axis, stride, size in reversed(self.digits(dim)):
+            if stride % unit or self.shape[dim] % (stride * size):
+                raise LayoutError(
+                    f"axis {axis} of size {size} cannot hold the digit of stride {stride} of dim {dim}, which has "
+                    f"{self.shape[dim]} entries and inner digits up to {unit}: digits of one dim must be disjoint "
+                    f"members of one divisor chain"
+                )
+            unit = stride * size
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.shape, self.states))
+
+    def digits(self, dim: int) -> tuple[Digit, ...]:
+        """The digits that axes hold of `dim`, outermost first."""
+        found = [
+            Digit(axis.name, state.stride, axis.size)
+            for axis, state in zip(self.mesh.axes, self.states, strict=True)
+            if state.kind == "S" and state.dim == dim
+        ]
+        return tuple(sorted(found, key=lambda digit: -digit.stride))
+
+    def state(self, axis: str) -> State:
+        return self.states[self.mesh.names.index(axis)]
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        shape = list(self.shape)
+        for axis, state in zip(self.mesh.axes, self.states, strict=True):
+            if state.kind == "S":
+                shape[state.dim] //= axis.size
+        return tuple(shape)
+
+    @property
+    def local_size(self) -> int:
+        return math.prod(self.local_shape)
+
+    def inner(self, axis: str) -> int:
+        """The number of local elements right of the digit that `axis` holds: the stride less the digits inside it."""
+        state = self.state(axis)
+        stride = state.stride
+        for digit in self.digits(state.dim):
+            if digit.stride < state.stride:
+                stride //= digit.size
+        return stride
+
+    def with_state(self, axis: str, state: State) -> Layout:
+        index = self.mesh.names.index(axis)
+        return Layout(self.mesh, self.shape, (*self.states[:index], state, *self.states[index + 1 :]))
+
+    def __str__(self) -> str:
+        held = [f"{a.name}:{s}" for a, s in zip(self.mesh.axes, self.states, strict=True) if s.kind != "I"]
+        return " ".join(held) if held else "whole"
+
+    def axes_of(self, kind: str) -> tuple[str, ...]:
+        return tuple(
+            a.name for a, s in zip(self.mesh.axes, self.states, strict=True) if s.kind == kind
+        )
+
+    # -- numbers -----------------------------------------------------------------------------------------------------
+    def cut(self, whole: torch.Tensor, coordinate: dict[str, int]) -> torch.Tensor:
+        """The local part of `whole` at `coordinate` (axis -> index); a P axis holds all of it at index 0, else zeros."""
+        part = whole
+        for dim in range(len(self.shape)):
+            for axis, stride, size in reversed(self.digits(dim)):
+                inner = stride // math.prod(d.size for d in self.digits(dim) if d.stride < stride)
+                blocks = part.unflatten(dim, (-1, size, inner)).select(dim + 1, coordinate[axis])
+                part = blocks.flatten(dim, dim + 1)
+        if any(coordinate[axis] for axis in self.axes_of("P")):
+            part = torch.zeros_like(part)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def join(self, locals_: list[torch.Tensor]) -> torch.Tensor:
+        """The global value, from the local ones in the order of the ranks; where an axis repeats the value, index 0's."""
+        parts = {rank: value for rank, value in enumerate(locals_)}
+        current = self
+        while held := [(a, s) for a, s in zip(self.mesh.axes, current.states, strict=True) if s.kind in "SP"]:
+            axis, state = held[0]
+            joined = {}
+            for rank in parts:
+                group = self.mesh.group((axis.name,), rank)
+                if state.kind == "P":
+                    joined[rank] = torch.stack([parts[r] for r in group]).sum(0)
+                else:
+                    joined[rank] = _interleave([parts[r] for r in group], state.dim, current.inner(axis.name))
+            parts, current = joined, current.with_state(axis.name, R)
+        return parts[0]
+
+
+def _interleave(parts: list[torch.Tensor], dim: int, inner: int) -> torch.Tensor:
+    blocks = [part.unflatten(dim, (-1, inner)) for part in parts]
+    return torch.stack(blocks, dim + 1).flatten(dim, dim + 2)
+
+
+class Traffic(NamedTuple):
+    """One collective of a change: its kind, and the elements of the whole value on its axes (the ring formulas' B)."""
+
+    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    elements: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change of state, on one axis or jointly on several: from `before` to `after`, both legal layouts."""
+
+    kind: str  # "I->R", "S->S", … in the letters of the states
+    axes: tuple[str, ...]
+    before: Layout
+    after: Layout
+
+    @property
+    def group_size(self) -> int:
+        return math.prod(self.before.mesh.sizes[axis] for axis in self.axes)
+
+    def traffic(self, grad: bool) -> tuple[Traffic | None, Traffic | None]:
+        """What the step moves forward and backward (None: nothing); without a gradient nothing moves backward."""
+        forward, backward = _TRAFFIC[self.kind]
+        whole = max(self.before.local_size, self.after.local_size)
+        if self.kind == "S->S":
+            whole *= self.group_size
+        return (
+            Traffic(forward, whole) if forward else None,
+            Traffic(backward, whole) if backward and grad else None,
+        )
+
+
+# Forward and backward collective of every change of state (design.md section 2); None moves nothing.
+_TRAFFIC: dict[str, tuple[Any, Any]] = {
+    "I->R": (None, "all_reduce"),
+    "I->S": (None, "all_gather"),
+    "R->S": (None, None),
+    "S->R": ("all_gather", "reduce_scatter"),
+    "S->I": ("all_gather", None),
+    "S->S": ("all_to_all", "all_to_all"),
+    "P->I": ("all_reduce", None),
+    "P->R": ("all_reduce", "all_reduce"),
+    "P->S": ("reduce_scatter", "all_gather"),
+    "R->I": (None, None),
+    "I->P": (None, None),
+    "S->P": (None, None),
+    "R->P": (None, None),
+}
+
+# What goes first when several axes change: slice before you gather, reduce before you gather.
+_ORDER = ("I->S", "R->S", "I->P", "R->P", "P->S", "P->I", "P->R", "I->R", "R->I", "S->S", "S->P", "S->I", "S->R")
+_JOINT = ("P->I", "P->R", "I->R")
+
+
+@lru_cache(maxsize=1 << 20)
+def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The path of single changes from one layout to another, every layout on the way legal.
+
+    Axes that take the same joint change (P->I, P->R, I->R) take it together, as one collective over their joint group.
+    """
+    assert source.shape == target.shape and source.mesh == target.mesh
+    path: list[Step] = []
+    current = source
+    while current != target:
+        step = _next_step(current, target)
+        path.append(step)
+        current = step.after
+    return tuple(path)
+
+
+def _next_step(current: Layout, target: Layout) -> Step:
+    changes: dict[str, list[str]] = {}
+    for axis in current.mesh.names:
+        before, after = current.state(axis), target.state(axis)
+        if before != after:
+            kind = f"{before.kind}->{after.kind}"
+            if kind == "S->S" and before.dim == after.dim:
+                continue  # another digit of the same dim: gathered below, sliced again
+            changes.setdefault(kind, []).append(axis)
+    for kind in _ORDER:
+        if kind in _JOINT and kind in changes:
+            axes = tuple(changes[kind])
+            after_layout = current
+            for axis in axes:
+                after_layout = after_layout.with_state(axis, target.state(axis))
+            return Step(kind, axes, current, after_layout)
+        for axis in changes.get(kind, ()):
+            if (legal := _try(current, axis, target.state(axis))) is not None:
+                return Step(kind, (axis,), current, legal)
+    return _make_room(current, target)
+
+
+def _try(layout: Layout, axis: str, state: State) -> Layout | None:
+    try:
+        return layout.with_state(axis, state)
+    except LayoutError:
+        return None
+
+
+def _make_room(current: Layout, target: Layout) -> Step:
+    """Gather one shard that stands in the way: the first that has to move and cannot move directly."""
+    for axis in current.mesh.names:
+        before, after = current.state(axis), target.state(axis)
+        if before.kind == "S" and before != after:
+            return Step("S->R", (axis,), current, current.with_state(axis, R))
+    raise AssertionError(f"no way from {current} to {target} of shape {current.shape}")

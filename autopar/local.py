@@ -1,0 +1,267 @@
+"""How an op is called on its shards: the same call with local shapes, or the sharded implementation where its own dim is split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import sharded
+from .layout import Digit, Layout
+from .ops import FILLS, NEW_FILLS, slice_extent
+from .rules import bound, shape_of, value_of
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Call:
+    """One node about to be emitted: the original, its operands already in the layouts that its strategy wants, and helpers."""
+
+    graph: fx.Graph
+    node: fx.Node
+    operands: Sequence[fx.Node | None]
+    operand_layouts: Sequence[Layout | None]
+    results: Sequence[Layout]
+    coordinate: Callable[[str], fx.Node]  # the rank's own place on an axis
+    seed: Callable[[], fx.Node]  # a new seed for random numbers, the same on all ranks
+
+    def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)
+
+    def values(self) -> dict[str, Any]:
+        """The node's arguments by schema name, tensors replaced by the operands."""
+        remaining = iter(self.operands)
+        values = bound(self.node)
+        for argument in self.node.target._schema.arguments:  # type: ignore[union-attr]
+            if "Tensor" not in str(argument.type):
+                continue
+            value = values[argument.name]
+            if isinstance(value, list | tuple):
+                values[argument.name] = [next(remaining) for _ in value]
+            else:
+                values[argument.name] = next(remaining)
+        return values
+
+    def again(self, values: dict[str, Any], target: Any = None) -> fx.Node:
+        """The same op (or another of the same schema) with these arguments."""
+        target = target or self.node.target
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for argument in target._schema.arguments:
+            if argument.kwarg_only:
+                if argument.name in self.node.kwargs:
+                    kwargs[argument.name] = values[argument.name]
+            else:
+                args.append(values[argument.name])
+        while args and len(args) > len(self.node.args) and not _given(self.node, len(args) - 1):
+            args.pop()
+        return self.graph.call_function(target, tuple(args), kwargs)
+
+    def digits(self, layout: Layout, dim: int) -> tuple[list[fx.Node], list[Digit]]:
+        """The digits of a dim and the coordinates on their axes, in the same order."""
+        found = list(layout.digits(dim % len(layout.shape)))
+        return [self.coordinate(digit.axis) for digit in found], found
+
+
+def _given(node: fx.Node, position: int) -> bool:
+    argument = node.target._schema.arguments[position]  # type: ignore[union-attr]
+    return argument.name in node.kwargs
+
+
+def emit_local(call: Call) -> fx.Node:
+    """Emit the node on its shards; returns the new node."""
+    emit = _SPECIAL.get(call.node.target)
+    if emit is not None:
+        return emit(call)
+    if not isinstance(call.node.target, torch._ops.OpOverload):
+        return call.graph.call_function(call.node.target, tuple(call.operands), dict(call.node.kwargs))  # type: ignore[arg-type]
+    return call.again(call.values())
+
+
+_SPECIAL: dict[Any, Callable[[Call], fx.Node]] = {}
+
+
+def _for(*targets: Any) -> Callable[[Callable[[Call], fx.Node]], Callable[[Call], fx.Node]]:
+    def enter(emit: Callable[[Call], fx.Node]) -> Callable[[Call], fx.Node]:
+        for target in targets:
+            _SPECIAL[target] = emit
+        return emit
+
+    return enter
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------------
+@_for(
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
+    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.view_as.default,
+)
+def _reshape(call: Call) -> fx.Node:
+    return call.emit(aten.reshape.default, call.operands[0], list(call.results[0].local_shape))
+
+
+@_for(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+def _expand(call: Call) -> fx.Node:
+    return call.emit(aten.expand.default, call.operands[0], list(call.results[0].local_shape))
+
+
+@_for(*FILLS, *NEW_FILLS)
+def _fill(call: Call) -> fx.Node:
+    values = call.values()
+    values["size"] = list(call.results[0].local_shape)
+    return call.again(values)
+
+
+@_for(aten.split.Tensor)
+def _split(call: Call) -> fx.Node:
+    values = call.values()
+    values["split_size"] = call.results[0].local_shape[values["dim"]]
+    return call.again(values)
+
+
+@_for(aten.split_with_sizes.default)
+def _split_with_sizes(call: Call) -> fx.Node:
+    values = call.values()
+    values["split_sizes"] = [layout.local_shape[values["dim"]] for layout in call.results]
+    return call.again(values)
+
+
+@_for(aten.slice.Tensor)
+def _slice(call: Call) -> fx.Node:
+    values = call.values()
+    layout = call.operand_layouts[0]
+    assert layout is not None
+    size, local = layout.shape[values["dim"]], layout.local_shape[values["dim"]]
+    if size != local:
+        start, length = slice_extent(call.node)
+        values["start"], values["end"] = start * local // size, (start + length) * local // size
+    return call.again(values)
+
+
+# -- sums ----------------------------------------------------------------------------------------------------------------------
+@_for(aten.mean.dim, aten.mean.default)
+def _mean(call: Call) -> fx.Node:
+    """The local mean divides by the local count: what is missing to the global one is a factor."""
+    layout, result = call.operand_layouts[0], call.results[0]
+    assert layout is not None
+    mean = call.again(call.values())
+    local = layout.local_size / result.local_size
+    whole = math.prod(layout.shape) / math.prod(result.shape)
+    return mean if local == whole else call.emit(aten.mul.Tensor, mean, local / whole)
+
+
+# -- sharded implementations --------------------------------------------------------------------------------------------------
+def _axes(layout: Layout | None, dim: int) -> tuple[str, ...]:
+    assert layout is not None
+    return tuple(digit.axis for digit in layout.digits(dim % len(layout.shape)))
+
+
+@_for(aten.layer_norm.default)
+def _layer_norm(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    axes = _axes(layout, -1)
+    if not axes or layout is None:
+        return call.again(values)
+    return call.emit(
+        sharded.layer_norm, values["input"], values["weight"], values["bias"], values["eps"], layout.shape[-1], axes,
+        str(layout.mesh),
+    )
+
+
+@_for(aten.rms_norm.default)
+def _rms_norm(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    axes = _axes(layout, -1)
+    if not axes or layout is None:
+        return call.again(values)
+    return call.emit(
+        sharded.rms_norm, values["input"], values["weight"], values["eps"], layout.shape[-1], axes, str(layout.mesh)
+    )
+
+
+@_for(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
+def _softmax(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    axes = _axes(layout, values["dim"])
+    if not axes or layout is None:
+        return call.again(values)
+    log = call.node.target in (aten.log_softmax.int, aten._log_softmax.default)
+    source = next(iter(values.values()))
+    if (dtype := values.get("dtype")) is not None:
+        source = call.emit(aten._to_copy.default, source, dtype=dtype)
+    function = sharded.log_softmax if log else sharded.softmax
+    return call.emit(function, source, values["dim"], axes, str(layout.mesh))
+
+
+@_for(aten.embedding.default)
+def _embedding(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    coordinates, digits = call.digits(layout, 0)
+    if not digits:
+        return call.again(values)
+    padding = values["padding_idx"]
+    return call.emit(
+        sharded.embedding, values["weight"], values["indices"], coordinates, [tuple(d) for d in digits],
+        padding if padding is not None and padding >= 0 else None,
+    )
+
+
+_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+
+
+@_for(aten.cross_entropy_loss.default)
+def _cross_entropy(call: Call) -> fx.Node:
+    layout, target_layout, values = call.operand_layouts[0], call.operand_layouts[1], call.values()
+    assert layout is not None and target_layout is not None
+    class_dim = 1 if len(layout.shape) > 1 else 0
+    coordinates, digits = call.digits(layout, class_dim)
+    tokens = tuple(axis for axis in layout.axes_of("S") if axis not in {d.axis for d in digits})
+    if not digits and not tokens:
+        return call.again(values)
+    return call.emit(
+        sharded.cross_entropy, values["self"], values["target"], values["weight"], _REDUCTIONS[values["reduction"]],
+        values["ignore_index"], values["label_smoothing"], layout.shape[class_dim], coordinates,
+        [tuple(d) for d in digits], tokens, str(layout.mesh),
+    )
+
+
+# -- random numbers -----------------------------------------------------------------------------------------------------------
+def _all_digits(call: Call, layout: Layout, dims: int) -> tuple[list[fx.Node], list[list[tuple[str, int, int]]]]:
+    coordinates: list[fx.Node] = []
+    by_dim: list[list[tuple[str, int, int]]] = []
+    for dim in range(dims):
+        places, digits = call.digits(layout, dim)
+        coordinates.extend(places)
+        by_dim.append([tuple(d) for d in digits])  # type: ignore[misc]
+    return coordinates, by_dim
+
+
+@_for(aten.dropout.default)
+def _dropout(call: Call) -> fx.Node:
+    values, layout = call.values(), call.results[0]
+    if not values["train"] or values["p"] == 0:
+        return call.emit(aten.alias.default, call.operands[0])
+    coordinates, digits = _all_digits(call, layout, len(layout.shape))
+    return call.emit(
+        sharded.dropout, call.operands[0], values["p"], call.seed(), coordinates, digits, list(layout.shape)
+    )
+
+
+@_for(aten.scaled_dot_product_attention.default)
+def _attention(call: Call) -> fx.Node:
+    """The fused kernel; with dropout the plain formula, whose mask does not depend on the layout."""
+    values, layout = call.values(), call.results[0]
+    if not values["dropout_p"]:
+        return call.again(values)
+    keys = shape_of(value_of(call.node.args[1]))[-2]  # type: ignore[arg-type]
+    coordinates, digits = _all_digits(call, layout, len(layout.shape) - 1)
+    return call.emit(
+        sharded.attention, values["query"], values["key"], values["value"], values["attn_mask"],
+        values["dropout_p"], values["is_causal"], values["scale"], call.seed(), coordinates, [*digits, []],
+        [*layout.shape[:-1], keys],
+    )

@@ -1,0 +1,267 @@
+"""All ranks of a mesh in one process: the emitted modules run as they are, only the wire is
+replaced.
+
+Every rank has its own thread, so that its forward and its backward (which on the CPU runs in the
+calling thread) stay plain code; but one thread runs at a time. A rank runs until it waits in a
+collective, then hands over to the next rank that can go on, in rank order: runs are deterministic,
+and where nobody can go on, the error says who waits for what.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autopar import wire
+from autopar.errors import RankError
+from autopar.mesh import Mesh, group_name
+
+T = TypeVar("T")
+_RANKS_LIMIT = 64
+_run: _Run | None = None
+
+
+def run(mesh: Mesh, rank_fn: Callable[[int], T]) -> list[T]:
+    """Calls `rank_fn(rank)` for every rank of `mesh` with collectives among them, and returns the
+    results by rank.
+
+    Grad mode is the caller's. The first error of a rank stops all ranks and is raised again with a
+    note that says which rank it was. Raises RankError where ranks of a group call different
+    collectives, where a rank ends while others wait for it, for meshes above 64 ranks, and inside
+    another run.
+
+    >>> ones = torch.ones(1)
+    >>> run(Mesh.parse("x2"), lambda rank: collectives.all_reduce(ones + rank, "x", "x2").item())
+    [3.0, 3.0]
+    """
+    global _run
+    if _run is not None:
+        raise RankError(
+            "a lockstep run inside another one: they share one wire, end the outer one first"
+        )
+    if mesh.size > _RANKS_LIMIT:
+        raise RankError(f"mesh {mesh} has {mesh.size} ranks; lockstep runs at most {_RANKS_LIMIT}")
+    threads, simulator = torch.get_num_threads(), wire.simulator
+    _run = wire.simulator = current = _Run(mesh)
+    torch.set_num_threads(1)  # every thread that calls torch would start a pool of its own
+    try:
+        return current.execute(rank_fn)
+    finally:
+        _run, wire.simulator = None, simulator
+        torch.set_num_threads(threads)
+
+
+def meet(rank: int, value: Any, action: Callable[[list[Any]], T]) -> T:
+    """Called by every rank inside `run`: `action` is called once with the values by rank, all ranks
+    get its result.
+
+    Whatever `action` raises ends the run.
+    """
+    if _run is None:
+        raise RankError(f"rank {rank} meets the others, but no lockstep run is on")
+    return _run.rendezvous(
+        rank,
+        tuple(range(_run.mesh.size)),
+        "meet",
+        value,
+        lambda values: [action(values)] * len(values),
+    )
+
+
+class _Stopped(BaseException):
+    """Unwinds a rank after another one failed; no `except Exception` of the model may catch it."""
+
+
+@dataclass
+class _Meeting:
+    """What the ranks of one group wait for: `call` says what the first one called, `values` what
+    each brought.
+    """
+
+    call: str
+    first: int
+    values: dict[int, Any]
+
+
+class _Run:
+    """One run. Its state needs no lock: only the rank whose turn it is touches it."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.results: list[Any] = [None] * mesh.size
+        self.error: tuple[int, BaseException] | None = None
+        self._turns = [threading.Semaphore(0) for _ in range(mesh.size)]
+        self._own = threading.local()
+        self._ready = set(range(mesh.size))
+        self._waiting: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self._taken: dict[int, Any] = {}
+        self._groups = self._groups_by_name()
+
+    def execute(self, rank_fn: Callable[[int], T]) -> list[T]:
+        grad = torch.is_grad_enabled()
+        ranks = range(self.mesh.size)
+        threads = [
+            threading.Thread(target=self._rank, args=(rank, rank_fn, grad), daemon=True)
+            for rank in ranks
+        ]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self._noted(*self.error)
+        return self.results
+
+    def exchange(self, kind: str, x: Tensor, group: str) -> Tensor:
+        """The wire's part: see `wire.Simulator`."""
+        rank = getattr(self._own, "rank", None)
+        if rank is None:
+            raise RankError(
+                f"{kind} over {group} from a thread that is no rank of the lockstep run"
+            )
+        if group not in self._groups:
+            raise RankError(f"{kind} over {group}: the lockstep run is on mesh {self.mesh}")
+        ranks = tuple(self.mesh.group(self._groups[group], rank))
+        dtype = str(x.dtype).removeprefix("torch.")
+        call = f"{kind} of {dtype}{tuple(x.shape)} over {group.removeprefix('autopar/')}"
+        return self.rendezvous(rank, ranks, call, x.detach(), _EXCHANGES[kind])
+
+    def rendezvous(
+        self,
+        rank: int,
+        ranks: tuple[int, ...],
+        call: str,
+        value: Any,
+        combine: Callable[[list[Any]], list[Any]],
+    ) -> Any:
+        """Waits until all `ranks` brought their value; `combine` gives each its result."""
+        if self.error is not None:  # a `finally` that communicates while its rank is stopped
+            raise _Stopped
+        meeting = self._meetings.setdefault(ranks, _Meeting(call, rank, {}))
+        if meeting.call != call:
+            raise RankError(
+                f"rank {meeting.first} calls {meeting.call}, rank {rank} calls {call}; "
+                "all ranks of a group must call the same"
+            )
+        meeting.values[rank] = value
+        if len(meeting.values) < len(ranks):
+            self._ready.discard(rank)
+            self._waiting[rank] = call, ranks
+            self._hand_over(rank)
+            return self._taken.pop(rank)
+        del self._meetings[ranks]
+        results = dict(zip(ranks, combine([meeting.values[r] for r in ranks]), strict=True))
+        own = results.pop(rank)
+        self._taken.update(results)
+        self._ready.update(results)
+        for other in results:
+            del self._waiting[other]
+        return own
+
+    def _rank(self, rank: int, rank_fn: Callable[[int], Any], grad: bool) -> None:
+        self._own.rank = rank
+        self._turns[rank].acquire()
+        try:
+            if self.error is None:
+                with torch.set_grad_enabled(grad):
+                    self.results[rank] = rank_fn(rank)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self.error = self.error or (rank, error)
+        self._ready.discard(rank)
+        self._leave(rank)
+
+    def _leave(self, rank: int) -> None:
+        """The rank is done. After an error everybody is woken, to stop; else the next ready one
+        goes on.
+        """
+        if self.error is None and not self._ready and self._waiting:
+            self.error = rank, RankError(f"rank {rank} has ended, but {self._who_waits()}")
+        if self.error is not None:
+            self._wake_all()
+        elif self._ready:
+            self._turns[self._next(rank)].release()
+
+    def _hand_over(self, rank: int) -> None:
+        if not self._ready:
+            raise RankError(f"no rank can go on: {self._who_waits()}")
+        self._turns[self._next(rank)].release()
+        self._turns[rank].acquire()
+        if self.error is not None:
+            raise _Stopped
+
+    def _next(self, rank: int) -> int:
+        return min(self._ready, key=lambda other: (other - rank) % self.mesh.size)
+
+    def _wake_all(self) -> None:
+        for turn in self._turns:
+            turn.release()
+
+    def _who_waits(self) -> str:
+        waits = [
+            f"rank {rank} waits in {call} for ranks {list(ranks)}"
+            for rank, (call, ranks) in self._waiting.items()
+        ]
+        return "; ".join(sorted(waits)[:4])
+
+    def _groups_by_name(self) -> dict[str, tuple[str, ...]]:
+        sets: list[tuple[str, ...]] = [()]
+        for name in self.mesh.names:
+            sets += [(*axes, name) for axes in sets]
+        return {group_name(str(self.mesh), axes): axes for axes in sets}
+
+    def _noted(self, rank: int, error: BaseException) -> BaseException:
+        error.add_note(f"on rank {rank} of mesh {self.mesh}: {self.mesh.coordinate(rank)}")
+        return error
+
+
+# Sums run in rank order, so that a run repeats to the bit; every rank gets a tensor of its own, as
+# it may write into it.
+
+
+def _all_gather(values: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(values) for _ in values]
+
+
+def _reduce_scatter(values: list[Tensor]) -> list[Tensor]:
+    return [part.clone() for part in _sum(values).chunk(len(values))]
+
+
+def _all_reduce_sum(values: list[Tensor]) -> list[Tensor]:
+    whole = _sum(values)
+    return [whole.clone() for _ in values]
+
+
+def _all_reduce_max(values: list[Tensor]) -> list[Tensor]:
+    whole = values[0]
+    for value in values[1:]:
+        whole = torch.maximum(whole, value)
+    return [whole.clone() for _ in values]
+
+
+def _all_to_all(values: list[Tensor]) -> list[Tensor]:
+    return [torch.stack([value[rank] for value in values]) for rank in range(len(values))]
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    whole = values[0].clone()
+    for value in values[1:]:
+        whole += value
+    return whole
+
+
+_EXCHANGES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-reduce sum": _all_reduce_sum,
+    "all-reduce max": _all_reduce_max,
+    "all-to-all": _all_to_all,
+}

@@ -1,0 +1,188 @@
+"""ParallelModule: the distributed graph with its parameters as DTensors under their original names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ._compat import pytree
+from .errors import InputError
+from .layout import Layout
+from .mesh import Mesh
+from .placement import placements
+from .plan import Plan
+from .program import Input, Program
+
+Backend = Callable[[fx.GraphModule], Callable[..., Any]]
+
+
+class ParallelModule(nn.Module):
+    """A model that trains on all ranks of a mesh as the original trains on one.
+
+    Call it with the same global inputs on every rank: it cuts out its own part. Parts that are already cut are given as DTensors, as
+    `shard` makes them. It returns what the model returns: scalars whole on every rank, other tensors as DTensors.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        graphs: Mapping[str, fx.GraphModule],
+        device_mesh: DeviceMesh | None,
+        rank: int,
+        run: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        assert program.plan is not None
+        self.plan: Plan = program.plan
+        self.graph: fx.GraphModule = program.module
+        self.graphs = dict(graphs)
+        self._program, self._device_mesh = program, device_mesh
+        self._mesh: Mesh = program.plan.mesh
+        self._coordinate = self._mesh.coordinate(rank)
+        self._run = run or program.module
+        self._held: list[str | None] = []
+        for entry in program.signature.inputs:
+            self._hold(entry)
+        self._seed = torch.initial_seed() % (1 << 62)
+
+    # -- what it holds -----------------------------------------------------------------------------------------------------
+    def _hold(self, entry: Input) -> None:
+        """Register a parameter or buffer under every name that the original model has for it."""
+        if entry.kind == "coordinate":
+            place = torch.tensor([self._coordinate[entry.target]], device=self._device())
+            self.register_buffer(entry.node, place, persistent=False)
+            return
+        if entry.kind not in ("parameter", "buffer", "constant"):
+            return
+        whole = self._program.tensors[entry.target]
+        if entry.kind == "constant":
+            self.register_buffer(entry.node, whole.detach().clone(), persistent=False)
+            return
+        held: torch.Tensor
+        if entry.kind == "parameter":
+            layout = self._program.layouts[entry.node]
+            local = layout.cut(whole.detach(), self._coordinate)
+            held = nn.Parameter(self._distributed(local, layout), requires_grad=entry.trainable)
+        else:
+            held = whole.detach().clone()
+        for name in entry.names or (entry.target,):
+            self._register(name, held)
+
+    def _register(self, name: str, tensor: torch.Tensor) -> None:
+        module: nn.Module = self
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(last, tensor)
+        else:
+            module.register_buffer(last, tensor)
+
+    def _device(self) -> torch.device:
+        tensors = list(self._program.tensors.values())
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def _distributed(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if self._device_mesh is None:
+            return local
+        return DTensor.from_local(
+            local, self._device_mesh, placements(layout), run_check=False, shape=torch.Size(layout.shape),
+            stride=_contiguous(layout.shape),
+        )
+
+    def layout(self, name: str) -> Layout:
+        """The stored layout of a parameter, by any of its names."""
+        for entry in self._program.signature.inputs:
+            if entry.kind == "parameter" and name in (entry.target, *entry.names):
+                return self._program.layouts[entry.node]
+        raise InputError(f"no parameter {name!r}; the names are those of the original model")
+
+    # -- what it is called with ----------------------------------------------------------------------------------------------
+    def shard(self, *args: Any, **kwargs: Any) -> Any:
+        """The rank's own part of a global batch, as DTensors in the same structure: (args, kwargs), or the one argument alone."""
+        leaves, spec = self._leaves(args, kwargs)
+        for entry in self._user_inputs():
+            assert entry.position is not None
+            layout = self._program.layouts[entry.node]
+            leaves[entry.position] = self._distributed(self._own(entry, leaves[entry.position]), layout)
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = self._leaves(args, kwargs)
+        values = [self._feed(entry, leaves) for entry in self._program.signature.inputs]
+        return self._returned(self._run(*values))
+
+    def _user_inputs(self) -> list[Input]:
+        return [entry for entry in self._program.signature.inputs if entry.kind == "user"]
+
+    def _leaves(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        signature = self._program.signature
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != signature.in_spec:
+            raise InputError(
+                f"the inputs are nested as {spec}, the model was planned for {signature.in_spec}: call it with the same arguments, or "
+                f"plan again with these"
+            )
+        for position, value in signature.fixed:
+            if leaves[position] != value:
+                raise InputError(
+                    f"input {position} is {leaves[position]!r}, planned was {value!r}; what is no tensor is part of the plan: plan again"
+                )
+        return leaves, spec
+
+    def _feed(self, entry: Input, leaves: list[Any]) -> Any:
+        if entry.kind == "user":
+            assert entry.position is not None
+            return self._own(entry, leaves[entry.position])
+        if entry.kind == "seed":
+            self._seed += 1
+            return torch.tensor(self._seed, device=self._device())
+        if entry.kind in ("coordinate", "constant"):
+            return self.get_buffer(entry.node)
+        if entry.kind == "buffer":
+            return self.get_buffer(entry.target)
+        held = self.get_parameter(entry.target)
+        return held.to_local(grad_placements=held.placements) if isinstance(held, DTensor) else held
+
+    def _own(self, entry: Input, given: Any) -> torch.Tensor:
+        """The rank's part of one input; refuses what was not planned for."""
+        layout, dtype = self._program.layouts[entry.node], self._program.dtypes[entry.node]
+        if not isinstance(given, torch.Tensor) or tuple(given.shape) != layout.shape or given.dtype != dtype:
+            found = f"{tuple(given.shape)} {given.dtype}" if isinstance(given, torch.Tensor) else repr(given)
+            raise InputError(
+                f"input {entry.target} is {found}, the plan is for {layout.shape} {dtype}: plan again for other shapes or dtypes"
+            )
+        if isinstance(given, DTensor):
+            return given.to_local()
+        return layout.cut(given, self._coordinate) if layout.axes_of("S") else given
+
+    # -- what it returns -----------------------------------------------------------------------------------------------------
+    def _returned(self, results: Any) -> Any:
+        remaining = iter(results)
+        leaves = []
+        for output in self._program.signature.outputs:
+            value = output.constant if output.node is None else next(remaining)
+            if output.kind == "mutation":
+                with torch.no_grad():
+                    self.get_buffer(output.target).copy_(value)
+                continue
+            if output.node is not None and isinstance(value, torch.Tensor) and value.dim():
+                value = self._distributed(value, self._program.layouts[output.node])
+            leaves.append(value)
+        return pytree.tree_unflatten(leaves, self._program.signature.out_spec)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, unit = [], 1
+    for size in reversed(shape):
+        strides.append(unit)
+        unit *= size
+    return tuple(reversed(strides))

@@ -1,0 +1,201 @@
+"""annotate: give every node its rule, and refine the dims of the whole graph into the atoms that all ops agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from ..graphs import producer
+from ..ops import spec_of, unsplit
+from ..probe import probe
+from ..program import Annotations, Atom, Program, Value
+from ..rules import Dims, Spec, operands_of, results_of, shape_of, value_of
+
+
+def annotate(program: Program) -> Program:
+    """Attach `Annotations`: rules, atoms, and which values are searched and carry gradients."""
+    graph = program.module.graph
+    specs, probed, unknown = _specs(graph)
+    refined = _Refinement()
+    for node in graph.nodes:
+        _enter(node, specs.get(node.name), refined)
+    searched, gradient = _flow(program)
+    annotations = Annotations(
+        specs,
+        {value: tuple(refined.atoms(leaf) for leaf in dims) for value, dims in refined.values.items()},
+        {
+            name: {factor: refined.atoms(leaf) for factor, leaf in factors.items()}
+            for name, factors in refined.factors.items()
+        },
+        searched,
+        gradient,
+        _batch(program, refined),
+        probed,
+        unknown,
+    )
+    return dataclasses.replace(program, annotations=annotations)
+
+
+def check(program: Program) -> None:
+    """The contract: every call has a rule that fits its tensors, and every value's atoms multiply up to its shape."""
+    notes = program.annotations
+    assert notes is not None, "annotate left no annotations"
+    for node in program.module.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            spec = notes.specs[node.name]
+            assert len(spec.results) == len(results_of(node)), (node.name, node.target)
+        for index, value in enumerate(results_of(node)) if node.op != "output" else ():
+            if isinstance(value, torch.Tensor) and node.target is not operator.getitem:
+                for atoms, size in zip(notes.dims[node.name, index], shape_of(value), strict=True):
+                    product = 1
+                    for atom in atoms:
+                        product *= atom.size
+                    assert product == size, f"{node.name}: atoms {atoms} for a dim of {size}"
+
+
+def _specs(graph: fx.Graph) -> tuple[dict[str, Spec], tuple[str, ...], tuple[str, ...]]:
+    specs: dict[str, Spec] = {}
+    probed: set[str] = set()
+    unknown: set[str] = set()
+    known: dict[object, Spec | None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        spec = spec_of(node)
+        if spec is None:
+            spec = probe(node, known)
+            (probed if spec is not None else unknown).add(str(node.target))
+        specs[node.name] = spec or unsplit(node)
+    return specs, tuple(sorted(probed)), tuple(sorted(unknown))
+
+
+# -- atoms -----------------------------------------------------------------------------------------------------------------
+class _Refinement:
+    """Union-find over dims and factors, where a leaf may be cut into smaller ones; cuts reach all that is tied to it."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+        self.size: list[int] = []
+        self.opaque: list[bool] = []
+        self.parts: list[tuple[int, ...] | None] = []
+        self.values: dict[Value, tuple[int, ...]] = {}
+        self.factors: dict[str, dict[str, int]] = {}
+
+    def leaf(self, size: int, opaque: bool = False) -> int:
+        self.parent.append(len(self.parent))
+        self.size.append(size)
+        self.opaque.append(opaque)
+        self.parts.append(None)
+        return len(self.parent) - 1
+
+    def root(self, leaf: int) -> int:
+        while self.parent[leaf] != leaf:
+            self.parent[leaf] = self.parent[self.parent[leaf]]
+            leaf = self.parent[leaf]
+        return leaf
+
+    def expand(self, leaves: Iterable[int]) -> list[int]:
+        found: list[int] = []
+        stack = list(leaves)[::-1]
+        while stack:
+            leaf = self.root(stack.pop())
+            parts = self.parts[leaf]
+            if parts is None:
+                found.append(leaf)
+            else:
+                stack.extend(reversed(parts))
+        return [leaf for leaf in found if self.size[leaf] > 1]
+
+    def atoms(self, leaf: int) -> tuple[Atom, ...]:
+        return tuple(Atom(a, self.size[a], self.opaque[a]) for a in self.expand([leaf]))
+
+    def tie(self, left: Iterable[int], right: Iterable[int]) -> None:
+        """Make two lists of leaves of equal product one: cut the larger at each step; where no cut fits, the rest is opaque."""
+        left, right = list(left), list(right)
+        while True:
+            a, b = self.expand(left), self.expand(right)
+            pair = next(((x, y) for x, y in zip(a, b, strict=False) if x != y), None)
+            if pair is None:
+                return
+            x, y = pair
+            if self.size[x] == self.size[y]:
+                self.opaque[x] = self.opaque[x] or self.opaque[y]
+                self.parent[y] = x
+            elif self.size[x] % self.size[y] == 0:
+                self._cut(x, self.size[y])
+            elif self.size[y] % self.size[x] == 0:
+                self._cut(y, self.size[x])
+            else:
+                for leaf in (*a[a.index(x) :], *b[b.index(y) :]):
+                    self.opaque[leaf] = True
+                return
+
+    def _cut(self, leaf: int, outer: int) -> None:
+        opaque = self.opaque[leaf]
+        self.parts[leaf] = (self.leaf(outer, opaque), self.leaf(self.size[leaf] // outer, opaque))
+
+
+def _enter(node: fx.Node, spec: Spec | None, refined: _Refinement) -> None:
+    """Make the leaves of a node's results and factors, and tie them to its operands'."""
+    if node.op == "output" or node.target is operator.getitem:
+        return
+    values = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+    for index, value in enumerate(values):
+        refined.values[node.name, index] = tuple(refined.leaf(size) for size in shape_of(value))
+    if spec is None:
+        return
+    factors = refined.factors[node.name] = {name: refined.leaf(size) for name, size in spec.sizes.items()}
+
+    def tie(dims: Dims, leaves: tuple[int, ...]) -> None:
+        for names, leaf in zip(dims, leaves, strict=True):
+            if names:
+                refined.tie([factors[name] for name in names], [leaf])
+
+    for operand, dims in zip(operands_of(node), spec.operands, strict=False):
+        if operand is not None and dims is not None:
+            tie(dims, refined.values[producer(operand)])
+    for index, dims in enumerate(spec.results):
+        tie(dims, refined.values[node.name, index])
+
+
+def _batch(program: Program, refined: _Refinement) -> Atom | None:
+    """The outermost atom of the first dim of the user's first tensor: by convention the samples of the batch."""
+    for entry in program.signature.inputs:
+        if entry.kind == "user" and refined.values[entry.node, 0]:
+            atoms = refined.atoms(refined.values[entry.node, 0][0])
+            return atoms[0] if atoms else None
+    return None
+
+
+# -- what is searched --------------------------------------------------------------------------------------------------------
+def _flow(program: Program) -> tuple[frozenset[str], frozenset[Value]]:
+    """Nodes whose values hang on a parameter, and values that carry a gradient."""
+    kinds = {entry.node: entry for entry in program.signature.inputs}
+    searched: set[str] = set()
+    gradient: set[Value] = set()
+    for node in program.module.graph.nodes:
+        if node.op == "placeholder":
+            entry = kinds[node.name]
+            needs = entry.kind == "user" and getattr(value_of(node), "requires_grad", False)
+            if entry.kind == "parameter" or needs:
+                searched.add(node.name)
+            if entry.trainable or needs:
+                gradient.add((node.name, 0))
+        elif node.op == "call_function":
+            _flow_through(node, searched, gradient)
+    return frozenset(searched), frozenset(gradient)
+
+
+def _flow_through(node: fx.Node, searched: set[str], gradient: set[Value]) -> None:
+    if any(source.name in searched for source in node.all_input_nodes):
+        searched.add(node.name)
+    carried = any(producer(source) in gradient for source in node.all_input_nodes)
+    if not carried or node.target is torch.ops.aten.detach.default:
+        return
+    for index, value in enumerate(results_of(node)):
+        if isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):
+            gradient.add((node.name, index))

@@ -1,0 +1,300 @@
+"""rewrite: the traced graph on one rank's shards, with every change of state a node of its own.
+
+Values that hang on parameters are made in the layouts of the plan and converted where a consumer wants another; each step of a conversion is
+made once per (value, layout) and shared. All other values (masks, positions, token ids) have no layout of their own: each consumer's
+wish is pushed back through their ops to the constants and inputs, so that they are never made whole where a slice is wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import collectives
+from ..cost.comm import path_seconds
+from ..graphs import chain_name, producer
+from ..layout import Layout, R, State, Step, steps
+from ..local import Call, emit_local
+from ..plan import Plan
+from ..program import Annotations, Input, Program, Value
+from ..pushback import pushed_back
+from ..rules import operands_of, results_of, shape_of, value_of
+from ..world import World
+
+def rewrite(program: Program, world: World) -> Program:
+    """The distributed graph. Twice: the first run finds in which layout every input is wanted, the second takes it so."""
+    assert program.plan is not None
+    wishes = _Rewriter(program, world, {}).run().wishes
+    inputs = {value: _common(layouts) for value, layouts in wishes.items()}
+    return _Rewriter(program, world, inputs).run().program()
+
+
+def check(program: Program) -> None:
+    """The contract: the graph is well formed, every kept layout is a legal one, and all outputs are where the plan wants them."""
+    program.module.graph.lint()
+    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
+    assert names == [entry.node for entry in program.signature.inputs], "placeholders and signature differ"
+    for output in program.signature.outputs:
+        if output.node is not None:
+            assert not program.layouts[output.node].axes_of("P"), f"output {output.node} is partial"
+
+
+def _common(layouts: list[Layout]) -> Layout:
+    """What all wishes for an input agree on: an axis that holds the same digit in each, else the whole value."""
+    states = [
+        found.pop() if len(found := set(column)) == 1 and next(iter(found)).kind == "S" else R
+        for column in zip(*(layout.states for layout in layouts), strict=True)
+    ]
+    return Layout(layouts[0].mesh, layouts[0].shape, tuple(states))
+
+
+class _Rewriter:
+    def __init__(self, program: Program, world: World, inputs: dict[str, Layout]) -> None:
+        assert program.plan is not None and program.annotations is not None
+        self.source, self.world, self.inputs = program, world, inputs
+        self.plan: Plan = program.plan
+        self.notes: Annotations = program.annotations
+        self.mesh = self.plan.mesh
+        self.graph = fx.Graph()
+        self.made: dict[tuple[Value, Layout], fx.Node] = {}
+        self.native: dict[Value, Layout] = {}
+        self.nodes = {node.name: node for node in program.module.graph.nodes}
+        self.wishes: dict[str, list[Layout]] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.chain = ""
+        self.seeds = 0
+
+    def run(self) -> _Rewriter:
+        self.entries = list(self.source.signature.inputs)
+        self.free_inputs = {e.node for e in self.entries if e.kind == "user"} - self.notes.searched
+        for node in self.source.module.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+        self.coordinates = {name: self._coordinate(name) for name in self.mesh.names}
+        self.seed: fx.Node | None = self._seed() if self._random() else None
+        for node in self.source.module.graph.nodes:
+            if node.op == "call_function" and node.name in self.notes.specs and node.name in self.notes.searched:
+                self.chain = chain_name(node)
+                self._call(node)
+        self._outputs()
+        return self
+
+    def program(self) -> Program:
+        self._drop_unused_entries()
+        self.graph.lint()
+        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        plan = dataclasses.replace(
+            self.plan,
+            inputs={e.target: self.layouts[e.node] for e in self.entries if e.kind == "user"},
+        )
+        signature = dataclasses.replace(
+            self.source.signature, inputs=tuple(self.entries), outputs=tuple(self.outputs)
+        )
+        return dataclasses.replace(
+            self.source, module=module, signature=signature, plan=plan, layouts=self.layouts, dtypes=self.dtypes,
+        )
+
+    # -- inputs ------------------------------------------------------------------------------------------------------------
+    def _placeholder(self, node: fx.Node) -> None:
+        new = self.graph.placeholder(node.name)
+        new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        shape = shape_of(value_of(node))
+        layout = self.plan.stored.get(node.name) or self.inputs.get(node.name) or self._all(shape, R)
+        self._make((node.name, 0), layout, new)
+        self.native[node.name, 0] = layout
+        self.layouts[node.name] = layout
+        self.dtypes[node.name] = value_of(node).dtype
+
+    def _coordinate(self, axis: str) -> fx.Node:
+        entry = Input("coordinate", f"coordinate_{axis}", axis)
+        self.entries.append(entry)
+        return self.graph.placeholder(entry.node)
+
+    def _seed(self) -> fx.Node:
+        self.entries.append(Input("seed", "seed", "seed"))
+        return self.graph.placeholder("seed")
+
+    def _random(self) -> bool:
+        return any(
+            node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            for node in self.source.module.graph.nodes
+        )
+
+    def _next_seed(self) -> fx.Node:
+        assert self.seed is not None
+        self.seeds += 1
+        return self.graph.call_function(torch.ops.aten.add.Scalar, (self.seed, self.seeds))
+
+    def _drop_unused_entries(self) -> None:
+        """Coordinates and the seed are inputs only where something uses them."""
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder" and not node.users:
+                entry = next(e for e in self.entries if e.node == node.name)
+                if entry.kind in ("coordinate", "seed"):
+                    self.graph.erase_node(node)
+                    self.entries.remove(entry)
+
+    # -- nodes -------------------------------------------------------------------------------------------------------------
+    def _call(self, node: fx.Node) -> None:
+        choice = self.plan.choices[node.name]
+        operands = [
+            None if operand is None or layout is None else self._value(operand, layout)
+            for operand, layout in zip(operands_of(node), choice.operands, strict=True)
+        ]
+        new = self._emit(node, operands, choice.operands, choice.results)
+        values = results_of(node)
+        if isinstance(value_of(node), list | tuple):
+            for index, layout in enumerate(choice.results):
+                item = self.graph.call_function(operator.getitem, (new, index))
+                self._describe(item, node, layout)
+                self._make((node.name, index), layout, item)
+                self.native[node.name, index] = layout
+        else:
+            assert len(values) == 1
+            self._make((node.name, 0), choice.results[0], new)
+            self.native[node.name, 0] = choice.results[0]
+
+    def _emit(self, node: fx.Node, operands: Any, layouts: Any, results: tuple[Layout, ...]) -> fx.Node:
+        last = next(reversed(self.graph.nodes))
+        new = emit_local(
+            Call(self.graph, node, operands, layouts, results, self.coordinates.__getitem__, self._next_seed)
+        )
+        made = last.next
+        while made.op != "root":
+            self._describe(made, node, results[0])
+            made = made.next
+        return new
+
+    def _describe(self, new: fx.Node, node: fx.Node, layout: Layout) -> None:
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in node.meta:
+                new.meta[key] = node.meta[key]
+        new.meta["source"], new.meta["layout"], new.meta["chain"] = node.name, layout, self.chain
+
+    def _value(self, node: fx.Node, layout: Layout) -> fx.Node:
+        value = producer(node)
+        if value in self.native:
+            return self._converted(value, layout)
+        return self._free(node, layout)
+
+    def _make(self, value: Value, layout: Layout, node: fx.Node) -> None:
+        self.made[value, layout] = node
+        node.meta["value"] = value
+
+    # -- conversions -------------------------------------------------------------------------------------------------------
+    def _converted(self, value: Value, layout: Layout) -> fx.Node:
+        """The value in this layout, from where it is nearest: as it was made, or from its copy."""
+        if (value, layout) in self.made:
+            return self.made[value, layout]
+        if value[0] in self.free_inputs:
+            self.wishes.setdefault(value[0], []).append(layout)
+        sources = [self.native[value]]
+        if value in self.plan.copies:
+            sources.append(self.plan.copies[value])
+        gradient = value in self.notes.gradient
+        size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
+        best = min(sources, key=lambda s: path_seconds(steps(s, layout), gradient, size, self.world))
+        if best != self.native[value]:
+            self._walk(value, self.native[value], best, gradient, size)
+        return self._walk(value, best, layout, gradient, size)
+
+    def _walk(self, value: Value, source: Layout, target: Layout, gradient: bool, size: int) -> fx.Node:
+        """The steps from one layout of a value that is made to another; those that were made before are shared."""
+        for step in steps(source, target):
+            if (value, step.after) not in self.made:
+                node = self._step(self.made[value, step.before], step)
+                self._tell(node, value, step, gradient, size)
+                self._make(value, step.after, node)
+        return self.made[value, target]
+
+    def _tell(self, node: fx.Node, value: Value, step: Step, gradient: bool, size: int) -> None:
+        self._describe(node, self.nodes[value[0]], step.after)
+        node.meta.update(step=step, gradient=gradient, element_bytes=size)
+
+    def _step(self, x: fx.Node, step: Step) -> fx.Node:
+        """One change of state as a node: a plain function of collectives.py."""
+        axis = step.axes[0]
+        mesh, before, after = str(self.mesh), step.before.state(axis), step.after.state(axis)
+        where: dict[str, Any] = {"axis": axis if len(step.axes) == 1 else step.axes, "mesh": mesh}
+        call = lambda f, *args, **kwargs: self.graph.call_function(f, (x, *args), kwargs)  # noqa: E731
+        match step.kind:
+            case "I->R":
+                return call(collectives.replicate, **where)
+            case "R->I":
+                return call(collectives.invariant, **where)
+            case "I->P" | "R->P":
+                return call(collectives.partial, **where, of=before.kind)
+            case "P->I" | "P->R":
+                return call(collectives.all_reduce, **where, to=after.kind)
+            case "P->S":
+                return call(collectives.reduce_scatter, **where, dim=after.dim, inner=step.after.inner(axis))
+        place = self.coordinates[axis]
+        match step.kind:
+            case "I->S" | "R->S":
+                inner = step.after.inner(axis)
+                return call(collectives.take_slice, place, **where, dim=after.dim, inner=inner, of=before.kind)
+            case "S->R":
+                return call(collectives.all_gather, **where, dim=before.dim, inner=step.before.inner(axis))
+            case "S->I":
+                inner = step.before.inner(axis)
+                return call(collectives.all_gather, **where, dim=before.dim, inner=inner, coordinate=place, to="I")
+            case "S->P":
+                return call(collectives.place, place, **where, dim=before.dim, inner=step.before.inner(axis))
+            case "S->S":
+                return call(
+                    collectives.all_to_all, **where, from_dim=before.dim, to_dim=after.dim,
+                    from_inner=step.before.inner(axis), to_inner=step.after.inner(axis),
+                )
+        raise AssertionError(step.kind)
+
+    # -- values without a layout of their own ------------------------------------------------------------------------------
+    def _free(self, node: fx.Node, layout: Layout) -> fx.Node:
+        """A value that hangs on no parameter, made in the layout that is wanted."""
+        value = producer(node)
+        if (value, layout) in self.made:
+            return self.made[value, layout]
+        source = self.nodes[value[0]]
+        spec = self.notes.specs[source.name]
+        results = [v for v in results_of(source) if isinstance(v, torch.Tensor)]
+        reached, operand_layouts = pushed_back(
+            spec, layout, value[1], tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(source))
+        )
+        if (value, reached) not in self.made:
+            operands = [
+                None if n is None or want is None else self._value(n, want)
+                for n, want in zip(operands_of(source), operand_layouts, strict=True)
+            ]
+            made = tuple(
+                reached if index == value[1] else self._all(shape_of(v), R) for index, v in enumerate(results)
+            )
+            new = self._emit(source, operands, operand_layouts, made)
+            if isinstance(value_of(source), list | tuple):
+                new = self.graph.call_function(operator.getitem, (new, value[1]))
+                self._describe(new, source, reached)
+            self._make(value, reached, new)
+        return self._walk(value, reached, layout, False, results[value[1]].dtype.itemsize)
+
+    def _all(self, shape: tuple[int, ...], state: State) -> Layout:
+        return Layout(self.mesh, shape, (state,) * len(self.mesh.axes))
+
+    # -- outputs -----------------------------------------------------------------------------------------------------------
+    def _outputs(self) -> None:
+        returned: list[fx.Node] = []
+        self.outputs = []
+        for number, output in enumerate(self.source.signature.outputs):
+            if output.node is None:
+                self.outputs.append(output)
+                continue
+            node = self.nodes[output.node]
+            self.chain = chain_name(node)
+            layout = self.plan.outputs.get(str(number)) or self._all(shape_of(value_of(node)), R)
+            new = self._value(node, layout)
+            returned.append(new)
+            self.outputs.append(dataclasses.replace(output, node=new.name))
+            self.layouts[new.name] = layout
+        self.graph.output(tuple(returned))

@@ -1,0 +1,244 @@
+"""The first pass: a model and example inputs become one forward graph of ATen operators.
+
+The graph is the one of `torch.export`, functional, with composite operators (linear, layer_norm,
+scaled dot product attention, cross entropy) kept whole, then simplified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    TensorArgument,
+)
+
+from autopar._compat import pytree
+from autopar.capture import DATA_ADVICE, capture, place, refusal
+from autopar.errors import InputError
+from autopar.program import Input, Output, Program, Signature
+from autopar.simplify import detached, simplify
+
+KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+}
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def trace(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Program:
+    """Captures `model(*args, **kwargs)` as a Program. Neither the model nor the inputs are changed.
+
+    Only shapes, dtypes and devices matter, no value is read: parameters and inputs may be real, on
+    the meta device, or fake. What is on the meta device is taken to be where the rest is, or on the
+    CPU. Every input that is no tensor becomes part of the trace, and so does `model.training`.
+
+    Raises TraceError if the model cannot be one graph: a branch or a shape that depends on the
+    values of a tensor, a parameter or an input that is changed in place, an error of the model's.
+
+    >>> program = trace(nn.Linear(4, 2), (torch.ones(3, 4),))
+    >>> [node.name for node in program.module.graph.nodes]
+    ['p_weight', 'p_bias', 'input', 'linear', 'output']
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
+    exported, originals = capture(model, args, kwargs)
+    graph = exported.graph_module.graph
+    results = _read_outputs(model, exported)
+    nodes, fixed, tensors = _read_inputs(model, exported, originals, args, kwargs)
+    simplify(
+        graph, {node for node, entry in nodes.items() if entry.trainable or entry.kind == "user"}
+    )
+    _refuse_symbols(model, graph)
+    graph.lint()
+    signature = Signature(
+        inputs=tuple(nodes.values()),
+        outputs=tuple(_name_outputs(results, graph)),
+        in_spec=pytree.tree_structure((args, kwargs)),
+        out_spec=exported.call_spec.out_spec,
+        fixed=fixed,
+    )
+    return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
+
+
+def run(
+    program: Program,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> Any:
+    """Runs the traced graph on one device and returns what the model returns.
+
+    Mutated buffers keep their old values. `tensors` replaces values of parameters, buffers and
+    constants by their target. Raises InputError if the inputs are not structured as those that were
+    traced, or if one that is no tensor has another value.
+    """
+    values = bind(program, args, kwargs, tensors)
+    results = iter(program.module(*values))
+    leaves = []
+    for output in program.signature.outputs:
+        value = output.constant if output.node is None else next(results)
+        if output.kind == "user":
+            leaves.append(value)
+    return pytree.tree_unflatten(leaves, program.signature.out_spec)
+
+
+def bind(
+    program: Program,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """The tensor of every Input of the program, in order. Raises InputError as `run` does."""
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    if spec != program.signature.in_spec:
+        raise InputError(
+            f"the inputs have another structure than the traced ones:\n  {spec}\n"
+            f"where {program.signature.in_spec} was traced"
+        )
+    for position, value in program.signature.fixed:
+        if leaves[position] != value:
+            raise InputError(
+                f"input {position} is {leaves[position]!r}, but {value!r} was traced and is part "
+                "of the graph: trace the model again for another value"
+            )
+    held = {**program.tensors, **(tensors or {})}
+    return [
+        held[entry.target] if entry.position is None else leaves[entry.position]
+        for entry in program.signature.inputs
+    ]
+
+
+# What feeds the graph and what it returns.
+
+
+def _read_inputs(
+    model: nn.Module,
+    exported: ExportedProgram,
+    originals: dict[int, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[dict[fx.Node, Input], tuple[tuple[int, Any], ...], dict[str, torch.Tensor]]:
+    """The Input of every placeholder that stays, those that are no tensors, the tensors held."""
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    pairs = list(zip(placeholders, exported.graph_signature.input_specs, strict=True))
+    leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
+    user = [(node, spec) for node, spec in pairs if spec.kind is InputKind.USER_INPUT]
+    found, fixed = _user_inputs(user, leaves)
+    held = [(node, spec) for node, spec in pairs if spec.kind is not InputKind.USER_INPUT]
+    values = _held_tensors(model, exported, originals)
+    tensors: dict[str, torch.Tensor] = {}
+    found |= _held_inputs(model, held, values, tensors)
+    for node in placeholders:
+        if node not in found:
+            exported.graph.erase_node(node)
+    return {node: found[node] for node in placeholders if node in found}, fixed, tensors
+
+
+def _user_inputs(
+    pairs: list[tuple[fx.Node, InputSpec]], leaves: list[tuple[pytree.KeyPath, Any]]
+) -> tuple[dict[fx.Node, Input], tuple[tuple[int, Any], ...]]:
+    """Export keeps a placeholder for each leaf, in order; those that hold no tensor are unused."""
+    found, fixed = {}, []
+    for position, ((node, spec), (path, value)) in enumerate(zip(pairs, leaves, strict=True)):
+        if isinstance(spec.arg, TensorArgument):
+            found[node] = Input("user", node.name, _path(path), position=position)
+        else:
+            fixed.append((position, value))
+    return found, tuple(fixed)
+
+
+def _path(path: pytree.KeyPath) -> str:
+    """(args, kwargs) flattened: the path of a leaf as "args[0]" or "kwargs['labels']"."""
+    root = "args" if path[0] == pytree.SequenceKey(0) else "kwargs"
+    return root + pytree.keystr(path[1:])
+
+
+def _held_tensors(
+    model: nn.Module, exported: ExportedProgram, originals: dict[int, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Every tensor that the model holds or that export found in its code, by every name it has."""
+    values: dict[str, torch.Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    for name, constant in exported.constants.items():
+        if name not in values and isinstance(constant, torch.Tensor):
+            values[name] = originals.get(id(constant), constant)
+    return values
+
+
+def _held_inputs(
+    model: nn.Module,
+    pairs: list[tuple[fx.Node, InputSpec]],
+    values: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+) -> dict[fx.Node, Input]:
+    """One Input for each tensor: placeholders of tied weights are merged. Fills `tensors`."""
+    names: dict[int, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(id(value), []).append(name)
+    first: dict[int, fx.Node] = {}
+    found: dict[fx.Node, Input] = {}
+    for node, spec in pairs:
+        if spec.kind not in KINDS or spec.target not in values:
+            reason = f"{spec.target!r} is a {spec.kind.name.lower()}, not a tensor"
+            raise refusal(model, reason, "", "Turn it into a tensor or a Python number.")
+        value = values[spec.target]
+        if id(value) in first:
+            node.replace_all_uses_with(first[id(value)])
+            continue
+        aliases = tuple(names[id(value)])
+        first[id(value)] = node
+        found[node] = Input(KINDS[spec.kind], node.name, aliases[0], aliases, value.requires_grad)
+        tensors[aliases[0]] = value
+    return found
+
+
+def _read_outputs(model: nn.Module, exported: ExportedProgram) -> list[Output]:
+    """What the graph returns, in order; from now on its output node returns tensors only, flat."""
+    (output,) = (node for node in exported.graph.nodes if node.op == "output")
+    results, values = [], []
+    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
+        mutation = spec.kind is OutputKind.BUFFER_MUTATION
+        kind: Literal["mutation", "user"] = "mutation" if mutation else "user"
+        if isinstance(spec.arg, ConstantArgument):
+            results.append(Output(kind, None, constant=spec.arg.value))
+        else:
+            results.append(Output(kind, "", target=spec.target or ""))
+            values.append(_cut(value) if mutation else value)
+    output.args = (tuple(values),)
+    return results
+
+
+def _cut(value: fx.Node) -> fx.Node:
+    """A buffer's new value without its gradient: the next step must not reach into this one."""
+    with value.graph.inserting_after(value):
+        return detached(value)
+
+
+def _name_outputs(results: list[Output], graph: fx.Graph) -> list[Output]:
+    """Fills in the nodes, which have settled, and the first name of the buffers."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    values = iter(output.args[0])
+    return [r if r.node is None else replace(r, node=next(values).name) for r in results]
+
+
+def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:
+    """Every shape must be a number by now."""
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            if any(isinstance(size, SYMBOLS) for size in sizes):
+                reason = f"{node.target} gives a shape or a number that depends on the data"
+                raise refusal(model, reason, place(node), DATA_ADVICE)

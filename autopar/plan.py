@@ -1,0 +1,166 @@
+"""The plan: which mesh, which layout for every node and stored tensor, what it costs, and what could not be split."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from .errors import PlanError
+from .layout import Layout, State
+from .mesh import Mesh
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one node: per axis what it splits (for people), and the layouts of its operands and results."""
+
+    splits: tuple[str, ...]
+    operands: tuple[Layout | None, ...]
+    results: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the modelled step: where, on which axes, forward or backward, and the wire bytes a rank sends."""
+
+    chain: str
+    kind: str
+    axes: tuple[str, ...]
+    backward: bool
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a subgraph, what its products split on each axis, what it moves and how long it takes."""
+
+    subgraph: str
+    layout: str
+    collectives: str
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chosen layout for a model on a world. `seconds`, `comm_bytes` and `peak_bytes` are modelled, per rank and training step.
+
+    `fingerprint` names the traced graph that the plan is for: applying it to another one is refused.
+    """
+
+    mesh: Mesh
+    layout: str
+    choices: dict[str, Choice]
+    stored: dict[str, Layout]  # of parameters, by placeholder
+    copies: dict[tuple[str, int], Layout]  # a second layout in which a value with several consumers is kept
+    outputs: dict[str, Layout]
+    seconds: float
+    comm_bytes: float
+    peak_bytes: float
+    rows: tuple[Row, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    unsplit: tuple[str, ...] = ()  # what was not split and why, one sentence each
+    meshes: tuple[tuple[str, float], ...] = ()  # every mesh that was rated, with its modelled seconds
+    fingerprint: str = ""
+    world: str = ""
+    inputs: dict[str, Layout] = field(default_factory=dict)  # of the user's tensors, known after the rewrite
+
+    def table(self) -> Table:
+        """The plan for people: one line a subgraph. Print it with rich."""
+        title = f"mesh {self.mesh or 'of one rank'}, {self.seconds * 1e3:.1f} ms a step modelled"
+        table = Table(title=title, title_justify="left")
+        for name in ("subgraph", "layout", "collectives"):
+            table.add_column(name)
+        table.add_column("bytes/rank/step", justify="right")
+        table.add_column("modelled ms", justify="right")
+        for row in self.rows:
+            table.add_row(row.subgraph, row.layout, row.collectives, f"{row.bytes:,.0f}", f"{row.seconds * 1e3:.2f}")
+        if self.unsplit:
+            table.caption = "not split: " + "; ".join(self.unsplit)
+            table.caption_justify = "left"
+        return table
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.to_json(), file, indent=1)
+
+    def to_json(self) -> dict[str, Any]:
+        layouts = lambda found: {name: _write(layout) for name, layout in found.items()}  # noqa: E731
+        return {
+            "version": VERSION, "mesh": str(self.mesh), "layout": self.layout, "fingerprint": self.fingerprint,
+            "world": self.world, "seconds": self.seconds, "comm_bytes": self.comm_bytes,
+            "peak_bytes": self.peak_bytes,
+            "choices": {
+                name: {
+                    "splits": list(choice.splits),
+                    "operands": [None if x is None else _write(x) for x in choice.operands],
+                    "results": [_write(x) for x in choice.results],
+                }
+                for name, choice in self.choices.items()
+            },
+            "stored": layouts(self.stored), "outputs": layouts(self.outputs), "inputs": layouts(self.inputs),
+            "copies": [[name, index, _write(x)] for (name, index), x in self.copies.items()],
+            "rows": [asdict(row) for row in self.rows], "collectives": [asdict(c) for c in self.collectives],
+            "unsplit": list(self.unsplit), "meshes": [list(pair) for pair in self.meshes],
+        }
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote. Raises PlanError for another version or a file that is no plan."""
+        with open(path, encoding="utf-8") as file:
+            try:
+                data = json.load(file)
+            except json.JSONDecodeError as error:
+                raise PlanError(f"{path} is no plan: {error}") from None
+        return Plan.from_json(data, str(path))
+
+    @staticmethod
+    def from_json(data: Any, where: str = "the plan") -> Plan:
+        if not isinstance(data, dict) or data.get("version") != VERSION:
+            found = data.get("version") if isinstance(data, dict) else type(data).__name__
+            raise PlanError(f"{where} is version {found}, this autopar reads version {VERSION}: plan again")
+        mesh = Mesh.parse(data["mesh"])
+        read = lambda found: {name: _read(mesh, x) for name, x in found.items()}  # noqa: E731
+        choices = {
+            name: Choice(
+                tuple(c["splits"]),
+                tuple(None if x is None else _read(mesh, x) for x in c["operands"]),
+                tuple(_read(mesh, x) for x in c["results"]),
+            )
+            for name, c in data["choices"].items()
+        }
+        return Plan(
+            mesh, data["layout"], choices, read(data["stored"]),
+            {(name, index): _read(mesh, x) for name, index, x in data["copies"]}, read(data["outputs"]),
+            data["seconds"], data["comm_bytes"], data["peak_bytes"],
+            tuple(Row(**row) for row in data["rows"]),
+            tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
+            tuple(data["unsplit"]), tuple((name, seconds) for name, seconds in data["meshes"]),
+            data["fingerprint"], data["world"], read(data["inputs"]),
+        )
+
+
+def _write(layout: Layout) -> dict[str, Any]:
+    states = [f"S({s.dim},{s.stride})" if s.kind == "S" else s.kind for s in layout.states]
+    return {"shape": list(layout.shape), "states": states}
+
+
+def _read(mesh: Mesh, data: dict[str, Any]) -> Layout:
+    states = []
+    for text in data["states"]:
+        if text.startswith("S("):
+            dim, stride = text[2:-1].split(",")
+            states.append(State("S", int(dim), int(stride)))
+        elif text in ("I", "R", "P"):
+            states.append(State(text))
+        else:
+            raise PlanError(f"state {text!r} in a plan: it is I, R, P or S(dim,stride)")
+    return Layout(mesh, tuple(data["shape"]), tuple(states))

@@ -1,0 +1,110 @@
+"""The program that the passes hand on: a graph, what its inputs and outputs are, and what was decided about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from ._compat import pytree
+from .layout import Layout
+from .plan import Plan
+from .rules import Spec
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder of the graph, in order.
+
+    `kind` says what feeds it: a parameter, a buffer, a tensor constant that export lifted out of the code, a tensor that the
+    user passes, or, inserted by the rewrite, the coordinate of a rank on a mesh axis or the seed of random numbers. `target` is the qualified name of
+    the parameter or buffer (the first of `names`, all the names under which the model holds that same tensor), the
+    path of the user's input ("args[0]", "kwargs['labels']"), or the axis name. `position` is the index of a user's
+    tensor in the flattened (args, kwargs).
+    """
+
+    kind: Literal["parameter", "buffer", "constant", "user", "coordinate", "seed"]
+    node: str
+    target: str
+    names: tuple[str, ...] = ()
+    trainable: bool = False
+    position: int | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One value that the graph returns, in order: the new value of a mutated buffer (`target`: its name), or a user's leaf."""
+
+    kind: Literal["mutation", "user"]
+    node: str | None  # None: `constant` is returned as it is
+    target: str = ""
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    in_spec: pytree.TreeSpec  # of (args, kwargs)
+    out_spec: pytree.TreeSpec
+    fixed: tuple[tuple[int, Any], ...] = ()  # (position, value) of the inputs that are no tensors: part of the trace
+
+
+Value = tuple[str, int]  # a tensor of the graph: (node, index of the result)
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A stretch of a dim that no op of the graph cuts further: axes take their digits inside one atom.
+
+    All dims that the graph ties together share the atom, whatever ops lie between. `opaque`: views disagree about where to cut it,
+    so no axis may split it.
+    """
+
+    number: int
+    size: int
+    opaque: bool = False
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What is known of every node before a layout is chosen.
+
+    `dims` gives the atoms of every dim of every value, outer first; `factors` those of every factor of every node.
+    `searched` are the nodes whose values hang on parameters or carry a gradient: their layouts are chosen. All others (masks,
+    positions, token ids) are made in whatever layout their consumers want. `gradient` are the values that carry a gradient.
+    """
+
+    specs: dict[str, Spec]
+    dims: dict[Value, tuple[tuple[Atom, ...], ...]]
+    factors: dict[str, dict[str, tuple[Atom, ...]]]
+    searched: frozenset[str]
+    gradient: frozenset[Value]
+    batch: Atom | None = None
+    probed: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A subgraph that chooses its layout together: the matrix products under one module and what hangs between them."""
+
+    name: str
+    nodes: tuple[str, ...]
+    products: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced model between two passes. Passes are `(Program) -> Program` and never change the one they are given."""
+
+    module: fx.GraphModule
+    signature: Signature
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # value of each parameter, buffer, constant by target
+    annotations: Annotations | None = None
+    chains: tuple[Chain, ...] = ()
+    plan: Plan | None = None
+    layouts: dict[str, Layout] = field(default_factory=dict)  # after the rewrite: of its placeholders and outputs
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # after the rewrite: of its placeholders

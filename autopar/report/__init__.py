@@ -1,0 +1,5 @@
+"""What people read: the table of a plan, the listing of a graph."""
+
+from .listing import listing
+
+__all__ = ["listing"]

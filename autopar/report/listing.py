@@ -1,0 +1,50 @@
+"""A rewritten graph as text: one line a node, changes of state with their axes, grouped by the module they come from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+_HIDDEN = ("mesh", "coordinate")
+
+
+def listing(module: fx.GraphModule) -> str:
+    """The graph for people: `name = function(operands)   # layout`; a headline wherever the subgraph changes.
+
+    Communication stands out by `>>`. What every line repeats (the mesh) is left out.
+    """
+    lines: list[str] = []
+    chain: str | None = None
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.meta.get("chain") not in (None, chain):
+            chain = node.meta["chain"]
+            lines.append(f"\n# {chain}")
+        lines.append(_line(node))
+    return "\n".join(lines) + "\n"
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"input {node.name}"
+    if node.op == "output":
+        return f"\nreturn {_text(node.args[0])}"
+    arguments = [_text(a) for a in node.args]
+    arguments += [f"{k}={_text(v)}" for k, v in node.kwargs.items() if k not in _HIDDEN and v is not None]
+    mark = ">> " if "step" in node.meta else "   "
+    layout = node.meta.get("layout")
+    note = f"   # {layout}" if layout is not None else ""
+    return f"{mark}{node.name} = {_name(node.target)}({', '.join(arguments)}){note}"
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.removeprefix("aten::")
+    return getattr(target, "__name__", str(target))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_text(v) for v in value) + "]"
+    return str(value)

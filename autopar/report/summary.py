@@ -1,0 +1,151 @@
+"""The figures of a plan, read off the rewritten graph: what each subgraph moves, how long it takes, what a rank holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter, defaultdict
+
+import torch
+
+from ..cost.comm import costs
+from ..cost.compute import node_seconds
+from ..cost.memory import activation_bytes, stored_bytes
+from ..plan import Collective, Plan, Row
+from ..program import Program
+from ..rules import results_of
+from ..strategies import Strategy
+from ..world import World
+
+_SHORT = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "all_to_all": "all-to-all"}
+
+
+def summarised(program: Program, world: World) -> Plan:
+    """The plan with its table, its collectives, and the bytes that a rank sends and holds."""
+    plan = program.plan
+    assert plan is not None
+    found = collectives(program, world)
+    unsplit = (*plan.unsplit, *_unknown(program))
+    return dataclasses.replace(
+        plan, collectives=found, comm_bytes=sum(c.bytes for c in found), peak_bytes=_peak(program),
+        rows=_rows(program, found, world), unsplit=unsplit,
+    )
+
+
+def collectives(program: Program, world: World) -> tuple[Collective, ...]:
+    """Every collective of a training step, in the order of the forward graph."""
+    made = []
+    for node in program.module.graph.nodes:
+        step = node.meta.get("step")
+        if step is not None:
+            for cost in costs([step], node.meta["gradient"], node.meta["element_bytes"], world):
+                made.append(
+                    Collective(node.meta["chain"], cost.kind, cost.axes, cost.backward, cost.bytes, cost.seconds)
+                )
+    return tuple(made)
+
+
+def _unknown(program: Program) -> list[str]:
+    notes = program.annotations
+    assert notes is not None
+    names = {n.name: str(n.target) for n in program.module.graph.nodes}
+    times = Counter(str(names.get(name, "")) for name in notes.specs)
+    return [f"{op} has no rule and could not be probed: it runs whole on every rank ({times[op]} times)" for op in notes.unknown]
+
+
+def _rows(program: Program, found: tuple[Collective, ...], world: World) -> tuple[Row, ...]:
+    """One row for all layers that have the same layout, chain by chain."""
+    by_chain = defaultdict(list)
+    for collective in found:
+        by_chain[collective.chain].append(collective)
+    names = [chain.name for chain in program.chains]
+    names += [name for name in by_chain if name not in names]
+    seconds = _compute_seconds(program, world)
+    grouped: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name in names:
+        moved = by_chain[name]
+        key = (re.sub(r"\d+", "*", name), _layout_text(program, name), _collective_text(moved))
+        grouped[key].append(name)
+        totals[key][0] += sum(c.bytes for c in moved)
+        totals[key][1] += sum(c.seconds for c in moved) + seconds[name]
+    return tuple(
+        Row(_joined(members), layout, text, *totals[pattern, layout, text])
+        for (pattern, layout, text), members in grouped.items()
+    )
+
+
+def _joined(names: list[str]) -> str:
+    """blocks.0.mlp, blocks.1.mlp -> blocks.0-1.mlp"""
+    if len(names) == 1:
+        return names[0]
+    numbers = [[int(n) for n in re.findall(r"\d+", name)] for name in names]
+    ranges = iter(zip(*numbers, strict=True))
+
+    def one(_: re.Match[str]) -> str:
+        column = next(ranges)
+        return str(column[0]) if min(column) == max(column) else f"{min(column)}-{max(column)}"
+
+    return re.sub(r"\d+", one, names[0])
+
+
+def _layout_text(program: Program, chain: str) -> str:
+    """What the chain's products split on every axis: "x: n k, y: m"."""
+    plan = program.plan
+    assert plan is not None
+    members = next((c for c in program.chains if c.name == chain), None)
+    nodes = (members.products or members.nodes[-1:]) if members else ()
+    texts = []
+    for index, axis in enumerate(plan.mesh.axes):
+        splits = [plan.choices[n].splits[index].lstrip("_") for n in nodes if n in plan.choices]
+        texts.append(f"{axis.name}→{' '.join(dict.fromkeys(splits))}")
+    return ", ".join(texts)
+
+
+def _collective_text(found: list[Collective]) -> str:
+    counts = Counter((c.kind, c.axes) for c in found)
+    return ", ".join(f"{count} {_SHORT[kind]} {'+'.join(axes)}" for (kind, axes), count in counts.items()) or "none"
+
+
+def _compute_seconds(program: Program, world: World) -> dict[str, float]:
+    plan, notes = program.plan, program.annotations
+    assert plan is not None and notes is not None
+    total: dict[str, float] = defaultdict(float)
+    sizes = {
+        n.meta["source"]: n for n in program.module.graph.nodes if "source" in n.meta and "step" not in n.meta
+    }
+    chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
+    for name, choice in plan.choices.items():
+        parts = _parts(plan, choice.splits, notes.specs[name].sizes)
+        strategy = Strategy((), choice.operands, choice.results, parts)
+        gradient = (name, 0) in notes.gradient
+        if name in sizes:
+            total[chain_of[name]] += node_seconds(notes.specs[name], strategy, 4, gradient, world)
+    return total
+
+
+def _parts(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
+    parts = 1
+    for axis, split in zip(plan.mesh.axes, splits, strict=True):
+        parts *= axis.size if split in factors else 1
+    return parts
+
+
+def _peak(program: Program) -> float:
+    """Parameters with gradients and AdamW's moments, and every value that is kept for the backward pass."""
+    stored = 0.0
+    for entry in program.signature.inputs:
+        if entry.kind == "parameter":
+            layout = program.layouts[entry.node]
+            stored += stored_bytes(layout, program.dtypes[entry.node].itemsize, entry.trainable)
+    notes = program.annotations
+    assert notes is not None and program.plan is not None
+    kept = [
+        (layout, 4)
+        for name, choice in program.plan.choices.items()
+        for index, layout in enumerate(choice.results) if (name, index) in notes.gradient
+    ]
+    return stored + activation_bytes(kept)
+
+
+__all__ = ["collectives", "results_of", "summarised", "torch"]

@@ -1,0 +1,293 @@
+"""The exact search on one mesh: (annotated program, mesh, world, constraint) -> Plan of least modelled time.
+
+One variable per searched node (its strategies), per stored parameter and per output (its layouts), and per value with several consumers
+(a second layout in which it may be kept, so that consumers that want the same one share its conversion). Costs are tables over one to three
+variables; nodes that look alike share their tables, which elimination.py turns into working each layer out once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from .cost.comm import path_seconds
+from .cost.compute import node_seconds, optimizer_seconds
+from .elimination import Memo, Table, minimise
+from .graphs import producer
+from .layout import I, Layout, R, steps
+from .layouts import Constraint
+from .mesh import Mesh
+from .plan import Choice, Plan
+from .program import Annotations, Program, Value
+from .rules import Spec, operands_of, results_of, shape_of, value_of
+from .strategies import Slot, Strategy, placements, strategies
+from .world import World
+
+Array = NDArray[np.float64]
+
+
+class _Options(NamedTuple):
+    """What one variable chooses from; nodes that look alike share the object, and so all tables made of it."""
+
+    key: int
+    items: tuple[Any, ...]
+    costs: Array
+
+
+class _Want(NamedTuple):
+    """One use of a value: the variable that uses it, and the layout that each of its options wants."""
+
+    variable: int
+    key: Hashable
+    layouts: tuple[Layout, ...]
+
+
+def search(program: Program, mesh: Mesh, world: World, constraint: Constraint, redundant: bool = False) -> Plan:
+    """The plan of least modelled time on this mesh under this constraint."""
+    return _Search(program, mesh, world, constraint, redundant).solve()
+
+
+class _Search:
+    def __init__(
+        self, program: Program, mesh: Mesh, world: World, constraint: Constraint, redundant: bool
+    ) -> None:
+        assert program.annotations is not None
+        self.program, self.mesh, self.world = program, mesh, world
+        self.constraint, self.redundant = constraint, redundant
+        self.notes: Annotations = program.annotations
+        self.known: dict[Hashable, Any] = {}
+        self.variables: list[_Options] = []
+        self.tables: list[Table] = []
+        self.index: dict[str, int] = {}  # variable of a node, or of output number i as "output i"
+        self.copies: dict[Value, int] = {}
+        self.native: dict[Value, _Want] = {}  # the layouts in which a value is made
+        self.wants: dict[Value, list[_Want]] = defaultdict(list)
+
+    def solve(self) -> Plan:
+        entries = {entry.node: entry for entry in self.program.signature.inputs}
+        self.element = {
+            node.name: [v.dtype.itemsize if isinstance(v, torch.Tensor) else 1 for v in results_of(node)]
+            for node in self.program.module.graph.nodes if node.op in ("placeholder", "call_function")
+        }
+        for node in self.program.module.graph.nodes:
+            if node.op == "placeholder" and node.name in self.notes.searched:
+                self._placeholder(node, entries[node.name].kind == "parameter")
+            elif node.op == "call_function" and node.name in self.notes.searched and node.name in self.notes.specs:
+                self._call(node)
+        self._outputs()
+        for value, wants in self.wants.items():
+            self._conversions(value, wants)
+        memo: Memo = {}
+        seconds, values = minimise([len(v.items) for v in self.variables], self.tables, memo)
+        return self._plan(seconds, values)
+
+    # -- variables -----------------------------------------------------------------------------------------------------
+    def _variable(self, name: str, options: _Options) -> int:
+        self.index[name] = len(self.variables)
+        self.variables.append(options)
+        self.tables.append(Table((self.index[name],), options.costs))
+        return self.index[name]
+
+    def _options(self, key: Hashable, make: Any) -> _Options:
+        if key not in self.known:
+            items, costs = make()
+            self.known[key] = _Options(len(self.known), tuple(items), np.array(costs, dtype=np.float64))
+        return self.known[key]
+
+    def _gradient(self, value: Value) -> bool:
+        return value in self.notes.gradient
+
+    def _placeholder(self, node: fx.Node, parameter: bool) -> None:
+        value = (node.name, 0)
+        dims, shape, size = self.notes.dims[value], shape_of(value_of(node)), value_of(node).dtype.itemsize
+        gradient = self._gradient(value)
+        signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
+
+        def make() -> tuple[list[Layout], list[float]]:
+            found = placements(dims, shape, self.mesh, I if gradient else R)
+            if not parameter:
+                return found, [0.0] * len(found)
+            found = self.constraint.storage(found)
+            return found, [optimizer_seconds(x, size, self.world) for x in found]
+
+        options = self._options(("stored", shape, signature, size, gradient, parameter), make)
+        variable = self._variable(node.name, options)
+        self.native[value] = _Want(variable, (options.key, 0), options.items)
+
+    def _call(self, node: fx.Node) -> None:
+        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        operands = operands_of(node)
+        results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+        operand_shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands)
+        result_shapes = tuple(shape_of(v) for v in results)
+        sources = [None if n is None else producer(n) for n in operands]
+        gradient = any(self._gradient((node.name, i)) for i in range(len(results))) or any(
+            s is not None and self._gradient(s) for s in sources
+        )
+        size = results[0].dtype.itemsize
+        allowed = self.constraint.signature(spec, factors)
+
+        def make() -> tuple[list[Strategy], list[float]]:
+            found = strategies(
+                spec, factors, self.mesh, operand_shapes, result_shapes, gradient, self.redundant
+            )
+            found = self.constraint.choices(spec, factors, found, self.mesh)
+            return found, [node_seconds(spec, s, size, gradient, self.world) for s in found]
+
+        options = self._options((_look(spec, factors), operand_shapes, result_shapes, size, gradient, allowed), make)
+        variable = self._variable(node.name, options)
+        for i in range(len(results)):
+            layouts = tuple(s.results[i] for s in options.items)
+            self.native[node.name, i] = _Want(variable, (options.key, i), layouts)
+        for i, source in enumerate(sources):
+            if source is not None and source in self.native:
+                layouts = tuple(s.operands[i] for s in options.items)
+                self.wants[source].append(_Want(variable, (options.key, -1 - i), layouts))
+
+    def _outputs(self) -> None:
+        nodes = {node.name: node for node in self.program.module.graph.nodes}
+        for number, output in enumerate(self.program.signature.outputs):
+            if output.node is None:
+                continue
+            value = producer(nodes[output.node])
+            if value not in self.native:
+                continue
+            shape = shape_of(value_of(nodes[output.node]))
+            whole_only = output.kind == "mutation" or not shape
+            dims = self.notes.dims[value]
+            signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
+
+            def make(dims: Any = dims, shape: Any = shape, whole_only: bool = whole_only) -> Any:
+                found = placements(dims, shape, self.mesh)
+                if whole_only:
+                    found = found[:1]
+                return found, [0.0] * len(found)
+
+            options = self._options(("output", shape, signature, whole_only), make)
+            variable = self._variable(f"output {number}", options)
+            self.wants[value].append(_Want(variable, (options.key, 0), options.items))
+
+    # -- conversions -----------------------------------------------------------------------------------------------------
+    def _conversions(self, value: Value, wants: list[_Want]) -> None:
+        native = self.native[value]
+        if len(wants) > 1 and (copy := self._copy(value, native, wants)) is not None:
+            for want in wants:
+                self._shared(value, native, copy, want)
+            return
+        for want in wants:
+            self.tables.append(Table((native.variable, want.variable), self._matrix(value, native, want)))
+
+    def _facts(self, value: Value) -> tuple[int, bool]:
+        return self.element[value[0]][value[1]], self._gradient(value)
+
+    def _matrix(self, value: Value, source: _Want, target: _Want) -> Array:
+        """Seconds to convert from each option of the source to each of the target."""
+        size, gradient = self._facts(value)
+        key = ("matrix", source.key, target.key, size, gradient)
+        if key not in self.known:
+            self.known[key] = self._between(source.layouts, target.layouts, size, gradient)
+        return self.known[key]
+
+    def _between(self, sources: Sequence[Layout], targets: Sequence[Layout], size: int, gradient: bool) -> Array:
+        rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
+        columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
+        small = np.array([[self._seconds(a, b, size, gradient) for b in columns] for a in rows])
+        return small[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
+
+    def _seconds(self, source: Layout, target: Layout, size: int, gradient: bool) -> float:
+        key = (source, target, size, gradient)
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = path_seconds(steps(source, target), gradient, size, self.world)
+        return found
+
+    def _copy(self, value: Value, native: _Want, wants: list[_Want]) -> _Want | None:
+        """A variable for a second layout of the value; the first option, the native layout itself, is no copy at all."""
+        size, gradient = self._facts(value)
+        key = ("copy", native.key, tuple(want.key for want in wants), size, gradient)
+
+        def make() -> tuple[list[Layout | None], list[float]]:
+            times: dict[Layout, int] = {}
+            for want in wants:
+                for layout in dict.fromkeys(want.layouts):
+                    times[layout] = times.get(layout, 0) + 1
+            shared = [layout for layout, count in times.items() if count > 1]
+            return [None, *shared], [0.0] * (1 + len(shared))
+
+        options = self._options(key, make)
+        if len(options.items) == 1:
+            return None
+        variable = self._variable(f"copy {value}", options)
+        self.copies[value] = variable
+        kept = _Want(variable, (options.key, 0), options.items[1:])
+        if (cost_key := ("copied", *key)) not in self.known:
+            matrix = self._between(native.layouts, kept.layouts, size, gradient)
+            self.known[cost_key] = np.concatenate([np.zeros((len(native.layouts), 1)), matrix], axis=1)
+        self.tables.append(Table((native.variable, variable), self.known[cost_key]))
+        return kept
+
+    def _shared(self, value: Value, native: _Want, copy: _Want, want: _Want) -> None:
+        """A use takes the value from where it is nearer: as it was made, or from its copy."""
+        size, gradient = self._facts(value)
+        key = ("shared", native.key, copy.key, want.key, size, gradient)
+        if key not in self.known:
+            direct = self._between(native.layouts, want.layouts, size, gradient)
+            through = self._between(copy.layouts, want.layouts, size, gradient)
+            nearer = np.minimum(direct[:, None, :], through[None, :, :])
+            self.known[key] = np.concatenate([direct[:, None, :], nearer], axis=1)
+        order = (native.variable, copy.variable, want.variable)
+        self.tables.append(Table(order, self.known[key]))
+
+    # -- the result ------------------------------------------------------------------------------------------------------
+    def _plan(self, seconds: float, values: list[int]) -> Plan:
+        chosen = {name: self.variables[v].items[values[v]] for name, v in self.index.items()}
+        choices, stored, outputs, unsplit = {}, {}, {}, []
+        for name, item in chosen.items():
+            if isinstance(item, Strategy):
+                choices[name] = Choice(self._splits(name, item), item.operands, item.results)
+                unsplit.extend(self._why_whole(name, item))
+            elif name.startswith("output "):
+                outputs[name.removeprefix("output ")] = item
+            elif not name.startswith("copy "):
+                stored[name] = item
+        copies = {
+            value: self.variables[v].items[values[v]] for value, v in self.copies.items() if values[v]
+        }
+        return Plan(
+            self.mesh, self.constraint.name, choices, stored, copies, outputs, seconds, 0.0, 0.0,
+            unsplit=tuple(dict.fromkeys(unsplit)), world=str(self.world),
+        )
+
+    def _splits(self, name: str, strategy: Strategy) -> tuple[str, ...]:
+        return tuple(
+            choice.factor if isinstance(choice, Slot) else getattr(choice, "kind", "P") for choice in strategy.choices
+        )
+
+    def _why_whole(self, name: str, strategy: Strategy) -> list[str]:
+        """One sentence for each axis on which a matrix product is computed whole."""
+        spec, factors = self.notes.specs[name], self.notes.factors[name]
+        if spec.product is None:
+            return []
+        sizes = ", ".join(
+            f"{factor} = {' × '.join(str(a.size) for a in factors[factor])}"
+            for factor in spec.sizes if spec.splittable(factor) and factors[factor]
+        )
+        return [
+            f"{name}: axis {axis.name} of {axis.size} divides none of {sizes}"
+            for axis, slot in zip(self.mesh.axes, strategy.slots, strict=True) if slot is None
+        ]
+
+
+def _look(spec: Spec, factors: dict[str, Any]) -> Hashable:
+    """All of a node's rule that its strategies and their cost depend on."""
+    atoms = tuple((name, tuple((a.size, a.opaque) for a in chain)) for name, chain in factors.items())
+    return (
+        spec.operands, spec.results, tuple(spec.sizes.items()), spec.sum, spec.whole, spec.shared, spec.added,
+        spec.linear, spec.product, spec.flops, atoms,
+    )

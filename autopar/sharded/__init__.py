@@ -1,0 +1,27 @@
+"""Ops whose reduced dim is split: differentiable functions on the rank's local tensors that emitted
+graphs call.
+
+Where a dim lies on several axes, each holds one digit of its index: `digits` is a sequence of
+(axis, stride, size), which says that the axis holds (i // stride) % size of the GLOBAL index i.
+`coordinates` is a sequence of int64 tensors of shape (1,), the rank's own place on those axes, in
+the same order. Digits may come in any order; nothing here takes mesh order for stride order.
+"""
+
+from autopar.sharded.attention import attention
+from autopar.sharded.cross_entropy import cross_entropy
+from autopar.sharded.dropout import dropout
+from autopar.sharded.index import Digit, embedding
+from autopar.sharded.norms import layer_norm, rms_norm
+from autopar.sharded.softmaxes import log_softmax, softmax
+
+__all__ = [
+    "Digit",
+    "attention",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "softmax",
+]

@@ -1,0 +1,153 @@
+"""Cross entropy with the vocabulary and the tokens split, without whole logits on any rank.
+
+With m the row's maximum, s = sum_c exp(x_c - m), W = sum_c w_c, label smoothing l and C classes,
+torch's loss of a token with target t is
+
+    a · log s - (1 - l) · w_t · (x_t - m) - l/C · sum_c w_c (x_c - m),        a = (1 - l) · w_t +
+    l/C · W
+
+so a token needs m (one all-reduce, maximum) and sums over the vocabulary (one all-reduce, stacked).
+Its gradient, a · softmax_c - [c = t] (1 - l) w_t - l/C · w_c, needs nothing from other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from autopar.errors import LayoutError
+from autopar.sharded.index import Digit, localize
+from autopar.sharded.precision import widen
+from autopar.wire import total
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: Literal["mean", "sum", "none"],
+    ignore_index: int,
+    label_smoothing: float,
+    classes: int,
+    coordinates: Sequence[Tensor],
+    digits: Sequence[Digit],
+    token_axes: Sequence[str],
+    mesh: str,
+) -> Tensor:
+    """torch's cross_entropy for class indices on a rank's slice of the logits.
+
+    logits: (C), (N, C) or (N, C, d1, ...) with C the local part of the `classes`, split by
+    `digits`; target: global class indices without the class dim; weight: (C), split like the
+    classes. Tokens are split over `token_axes`. Over the vocabulary axes the result is I. Over the
+    token axes it is P for "mean" (divided by the GLOBAL weight of the tokens that count) and "sum",
+    and S for "none". Raises LayoutError for class probabilities as targets.
+    """
+    if target.is_floating_point():
+        raise LayoutError(
+            "cross_entropy with class probabilities has no sharded form; keep its operands whole"
+        )
+    if logits.dim() > 1:
+        logits = logits.movedim(1, -1)
+    counts = target != ignore_index
+    axes = tuple(axis for axis, _, _ in digits)
+    local, owned = localize(torch.where(counts, target, 0), coordinates, digits)
+    loss, token_weight = _TokenLoss.apply(
+        logits, local, owned, weight, label_smoothing, classes, axes, mesh
+    )
+    loss = torch.where(counts, loss, 0)
+    if reduction == "none":
+        return loss.to(logits.dtype)
+    if reduction == "sum":
+        return loss.sum().to(logits.dtype)
+    whole = total(torch.where(counts, token_weight, 0).sum(), tuple(token_axes), mesh)
+    return (loss.sum() / whole).to(logits.dtype)
+
+
+class _TokenLoss(Function):
+    """(loss, w_t) of every token, without ignoring any. logits (..., C); local, owned (...)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        local: Tensor,
+        owned: Tensor,
+        weight: Tensor | None,
+        smoothing: float,
+        classes: int,
+        axes: tuple[str, ...],
+        mesh: str,
+    ) -> tuple[Tensor, Tensor]:
+        x = widen(logits)
+        weight = None if weight is None else weight.to(x.dtype)
+        local = torch.where(owned, local, 0)
+        maximum = total(x.amax(-1), axes, mesh, "max")
+        sums = total(_sums(x - maximum.unsqueeze(-1), local, owned, weight, smoothing), axes, mesh)
+        exp_sum, at_target, token_weight, everywhere, weight_sum = _named(
+            sums, weight, smoothing, classes
+        )
+        scale = (1 - smoothing) * token_weight + smoothing / classes * weight_sum
+        ctx.save_for_backward(
+            logits, local, owned, weight, scale, token_weight, maximum + exp_sum.log()
+        )
+        ctx.mark_non_differentiable(token_weight)
+        ctx.facts = smoothing, classes
+        loss = scale * exp_sum.log() - (1 - smoothing) * at_target
+        return loss - smoothing / classes * everywhere if smoothing else loss, token_weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        logits, local, owned, weight, scale, token_weight, log_sum = ctx.saved_tensors
+        smoothing, classes = ctx.facts
+        result = torch.exp(widen(logits) - log_sum.unsqueeze(-1)) * (scale * grad).unsqueeze(-1)
+        hit = torch.where(owned, -(1 - smoothing) * token_weight * grad, 0)
+        result = result.scatter_add(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
+        if smoothing:
+            even = grad.unsqueeze(-1) * (smoothing / classes)
+            result = result - (even if weight is None else even * weight)
+        return result.to(logits.dtype), None, None, None, None, None, None, None
+
+
+def _sums(
+    shifted: Tensor, local: Tensor, owned: Tensor, weight: Tensor | None, smoothing: float
+) -> Tensor:
+    """This rank's part of the sums that the loss needs, stacked: what `_named` takes apart."""
+    at_target = torch.where(owned, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0)
+    rows = [shifted.exp().sum(-1)]
+    if weight is None:
+        rows.append(at_target)
+    else:
+        token_weight = torch.where(owned, weight[local], 0)
+        rows += [at_target * token_weight, token_weight]
+    if smoothing:
+        rows.append((shifted if weight is None else shifted * weight).sum(-1))
+    if smoothing and weight is not None:
+        rows.append(weight.sum().expand_as(at_target))
+    return torch.stack(rows)
+
+
+def _named(
+    sums: Tensor, weight: Tensor | None, smoothing: float, classes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """s, w_t (x_t - m), w_t, sum_c w_c (x_c - m), W; without class weights w = 1 and W = C; without
+    smoothing the last two are 0.
+    """
+    rows = list(sums.unbind(0))
+    exp_sum, at_target = rows.pop(0), rows.pop(0)
+    token_weight = torch.ones_like(exp_sum) if weight is None else rows.pop(0)
+    everywhere = rows.pop(0) if smoothing else torch.zeros_like(exp_sum)
+    if weight is None:
+        return exp_sum, at_target, token_weight, everywhere, torch.full_like(exp_sum, classes)
+    return (
+        exp_sum,
+        at_target,
+        token_weight,
+        everywhere,
+        rows.pop(0) if smoothing else torch.zeros_like(exp_sum),
+    )

@@ -1,0 +1,126 @@
+"""Layer norm and root-mean-square norm over a last dim that is split.
+
+The moments are exact: every rank sums its slice and the ranks of the axes add up, in two steps for
+the variance (centred, as one step of sums and squares would cancel). The backward needs one joint
+all-reduce of the row sums that torch's own kernel has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from autopar.sharded.precision import reckoning, widen
+from autopar.wire import total
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    size: int,
+    axes: Sequence[str],
+    mesh: str,
+) -> Tensor:
+    """Layer norm of x (..., local size) whose last dim, `size` in all, is split over `axes`;
+    weight, bias (local size).
+    """
+    return _LayerNorm.apply(x, weight, bias, eps, size, tuple(axes), mesh)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float | None, size: int, axes: Sequence[str], mesh: str
+) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight, split as in `layer_norm`. `eps` None: as torch, the
+    resolution reckoned in.
+    """
+    eps = torch.finfo(reckoning(x.dtype)).eps if eps is None else eps
+    return _RMSNorm.apply(x, weight, eps, size, tuple(axes), mesh)
+
+
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        size: int,
+        axes: tuple[str, ...],
+        mesh: str,
+    ) -> Tensor:
+        wide = widen(x)
+        mean = total(wide.sum(-1, keepdim=True), axes, mesh) / size
+        centred = wide - mean
+        variance = total((centred * centred).sum(-1, keepdim=True), axes, mesh) / size
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.facts = size, axes, mesh
+        y = _scaled(centred * scale, weight)
+        return (y if bias is None else y + widen(bias)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        size, axes, mesh = ctx.facts
+        grad = widen(grad)
+        normal = (widen(x) - mean) * scale
+        inner = _scaled(grad, weight)
+        sums = torch.stack([inner.sum(-1), (inner * normal).sum(-1)])
+        mean_grad, mean_product = (total(sums, axes, mesh) / size).unsqueeze(-1).unbind(0)
+        grad_x = (inner - mean_grad - normal * mean_product) * scale
+        grad_weight = _row_sum(grad * normal).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = (
+            _row_sum(grad).to(x.dtype if weight is None else weight.dtype)
+            if ctx.needs_input_grad[2]
+            else None
+        )
+        return grad_x.to(x.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        size: int,
+        axes: tuple[str, ...],
+        mesh: str,
+    ) -> Tensor:
+        wide = widen(x)
+        mean_square = total((wide * wide).sum(-1, keepdim=True), axes, mesh) / size
+        scale = torch.rsqrt(mean_square + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.facts = size, axes, mesh
+        return _scaled(wide * scale, weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        size, axes, mesh = ctx.facts
+        grad = widen(grad)
+        normal = widen(x) * scale
+        inner = _scaled(grad, weight)
+        mean_product = total((inner * normal).sum(-1, keepdim=True), axes, mesh) / size
+        grad_x = (inner - normal * mean_product) * scale
+        grad_weight = _row_sum(grad * normal).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x.to(x.dtype), grad_weight, None, None, None, None
+
+
+def _scaled(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * widen(weight)
+
+
+def _row_sum(x: Tensor) -> Tensor:
+    return x.flatten(0, -2).sum(0) if x.dim() > 1 else x

@@ -1,0 +1,222 @@
+"""Rewrites of a freshly exported graph: fewer operators, the same values and gradients."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._compat import pytree
+
+aten = torch.ops.aten
+GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def _args(node: Any) -> tuple[Any, ...]:
+    """What a node is called with; fx types it so that nothing can be done with it."""
+    return node.args
+
+
+def inline_no_grad(module: fx.GraphModule) -> None:
+    """Inlines the regions without gradients of an exported module, whose results are detached.
+
+    Decomposition would inline them too, but forget which lines made them.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=GRAD_REGION):
+        _inline(module, node)
+    module.recompile()
+
+
+def _inline(module: fx.GraphModule, node: fx.Node) -> None:
+    """Puts the body of a region where the region is, unless it holds modules itself."""
+    body: Any = module.get_submodule(_args(node)[1].target)
+    inline_no_grad(body)
+    if any(inner.op == "get_attr" and inner.users for inner in body.graph.nodes):
+        return
+    inputs = body.graph.find_nodes(op="placeholder")
+    with module.graph.inserting_before(node):
+        results: Any = module.graph.graph_copy(body.graph, dict(zip(inputs, _args(node)[2:])))
+    for item in list(node.users):
+        item.replace_all_uses_with(results[_args(item)[1]])
+        module.graph.erase_node(item)
+    module.graph.erase_node(node)
+
+
+def detached(node: fx.Node) -> fx.Node:
+    """A new node at the graph's insertion point: `node` without its gradient."""
+    cut = node.graph.call_function(aten.detach.default, (node,))
+    cut.meta = dict(node.meta)
+    return cut
+
+
+def simplify(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
+    """Applies REWRITES to every node, in place, and removes what is not used.
+
+    `leaves` are the placeholders that may carry a gradient.
+    """
+    for node in list(graph.nodes):
+        rewrite = REWRITES.get(node.target)
+        if rewrite is None:
+            continue
+        with graph.inserting_before(node):
+            other = rewrite(graph, node)
+        if other is not None and other is not node:
+            node.replace_all_uses_with(other)
+            graph.erase_node(node)
+    _drop_idle_detach(graph, leaves)
+    # Random operators count as impure, but the graph owes nobody a draw whose result is not used.
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def _drop_idle_detach(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
+    """A detach of a value that carries no gradient says nothing: rotary tables, masks."""
+    carries = {node for node in leaves if _is_float(node)}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not any(n in carries for n in node.all_input_nodes):
+            if node.target is aten.detach.default:
+                node.replace_all_uses_with(_args(node)[0])
+                graph.erase_node(node)
+        elif node.target is not aten.detach.default and _is_float(node):
+            carries.add(node)
+
+
+def _is_float(node: fx.Node) -> bool:
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(v, torch.Tensor) and _differentiable(v.dtype) for v in leaves)
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# The rewrites. Each returns the node that takes the place of the one it is given, or that one.
+
+
+def _operand(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    return _args(node)[0]
+
+
+def _remove(graph: fx.Graph, node: fx.Node) -> None:
+    assert not node.users, node.format_node()
+    graph.erase_node(node)
+
+
+def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Export chose view by the strides that it saw; on other ones a view may not even run."""
+    node.target = aten.reshape.default
+    return _same(graph, node)
+
+
+def _same(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A node that gives back its operand: same shape, dtype and device."""
+    before, after = _args(node)[0].meta["val"], node.meta["val"]
+    return _args(node)[0] if _alike(before, after) else node
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+def _type_as(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A cast needs a dtype, not the tensor that has it."""
+    return _like(graph, _args(node)[0], node)
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """copy(old, new) is `new` with the shape and dtype of `old`."""
+    return _like(graph, _args(node)[1], node)
+
+
+def _like(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
+    """`value` cast and expanded to what `node` is."""
+    before, after = value.meta["val"], node.meta["val"]
+    if (before.dtype, before.device) != (after.dtype, after.device):
+        value = graph.call_function(aten._to_copy.default, (value,), _placement(before, after))
+        value.meta = {**node.meta, "val": before.to(after.dtype)}
+    if before.shape != after.shape:
+        value = graph.call_function(aten.expand.default, (value, list(after.shape)))
+        value.meta = dict(node.meta)
+    return value
+
+
+def _placement(before: torch.Tensor, after: torch.Tensor) -> dict[str, Any]:
+    moved = {} if before.device == after.device else {"device": after.device}
+    return {"dtype": after.dtype, **moved}
+
+
+def _full(value: float | bool | None = None) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    """A tensor of one number, which hangs on no other tensor. None: the node's last argument."""
+
+    def rewrite(graph: fx.Graph, node: fx.Node) -> fx.Node:
+        result = node.meta["val"]
+        number = value if value is not None else _args(node)[-1]
+        if isinstance(number, fx.Node):
+            return node
+        options = {"dtype": result.dtype, "device": result.device, "pin_memory": False}
+        full = graph.call_function(aten.full.default, (list(result.shape), number), options)
+        full.meta = dict(node.meta)
+        return full
+
+    return rewrite
+
+
+def _fill(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """fill(old, value) is `value` with the shape and dtype of `old`."""
+    return _like(graph, _args(node)[1], node)
+
+
+def _item(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    source, index = _args(node)
+    if source.target is aten.broadcast_tensors.default:
+        return _like(graph, _args(source)[0][index], node)
+    if source.target is aten.native_dropout.default and index == 0:
+        return _dropout(graph, source, node)
+    return node
+
+
+def _dropout(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
+    """native_dropout gives (value, mask); where the mask is not used, one node; none if idle."""
+    value, rate, training = _args(node)
+    if any(_args(user)[1] == 1 and user.users for user in node.users):
+        return result
+    if training is False or rate == 0:
+        return value
+    dropout = graph.call_function(aten.dropout.default, (value, rate, True))
+    dropout.meta = dict(result.meta)
+    return dropout
+
+
+REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
+    aten._assert_tensor_metadata.default: _remove,
+    aten._assert_scalar.default: _remove,
+    aten._assert_async.default: _remove,
+    aten._assert_async.msg: _remove,
+    aten.sym_constrain_range.default: _remove,
+    aten.sym_constrain_range_for_size.default: _remove,
+    aten.alias.default: _operand,
+    aten.clone.default: _operand,
+    aten.lift_fresh_copy.default: _operand,
+    aten.contiguous.default: _operand,
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.reshape.default: _same,
+    aten.expand.default: _same,
+    aten.slice.Tensor: _same,
+    aten._to_copy.default: _same,
+    aten.type_as.default: _type_as,
+    aten.copy.default: _copy,
+    aten.fill.Tensor: _fill,
+    aten.fill.Scalar: _full(),
+    aten.full_like.default: _full(),
+    aten.new_full.default: _full(),
+    aten.zeros.default: _full(0),
+    aten.zeros_like.default: _full(0),
+    aten.new_zeros.default: _full(0),
+    aten.ones.default: _full(1),
+    aten.ones_like.default: _full(1),
+    aten.new_ones.default: _full(1),
+    operator.getitem: _item,
+}

@@ -1,0 +1,304 @@
+"""verify: one process runs every rank in lockstep, in float64, and compares all that can be compared with the original.
+
+Forward node by node (the first wrong one is named, with its layout), the loss, every gradient, and the parameters after three steps of AdamW.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import lockstep
+from .errors import VerificationError
+from .graphs import where
+from .layout import Layout
+from .program import Input, Program
+
+STEPS = 3
+_SEED = 20_011
+
+
+@dataclass(frozen=True)
+class Check:
+    """The largest relative errors: of the outputs, of every gradient, of every parameter after three AdamW steps.
+
+    A gradient's error is |difference| / max(|gradient|, 1e-6 · the model's largest gradient), entry by entry.
+    """
+
+    loss_error: float
+    grad_error: float
+    step_error: float
+    nodes: int  # compared one by one
+    ranks: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} ranks equal one: {self.nodes} nodes, loss to {self.loss_error:.1e}, gradients to {self.grad_error:.1e}, "
+            f"parameters after {STEPS} AdamW steps to {self.step_error:.1e}"
+        )
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What one training run leaves: the outputs and the gradients of the first step, the parameters after the last."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+
+
+def widened(program: Program) -> Program:
+    """The program in float64: its tensors, and every float cast and constant inside the graph."""
+    import dataclasses
+
+    graph = fx.Graph()
+    output = graph.graph_copy(program.module.graph, {}, True)
+    names = {node.name: node for node in program.module.graph.nodes}
+    for node in graph.nodes:
+        node.args = _wide(node.args)
+        node.kwargs = _wide(node.kwargs)
+        if node.name in names:
+            node.meta = dict(names[node.name].meta)
+    graph.output(output[0] if isinstance(output, tuple) else output)
+    tensors = {name: _to_double(tensor) for name, tensor in program.tensors.items()}
+    return dataclasses.replace(program, module=fx.GraphModule(program.module, graph), tensors=tensors)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    if isinstance(value, tuple | list):
+        return type(value)(_wide(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _wide(item) for key, item in value.items()}
+    return value
+
+
+def _to_double(tensor: Tensor) -> Tensor:
+    return tensor.detach().double() if tensor.dtype.is_floating_point else tensor.detach()
+
+
+def compare(program: Program, reference: Program, inputs: list[Any], tolerance: float) -> Check:
+    """Run the rewritten `program` on all its ranks and `reference`, the same model on one; see the module's docstring.
+
+    `inputs`: the user's leaves. Raises VerificationError where an error passes `tolerance`.
+    """
+    assert program.plan is not None
+    mesh = program.plan.mesh
+    leaves = [_to_double(x) if isinstance(x, Tensor) else x for x in inputs]
+    single = _Rank(reference, {}, leaves)
+    nodes = _compare_nodes(program, single.values(), leaves, tolerance)
+    expected = single.train()
+    ranks = lockstep.run(mesh, lambda rank: _Rank(program, mesh.coordinate(rank), leaves).train())
+    check = Check(
+        _output_error(program, ranks, expected), _gradient_error(program, ranks, expected),
+        _step_error(program, ranks, expected), nodes, mesh.size,
+    )
+    for what in ("loss_error", "grad_error", "step_error"):
+        error = getattr(check, what)
+        if not error <= tolerance:
+            raise VerificationError(
+                f"{what} is {error:.2e}, past the tolerance {tolerance:.0e}, on mesh {mesh} with layout "
+                f"{program.plan.layout}: {_worst(program, ranks, expected)}"
+            )
+    return check
+
+
+class _Rank:
+    """One rank's own tensors, and what it does with them."""
+
+    def __init__(self, program: Program, coordinate: dict[str, int], leaves: list[Any]) -> None:
+        self.program, self.coordinate, self.leaves = program, coordinate, leaves
+        self.held = {e.node: self._hold(e) for e in program.signature.inputs if e.kind in ("parameter", "buffer", "constant")}
+
+    def _hold(self, entry: Input) -> Tensor:
+        tensor = self.program.tensors[entry.target]
+        if entry.kind != "parameter":
+            return tensor.clone()
+        return self.program.layouts[entry.node].cut(tensor, self.coordinate).requires_grad_(entry.trainable)
+
+    def feed(self, entry: Input) -> Any:
+        if entry.kind == "coordinate":
+            return torch.tensor([self.coordinate[entry.target]])
+        if entry.kind == "seed":
+            return torch.tensor(_SEED)
+        if entry.kind == "user":
+            assert entry.position is not None
+            given = self.leaves[entry.position]
+            cut = self.program.layouts[entry.node].cut(given, self.coordinate)
+            return cut.requires_grad_(given.requires_grad)
+        return self.held[entry.node]
+
+    def values(self) -> dict[Any, Tensor]:
+        """Every value of the graph that stands for one of the original graph, without gradients."""
+        found: dict[Any, Tensor] = {}
+        with torch.no_grad():
+            for node, result in _interpret(self.program, self):
+                if isinstance(result, Tensor) and "value" in node.meta:
+                    found.setdefault(node.meta["value"], result)
+        return found
+
+    def train(self) -> _Trained:
+        parameters = {n: t for n, t in self.held.items() if t.requires_grad}
+        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3) if parameters else None
+        first: tuple[list[Tensor], dict[str, Tensor | None]] | None = None
+        for _ in range(STEPS):
+            outputs = list(self.program.module(*(self.feed(e) for e in self.program.signature.inputs)))
+            self._backward(outputs)
+            if first is None:
+                gradients = {n: None if t.grad is None else t.grad.clone() for n, t in parameters.items()}
+                first = [o.detach() if isinstance(o, Tensor) else o for o in outputs], gradients
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert first is not None
+        return _Trained(*first, {n: t.detach() for n, t in self.held.items() if n in parameters})
+
+    def _backward(self, outputs: list[Tensor]) -> None:
+        """From the loss: the first scalar; a model without one gets random gradients for all that it returns."""
+        able = [(i, o) for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
+        scalars = [o for _, o in able if o.dim() == 0]
+        if scalars:
+            scalars[0].backward()
+        elif able:
+            torch.autograd.backward([o for _, o in able], [self._cotangent(i) for i, _ in able])
+
+    def _cotangent(self, index: int) -> Tensor:
+        layout = _output_layouts(self.program)[index]
+        generator = torch.Generator().manual_seed(index)
+        return layout.cut(torch.randn(layout.shape, generator=generator, dtype=torch.float64), self.coordinate)
+
+
+def _interpret(program: Program, rank: _Rank) -> Any:
+    """Run the graph node by node; yields (node, result)."""
+    env: dict[fx.Node, Any] = {}
+    entries = iter(program.signature.inputs)
+    for node in program.module.graph.nodes:
+        if node.op == "output":
+            return
+        if node.op == "placeholder":
+            env[node] = rank.feed(next(entries))
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+        yield node, env[node]
+
+
+def _output_layouts(program: Program) -> list[Layout]:
+    return [program.layouts[o.node] for o in program.signature.outputs if o.node is not None]
+
+
+# -- node by node ------------------------------------------------------------------------------------------------------------
+def _compare_nodes(program: Program, expected: dict[Any, Tensor], leaves: list[Any], tolerance: float) -> int:
+    assert program.plan is not None
+    mesh = program.plan.mesh
+    count = 0
+
+    def compare_one(node: fx.Node, parts: list[Tensor]) -> None:
+        nonlocal count
+        value = node.meta["value"]
+        layout = node.meta.get("layout") or program.layouts[node.name]
+        if value in expected:
+            count += 1
+            _check_node(node, layout, parts, expected[value], tolerance)
+
+    def rank_fn(rank: int) -> None:
+        own = _Rank(program, mesh.coordinate(rank), leaves)
+        with torch.no_grad():
+            for node, result in _interpret(program, own):
+                if isinstance(result, Tensor) and "value" in node.meta:
+                    lockstep.meet(rank, result.detach(), lambda parts, node=node: compare_one(node, parts))
+
+    lockstep.run(mesh, rank_fn)
+    return count
+
+
+def _check_node(node: fx.Node, layout: Layout, parts: list[Tensor], expected: Tensor, tolerance: float) -> None:
+    if parts[0].shape != layout.local_shape:
+        raise VerificationError(
+            f"the first wrong node is {where(node)}: its shape is {tuple(parts[0].shape)}, its layout ({layout}) of {layout.shape} "
+            f"makes it {layout.local_shape}"
+        )
+    error = _relative(layout.join(parts), expected)
+    if not error <= tolerance:
+        raise VerificationError(
+            f"the first wrong node is {where(node)}: {node.target} of layout ({layout}), shape {layout.shape}, "
+            f"relative error {error:.2e} past {tolerance:.0e}"
+        )
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Largest |difference| over the largest |expected|; equal infinities and nans count as equal."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.dtype.is_floating_point:
+        return 0.0 if torch.equal(found.to(expected.dtype), expected) else float("inf")
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, (found - expected).abs())
+    finite = expected[expected.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return float(difference.max()) / max(scale, 1e-30) if difference.numel() else 0.0
+
+
+# -- a step --------------------------------------------------------------------------------------------------------------------
+def _output_error(program: Program, ranks: list[_Trained], expected: _Trained) -> float:
+    errors = [0.0]
+    for index, layout in enumerate(_output_layouts(program)):
+        parts = [rank.outputs[index] for rank in ranks]
+        errors.append(_relative(layout.join(parts), expected.outputs[index]))
+        errors.extend(_copies_differ(program, layout, parts))
+    return max(errors)
+
+
+def _copies_differ(program: Program, layout: Layout, parts: list[Tensor]) -> list[float]:
+    """On an axis that repeats a value, every rank must hold the same."""
+    errors = []
+    for axis in layout.axes_of("I"):
+        for rank, part in enumerate(parts):
+            first = parts[layout.mesh.group((axis,), rank)[0]]
+            if part is not first:
+                errors.append(_relative(part, first))
+    return errors
+
+
+def _gradient_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
+    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g is not None), default=0.0)
+    errors = {}
+    for name, gradient in expected.gradients.items():
+        parts = [rank.gradients[name] for rank in ranks]
+        if gradient is None or any(part is None for part in parts):
+            wrong = [p for p in (gradient, *parts) if p is not None and bool(p.any())]
+            errors[name] = float("inf") if wrong else 0.0
+            continue
+        layout = program.layouts[name]
+        floor = gradient.abs().clamp(min=max(1e-6 * largest, 1e-300))
+        errors[name] = max(
+            float(((layout.join(parts) - gradient).abs() / floor).max()),  # type: ignore[arg-type]
+            *_copies_differ(program, layout, parts), 0.0,  # type: ignore[arg-type]
+        )
+    return errors
+
+
+def _gradient_error(program: Program, ranks: list[_Trained], expected: _Trained) -> float:
+    return max(_gradient_errors(program, ranks, expected).values(), default=0.0)
+
+
+def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
+    return {
+        name: _relative(program.layouts[name].join([rank.parameters[name] for rank in ranks]), parameter)
+        for name, parameter in expected.parameters.items()
+    }
+
+
+def _step_error(program: Program, ranks: list[_Trained], expected: _Trained) -> float:
+    return max(_step_errors(program, ranks, expected).values(), default=0.0)
+
+
+def _worst(program: Program, ranks: list[_Trained], expected: _Trained) -> str:
+    """The parameters whose gradients are furthest off, with their layouts."""
+    errors = _gradient_errors(program, ranks, expected)
+    names = sorted(errors, key=lambda name: -errors[name])[:3]
+    return "worst gradients " + ", ".join(f"{n} ({program.layouts[n]}) {errors[n]:.1e}" for n in names)

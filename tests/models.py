@@ -1,0 +1,243 @@
+"""Small models that the tests share, each as (model, args, kwargs); sizes divide by 16 ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BATCH, SEQUENCE, HIDDEN, HEADS, VOCABULARY, LAYERS = 16, 16, 64, 8, 128, 2
+
+Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+class Mlp(nn.Module):
+    """Two linears with a gelu between them, and a mean square loss."""
+
+    def __init__(self, hidden: int = HIDDEN, inner: int = 4 * HIDDEN) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.down(F.gelu(self.up(x))), target)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one fused weight for q, k and v (rows: 3, heads, features)."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, sequence, hidden = x.shape
+        q, k, v = self.qkv(x).split(hidden, dim=2)
+        shape = (batch, sequence, self.heads, hidden // self.heads)
+        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(batch, sequence, hidden))
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention = Attention(hidden, heads, dropout)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.ln_1(x)))
+        return x + self.drop(self.down(F.gelu(self.up(self.ln_2(x)))))
+
+
+class Gpt(nn.Module):
+    """A plain GPT whose output weight is tied to its embedding. Returns (logits, loss)."""
+
+    def __init__(
+        self,
+        vocabulary: int = VOCABULARY,
+        sequence: int = SEQUENCE,
+        hidden: int = HIDDEN,
+        heads: int = HEADS,
+        layers: int = LAYERS,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        self.positions = nn.Embedding(sequence, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads, dropout) for _ in range(layers))
+        self.ln = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.ln(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def token_ids(vocabulary: int = VOCABULARY, sequence: int = SEQUENCE) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (BATCH, sequence))
+
+
+def ignore_some(labels: torch.Tensor) -> torch.Tensor:
+    """Labels of which unequal numbers a row are ignored: 0, 1, 2, ... (mod 7) in rows 0, 1, 2."""
+    labels = labels.clone()
+    for row in range(labels.shape[0]):
+        labels[row, : row % 7] = -100
+    return labels
+
+
+def mlp() -> Example:
+    torch.manual_seed(0)
+    return Mlp(), (torch.randn(BATCH, HIDDEN), torch.randn(BATCH, HIDDEN)), {}
+
+
+def gpt(dropout: float = 0.0) -> Example:
+    torch.manual_seed(0)
+    model = Gpt(dropout=dropout).train()
+    ids = token_ids()
+    return model, (ids, ignore_some(ids.roll(-1, 1))), {}
+
+
+def gpt2(dropout: float = 0.0) -> Example:
+    from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=SEQUENCE,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        use_cache=False,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+    )
+    ids = token_ids()
+    return GPT2LMHeadModel(config).train(), (), {"input_ids": ids, "labels": ignore_some(ids)}
+
+
+def decoder_config() -> dict[str, Any]:
+    """What Llama, Qwen3 and Gemma2 have in common: 8 heads, 4 of keys and values."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "head_dim": HIDDEN // HEADS,
+        "max_position_embeddings": 4 * SEQUENCE,
+        "use_cache": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def decoder_inputs() -> dict[str, Any]:
+    ids = token_ids()
+    return {"input_ids": ids, "labels": ignore_some(ids)}
+
+
+def llama(**changes: Any) -> Example:
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**decoder_config(), **changes})
+    return LlamaForCausalLM(config).train(), (), decoder_inputs()
+
+
+def qwen3(**changes: Any) -> Example:
+    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**decoder_config(), **changes})
+    return Qwen3ForCausalLM(config).train(), (), decoder_inputs()
+
+
+def gemma2(**changes: Any) -> Example:
+    from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    window = {"sliding_window": SEQUENCE // 2, "query_pre_attn_scalar": HIDDEN // HEADS}
+    config = Gemma2Config(**{**decoder_config(), **window, **changes})
+    return Gemma2ForCausalLM(config).train(), (), decoder_inputs()
+
+
+def bert(dropout: float = 0.0) -> Example:
+    from transformers.models.bert.configuration_bert import BertConfig
+    from transformers.models.bert.modeling_bert import BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=2 * HIDDEN,
+        max_position_embeddings=SEQUENCE,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    ids, mask = token_ids(), torch.ones(BATCH, SEQUENCE, dtype=torch.int64)
+    mask[1::2, -3:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ignore_some(ids)}
+    return BertForMaskedLM(config).train(), (), inputs
+
+
+def t5(dropout: float = 0.0) -> Example:
+    from transformers.models.t5.configuration_t5 import T5Config
+    from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        d_kv=HIDDEN // HEADS,
+        d_ff=2 * HIDDEN,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        dropout_rate=dropout,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    inputs = {"input_ids": token_ids(), "labels": ignore_some(token_ids(sequence=SEQUENCE // 2))}
+    return T5ForConditionalGeneration(config).train(), (), inputs
+
+
+def vit(dropout: float = 0.0) -> Example:
+    from transformers.models.vit.configuration_vit import ViTConfig
+    from transformers.models.vit.modeling_vit import ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=2 * HIDDEN,
+        image_size=32,
+        patch_size=8,
+        num_labels=32,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    inputs = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.arange(BATCH) % 32}
+    return ViTForImageClassification(config).train(), (), inputs

@@ -1,0 +1,185 @@
+"""Four gloo ranks: changes of state and sharded ops agree with lockstep, compiled or not."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import fx
+
+from autopar import collectives as c
+from autopar import lockstep, sharded
+from autopar.errors import WorldError
+from autopar.mesh import Mesh, connect, disconnect
+from test_collectives import CHANGES, deal, own, random, same
+
+MESH = Mesh.parse("data2.x2")
+
+
+def _every_change(rank):
+    """Value and gradient of every change on data2.x2, over one axis and over both."""
+    results = {}
+    for name, (before, after, grows, call) in CHANGES.items():
+        for axis in ("data", "x", ("data", "x")):
+            size = len(MESH.group(MESH.ordered(axis), rank))
+            x = deal(MESH, axis, (2, 8, 3), same(before), "x")[rank].requires_grad_()
+            y = call(x, own(MESH, rank, axis), axis, 1, str(MESH), 2)
+            y.backward(deal(MESH, axis, y.shape, same(after, gradient=True), "dy")[rank])
+            assert y.shape[1] == 8 * size**grows
+            results[name, axis] = y.detach(), x.grad
+    x = random((4, 6), rank).requires_grad_()
+    y = c.all_to_all(x, "x", str(MESH), 0, 1, 1, 3)
+    y.backward(random(y.shape, rank))
+    results["all-to-all"] = y.detach(), x.grad
+    results["ids"] = (c.all_gather(torch.arange(4) + rank, "x", 0, str(MESH), 2),)
+    results["mask"] = (c.all_gather(torch.arange(4) > rank, "x", 0, str(MESH)),)
+    results["half"] = (c.all_reduce(torch.full((3,), float(rank)).bfloat16(), "data", str(MESH)),)
+    return results
+
+
+def _two_layers():
+    """y = relu(x W1) W2 with W1 stored split over data (gathered), its columns and W2's rows over
+    x; x's rows over data.
+    """
+    graph = fx.Graph()
+    x, w1, w2, k = (graph.placeholder(name) for name in ("x", "w1", "w2", "coordinate_data"))
+    mesh = str(MESH)
+    own = graph.call_function(c.take_slice, (x, k, "data", 0, mesh))
+    own = graph.call_function(c.replicate, (own, "x", mesh))
+    whole = graph.call_function(c.all_gather, (w1, "data", 0, mesh))
+    hidden = graph.call_function(torch.relu, (graph.call_function(torch.matmul, (own, whole)),))
+    columns = graph.call_function(c.replicate, (w2, "data", mesh))
+    y = graph.call_function(torch.matmul, (hidden, columns))
+    y = graph.call_function(c.all_reduce, (y, "x", mesh, "I"))
+    loss = graph.call_function(torch.sum, (graph.call_function(torch.mul, (y, y)),))
+    graph.output(graph.call_function(c.all_reduce, (loss, "data", mesh, "I")))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _compiled(function, backend):
+    if backend == "eager":
+        return function
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def _whole_tensors():
+    return random((6, 4), 1), random((4, 8), 2), random((8, 5), 3)
+
+
+def _gradients_of_layers(rank, backend="eager"):
+    place = MESH.coordinate(rank)
+    x, w1, w2 = _whole_tensors()
+    x = x.requires_grad_()
+    w1 = w1.chunk(2, 0)[place["data"]].chunk(2, 1)[place["x"]].contiguous().requires_grad_()
+    w2 = w2.chunk(2, 0)[place["x"]].contiguous().requires_grad_()
+    loss = _compiled(_two_layers(), backend)(x, w1, w2, torch.tensor([place["data"]]))
+    loss.backward()
+    return loss.detach(), x.grad, w1.grad, w2.grad
+
+
+def _single_gradients(rank):
+    place = MESH.coordinate(rank)
+    x, w1, w2 = (t.requires_grad_() for t in _whole_tensors())
+    loss = (torch.relu(x @ w1) @ w2).square().sum()
+    loss.backward()
+    w1_grad = w1.grad.chunk(2, 0)[place["data"]].chunk(2, 1)[place["x"]]
+    return loss.detach(), x.grad, w1_grad, w2.grad.chunk(2, 0)[place["x"]]
+
+
+def _sharded_ops(x, weight, bias, table, ids, target, seed, k_data, k_x):
+    """One of each sharded op; rows lie on data, features and the vocabulary on x."""
+    mesh, features = str(MESH), [("x", 4, 2)]
+    rows = c.all_reduce(sharded.embedding(table, ids, [k_x], features, 3), "x", mesh)
+    x = x + c.take_slice(rows, k_x, "x", 1, mesh, of="R")
+    x = sharded.layer_norm(x, weight, bias, 1e-5, 8, ["x"], mesh)
+    x = sharded.rms_norm(x, weight, None, 8, ["x"], mesh)
+    x = x + sharded.softmax(x, -1, ["x"], mesh) + sharded.log_softmax(x, 1, ["x"], mesh)
+    digits = [[("data", 3, 2)], features]
+    x = sharded.dropout(x, 0.3, seed, [k_data, k_x], digits, [6, 8])
+    rest = ("mean", -1, 0.1, 8, [k_x], features, ["data"], mesh)
+    return c.all_reduce(sharded.cross_entropy(x, target, weight.detach(), *rest), "data", mesh, "I")
+
+
+def _gradients_of_sharded_ops(rank, backend="eager"):
+    place = MESH.coordinate(rank)
+    leaves = [random(shape, rank).requires_grad_() for shape in ((3, 4), (4,), (4,), (4, 8))]
+    ids, target = torch.tensor([1, 3, 7]), torch.tensor([0, -1, 5])
+    loss = _compiled(_sharded_ops, backend)(
+        *leaves, ids, target, torch.tensor(9), *(torch.tensor([place[axis]]) for axis in MESH.names)
+    )
+    loss.backward()
+    return loss.detach(), *[leaf.grad for leaf in leaves]
+
+
+SUBJECTS = {"layers": _gradients_of_layers, "ops": _gradients_of_sharded_ops}
+
+
+def _worker(rank, store, runs, results):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    device_mesh = connect(MESH, "cpu")
+    assert connect(MESH, "cpu") is device_mesh
+    assert device_mesh.mesh_dim_names == MESH.names
+    with pytest.raises(WorldError, match="8 ranks, the running process group has 4"):
+        connect(Mesh.parse("data2.x4"), "cpu")
+    outputs = {"changes": _every_change(rank)}
+    for subject, backend in runs:
+        outputs[subject, backend] = SUBJECTS[subject](rank, backend)
+    disconnect()
+    connect(MESH, "cpu")
+    outputs["again"] = c.all_reduce(torch.ones(1), ("data", "x"), str(MESH))
+    torch.save(outputs, f"{results}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _on_gloo(tmp_path, runs):
+    context = multiprocessing.start_processes(
+        _worker,
+        (str(tmp_path / "store"), runs, str(tmp_path)),
+        nprocs=4,
+        join=False,
+        start_method="spawn",
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not context.join(timeout=5):  # ends early whenever one rank ends
+            assert time.monotonic() < deadline, "the gloo ranks did not end in time"
+    finally:
+        for process in context.processes:
+            process.kill()
+    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+
+
+def _assert_agree(tmp_path, runs):
+    outputs = _on_gloo(tmp_path, runs)
+    exactly = {"rtol": 1e-12, "atol": 1e-12}
+    changes = lockstep.run(MESH, _every_change)
+    ops = lockstep.run(MESH, _gradients_of_sharded_ops)
+    for rank, output in enumerate(outputs):
+        assert output["changes"].keys() == changes[rank].keys()
+        for name, tensors in output["changes"].items():
+            torch.testing.assert_close(tensors, changes[rank][name], **exactly, msg=str(name))
+        wanted = {"layers": _single_gradients(rank), "ops": ops[rank]}
+        for subject, backend in runs:
+            torch.testing.assert_close(output[subject, backend], wanted[subject], **exactly)
+        assert output["again"].tolist() == [4.0]
+
+
+def test_gloo_agrees_with_lockstep_and_one_device(tmp_path):
+    _assert_agree(tmp_path, [("layers", "eager"), ("ops", "eager"), ("layers", "aot_eager")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_ranks_agree_with_lockstep_and_one_device(tmp_path, backend):
+    _assert_agree(tmp_path, [("layers", backend), ("ops", backend)])
+
+
+def test_lockstep_gives_the_gradients_of_one_device():
+    outputs = lockstep.run(MESH, _gradients_of_layers)
+    for rank, output in enumerate(outputs):
+        torch.testing.assert_close(output, _single_gradients(rank), rtol=1e-12, atol=1e-12)
