@@ -27,6 +27,7 @@ DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
     "outside of the model and pass it as a Python number."
 )
+DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def capture(
@@ -68,13 +69,27 @@ class _DetachWithoutGrad(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == DATA:  # export would make it a constant
+            return args[0].detach()
         if torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if getattr(func, "__name__", "").endswith("_"):  # mul_, __iadd__, __setitem__
+        name = getattr(func, "__name__", "")
+        if name.endswith("_"):  # mul_, __iadd__, __setitem__
+            _refuse_blind_write(name, args)
             args = (*args[:1], *pytree.tree_map_only(torch.Tensor, _detach, tuple(args[1:])))
         result = func(*args, **kwargs)
         written = bool(args) and result is args[0]
         return result if written else pytree.tree_map_only(torch.Tensor, _detach, result)
+
+
+def _refuse_blind_write(name: str, args: Any) -> None:
+    """Eager autograd does not see a write without gradients; a functional graph would."""
+    writes = not name.startswith("__") or name == "__setitem__" or name[:3] == "__i"
+    harmless = name in ("add_", "sub_", "__iadd__", "__isub__", "detach_", "requires_grad_")
+    target = args[0] if args else None
+    carries = isinstance(target, torch.Tensor) and target.requires_grad and not target.is_leaf
+    if writes and carries and not harmless:
+        raise RuntimeError(f"{name} without gradients changes a tensor that carries a gradient")
 
 
 def _detach(value: torch.Tensor) -> torch.Tensor:

@@ -42,9 +42,9 @@ class Call:
                 continue
             value = values[argument.name]
             if isinstance(value, list | tuple):
-                values[argument.name] = [next(remaining) for _ in value]
+                values[argument.name] = [_filled(item, next(remaining)) for item in value]
             else:
-                values[argument.name] = next(remaining)
+                values[argument.name] = _filled(value, next(remaining))
         return values
 
     def again(self, values: dict[str, Any], target: Any = None) -> fx.Node:
@@ -66,6 +66,11 @@ class Call:
         """The digits of a dim and the coordinates on their axes, in the same order."""
         found = list(layout.digits(dim % len(layout.shape)))
         return [self.coordinate(digit.axis) for digit in found], found
+
+
+def _filled(value: Any, operand: fx.Node | None) -> Any:
+    """The operand where the original took a tensor; a number in a tensor's place stays."""
+    return operand if isinstance(value, fx.Node) else value
 
 
 def _given(node: fx.Node, position: int) -> bool:

@@ -48,19 +48,21 @@ def gradients(model: nn.Module, result: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_equal_to_eager(
-    model: nn.Module, args: tuple = (), kwargs: dict | None = None
+    model: nn.Module,
+    args: tuple = (),
+    kwargs: dict | None = None,
+    program: Program | None = None,
 ) -> Program:
     kwargs = kwargs or {}
-    program = trace(model, args, kwargs)
+    program = program or trace(model, args, kwargs)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     want = model(*args, **kwargs)
     expected = gradients(model, want)
     with torch.no_grad():
         for name, value in model.named_buffers():
             value.copy_(buffers[name])
-    got = run(
-        program, args, kwargs, {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    )
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    got = run(program, args, kwargs, held)
     assert type(want) is type(got)
     torch.testing.assert_close(tensors_of(got), tensors_of(want), rtol=1e-5, atol=1e-6)
     found = gradients(model, got)
@@ -241,7 +243,7 @@ class Frozen(nn.Module):
         torch.set_grad_enabled(False)
         u = self.b(v + w)
         torch.set_grad_enabled(was)
-        return x * y + z, w * u, v + index[:, None], x * self.mean, x.detach() * x
+        return x * y + z, w * u, v + index[:, None], x * self.mean, x.detach() * x, x.data * x
 
 
 def test_regions_without_gradients_stay_so() -> None:
@@ -361,6 +363,14 @@ class Writes(nn.Module):
         return x * self.weight
 
 
+class WritesBlindly(Writes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        with torch.no_grad():
+            y.mul_(2)
+        return y
+
+
 class WritesView(Writes):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x[0].add_(1)
@@ -374,6 +384,7 @@ class WritesView(Writes):
         (Select(), "depends on the data", "return x[x > 0]"),
         (Item(), "depends on the data", "return x * x.max().item()"),
         (Writes(), "changes 'weight'", "self.weight.mul_(0.9)"),
+        (WritesBlindly(), "mul_ without gradients changes", "y.mul_(2)"),
         (WritesView(), "changes 'x'", "x[0].add_(1)"),
         (nn.Linear(4, 4), "RuntimeError: .*reduction dim", ""),
     ],
