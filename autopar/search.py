@@ -1,14 +1,18 @@
 """The exact search on one mesh: (annotated program, mesh, world, constraint) -> Plan of least modelled time.
 
-One variable per searched node (its strategies), per stored parameter and per output (its layouts), and per value with several consumers
-(a second layout in which it may be kept, so that consumers that want the same one share its conversion). Costs are tables over one to three
-variables; nodes that look alike share their tables, which elimination.py turns into working each layer out once.
+One variable per stored parameter and per output (its layouts), per region of nodes (their joint strategies), and per value with several
+consumers (a second layout in which it may be kept, so that consumers that want the same one share its conversion). Costs are tables over
+one to three variables; what looks alike shares its tables, which elimination.py turns into working each layer out once.
+
+A region is a node, or a node followed by ops that only carry its layout on (pointwise ops, views, pieces of a dim) and hang on that one
+value alone. Nothing is converted inside a region: to convert its input or its results costs no more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +52,46 @@ class _Want(NamedTuple):
     layouts: tuple[Layout, ...]
 
 
+@dataclass(eq=False)
+class _Region:
+    """Nodes that choose together. `root`: the value from outside that carriers hang on (None: a node by itself). An option is a strategy
+    for each node; `uses` are the (node, operand) places that take the root."""
+
+    root: Value | None
+    nodes: list[str]
+    sources: list[list[Value | None]]
+    options: _Options
+    uses: list[tuple[int, int]] = field(default_factory=list)
+
+
+def _joined(
+    region: _Options, node: _Options, wiring: tuple[Any, ...], uses: list[tuple[int, int]]
+) -> tuple[list[tuple[Strategy, ...]], list[float]]:
+    """Every pair of an option of a region and a strategy of the next node that agree on the layouts between them."""
+    tied = [i for i, source in enumerate(wiring) if source is not None]
+    fitting: dict[tuple[Layout | None, ...], list[int]] = defaultdict(list)
+    for number, strategy in enumerate(node.items):
+        fitting[tuple(strategy.operands[i] for i in tied)].append(number)
+    items: list[tuple[Strategy, ...]] = []
+    seconds: list[float] = []
+    for item, cost in zip(region.items, region.costs, strict=True):
+        if uses:
+            root = item[uses[0][0]].operands[uses[0][1]]
+        elif "root" in wiring:  # the first use: every layout of the root will do, if all uses in this node agree
+            for number, strategy in enumerate(node.items):
+                if len({strategy.operands[i] for i in tied}) == 1:
+                    items.append((*item, strategy))
+                    seconds.append(cost + node.costs[number])
+            continue
+        else:
+            root = None
+        wanted = tuple(root if wiring[i] == "root" else item[wiring[i][0]].results[wiring[i][1]] for i in tied)
+        for number in fitting.get(wanted, ()):
+            items.append((*item, node.items[number]))
+            seconds.append(cost + node.costs[number])
+    return items, seconds
+
+
 def search(program: Program, mesh: Mesh, world: World, constraint: Constraint, redundant: bool = False) -> Plan:
     """The plan of least modelled time on this mesh under this constraint."""
     return _Search(program, mesh, world, constraint, redundant).solve()
@@ -68,18 +112,26 @@ class _Search:
         self.copies: dict[Value, int] = {}
         self.native: dict[Value, _Want] = {}  # the layouts in which a value is made
         self.wants: dict[Value, list[_Want]] = defaultdict(list)
+        self.regions: list[_Region] = []
+        self.region_of: dict[Value, _Region] = {}
+        self.fed_by: dict[Value, _Region] = {}  # regions of carriers by the one value that they hang on
+        self.members: dict[int, _Region] = {}
 
     def solve(self) -> Plan:
         entries = {entry.node: entry for entry in self.program.signature.inputs}
+        nodes = list(self.program.module.graph.nodes)
         self.element = {
             node.name: [v.dtype.itemsize if isinstance(v, torch.Tensor) else 1 for v in results_of(node)]
-            for node in self.program.module.graph.nodes if node.op in ("placeholder", "call_function")
+            for node in nodes if node.op in ("placeholder", "call_function")
         }
-        for node in self.program.module.graph.nodes:
+        for node in nodes:
             if node.op == "placeholder" and node.name in self.notes.searched:
                 self._placeholder(node, entries[node.name].kind == "parameter")
-            elif node.op == "call_function" and node.name in self.notes.searched and node.name in self.notes.specs:
-                self._call(node)
+        for node in nodes:
+            if node.op == "call_function" and node.name in self.notes.searched and node.name in self.notes.specs:
+                self._place(node)
+        for region in self.regions:
+            self._enter(region)
         self._outputs()
         for value, wants in self.wants.items():
             self._conversions(value, wants)
@@ -120,15 +172,15 @@ class _Search:
         variable = self._variable(node.name, options)
         self.native[value] = _Want(variable, (options.key, 0), options.items)
 
-    def _call(self, node: fx.Node) -> None:
+    def _call(self, node: fx.Node) -> _Options:
+        """The strategies of one node."""
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         operands = operands_of(node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         operand_shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands)
         result_shapes = tuple(shape_of(v) for v in results)
-        sources = [None if n is None else producer(n) for n in operands]
         gradient = any(self._gradient((node.name, i)) for i in range(len(results))) or any(
-            s is not None and self._gradient(s) for s in sources
+            n is not None and self._gradient(producer(n)) for n in operands
         )
         size = results[0].dtype.itemsize
         allowed = self.constraint.signature(spec, factors)
@@ -140,15 +192,79 @@ class _Search:
             found = self.constraint.choices(spec, factors, found, self.mesh)
             return found, [node_seconds(spec, s, size, gradient, self.world) for s in found]
 
-        options = self._options((_look(spec, factors), operand_shapes, result_shapes, size, gradient, allowed), make)
-        variable = self._variable(node.name, options)
-        for i in range(len(results)):
-            layouts = tuple(s.results[i] for s in options.items)
-            self.native[node.name, i] = _Want(variable, (options.key, i), layouts)
-        for i, source in enumerate(sources):
-            if source is not None and source in self.native:
-                layouts = tuple(s.operands[i] for s in options.items)
-                self.wants[source].append(_Want(variable, (options.key, -1 - i), layouts))
+        return self._options((_look(spec, factors), operand_shapes, result_shapes, size, gradient, allowed), make)
+
+    # -- regions ---------------------------------------------------------------------------------------------------------
+    def _place(self, node: fx.Node) -> None:
+        """Put a node into the region of what it hangs on, if it only carries that on; else it is a region of its own."""
+        options = self._call(node)
+        sources = [None if n is None else producer(n) for n in operands_of(node)]
+        searched = {s for s in sources if s is not None and s[0] in self.notes.searched}
+        region = self._carried_by(node, searched)
+        if region is None or not self._extend(region, node.name, sources, options):
+            region = _Region(None, [], [], _Options(-1, ((),), np.zeros(1)))
+            self.regions.append(region)
+            self._extend(region, node.name, sources, options)
+        for index in range(len(options.items[0].results)):
+            self.region_of[node.name, index] = region
+
+    def _carried_by(self, node: fx.Node, searched: set[Value]) -> _Region | None:
+        spec = self.notes.specs[node.name]
+        stops = {f for f in spec.whole if spec.sizes[f] > 1} - {"pieces"}
+        if spec.product or spec.sum or spec.shared or stops:
+            return None
+        homes = {self._home(value) for value in searched}
+        return homes.pop() if len(homes) == 1 else None
+
+    def _home(self, value: Value) -> _Region:
+        """The region that a carrier of this value belongs to: the one that makes it, if that is one of carriers, else the one it feeds."""
+        made_in = self.region_of.get(value)
+        if made_in is not None and made_in.root is not None:
+            return made_in
+        if value not in self.fed_by:
+            self.fed_by[value] = _Region(value, [], [], _Options(-1, ((),), np.zeros(1)))
+            self.regions.append(self.fed_by[value])
+        return self.fed_by[value]
+
+    def _extend(self, region: _Region, name: str, sources: list[Value | None], options: _Options) -> bool:
+        """Join a node's strategies to the region's, where no conversion is needed between them; False where there are none."""
+        inside = {member: i for i, member in enumerate(region.nodes)}
+        wiring = tuple(
+            None if s is None else "root" if s == region.root else (inside[s[0]], s[1]) if s[0] in inside else None
+            for s in sources
+        )
+
+        def make() -> tuple[list[Any], list[float]]:
+            return _joined(region.options, options, wiring, region.uses)
+
+        uses = tuple(region.uses)
+        joined = self._options(("region", region.options.key, options.key, wiring, uses), make)
+        if not joined.items:
+            return False
+        region.nodes.append(name)
+        region.sources.append(sources)
+        region.uses.extend((len(region.nodes) - 1, i) for i, w in enumerate(wiring) if w == "root")
+        region.options = joined
+        return True
+
+    def _enter(self, region: _Region) -> None:
+        """Make a region a variable: the layouts of all it makes, and what it wants of the values it takes from outside."""
+        if not region.nodes:
+            return
+        variable = self._variable(region.nodes[0], region.options)
+        self.members[variable] = region
+        items, key = region.options.items, region.options.key
+        for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
+            for index in range(len(items[0][position].results)):
+                layouts = tuple(item[position].results[index] for item in items)
+                self.native[name, index] = _Want(variable, (key, position, index), layouts)
+            for index, source in enumerate(sources):
+                if source is None or source[0] not in self.notes.searched or source[0] in region.nodes:
+                    continue
+                if source == region.root and (position, index) != region.uses[0]:
+                    continue
+                layouts = tuple(item[position].operands[index] for item in items)
+                self.wants[source].append(_Want(variable, (key, position, -1 - index), layouts))
 
     def _outputs(self) -> None:
         nodes = {node.name: node for node in self.program.module.graph.nodes}
@@ -246,12 +362,13 @@ class _Search:
 
     # -- the result ------------------------------------------------------------------------------------------------------
     def _plan(self, seconds: float, values: list[int]) -> Plan:
-        chosen = {name: self.variables[v].items[values[v]] for name, v in self.index.items()}
         choices, stored, outputs, unsplit = {}, {}, {}, []
-        for name, item in chosen.items():
-            if isinstance(item, Strategy):
-                choices[name] = Choice(self._splits(name, item), item.operands, item.results)
-                unsplit.extend(self._why_whole(name, item))
+        for name, variable in self.index.items():
+            item = self.variables[variable].items[values[variable]]
+            if variable in self.members:
+                for member, strategy in zip(self.members[variable].nodes, item, strict=True):
+                    choices[member] = Choice(self._splits(strategy), strategy.operands, strategy.results)
+                    unsplit.extend(self._why_whole(member, strategy))
             elif name.startswith("output "):
                 outputs[name.removeprefix("output ")] = item
             elif not name.startswith("copy "):
@@ -264,7 +381,7 @@ class _Search:
             unsplit=tuple(dict.fromkeys(unsplit)), world=str(self.world),
         )
 
-    def _splits(self, name: str, strategy: Strategy) -> tuple[str, ...]:
+    def _splits(self, strategy: Strategy) -> tuple[str, ...]:
         return tuple(
             choice.factor if isinstance(choice, Slot) else getattr(choice, "kind", "P") for choice in strategy.choices
         )
