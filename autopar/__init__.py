@@ -1,7 +1,40 @@
 """autopar: take a single-device PyTorch model and make it a distributed one."""
 
-from .api import plan, verify
+from . import report
+from .api import apply, parallelize, plan, verify
+from .errors import (
+    AutoparError,
+    InputError,
+    LayoutError,
+    PlanError,
+    RankError,
+    TraceError,
+    VerificationError,
+    WorldError,
+)
+from .module import ParallelModule
 from .plan import Plan
+from .verify import Check
 from .world import Device, Level, World
 
-__all__ = ["Device", "Level", "Plan", "World", "plan", "verify"]
+__all__ = [
+    "AutoparError",
+    "Check",
+    "Device",
+    "InputError",
+    "LayoutError",
+    "Level",
+    "ParallelModule",
+    "Plan",
+    "PlanError",
+    "RankError",
+    "TraceError",
+    "VerificationError",
+    "World",
+    "WorldError",
+    "apply",
+    "parallelize",
+    "plan",
+    "report",
+    "verify",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from . import ranks
 from ._compat import pytree
-from .errors import PlanError
-from .mesh import Mesh
+from .errors import InputError, PlanError, WorldError
+from .layout import Layout
+from .mesh import Mesh, connect
 from .module import ParallelModule
 from .passes import annotate, chains, choose, emit, rewrite, trace
 from .plan import Plan
 from .program import Program
 from .report.summary import summarised
+from .rules import shape_of
 from .verify import Check, compare, widened
 from .world import World
 
@@ -65,7 +69,8 @@ def _planned(pipeline: _Pipeline, program: Program, world: World, layout: str) -
 
 
 def _rewritten(pipeline: _Pipeline, program: Program, world: World) -> Program:
-    return pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
+    program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
+    return pipeline.run("emit", program, emit.emit, emit.check)
 
 
 def plan(
@@ -75,18 +80,162 @@ def plan(
 
     `inputs`: what the single-device model takes, at the global batch size: a tuple of positional or a dict of keyword arguments;
     on the meta device if you like. `layout`: "auto" or a name. Raises TraceError, LayoutError, PlanError, WorldError.
+
+    Example: plan(model, 8, (tokens, targets)).table()
     """
     found = World.of(world)
     pipeline = _Pipeline()
-    source = _traced(model, inputs)
-    program = _planned(pipeline, _analysed(pipeline, source), found, layout)
-    return _finished(source, program, found)
+    source = pipeline.run("trace", _traced(model, inputs), lambda p: p, trace.check)
+    return _finished(pipeline, source, _planned(pipeline, _analysed(pipeline, source), found, layout), found)
 
 
-def _finished(source: Program, program: Program, world: World) -> Plan:
+def _finished(pipeline: _Pipeline, source: Program, program: Program, world: World) -> Plan:
+    """The plan with its figures and what `apply` needs; a world of one rank keeps the graph as it was traced."""
     assert program.plan is not None
-    made = summarised(program, world)
-    return dataclasses.replace(made, fingerprint=fingerprint(source))
+    made = dataclasses.replace(
+        summarised(program, world), fingerprint=fingerprint(source), seconds_by_pass=dict(pipeline.seconds)
+    )
+    if not made.mesh.axes:
+        program = _on_one_rank(source, program)
+    ready = dataclasses.replace(program, plan=made)
+    return dataclasses.replace(made, ready=Ready(ready, pipeline.graphs))
+
+
+def _on_one_rank(source: Program, program: Program) -> Program:
+    layouts = {n.name: Layout(Mesh(), shape_of(v), ()) for n in source.module.graph.nodes if (v := n.meta.get("val")) is not None
+               and isinstance(v, torch.Tensor)}
+    return dataclasses.replace(program, module=source.module, signature=source.signature, layouts=layouts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """What a plan made in this process carries along: the rewritten program and the graph after every pass."""
+
+    program: Program
+    graphs: dict[str, fx.GraphModule]
+
+
+def apply(model: nn.Module, plan: Plan, inputs: Inputs | None = None, backend: Backend = None) -> ParallelModule:
+    """The model on the running ranks, by a plan. Collective: every rank calls it with the same plan.
+
+    `inputs` are needed for a plan that was loaded from a file: the model is traced again. `backend`: None runs the graph as it
+    is, else the name of a torch.compile backend or a callable. The model itself is left as it is; the parameters are copied.
+    Raises WorldError where the plan's mesh and the running ranks differ, PlanError where the model is another than planned.
+    """
+    ready = ranks.together("reading the plan", lambda: _ready(model, plan, inputs))
+    ranks.agree("plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16])
+    program = ready.program
+    tensors = ranks.together("taking the parameters", lambda: _current(model, program))
+    mesh = plan.mesh
+    if ranks.running() != max(1, mesh.size):
+        raise WorldError(
+            f"the plan is for {mesh.size} ranks (mesh {mesh or 'of one rank'}), {ranks.running()} are running: plan for "
+            f"{ranks.running()}, or start {mesh.size} with torchrun and call torch.distributed.init_process_group"
+        )
+    device = next((t.device for t in tensors.values()), torch.device("cpu"))
+    device_mesh = connect(mesh, device.type) if mesh.axes else None
+    run = program.module if backend is None else torch.compile(program.module, backend=backend)
+    program = dataclasses.replace(program, tensors=tensors)
+    return ranks.together(
+        "placing the parameters", lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), run)
+    )
+
+
+def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
+    if plan.ready is not None:
+        return plan.ready
+    if inputs is None:
+        raise InputError("a plan from a file holds no graph: give apply the inputs too, so that it can trace the model again")
+    source = _traced(model, inputs)
+    if fingerprint(source) != plan.fingerprint:
+        raise PlanError(
+            f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives {fingerprint(source)}: "
+            f"plan again"
+        )
+    pipeline = _Pipeline()
+    pipeline.graphs["trace"] = source.module
+    program = dataclasses.replace(_analysed(pipeline, source), plan=plan)
+    program = _rewritten(pipeline, program, World.of(max(1, plan.mesh.size)))
+    return Ready(program if plan.mesh.axes else _on_one_rank(source, program), pipeline.graphs)
+
+
+def _current(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
+    """The model's parameters and buffers as they are now. Raises PlanError where one is gone or has another shape."""
+    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    tensors = dict(program.tensors)
+    for entry in program.signature.inputs:
+        if entry.kind not in ("parameter", "buffer"):
+            continue
+        shape = program.layouts[entry.node].shape
+        now = held.get(entry.target)
+        if now is None or tuple(now.shape) != shape:
+            found = "is gone" if now is None else f"is {tuple(now.shape)} now"
+            raise PlanError(f"{entry.kind} {entry.target} was {shape} when the model was planned and {found}: plan again")
+        tensors[entry.target] = now
+    return tensors
+
+
+def parallelize(
+    model: nn.Module,
+    world: World | int | Any | None = None,
+    inputs: Inputs | None = None,
+    layout: str = "auto",
+    backend: Backend = None,
+) -> nn.Module:
+    """Plan and apply in one: the model on the running ranks. Collective.
+
+    `world` None: what is running. `inputs` None: those of the first call. Rank 0 searches, the others receive its plan; if a rank
+    fails, all raise. See `plan` and `apply` for the rest.
+
+    Example, under torchrun: par = autopar.parallelize(model, inputs=(tokens, targets)); par(tokens, targets).backward()
+    """
+    if inputs is None:
+        return Deferred(lambda given: parallelize(model, world, given, layout, backend))
+    found = ranks.together("reading the world", lambda: World.of(world))
+    return apply(model, _shared_plan(model, found, inputs, layout), backend=backend)
+
+
+def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: str) -> Plan:
+    """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together, never one inside another."""
+    pipeline = _Pipeline()
+    source = ranks.together("tracing", lambda: _traced(model, inputs))
+    ranks.agree("model", fingerprint(source))
+    program = ranks.together("annotating", lambda: _analysed(pipeline, source))
+    chosen: Program | None = None
+
+    def search() -> None:
+        nonlocal chosen
+        if ranks.rank() == 0:
+            chosen = pipeline.run("choose", program, lambda p: choose.choose(p, world, layout), choose.check)
+
+    ranks.together("searching", search)
+    data = ranks.from_rank_0(chosen.plan.to_json() if chosen is not None and chosen.plan is not None else None)
+    program = dataclasses.replace(program, plan=Plan.from_json(data))
+    pipeline.graphs["trace"] = source.module
+    return ranks.together(
+        "rewriting", lambda: _finished(pipeline, source, _rewritten(pipeline, program, world), world)
+    )
+
+
+class Deferred(nn.Module):
+    """A model that is planned at its first call, with that call's inputs."""
+
+    def __init__(self, make: Callable[[Inputs], nn.Module]) -> None:
+        super().__init__()
+        self._make = make
+        self.made: nn.Module | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.made is None:
+            if args and kwargs:
+                raise InputError("the first call takes all inputs by position or all by name; or give `inputs` to parallelize")
+            self.made = self._make(kwargs or args)
+        return self.made(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        if self.made is None:
+            raise InputError("the parameters are known after the first call; or give `inputs` to parallelize")
+        return self.made.parameters(recurse)
 
 
 def fingerprint(program: Program) -> str:
@@ -106,12 +255,12 @@ def verify(
     """Prove a layout on this model: every rank in lockstep in one process, in float64, against the original on one device.
 
     Compares every node, the loss, every gradient, and the parameters after three AdamW steps. Raises VerificationError past `tolerance`.
+
+    Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
     """
     found = World.of(world)
     pipeline = _Pipeline()
-    source = widened(_traced(model, inputs))
-    program = _analysed(pipeline, source)
+    program = _analysed(pipeline, widened(_traced(model, inputs)))
     several = _planned(pipeline, program, found, layout)
     one = _rewritten(pipeline, choose.choose(program, World.of(1), "auto"), found)
-    leaves = pytree.tree_leaves(_arguments(inputs))
-    return compare(several, one, leaves, tolerance)
+    return compare(several, one, pytree.tree_leaves(_arguments(inputs)), tolerance)

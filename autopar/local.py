@@ -147,6 +147,19 @@ def _slice(call: Call) -> fx.Node:
     return call.again(values)
 
 
+@_for(
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+    aten.conv3d.padding,
+)
+def _convolution(call: Call) -> fx.Node:
+    values = call.values()
+    source, weight = call.operand_layouts[:2]
+    assert source is not None and weight is not None
+    channels = source.local_shape[-len(weight.shape) + 1]
+    values["groups"] = channels // weight.local_shape[1]
+    return call.again(values)
+
+
 # -- sums ----------------------------------------------------------------------------------------------------------------------
 @_for(aten.mean.dim, aten.mean.default)
 def _mean(call: Call) -> fx.Node:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +29,9 @@ aten = torch.ops.aten
 rule(aten.linear.default, "... k, n k, n -> ... n", sum="k", added="2", linear=("0 2", "1 2"), product="... | n | k")
 rule(aten.mm.default, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m | n | k")
 rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear=("0", "1"), product="b m | n | k")
-rule(aten.addmm.default, "n, m k, k n -> m n", sum="k", added="0", linear=("0 1", "0 2"), product="m | n | k")
-rule(
-    aten.conv2d.default, "b c h w, o c i j, o -> b o y z",
-    sum="c", whole="h w i j y z", added="2", linear=("0 2", "1 2"), product="b | o | c",
-)
 
-# -- norms, embeddings ---------------------------------------------------------------------------------------------------
+# -- embeddings ----------------------------------------------------------------------------------------------------------
 rule(aten.embedding.default, "v d, ... -> ... d", sum="v", index="1", linear=("0",))
-rule(aten.layer_norm.default, "... d, d, d -> ... d", shared="d")
-rule(aten.rms_norm.default, "... d, d -> ... d", shared="d")
 
 
 def spec(target: Any) -> Callable[[Callable[[fx.Node], Spec]], Callable[[fx.Node], Spec]]:
@@ -54,11 +47,16 @@ def spec(target: Any) -> Callable[[Callable[[fx.Node], Spec]], Callable[[fx.Node
 
 def spec_of(node: fx.Node) -> Spec | None:
     """The rule of a node, or None: no line of the table and no tag says how its op may be split."""
-    if build := TABLE.get(node.target):
-        return build(node)
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
-        return pointwise(node)
-    return None
+    build = TABLE.get(node.target)
+    if build is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        build = pointwise
+    return None if build is None else _only_floats_partial(node, build(node))
+
+
+def _only_floats_partial(node: fx.Node, made: Spec) -> Spec:
+    """Integers and flags cannot be parts of a sum: dividing or reducing them gives another type."""
+    fixed = {i for i, n in enumerate(operands_of(node)) if n is not None and not _floating(value_of(n))}
+    return dataclasses.replace(made, linear=tuple(group for group in made.linear if not group & fixed))
 
 
 def unsplit(node: fx.Node, found: str = "none") -> Spec:
@@ -130,7 +128,7 @@ def pointwise(node: fx.Node) -> Spec:
         own = _shape(operand)
         aligned = result[len(result) - len(own) :]
         operands.append(tuple(() if s == 1 else dim for s, dim in zip(own, aligned, strict=True)))
-    return Spec(tuple(operands), (result,), sizes, linear=_linear_groups(node))
+    return Spec(tuple(operands), (result,) * len(results_of(node)), sizes, linear=_linear_groups(node))
 
 
 def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
@@ -376,6 +374,22 @@ def _reduction(node: fx.Node, summed: bool) -> Spec:
     )
 
 
+@spec((aten.layer_norm.default, aten.rms_norm.default))
+def norm(node: fx.Node) -> Spec:
+    """"... d, d, d -> ... d": one normalised dim may be split (its statistics are reduced over the axes), several may not."""
+    source, *affine = operands_of(node)
+    assert source is not None
+    sizes: dict[str, int] = {}
+    dims = _named(_shape(source), sizes)
+    own = tuple(dims[len(dims) - len(bound(node)["normalized_shape"]) :])
+    factors = frozenset(name for (name,) in own)
+    alone, none = len(own) == 1, frozenset[str]()
+    return Spec(
+        (tuple(dims), *(None if n is None else own for n in affine)), (tuple(dims),), sizes,
+        shared=factors if alone else none, whole=none if alone else factors,
+    )
+
+
 @spec((
     aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
 ))
@@ -385,12 +399,18 @@ def softmax(node: fx.Node) -> Spec:
     return Spec(made.operands, made.results, made.sizes, shared=frozenset({f"d{dim}"}))
 
 
-@spec((aten.cumsum.default, aten.flip.default, aten.diff.default, aten.sort.default, aten.topk.default))
+@spec((aten.cumsum.default, aten.diff.default, aten.sort.default, aten.topk.default))
 def along(node: fx.Node) -> Spec:
-    values = bound(node)
-    if node.target is aten.flip.default or values.get("prepend") is not None:
+    if len([n for n in operands_of(node) if n is not None]) > 1:  # diff with something before or after
         return unsplit(node)
-    return _whole_dim(node, values["dim"], linear=node.target is aten.cumsum.default)
+    return _whole_dim(node, bound(node)["dim"], linear=node.target in (aten.cumsum.default, aten.diff.default))
+
+
+@spec(aten.flip.default)
+def flip(node: fx.Node) -> Spec:
+    made = expand_like_identity(node)
+    dims = len(made.results[0])
+    return dataclasses.replace(made, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))
 
 
 # -- products with more than one shape -----------------------------------------------------------------------------------------
@@ -404,8 +424,7 @@ def matmul(node: fx.Node) -> Spec:
     for i, size in enumerate(batch):
         sizes[f"b{i}"] = size
         result.append((f"b{i}",))
-    left_dims = [() if s == 1 else d for s, d in _aligned(a[:-2], result)]
-    right_dims = [() if s == 1 else d for s, d in _aligned(b[:-2], result)]
+    left_dims, right_dims = _broadcast(a[:-2], result), _broadcast(b[:-2], result)
     rows: list[tuple[str, ...]] = []
     columns: list[tuple[str, ...]] = []
     if len(a) > 1:
@@ -422,8 +441,51 @@ def matmul(node: fx.Node) -> Spec:
     )
 
 
-def _aligned(shape: tuple[int, ...], result: list[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
+def _aligned(shape: tuple[int, ...], result: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
     return list(zip(shape, result[len(result) - len(shape) :], strict=True))
+
+
+def _broadcast(shape: tuple[int, ...], result: Sequence[tuple[str, ...]]) -> Dims:
+    """The dims of an operand that is broadcast to dims with these factors, aligned on the right."""
+    return tuple(() if size == 1 else dim for size, dim in _aligned(shape, result))
+
+
+@spec(aten.addmm.default)
+def addmm(node: fx.Node) -> Spec:
+    """n, m k, k n -> m n: what is added may also be (m, n), or have dims of 1."""
+    added, left, right = (n for n in operands_of(node) if n is not None)
+    (m, k), n = _shape(left), _shape(right)[1]
+    result = (("m",), ("n",))
+    return Spec(
+        (_broadcast(_shape(added), result), (("m",), ("k",)), (("k",), ("n",))), (result,), {"m": m, "n": n, "k": k},
+        sum=frozenset({"k"}), added=frozenset({0}), linear=(frozenset({0, 1}), frozenset({0, 2})),
+        flops=2.0 * m * n * k, product=(frozenset({"m"}), frozenset({"n"}), frozenset({"k"})),
+    )
+
+
+@spec((
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+    aten.conv3d.padding,
+))
+def convolution(node: fx.Node) -> Spec:
+    """b (g c) h w, (g o) c i j, (g o) -> b (g o) y z: pixels stay whole, groups may be split like samples."""
+    source, weight, _ = operands_of(node)
+    assert source is not None and weight is not None
+    outputs, channels, *kernel = _shape(weight)
+    groups = bound(node)["groups"]
+    shape, pixels = _shape(source), shape_of(value_of(node))[-len(kernel) :]
+    sizes = {"g": groups, "c": channels, "o": outputs // groups}
+    batch = _named(shape[: -len(kernel) - 1], sizes, "b")
+    flops = 2.0 * math.prod((*shape[: -len(kernel) - 1], outputs, channels, *kernel, *pixels))
+    before = _named(shape[-len(kernel) :], sizes, "h")
+    window, after = _named(tuple(kernel), sizes, "i"), _named(pixels, sizes, "y")
+    whole = frozenset(name for (name,) in (*before, *window, *after))
+    return Spec(
+        ((*batch, ("g", "c"), *before), (("g", "o"), ("c",), *window), (("g", "o"),)),
+        ((*batch, ("g", "o"), *after),), sizes, sum=frozenset({"c"}), whole=whole, added=frozenset({2}),
+        linear=(frozenset({0, 2}), frozenset({1, 2})), flops=flops,
+        product=(frozenset({"g", *(name for (name,) in batch)}), frozenset({"o"}), frozenset({"c"})),
+    )
 
 
 @spec(aten.scaled_dot_product_attention.default)
@@ -431,26 +493,24 @@ def attention(node: fx.Node) -> Spec:
     """b (g r) q e, b g k e, b g k v -> b (g r) q v: the keys stay whole; the queries may be split where no offset is needed."""
     query, key, value, mask = operands_of(node)
     assert query is not None and key is not None and value is not None
-    q, k, v = _shape(query), _shape(key), _shape(value)
+    q, k, v, out = _shape(query), _shape(key), _shape(value), shape_of(value_of(node))
+    if q[-3:-2] != out[-3:-2] or k[-3:-2] != v[-3:-2]:
+        return unsplit(node)  # heads that are broadcast, other than those of keys and values together
     sizes: dict[str, int] = {"q": q[-2], "e": q[-1], "k": k[-2], "v": v[-1]}
-    leading = _named(q[:-3], sizes, "b")
+    leading = _named(out[:-3], sizes, "b")
     heads: list[tuple[str, ...]] = []
     key_heads: list[tuple[str, ...]] = []
     if len(q) > 2:
         sizes["g"], sizes["r"] = k[-3], q[-3] // k[-3]
         heads, key_heads = [("g", "r")], [("g",)]
-    out = (*leading, *heads, ("q",), ("v",))
-    mask_dims: Dims | None = None
-    if mask is not None:
-        scores = [*leading, *heads, ("q",), ("k",)]
-        mask_dims = tuple(() if s == 1 else d for s, d in _aligned(_shape(mask), scores))
+    mask_dims = None if mask is None else _broadcast(_shape(mask), [*leading, *heads, ("q",), ("k",)])
     causal = bool(bound(node)["is_causal"])
     whole = {"e", "k", "v"} | ({"q"} if causal else set())
-    pairs = math.prod(q[:-1]) * k[-2]
+    pairs = math.prod(out[:-1]) * k[-2]
     return Spec(
-        ((*leading, *heads, ("q",), ("e",)), (*leading, *key_heads, ("k",), ("e",)),
-         (*leading, *key_heads, ("k",), ("v",)), mask_dims),
-        (out,), sizes, whole=frozenset(whole), linear=(frozenset({2}),),
+        ((*_broadcast(q[:-3], leading), *heads, ("q",), ("e",)), (*_broadcast(k[:-3], leading), *key_heads, ("k",), ("e",)),
+         (*_broadcast(v[:-3], leading), *key_heads, ("k",), ("v",)), mask_dims),
+        ((*leading, *heads, ("q",), ("v",)),), sizes, whole=frozenset(whole), linear=(frozenset({2}),),
         product=(frozenset(sizes) - {"e", "k", "v"}, frozenset(), frozenset()),
         flops=2.0 * pairs * (q[-1] + v[-1]) / (2 if causal else 1),
     )
@@ -477,10 +537,6 @@ def cross_entropy(node: fx.Node) -> Spec:
 
 
 # -- tensors made from nothing -------------------------------------------------------------------------------------------------
-GENERATORS = (
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
-    aten.ones.default, aten.empty.memory_format, aten.scalar_tensor.default, aten.eye.default,
-)
 FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
 NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 
@@ -497,8 +553,3 @@ def new_fill(node: fx.Node) -> Spec:
     sizes = dict(made.sizes)
     result = tuple(_named(shape_of(value_of(node)), sizes))
     return Spec(made.operands, (result,), sizes, whole=made.whole)
-
-
-@spec(operator.getitem)
-def item(node: fx.Node) -> Spec:
-    return expand_like_identity(node)

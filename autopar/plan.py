@@ -71,6 +71,8 @@ class Plan:
     fingerprint: str = ""
     world: str = ""
     inputs: dict[str, Layout] = field(default_factory=dict)  # of the user's tensors, known after the rewrite
+    seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # that planning took
+    ready: Any = field(default=None, compare=False, repr=False)  # what `apply` needs; only in the process that planned
 
     def table(self) -> Table:
         """The plan for people: one line a subgraph. Print it with rich."""

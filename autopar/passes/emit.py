@@ -1,3 +1,51 @@
-"""emit: from the rewritten program to a module that trains."""
+"""emit: the last touches that make a rewritten graph run where the ranks are."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..program import Program
+
+
+def emit(program: Program) -> Program:
+    """The program with what nothing uses removed, and tensors made in the graph put on each rank's own device.
+
+    Export writes the traced device with its number into the graph; on several ranks that number would be the same on all.
+    """
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(program.module.graph, copied)
+    assert output is not None
+    graph.output(output)
+    for node in graph.nodes:
+        node.args, node.kwargs = _anywhere(node.args), _anywhere(node.kwargs)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+    module = fx.GraphModule(program.module, graph, class_name="Parallel")
+    return dataclasses.replace(program, module=module)
+
+
+def check(program: Program) -> None:
+    """The contract: placeholders are what the signature says, every call is used, and no tensor is made on a numbered device."""
+    program.module.graph.lint()
+    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
+    assert names == [entry.node for entry in program.signature.inputs], "placeholders and signature differ"
+    for node in program.module.graph.nodes:
+        assert node.op != "call_function" or node.users, f"nothing uses {node.name}"
+        device = node.kwargs.get("device")
+        assert device is None or device.index is None, f"{node.name} is made on {device}"
+
+
+def _anywhere(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device(value.type)
+    if isinstance(value, tuple | list):
+        return type(value)(_anywhere(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _anywhere(item) for key, item in value.items()}
+    return value

@@ -242,3 +242,15 @@ def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:
             if any(isinstance(size, SYMBOLS) for size in sizes):
                 reason = f"{node.target} gives a shape or a number that depends on the data"
                 raise refusal(model, reason, place(node), DATA_ADVICE)
+
+
+def check(program: Program) -> None:
+    """The contract: the graph's placeholders and outputs are those of the signature, and every node has a value."""
+    program.module.graph.lint()
+    nodes = list(program.module.graph.nodes)
+    names = [node.name for node in nodes if node.op == "placeholder"]
+    assert names == [entry.node for entry in program.signature.inputs], "placeholders and signature differ"
+    returned = [node.name for node in nodes[-1].args[0]]
+    assert returned == [o.node for o in program.signature.outputs if o.node is not None], "outputs and signature differ"
+    for node in nodes:
+        assert node.op in ("placeholder", "output") or "val" in node.meta, f"{node.name} has no value"
