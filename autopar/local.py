@@ -124,26 +124,31 @@ def _fill(call: Call) -> fx.Node:
 @_for(aten.split.Tensor)
 def _split(call: Call) -> fx.Node:
     values = call.values()
-    values["split_size"] = call.results[0].local_shape[values["dim"]]
+    values["split_size"] = _scaled(call, values["dim"], values["split_size"])
     return call.again(values)
 
 
 @_for(aten.split_with_sizes.default)
 def _split_with_sizes(call: Call) -> fx.Node:
     values = call.values()
-    values["split_sizes"] = [layout.local_shape[values["dim"]] for layout in call.results]
+    values["split_sizes"] = [_scaled(call, values["dim"], size) for size in values["split_sizes"]]
     return call.again(values)
+
+
+def _scaled(call: Call, dim: int, length: int) -> int:
+    """What a rank has of a stretch of the first operand's dim."""
+    layout = call.operand_layouts[0]
+    assert layout is not None
+    return length * layout.local_shape[dim] // layout.shape[dim]
 
 
 @_for(aten.slice.Tensor)
 def _slice(call: Call) -> fx.Node:
     values = call.values()
-    layout = call.operand_layouts[0]
-    assert layout is not None
-    size, local = layout.shape[values["dim"]], layout.local_shape[values["dim"]]
-    if size != local:
+    if values["step"] == 1:  # else the dim is whole
         start, length = slice_extent(call.node)
-        values["start"], values["end"] = start * local // size, (start + length) * local // size
+        values["start"] = _scaled(call, values["dim"], start)
+        values["end"] = _scaled(call, values["dim"], start + length)
     return call.again(values)
 
 

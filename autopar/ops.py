@@ -538,6 +538,10 @@ def cross_entropy(node: fx.Node) -> Spec:
 
 # -- tensors made from nothing -------------------------------------------------------------------------------------------------
 FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
+MADE = (
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default, aten.eye.default,
+    aten.empty.memory_format,
+)
 NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 
 
@@ -545,6 +549,12 @@ NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.defaul
 def fill(node: fx.Node) -> Spec:
     sizes: dict[str, int] = {}
     return Spec((), (tuple(_named(shape_of(value_of(node)), sizes)),), sizes)
+
+
+@spec(MADE)
+def made_whole(node: fx.Node) -> Spec:
+    """Small tensors that come from nothing: made whole, then sliced."""
+    return unsplit(node, found="rule")
 
 
 @spec(NEW_FILLS)

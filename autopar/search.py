@@ -20,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from .cost.comm import path_seconds
+from .cost.comm import inside_costs, path_seconds
 from .cost.compute import node_seconds, optimizer_seconds
+from .cost.inside import HAVE_INSIDE, inside
 from .elimination import Memo, Table, minimise
 from .graphs import producer
 from .layout import I, Layout, R, steps
@@ -190,9 +191,16 @@ class _Search:
                 spec, factors, self.mesh, operand_shapes, result_shapes, gradient, self.redundant
             )
             found = self.constraint.choices(spec, factors, found, self.mesh)
-            return found, [node_seconds(spec, s, size, gradient, self.world) for s in found]
+            return found, [self._node_seconds(node, spec, s, size, gradient) for s in found]
 
-        return self._options((_look(spec, factors), operand_shapes, result_shapes, size, gradient, allowed), make)
+        target = node.target if node.target in HAVE_INSIDE else None
+        return self._options((target, _look(spec, factors), operand_shapes, result_shapes, size, gradient, allowed), make)
+
+    def _node_seconds(self, node: fx.Node, spec: Spec, strategy: Strategy, size: int, gradient: bool) -> float:
+        found = [x for x in inside(node.target, strategy.operands) if gradient or not x.backward]
+        return node_seconds(spec, strategy, size, gradient, self.world) + sum(
+            cost.seconds for cost in inside_costs(found, self.mesh, size, self.world)
+        )
 
     # -- regions ---------------------------------------------------------------------------------------------------------
     def _place(self, node: fx.Node) -> None:

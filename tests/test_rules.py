@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from autopar import ops, sharded
+from autopar import lockstep, ops, sharded
+from autopar.layout import Layout, R, S
 from autopar.mesh import Mesh
-from autopar.rules import TABLE
-from rule_cases import SEED, Case, call, check, flags, on_one_device, real, sample, text, trace, whole_numbers
+from autopar.pushback import pushed_back
+from autopar.rules import TABLE, operands_of, results_of, shape_of
+from autopar.strategies import Strategy
+from rule_cases import (
+    SEED,
+    Case,
+    Traced,
+    as_list,
+    call,
+    check,
+    compare,
+    emitted,
+    flags,
+    on_one_device,
+    random_layout,
+    real,
+    sample,
+    text,
+    trace,
+    whole_numbers,
+)
+from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -19,11 +41,11 @@ def same(*targets: Any, args: tuple[Any, ...] = (), **kwargs: Any) -> list[Case]
     return [call(target, real(6, 1, 12), *args, **kwargs) for target in targets]
 
 
-def dropped(x: torch.Tensor) -> torch.Tensor:
+def dropped(x: Tensor) -> Tensor:
     return sharded.dropout(x, 0.4, torch.tensor(SEED), [], [()] * x.dim(), list(x.shape))
 
 
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     shape = [*q.shape[:-1], k.shape[-2]]
     return sharded.attention(q, k, v, None, 0.4, True, None, torch.tensor(SEED), [], [()] * 4, shape)
 
@@ -60,6 +82,8 @@ PRODUCTS = [
     call(aten.conv2d.default, real(4, 6, 5, 5), real(12, 2, 3, 3), real(12), [1, 1], [1, 1], [1, 1], 3, note="groups"),
     call(aten.conv2d.default, real(6, 5, 5), real(6, 6, 3, 3), note="no batch"),
     call(aten.conv2d.padding, real(4, 6, 5, 5), real(6, 6, 3, 3), real(6), [1, 1], "same"),
+    call(aten.conv1d.padding, real(4, 6, 5), real(6, 6, 3), None, [1], "same"),
+    call(aten.conv3d.padding, real(2, 6, 3, 3, 3), real(6, 6, 2, 2, 2), None, [1, 1, 1], "valid"),
     call(aten.conv3d.default, real(2, 6, 3, 3, 3), real(6, 6, 2, 2, 2), real(6)),
 ]
 NORMS = [
@@ -122,7 +146,7 @@ POINTWISE = [
     call(aten.where.ScalarOther, flags(6, 12), real(6, 12), 0.0),
     call(aten.where.ScalarSelf, flags(6, 12), 1.0, real(6, 12)),
     call(aten.where.Scalar, flags(6, 12), 1.0, 0.0),
-    call(aten.copy.default, real(6, 12), real(12)),
+    call(aten.copy.default, real(6, 12).detach(), real(12).detach()),
 ]
 VIEWS = [
     *(call(f, real(8, 4, 5), [2, 16, 5]) for f in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)),
@@ -234,3 +258,85 @@ def test_shards_compute_what_one_device_computes(case: Case) -> None:
             except Exception as error:
                 error.add_note(f"{case.name} on {mesh}: {strategy.choices} {[str(r) for r in strategy.results]}")
                 raise
+
+
+# -- three axes on one dim -------------------------------------------------------------------------
+DIGITS = [
+    call(aten.embedding.default, real(12, 2), whole_numbers(12, 5)),
+    cross_entropy((4, 12), real(12, low=0.1).detach(), 1, -100, 0.1, note="weighted mean"),
+    cross_entropy((12, 4), note="tokens"),
+    call(aten.layer_norm.default, real(4, 12), [12], real(12), real(12)),
+    call(aten.log_softmax.int, real(4, 12), 1),
+    call(aten.linear.default, real(4, 12), real(6, 12), real(6)),
+    call(aten.dropout.default, real(12, 6), 0.4, True, reference=dropped),
+    call(aten.view.default, real(24, 5), [2, 12, 5]),
+]
+
+
+@pytest.mark.parametrize("case", DIGITS, ids=lambda case: case.name)
+def test_three_axes_on_one_dim_in_any_order(case: Case) -> None:
+    """Offsets taken in mesh order instead of stride order show on three axes, and on fewer of these digits not at all."""
+    traced, whole, mesh = trace(case), on_one_device(trace(case)), Mesh.parse("x2.y3.z2")
+    together = [
+        s for s in traced.strategies(str(mesh), cut=True)
+        if any(o is not None and any(len(o.digits(d)) == 3 for d in range(len(o.shape))) for o in s.operands)
+    ]
+    assert len(together) >= 6
+    for strategy in sample(together, 6, case.name):
+        check(traced, whole, strategy, mesh)
+
+
+# -- wishes pushed back ----------------------------------------------------------------------------
+GENERATED = [
+    *(call(f, [6, 12], dtype=torch.int64) for f in (aten.zeros.default, aten.ones.default)),
+    call(aten.full.default, [6, 12], -1e4, dtype=torch.float64),
+    *(call(f, real(3), [6, 12], dtype=torch.bool) for f in (aten.new_zeros.default, aten.new_ones.default)),
+    call(aten.new_full.default, real(3), [6, 12], 7.0),
+    call(aten.arange.default, 12),
+    call(aten.arange.start_step, 3, 27, 2),
+    call(aten.eye.default, 6),
+    call(aten.tril.default, flags(6, 12)),
+]
+
+
+def without_gradients(case: Case) -> Case:
+    take = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
+    listed = [[take(y) for y in x] if isinstance(x, list) else take(x) for x in case.args]
+    return Case(case.target, tuple(listed), case.kwargs, case.note, case.reference)
+
+
+def made_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layout, list[Tensor]]:
+    """As the rewrite makes values that hang on no parameter: the layout that was reached, and the result of every rank."""
+    mesh, shapes = wanted.mesh, [None if n is None else shape_of(n.meta["val"]) for n in operands_of(traced.node)]
+    reached, operands = pushed_back(traced.spec, wanted, result, tuple(shapes))
+    results = [Layout(mesh, shape_of(v), (R,) * len(mesh.axes)) for v in results_of(traced.node)]
+    results[result] = reached
+    module = emitted(traced, Strategy((), operands, tuple(results), 1), mesh)
+    pairs = [(o, n.meta["val"]) for o, n in zip(operands, operands_of(traced.node), strict=True) if o and n]
+
+    def rank_fn(rank: int) -> Tensor:
+        own = [layout.cut(value, mesh.coordinate(rank)) for layout, value in pairs]
+        places = [torch.tensor([c]) for c in mesh.coordinate(rank).values()]
+        return as_list(module(*own, *places, torch.tensor(SEED)))[result]
+
+    return reached, lockstep.run(mesh, rank_fn)
+
+
+@pytest.mark.parametrize("case", [*CASES, *GENERATED], ids=lambda case: case.name)
+def test_a_wish_is_pushed_back_to_the_operands(case: Case) -> None:
+    traced, draw = trace(without_gradients(case)), random.Random(case.name)
+    results = on_one_device(traced).results
+    for mesh in ("x2", "x2.y3"):
+        index = draw.randrange(len(results))
+        wanted = random_layout(Mesh.parse(mesh), shape_of(results[index]), "RSSS", draw)
+        if traced.spec.sum and case.target is not aten.linear.default:
+            continue
+        reached, parts = made_where_wanted(traced, wanted, index)
+        assert all(have in (R, want) for have, want in zip(reached.states, wanted.states, strict=True))
+        compare(f"{wanted} reached as", reached, parts, results[index], 1e-4)
+
+
+@pytest.mark.parametrize("case", GENERATED[:6], ids=lambda case: case.name)
+def test_constants_are_made_in_slices(case: Case) -> None:
+    wanted = Layout(Mesh.parse("x2.y3"), (6, 12), (S(0, 3), S(1, 4)))
+    assert made_where_wanted(trace(case), wanted, 0)[0] == wanted

@@ -6,11 +6,14 @@ reduce-scatter, twice that in an all-reduce, (p-1)/p²·B in an all-to-all (Thak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..layout import Step, Traffic
+from ..mesh import Mesh
 from ..world import World
+from .inside import Inside
 
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
@@ -41,6 +44,13 @@ def costs(path: Iterable[Step], grad: bool, element_bytes: int, world: World) ->
             if traffic is not None:
                 sent, seconds = collective_cost(traffic, step.group_size, element_bytes, world)
                 yield Cost(traffic.collective, step.axes, bool(backward), sent, seconds)
+
+
+def inside_costs(found: Iterable[Inside], mesh: Mesh, element_bytes: int, world: World) -> Iterator[Cost]:
+    """Every collective inside a sharded implementation."""
+    for traffic, axes, backward in found:
+        sent, seconds = collective_cost(traffic, math.prod(mesh.sizes[a] for a in axes), element_bytes, world)
+        yield Cost(traffic.collective, axes, backward, sent, seconds)
 
 
 def path_seconds(path: Iterable[Step], grad: bool, element_bytes: int, world: World) -> float:

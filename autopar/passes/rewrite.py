@@ -16,6 +16,7 @@ from torch import fx
 
 from .. import collectives
 from ..cost.comm import path_seconds
+from ..cost.inside import inside
 from ..graphs import chain_name, producer
 from ..layout import Layout, R, State, Step, steps
 from ..local import Call, emit_local
@@ -168,6 +169,8 @@ class _Rewriter:
         while made.op != "root":
             self._describe(made, node, results[0])
             made = made.next
+        gradient = any(producer(n) in self.notes.gradient for n in node.all_input_nodes)
+        new.meta["inside"] = [x for x in inside(node.target, layouts) if gradient or not x.backward]
         return new
 
     def _describe(self, new: fx.Node, node: fx.Node, layout: Layout) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
-import torch
+from torch import fx
 
-from ..cost.comm import costs
+from ..cost.comm import Cost, costs, inside_costs
 from ..cost.compute import node_seconds
 from ..cost.memory import activation_bytes, stored_bytes
 from ..plan import Collective, Plan, Row
 from ..program import Program
-from ..rules import results_of
 from ..strategies import Strategy
 from ..world import World
 
@@ -36,21 +36,24 @@ def collectives(program: Program, world: World) -> tuple[Collective, ...]:
     """Every collective of a training step, in the order of the forward graph."""
     made = []
     for node in program.module.graph.nodes:
-        step = node.meta.get("step")
-        if step is not None:
-            for cost in costs([step], node.meta["gradient"], node.meta["element_bytes"], world):
-                made.append(
-                    Collective(node.meta["chain"], cost.kind, cost.axes, cost.backward, cost.bytes, cost.seconds)
-                )
+        for cost in _node_costs(node, program, world):
+            made.append(Collective(node.meta["chain"], cost.kind, cost.axes, cost.backward, cost.bytes, cost.seconds))
     return tuple(made)
+
+
+def _node_costs(node: fx.Node, program: Program, world: World) -> Iterator[Cost]:
+    """What a node communicates: as a change of state, or inside a sharded implementation."""
+    assert program.plan is not None
+    if "step" in node.meta:
+        yield from costs([node.meta["step"]], node.meta["gradient"], node.meta["element_bytes"], world)
+    elif node.meta.get("inside"):
+        yield from inside_costs(node.meta["inside"], program.plan.mesh, 4, world)
 
 
 def _unknown(program: Program) -> list[str]:
     notes = program.annotations
     assert notes is not None
-    names = {n.name: str(n.target) for n in program.module.graph.nodes}
-    times = Counter(str(names.get(name, "")) for name in notes.specs)
-    return [f"{op} has no rule and could not be probed: it runs whole on every rank ({times[op]} times)" for op in notes.unknown]
+    return [f"{op} has no rule and could not be probed: it runs whole on every rank" for op in notes.unknown]
 
 
 def _rows(program: Program, found: tuple[Collective, ...], world: World) -> tuple[Row, ...]:
@@ -146,6 +149,3 @@ def _peak(program: Program) -> float:
         for index, layout in enumerate(choice.results) if (name, index) in notes.gradient
     ]
     return stored + activation_bytes(kept)
-
-
-__all__ = ["collectives", "results_of", "summarised", "torch"]
