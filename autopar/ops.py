@@ -114,6 +114,7 @@ _LINEAR_FIRST = {
     aten.softplus.default, aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default, aten.clamp.default,
     aten.add.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.sub.Scalar, aten.copy.default, aten.selu.default,
     aten.mish.default, aten.log_sigmoid.default, aten.relu6.default, aten.hardswish.default,
+    aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.bitwise_not.default,
 ))
 def pointwise(node: fx.Node) -> Spec:
     """Right-aligned broadcast: a dim of the result is a factor of every operand that has it at full size."""

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from .errors import PlanError
@@ -77,16 +78,16 @@ class Plan:
     def table(self) -> Table:
         """The plan for people: one line a subgraph. Print it with rich."""
         title = f"mesh {self.mesh or 'of one rank'}, {self.seconds * 1e3:.1f} ms a step modelled"
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", caption_justify="left")
         for name in ("subgraph", "layout", "collectives"):
-            table.add_column(name)
-        table.add_column("bytes/rank/step", justify="right")
-        table.add_column("modelled ms", justify="right")
+            table.add_column(name, overflow="fold")
+        table.add_column("MB/rank/step", justify="right")
+        table.add_column("ms", justify="right")
         for row in self.rows:
-            table.add_row(row.subgraph, row.layout, row.collectives, f"{row.bytes:,.0f}", f"{row.seconds * 1e3:.2f}")
-        if self.unsplit:
-            table.caption = "not split: " + "; ".join(self.unsplit)
-            table.caption_justify = "left"
+            megabytes, milliseconds = f"{row.bytes / 1e6:,.2f}", f"{row.seconds * 1e3:.2f}"
+            table.add_row(row.subgraph, row.layout, row.collectives, megabytes, milliseconds)
+        legend = "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all"
+        table.caption = "\n".join([legend, *(f"not split: {escape(reason)}" for reason in self.unsplit)])
         return table
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,309 +1,340 @@
-"""One call or more of every op in the rule table, and how to run one on the shards of a mesh."""
+"""One call or more of every op in the rule table."""
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from autopar import lockstep
-from autopar._compat import pytree
-from autopar.errors import LayoutError
-from autopar.layout import I, Layout, P, R, S, State
-from autopar.local import Call, emit_local
-from autopar.mesh import Mesh
-from autopar.passes.annotate import annotate
-from autopar.program import Atom, Input, Program, Signature
-from autopar.rules import Spec, operands_of, results_of, shape_of
-from autopar.strategies import Strategy, strategies
-from torch import Tensor, fx
+from torch import Tensor
 
-SEED = 20_011
-_GRADIENT = {"I": I, "R": P, "P": R}  # the state of the gradient of a value in this state
+from autopar import sharded
+from shards import SEED, Case, call, flags, real, whole_numbers
+
+aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call of an op. `reference` computes what is expected from the tensors, where the op itself is random."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    note: str = ""
-    reference: Callable[..., Any] | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.target}{'/' + self.note if self.note else ''}"
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [x for x in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+def same(*targets: Any, args: tuple[Any, ...] = (), **kwargs: Any) -> list[Case]:
+    """Each of these ops on one tensor."""
+    return [call(target, real(6, 1, 12), *args, **kwargs) for target in targets]
 
 
-def call(target: Any, *args: Any, note: str = "", reference: Callable[..., Any] | None = None, **kwargs: Any) -> Case:
-    return Case(target, args, kwargs, note, reference)
+def dropped(x: Tensor) -> Tensor:
+    return sharded.dropout(x, 0.4, torch.tensor(SEED), [], [()] * x.dim(), list(x.shape))
 
 
-def real(*shape: int, low: float = 0.0) -> Tensor:
-    """Distinct float64 numbers, above `low` where it is not 0, with a gradient."""
-    generator = torch.Generator().manual_seed(math.prod(shape) + len(shape))
-    numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return (numbers.abs() + low if low else numbers).requires_grad_()
-
-
-def whole_numbers(limit: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(math.prod(shape) + limit)
-    return torch.randint(0, limit, shape, generator=generator)
-
-
-def flags(*shape: int) -> Tensor:
-    return whole_numbers(2, *shape).bool()
-
-
-# -- a graph of one node ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A case as the search sees it: its node, its rule, the atoms of its factors."""
-
-    case: Case
-    node: fx.Node
-    spec: Spec
-    factors: dict[str, tuple[Atom, ...]]
-    gradient: bool
-
-    def strategies(self, mesh: str, cut: bool = False) -> list[Strategy]:
-        """All of them on a mesh. `cut`: as if other ops had cut every factor into two atoms, so that inner digits are tried."""
-        factors = {n: _halved(a) for n, a in self.factors.items()} if cut else self.factors
-        operand_shapes = tuple(None if n is None else shape_of(n.meta["val"]) for n in operands_of(self.node))
-        result_shapes = tuple(shape_of(v) for v in results_of(self.node))
-        return strategies(
-            self.spec, factors, Mesh.parse(mesh), operand_shapes, result_shapes, self.gradient, True
-        )
-
-
-def _halved(atoms: tuple[Atom, ...]) -> tuple[Atom, ...]:
-    found: list[Atom] = []
-    for atom in atoms:
-        outer = next((p for p in (2, 3) if atom.size % p == 0 and atom.size > p), 1)
-        pieces = [outer, atom.size // outer] if outer > 1 else [atom.size]
-        found.extend(Atom(1000 * (atom.number + 1) + i, p, atom.opaque) for i, p in enumerate(pieces))
-    return tuple(found)
-
-
-def graph_of(case: Case) -> tuple[fx.Graph, fx.Node]:
-    """A graph that takes the tensors of the case and makes the one call."""
-    graph = fx.Graph()
-
-    def enter(tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        node = graph.placeholder(f"t{len(graph.nodes)}")
-        node.meta["val"] = tensor
-        return node
-
-    args, kwargs = pytree.tree_map(enter, (case.args, case.kwargs))
-    node = graph.call_function(case.target, args, kwargs)
-    node.meta["val"] = case.target(*case.args, **case.kwargs)
-    graph.output(node)
-    return graph, node
-
-
-def trace(case: Case) -> Traced:
-    graph, node = graph_of(case)
-    inputs = tuple(Input("user", n.name, n.name) for n in graph.nodes if n.op == "placeholder")
-    spec = pytree.tree_structure(())
-    program = annotate(Program(fx.GraphModule({}, graph), Signature(inputs, (), spec, spec)))
-    notes = program.annotations
-    assert notes is not None
-    return Traced(case, node, notes.specs[node.name], notes.factors[node.name], bool(notes.gradient))
-
-
-# -- layouts at random -----------------------------------------------------------------------------
-
-
-def random_layout(mesh: Mesh, shape: tuple[int, ...], kinds: str, draw: random.Random) -> Layout:
-    """A legal layout whose axes, in any order, take a state of `kinds`; a digit that finds no room is the first kind instead."""
-    layout = Layout(mesh, shape, (State(kinds[0]),) * len(mesh.axes))  # type: ignore[arg-type]
-    for axis in draw.sample(mesh.axes, len(mesh.axes)):
-        kind = draw.choice(kinds)
-        state = _random_digit(layout, axis.name, draw) if kind == "S" else State(kind)  # type: ignore[arg-type]
-        layout = layout if state is None else layout.with_state(axis.name, state)
-    return layout
-
-
-def _random_digit(layout: Layout, axis: str, draw: random.Random) -> State | None:
-    fitting = []
-    for dim, size in enumerate(layout.shape):
-        for stride in (n for n in range(1, size) if size % n == 0):
-            try:
-                layout.with_state(axis, S(dim, stride))
-            except LayoutError:
-                continue
-            fitting.append(S(dim, stride))
-    return draw.choice(fitting) if fitting else None
-
-
-# -- the call on shards ----------------------------------------------------------------------------
-
-
-def gradient_layout(layout: Layout) -> Layout:
-    return Layout(layout.mesh, layout.shape, tuple(_GRADIENT.get(s.kind, s) for s in layout.states))
-
-
-def deal(layout: Layout, whole: Tensor, seed: int) -> list[Tensor]:
-    """The local values by rank; the parts on P axes are random ones that sum up to the whole."""
-    generator = torch.Generator().manual_seed(seed)
-    mesh, partial = layout.mesh, layout.axes_of("P")
-    cut = Layout(mesh, layout.shape, tuple(R if s.kind == "P" else s for s in layout.states))
-    last = tuple(mesh.sizes[axis] - 1 for axis in partial)
-    parts: dict[tuple[int, ...], Tensor] = {}
-    for rank in range(mesh.size):
-        place = tuple(mesh.coordinate(rank)[axis] for axis in partial)
-        if place not in parts and place != last:
-            parts[place] = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype)
-    parts[last] = whole - sum(parts.values()) if parts else whole
-    coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
-    return [cut.cut(parts[tuple(c[axis] for axis in partial)], c) for c in coordinates]
-
-
-def emitted(traced: Traced, strategy: Strategy, mesh: Mesh) -> fx.GraphModule:
-    """The call on its shards; takes the operands that are there, a coordinate per axis, and the seed."""
-    graph = fx.Graph()
-    operands: list[fx.Node | None] = []
-    for i, layout in enumerate(strategy.operands):
-        operands.append(None if layout is None else graph.placeholder(f"operand{i}"))
-    coordinates = {name: graph.placeholder(f"coordinate_{name}") for name in mesh.names}
-    seed = graph.placeholder("seed")
-    shards = Call(
-        graph, traced.node, operands, strategy.operands, strategy.results, coordinates.__getitem__, lambda: seed
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    shape = [*q.shape[:-1], k.shape[-2]]
+    return sharded.attention(
+        q, k, v, None, 0.4, True, None, torch.tensor(SEED), [], [()] * 4, shape
     )
-    graph.output(emit_local(shards))
-    return fx.GraphModule({}, graph)
 
 
-def as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
+def attention(query: tuple[int, ...], key: tuple[int, ...], *rest: Any, **options: Any) -> Case:
+    return call(
+        aten.scaled_dot_product_attention.default,
+        real(*query),
+        real(*key),
+        real(*key[:-1], 5),
+        *rest,
+        **options,
+    )
 
 
-@dataclass(frozen=True)
-class Whole:
-    """What one device computes: results, their cotangents, the gradients of the operands (None: carries none)."""
-
-    operands: list[Tensor | None]
-    results: list[Tensor]
-    cotangents: list[Tensor | None]
-    gradients: list[Tensor | None]
+def cross_entropy(logits: tuple[int, ...], *rest: Any, note: str) -> Case:
+    shape = (*logits[:1], *logits[2:]) if len(logits) > 1 else ()
+    target = whole_numbers(logits[min(1, len(logits) - 1)], *shape)
+    if shape:
+        target.view(-1)[1:4] = -100  # ignored: unequal numbers of them on the shards
+    return call(aten.cross_entropy_loss.default, real(*logits), target, *rest, note=note)
 
 
-def on_one_device(traced: Traced) -> Whole:
-    operands = [None if n is None else n.meta["val"] for n in operands_of(traced.node)]
-    case = traced.case
-    if case.reference is not None:
-        results = as_list(case.reference(*case.tensors))
-    else:
-        results = as_list(case.target(*case.args, **case.kwargs))
-    generator = torch.Generator().manual_seed(SEED)
-    cotangents = [
-        torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype) if r.requires_grad else None
-        for r in results
-    ]
-    leaves = [x for x in operands if x is not None and x.requires_grad]
-    found: Iterator[Any] = iter(())
-    if leaves and any(c is not None for c in cotangents):
-        pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None]
-        found = iter(torch.autograd.grad([r for r, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True))
-    gradients = []
-    for x in operands:
-        gradient = next(found, None) if x is not None and x.requires_grad else None
-        gradients.append(torch.zeros_like(x) if gradient is None and x is not None and x.requires_grad else gradient)
-    return Whole(operands, [r.detach() for r in results], cotangents, gradients)
+PRODUCTS = [
+    call(aten.linear.default, real(4, 6, 12), real(6, 12), real(6)),
+    call(aten.linear.default, real(6, 12), real(6, 12), note="no bias"),
+    call(aten.linear.default, real(12), real(6, 12), real(6), note="vector"),
+    call(aten.mm.default, real(6, 12), real(12, 6)),
+    call(aten.bmm.default, real(6, 4, 12), real(6, 12, 6)),
+    call(aten.addmm.default, real(6), real(4, 12), real(12, 6)),
+    call(aten.addmm.default, real(4, 6), real(4, 12), real(12, 6), note="matrix"),
+    call(aten.addmm.default, real(1, 6), real(4, 12), real(12, 6), beta=0.5, alpha=2, note="row"),
+    call(aten.matmul.default, real(2, 6, 4, 12), real(6, 12, 6)),
+    call(aten.matmul.default, real(2, 1, 4, 12), real(6, 12, 6), note="broadcast"),
+    call(aten.matmul.default, real(12), real(6, 12, 4), note="vector left"),
+    call(aten.matmul.default, real(6, 4, 12), real(12), note="vector right"),
+    call(aten.matmul.default, real(12), real(12), note="dot"),
+    call(aten.conv1d.default, real(6, 4, 8), real(6, 4, 3), real(6), [1], [1]),
+    call(
+        aten.conv1d.default, real(4, 6, 8), real(12, 1, 3), None, [1], [2], [1], 6, note="depthwise"
+    ),
+    call(aten.conv2d.default, real(4, 6, 5, 5), real(6, 6, 3, 3), real(6), [2, 2]),
+    call(
+        aten.conv2d.default,
+        real(4, 6, 5, 5),
+        real(12, 2, 3, 3),
+        real(12),
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        3,
+        note="groups",
+    ),
+    call(aten.conv2d.default, real(6, 5, 5), real(6, 6, 3, 3), note="no batch"),
+    call(aten.conv2d.padding, real(4, 6, 5, 5), real(6, 6, 3, 3), real(6), [1, 1], "same"),
+    call(aten.conv1d.padding, real(4, 6, 5), real(6, 6, 3), None, [1], "same"),
+    call(aten.conv3d.padding, real(2, 6, 3, 3, 3), real(6, 6, 2, 2, 2), None, [1, 1, 1], "valid"),
+    call(aten.conv3d.default, real(2, 6, 3, 3, 3), real(6, 6, 2, 2, 2), real(6)),
+]
+NORMS = [
+    call(aten.embedding.default, real(12, 6), whole_numbers(12, 4, 6)),
+    call(aten.embedding.default, real(12, 6), whole_numbers(12, 4, 6), 3, note="padding"),
+    call(aten.layer_norm.default, real(4, 6, 12), [12], real(12), real(12)),
+    call(aten.layer_norm.default, real(4, 6, 12), [12], note="plain"),
+    call(
+        aten.layer_norm.default, real(4, 6, 12), [6, 12], real(6, 12), real(6, 12), note="two dims"
+    ),
+    call(aten.layer_norm.default, real(4, 6, 12), [6, 12], note="two dims, plain"),
+    call(aten.rms_norm.default, real(4, 6, 12), [12], real(12)),
+    call(aten.rms_norm.default, real(4, 6, 12), [12], note="plain"),
+    call(aten.rms_norm.default, real(4, 6, 12), [6, 12], note="two dims"),
+    *(call(f, real(4, 12, 6), 1) for f in (aten.softmax.int, aten.log_softmax.int)),
+    *(call(f, real(4, 12), -1, False) for f in (aten._softmax.default, aten._log_softmax.default)),
+    call(aten.softmax.int, real(4, 12), -1, torch.float32, note="float32"),
+]
+POINTWISE = [
+    *same(
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten.lift_fresh_copy.default,
+        aten.ones_like.default,
+        aten.zeros_like.default,
+        aten.relu.default,
+        aten.silu.default,
+        aten.gelu.default,
+        aten.softplus.default,
+        aten.hardtanh.default,
+        aten.leaky_relu.default,
+        aten.elu.default,
+        aten.selu.default,
+        aten.mish.default,
+        aten.log_sigmoid.default,
+        aten.relu6.default,
+        aten.hardswish.default,
+        aten.neg.default,
+        aten.tanh.default,
+        aten.sigmoid.default,
+        aten.exp.default,
+        aten.sin.default,
+        aten.cos.default,
+        aten.abs.default,
+        aten.logical_not.default,
+        aten.isnan.default,
+        aten.reciprocal.default,
+        aten.square.default,
+        aten.erf.default,
+    ),
+    *same(
+        aten.full_like.default,
+        aten.add.Scalar,
+        aten.mul.Scalar,
+        aten.div.Scalar,
+        aten.sub.Scalar,
+        args=(3,),
+    ),
+    *same(
+        aten.pow.Tensor_Scalar,
+        aten.rsub.Scalar,
+        aten.fmod.Scalar,
+        aten.gt.Scalar,
+        aten.le.Scalar,
+        args=(2,),
+    ),
+    *same(aten.clamp.default, args=(-0.5, 0.5)),
+    *same(aten._to_copy.default, dtype=torch.float32),
+    *same(aten.to.dtype, args=(torch.float32,)),
+    call(aten._to_copy.default, whole_numbers(9, 6, 12), dtype=torch.float64, note="from integers"),
+    call(aten.dropout.default, real(6, 12), 0.4, False),
+    call(aten.dropout.default, real(6, 12), 0.4, True, note="train", reference=dropped),
+    *(
+        call(f, real(6, 12, low=0.1))
+        for f in (aten.rsqrt.default, aten.sqrt.default, aten.log.default)
+    ),
+    call(aten.frexp.Tensor, real(6, 12)),
+    *(
+        call(f, real(4, 6, 12), real(6, 1, low=0.1), note="broadcast")
+        for f in (
+            aten.add.Tensor,
+            aten.sub.Tensor,
+            aten.mul.Tensor,
+            aten.div.Tensor,
+            aten.maximum.default,
+            aten.atan2.default,
+        )
+    ),
+    call(aten.add.Tensor, real(6, 12), real(6, 12), alpha=2),
+    call(aten.add.Tensor, real(6, 12), 2.0, note="number"),
+    call(aten.add.Tensor, real(6, 12), whole_numbers(5, 12), note="integers"),
+    call(aten.mul.Tensor, real(6, 12), real(6, 12)),
+    call(aten.mul.Tensor, real(6, 12), flags(6, 12), note="flags"),
+    call(aten.mul.Tensor, whole_numbers(5, 6, 12), real(12), note="integers first"),
+    call(aten.div.Tensor, real(6, 12), whole_numbers(3, 1, 12) + 1, note="integers"),
+    call(aten.div.Tensor_mode, real(6, 12), real(12, low=0.1), rounding_mode="floor"),
+    call(aten.pow.Tensor_Tensor, real(6, 12, low=0.1), real(12)),
+    call(aten.eq.Tensor, whole_numbers(3, 6, 1), whole_numbers(3, 12)),
+    call(aten.lt.Tensor, real(6, 12), real(12)),
+    call(aten.logical_and.default, flags(6, 12), flags(12)),
+    call(aten.bitwise_and.Tensor, flags(6, 1), flags(12)),
+    call(aten.addcmul.default, real(6, 12), real(12), real(6, 1)),
+    call(aten.lerp.Tensor, real(6, 12), real(12), real(6, 1)),
+    call(aten.masked_fill.Scalar, real(6, 12), flags(12), -1e4),
+    call(aten.masked_fill.Scalar, real(6, 12), flags(12), 0, note="zero"),
+    call(aten.masked_fill.Tensor, real(6, 12), flags(6, 1), real()),
+    call(aten.where.self, flags(6, 1), real(6, 12), real(12)),
+    call(aten.where.self, flags(6, 12), real(6, 12), whole_numbers(4, 12), note="integers"),
+    call(aten.where.ScalarOther, flags(6, 12), real(6, 12), 0.0),
+    call(aten.where.ScalarSelf, flags(6, 12), 1.0, real(6, 12)),
+    call(aten.where.Scalar, flags(6, 12), 1.0, 0.0),
+    call(aten.copy.default, real(6, 12).detach(), real(12).detach()),
+]
+VIEWS = [
+    *(
+        call(f, real(8, 4, 5), [2, 16, 5])
+        for f in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+    ),
+    call(aten.view.default, real(4, 6, 12), [24, 12], note="merge"),
+    call(aten.view.default, real(24, 12), [4, 6, 3, 4], note="split"),
+    call(aten.view.default, real(12, 6), [9, 8], note="no chain"),
+    call(aten.view.default, real(1, 6, 1, 12), [72], note="ones"),
+    call(aten.flatten.using_ints, real(4, 6, 12), 1),
+    call(aten.unflatten.int, real(4, 24), 1, [4, 6]),
+    call(aten.squeeze.dim, real(6, 1, 12), 1),
+    call(aten.squeeze.dims, real(6, 1, 12, 1), [1, 3]),
+    call(aten.squeeze.default, real(2, 1, 3)),
+    call(aten.unsqueeze.default, real(6, 12), 1),
+    call(aten.view_as.default, real(6, 4), real(24)),
+    call(aten.permute.default, real(4, 6, 12), [2, 0, -2]),
+    call(aten.transpose.int, real(4, 6, 12), 0, -1),
+    call(aten.t.default, real(6, 12)),
+    call(aten.t.default, real(6), note="vector"),
+    call(aten.numpy_T.default, real(4, 6, 12)),
+    call(aten.expand.default, real(6, 1, 12), [4, -1, 6, 12]),
+    call(aten.expand_as.default, real(6, 1), real(4, 6, 12)),
+    call(aten.broadcast_to.default, real(6, 1), [4, 6, 12]),
+]
+PIECES = [
+    call(aten.split.Tensor, real(6, 24), 12, 1),
+    call(aten.split.Tensor, real(6, 24), 12, -1, note="negative dim"),
+    call(aten.split.Tensor, real(6, 20), 12, 1, note="uneven"),
+    call(aten.split_with_sizes.default, real(36, 6), [12, 12, 12]),
+    call(aten.split_with_sizes.default, real(6, 24), [12, 6, 6], -1, note="uneven"),
+    call(aten.chunk.default, real(6, 24), 2, -1),
+    call(aten.slice.Tensor, real(6, 24), 1, 12, 24),
+    call(aten.slice.Tensor, real(6, 24), -1, -6, 2**62, note="from the end"),
+    call(aten.slice.Tensor, real(6, 24), 1, 3, 20, note="uneven"),
+    call(aten.slice.Tensor, real(6, 24), 1, 0, 24, 2, note="strided"),
+    call(aten.slice.Tensor, real(6, 24), 1, 0, 2**62, note="all"),
+    call(aten.slice.Tensor, real(6, 24), note="defaults"),
+    call(aten.slice.Tensor, real(12, 6), 0, None, 6, note="no start"),
+    call(aten.cat.default, [real(6, 12), real(6, 12)], 1),
+    call(aten.cat.default, [real(6, 12), real(6, 6)], -1, note="uneven"),
+    call(aten.cat.default, [real(6, 12), whole_numbers(5, 6, 12)], note="integers"),
+    call(aten.stack.default, [real(6, 12), real(6, 12)], -1),
+    call(aten.select.int, real(6, 12), 1, 5),
+    call(aten.unbind.int, real(3, 6, 12)),
+    call(aten.constant_pad_nd.default, real(6, 12), [1, 2]),
+    call(aten.constant_pad_nd.default, real(6, 12), [0, 0, 1, 0], 1.0, note="one"),
+    call(aten.pad.default, real(6, 12), [1, 2]),
+    call(aten.pad.default, real(6, 12), [1, 2], "constant", 1.0, note="one"),
+    call(aten.pad.default, real(6, 4, 12), [1, 2], "reflect", note="reflect"),
+]
+REDUCTIONS = [
+    *(
+        call(f, real(6, 12, 4), [1])
+        for f in (aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default)
+    ),
+    *(
+        call(f, real(6, 12, 4), [0, -1], True, note="keep")
+        for f in (aten.sum.dim_IntList, aten.mean.dim)
+    ),
+    *(call(f, real(6, 12)) for f in (aten.sum.default, aten.mean.default, aten.argmax.default)),
+    call(aten.sum.dim_IntList, real(6, 12), None, note="all"),
+    call(aten.sum.dim_IntList, whole_numbers(5, 6, 12), [1], note="integers"),
+    call(aten.sum.dim_IntList, flags(6, 12), [1], note="flags"),
+    call(aten.sum.default, real(), note="scalar"),
+    call(aten.mean.dim, real(6, 12), [1], dtype=torch.float32, note="float32"),
+    *(
+        call(f, real(6, 12), [1])
+        for f in (aten.amax.default, aten.amin.default, aten.var.correction, aten.var.dim)
+    ),
+    call(aten.amax.default, real(6, 12), note="all"),
+    call(aten.var.correction, real(6, 12), correction=0, keepdim=True, note="all"),
+    call(aten.argmax.default, real(6, 12), -1, note="last"),
+    *(call(f, flags(6, 12), 1) for f in (aten.any.dim, aten.all.dim)),
+    call(aten.cumsum.default, real(6, 12), -1),
+    call(aten.flip.default, real(6, 12), [1]),
+    call(aten.diff.default, real(6, 12)),
+    call(aten.diff.default, real(6, 12), 1, -1, real(6, 1), note="prepend"),
+    call(aten.sort.default, real(6, 12)),
+    call(aten.topk.default, real(6, 12), 4),
+]
+ATTENTION = [
+    attention((4, 6, 5, 4), (4, 6, 7, 4)),
+    attention((2, 6, 4, 3), (2, 6, 4, 3), None, 0.0, True, note="causal"),
+    attention((2, 12, 4, 3), (2, 6, 4, 3), None, 0.0, True, enable_gqa=True, note="grouped"),
+    attention((2, 6, 4, 3), (2, 1, 4, 3), enable_gqa=True, note="one group"),
+    attention((6, 4, 3), (6, 4, 3), scale=0.3, note="3 dims"),
+    attention((6, 3), (4, 3), note="2 dims"),
+    attention((2, 6, 4, 3), (2, 6, 6, 3), real(1, 6, 4, 6), note="float mask"),
+    attention(
+        (2, 6, 4, 3), (2, 6, 6, 3), torch.ones(4, 6, dtype=torch.bool).tril(1), note="bool mask"
+    ),
+    attention((4, 6, 4, 3), (1, 6, 6, 3), note="keys broadcast"),
+    attention((2, 6, 4, 3), (2, 6, 4, 3), None, 0.4, True, note="dropout", reference=attended),
+]
+LOSSES = [
+    cross_entropy((6, 12), note="mean"),
+    cross_entropy((6, 12), real(12, low=0.1).detach(), 2, note="weighted sum"),
+    cross_entropy((6, 12), real(12, low=0.1).detach(), 1, -100, 0.1, note="smooth weighted mean"),
+    cross_entropy((6, 12), None, 0, note="none"),
+    cross_entropy((4, 12, 6), note="three dims"),
+    cross_entropy((12,), note="one token"),
+    call(
+        aten.cross_entropy_loss.default,
+        real(6, 12),
+        real(6, 12).softmax(1).detach(),
+        note="probabilities",
+    ),
+]
+CASES = [*PRODUCTS, *NORMS, *POINTWISE, *VIEWS, *PIECES, *REDUCTIONS, *ATTENTION, *LOSSES]
 
 
-def check(traced: Traced, whole: Whole, strategy: Strategy, mesh: Mesh) -> None:
-    """Runs the call on all ranks, forward and backward, and compares with one device. Raises AssertionError."""
-    module = emitted(traced, strategy, mesh)
-    operands = [
-        (_checked(layout, x), deal(layout, x.detach(), i))
-        for i, (layout, x) in enumerate(zip(strategy.operands, whole.operands, strict=True))
-        if layout is not None and x is not None
-    ]
-    carrying = [x is not None and x.requires_grad for x, o in zip(whole.operands, strategy.operands, strict=True) if o]
-    cotangents = [
-        None if c is None else deal(gradient_layout(layout), c, 100 + i)
-        for i, (layout, c) in enumerate(zip(strategy.results, whole.cotangents, strict=True))
-    ]
+# Tensors made from nothing: values without a layout of their own.
+GENERATED = [
+    *(call(f, [6, 12], dtype=torch.int64) for f in (aten.zeros.default, aten.ones.default)),
+    call(aten.full.default, [6, 12], -1e4, dtype=torch.float64),
+    *(
+        call(f, real(3), [6, 12], dtype=torch.bool)
+        for f in (aten.new_zeros.default, aten.new_ones.default)
+    ),
+    call(aten.new_full.default, real(3), [6, 12], 7.0),
+    call(aten.arange.default, 12),
+    call(aten.arange.start, 3, 15),
+    call(aten.arange.start_step, 3, 27, 2),
+    call(aten.scalar_tensor.default, 3.0),
+    call(aten.empty.memory_format, [6, 0]),
+    call(aten.eye.default, 6),
+    call(aten.tril.default, flags(6, 12)),
+]
 
-    def rank_fn(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        own = [p[rank].clone().requires_grad_(g) for (_, p), g in zip(operands, carrying, strict=True)]
-        places = [torch.tensor([c]) for c in mesh.coordinate(rank).values()]
-        results = as_list(module(*own, *places, torch.tensor(SEED)))
-        pairs = [(r, c[rank]) for r, c in zip(results, cotangents, strict=True) if c is not None and r.requires_grad]
-        if pairs:
-            torch.autograd.backward([r for r, _ in pairs], [c for _, c in pairs])
-        return [r.detach() for r in results], [torch.zeros_like(x) if x.grad is None else x.grad for x in own]
-
-    ranks = lockstep.run(mesh, rank_fn)
-    narrow = any(r.dtype == torch.float32 for r in whole.results)
-    tolerance = 1e-4 if narrow else 1e-9
-    for i, (layout, expected) in enumerate(zip(strategy.results, whole.results, strict=True)):
-        compare(f"result {i}", layout, [results[i] for results, _ in ranks], expected, tolerance)
-    present = [g for g, o in zip(whole.gradients, strategy.operands, strict=True) if o]
-    for i, ((layout, _), expected_gradient) in enumerate(zip(operands, present, strict=True)):
-        if expected_gradient is not None:
-            parts = [gradients[i] for _, gradients in ranks]
-            compare(f"gradient {i}", gradient_layout(layout), parts, expected_gradient, tolerance)
-
-
-def _checked(layout: Layout, x: Tensor) -> Layout:
-    assert x.dtype.is_floating_point or not layout.axes_of("P"), f"parts of a sum of {x.dtype}"
-    return layout
-
-
-def compare(what: str, layout: Layout, parts: list[Tensor], expected: Tensor, tolerance: float) -> None:
-    """The parts joined are the whole, and where the layout repeats a value, every rank has the same."""
-    for rank, part in enumerate(parts):
-        assert part.shape == layout.local_shape, f"{what} ({layout}): {tuple(part.shape)} on rank {rank}"
-        assert part.dtype == expected.dtype, f"{what}: {part.dtype} for {expected.dtype}"
-        first = parts[layout.mesh.group((*layout.axes_of("I"), *layout.axes_of("R")), rank)[0]]
-        assert _close(part, first, tolerance), f"{what} ({layout}): rank {rank} has a copy that differs"
-    assert _close(layout.join(parts), expected, tolerance), f"{what} ({layout}) is wrong"
-
-
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    if not expected.dtype.is_floating_point:
-        return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def sample(found: list[Strategy], count: int, seed: str) -> list[Strategy]:
-    return found if len(found) <= count else random.Random(seed).sample(found, count)
-
-
-# -- for people ------------------------------------------------------------------------------------
-
-
-def text(strategy: Strategy) -> str:
-    """A strategy on one axis, such as "k: S1 S1 P -> P": a digit that is not the outermost has its stride, "S1/2"."""
-    choice = strategy.choices[0]
-    if isinstance(choice, State):
-        head = choice.kind
-    elif hasattr(choice, "factor"):
-        head = choice.factor
-    else:
-        head = "through " + " ".join(map(str, sorted(choice.operands)))
-    sides = [" ".join("-" if o is None else _state(o) for o in side) for side in (strategy.operands, strategy.results)]
-    return f"{head}: {sides[0]} -> {sides[1]}"
-
-
-def _state(layout: Layout) -> str:
-    state = layout.states[0]
-    if state.kind != "S":
-        return state.kind
-    outermost = state.stride * layout.mesh.axes[0].size == layout.shape[state.dim]
-    return f"S{state.dim}" if outermost else f"S{state.dim}/{state.stride}"
+# For meshes of three axes, all on one dim.
+DIGITS = [
+    call(aten.embedding.default, real(12, 2), whole_numbers(12, 5)),
+    cross_entropy((4, 12), real(12, low=0.1).detach(), 1, -100, 0.1, note="weighted mean"),
+    cross_entropy((12, 4), note="tokens"),
+    call(aten.layer_norm.default, real(4, 12), [12], real(12), real(12)),
+    call(aten.log_softmax.int, real(4, 12), 1),
+    call(aten.linear.default, real(4, 12), real(6, 12), real(6)),
+    call(aten.dropout.default, real(12, 6), 0.4, True, reference=dropped),
+    call(aten.view.default, real(24, 5), [2, 12, 5]),
+]

@@ -3,247 +3,36 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
-from autopar import lockstep, ops, sharded
+from torch import Tensor
+
+from autopar import lockstep
 from autopar.layout import Layout, R, S
 from autopar.mesh import Mesh
 from autopar.pushback import pushed_back
 from autopar.rules import TABLE, operands_of, results_of, shape_of
 from autopar.strategies import Strategy
-from rule_cases import (
+from rule_cases import CASES, DIGITS, GENERATED
+from shards import (
     SEED,
     Case,
     Traced,
     as_list,
-    call,
     check,
     compare,
     emitted,
-    flags,
     on_one_device,
     random_layout,
-    real,
     sample,
     text,
     trace,
-    whole_numbers,
 )
-from torch import Tensor
-
-aten = torch.ops.aten
-
-
-def same(*targets: Any, args: tuple[Any, ...] = (), **kwargs: Any) -> list[Case]:
-    """Each of these ops on one tensor."""
-    return [call(target, real(6, 1, 12), *args, **kwargs) for target in targets]
-
-
-def dropped(x: Tensor) -> Tensor:
-    return sharded.dropout(x, 0.4, torch.tensor(SEED), [], [()] * x.dim(), list(x.shape))
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    shape = [*q.shape[:-1], k.shape[-2]]
-    return sharded.attention(q, k, v, None, 0.4, True, None, torch.tensor(SEED), [], [()] * 4, shape)
-
-
-def attention(query: tuple[int, ...], key: tuple[int, ...], *rest: Any, **options: Any) -> Case:
-    return call(aten.scaled_dot_product_attention.default, real(*query), real(*key), real(*key[:-1], 5), *rest, **options)
-
-
-def cross_entropy(logits: tuple[int, ...], *rest: Any, note: str) -> Case:
-    shape = (*logits[:1], *logits[2:]) if len(logits) > 1 else ()
-    target = whole_numbers(logits[min(1, len(logits) - 1)], *shape)
-    if shape:
-        target.view(-1)[1:4] = -100  # ignored: unequal numbers of them on the shards
-    return call(aten.cross_entropy_loss.default, real(*logits), target, *rest, note=note)
-
-
-PRODUCTS = [
-    call(aten.linear.default, real(4, 6, 12), real(6, 12), real(6)),
-    call(aten.linear.default, real(6, 12), real(6, 12), note="no bias"),
-    call(aten.linear.default, real(12), real(6, 12), real(6), note="vector"),
-    call(aten.mm.default, real(6, 12), real(12, 6)),
-    call(aten.bmm.default, real(6, 4, 12), real(6, 12, 6)),
-    call(aten.addmm.default, real(6), real(4, 12), real(12, 6)),
-    call(aten.addmm.default, real(4, 6), real(4, 12), real(12, 6), note="matrix"),
-    call(aten.addmm.default, real(1, 6), real(4, 12), real(12, 6), beta=0.5, alpha=2, note="row"),
-    call(aten.matmul.default, real(2, 6, 4, 12), real(6, 12, 6)),
-    call(aten.matmul.default, real(2, 1, 4, 12), real(6, 12, 6), note="broadcast"),
-    call(aten.matmul.default, real(12), real(6, 12, 4), note="vector left"),
-    call(aten.matmul.default, real(6, 4, 12), real(12), note="vector right"),
-    call(aten.matmul.default, real(12), real(12), note="dot"),
-    call(aten.conv1d.default, real(6, 4, 8), real(6, 4, 3), real(6), [1], [1]),
-    call(aten.conv1d.default, real(4, 6, 8), real(12, 1, 3), None, [1], [2], [1], 6, note="depthwise"),
-    call(aten.conv2d.default, real(4, 6, 5, 5), real(6, 6, 3, 3), real(6), [2, 2]),
-    call(aten.conv2d.default, real(4, 6, 5, 5), real(12, 2, 3, 3), real(12), [1, 1], [1, 1], [1, 1], 3, note="groups"),
-    call(aten.conv2d.default, real(6, 5, 5), real(6, 6, 3, 3), note="no batch"),
-    call(aten.conv2d.padding, real(4, 6, 5, 5), real(6, 6, 3, 3), real(6), [1, 1], "same"),
-    call(aten.conv1d.padding, real(4, 6, 5), real(6, 6, 3), None, [1], "same"),
-    call(aten.conv3d.padding, real(2, 6, 3, 3, 3), real(6, 6, 2, 2, 2), None, [1, 1, 1], "valid"),
-    call(aten.conv3d.default, real(2, 6, 3, 3, 3), real(6, 6, 2, 2, 2), real(6)),
-]
-NORMS = [
-    call(aten.embedding.default, real(12, 6), whole_numbers(12, 4, 6)),
-    call(aten.embedding.default, real(12, 6), whole_numbers(12, 4, 6), 3, note="padding"),
-    call(aten.layer_norm.default, real(4, 6, 12), [12], real(12), real(12)),
-    call(aten.layer_norm.default, real(4, 6, 12), [12], note="plain"),
-    call(aten.layer_norm.default, real(4, 6, 12), [6, 12], real(6, 12), real(6, 12), note="two dims"),
-    call(aten.layer_norm.default, real(4, 6, 12), [6, 12], note="two dims, plain"),
-    call(aten.rms_norm.default, real(4, 6, 12), [12], real(12)),
-    call(aten.rms_norm.default, real(4, 6, 12), [12], note="plain"),
-    call(aten.rms_norm.default, real(4, 6, 12), [6, 12], note="two dims"),
-    *(call(f, real(4, 12, 6), 1) for f in (aten.softmax.int, aten.log_softmax.int)),
-    *(call(f, real(4, 12), -1, False) for f in (aten._softmax.default, aten._log_softmax.default)),
-    call(aten.softmax.int, real(4, 12), -1, torch.float32, note="float32"),
-]
-POINTWISE = [
-    *same(
-        aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default,
-        aten.ones_like.default, aten.zeros_like.default, aten.relu.default, aten.silu.default, aten.gelu.default,
-        aten.softplus.default, aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default, aten.selu.default,
-        aten.mish.default, aten.log_sigmoid.default, aten.relu6.default, aten.hardswish.default, aten.neg.default,
-        aten.tanh.default, aten.sigmoid.default, aten.exp.default, aten.sin.default, aten.cos.default, aten.abs.default,
-        aten.logical_not.default, aten.isnan.default, aten.reciprocal.default, aten.square.default, aten.erf.default,
-    ),
-    *same(aten.full_like.default, aten.add.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.sub.Scalar, args=(3,)),
-    *same(aten.pow.Tensor_Scalar, aten.rsub.Scalar, aten.fmod.Scalar, aten.gt.Scalar, aten.le.Scalar, args=(2,)),
-    *same(aten.clamp.default, args=(-0.5, 0.5)),
-    *same(aten._to_copy.default, dtype=torch.float32),
-    *same(aten.to.dtype, args=(torch.float32,)),
-    call(aten._to_copy.default, whole_numbers(9, 6, 12), dtype=torch.float64, note="from integers"),
-    call(aten.dropout.default, real(6, 12), 0.4, False),
-    call(aten.dropout.default, real(6, 12), 0.4, True, note="train", reference=dropped),
-    *(call(f, real(6, 12, low=0.1)) for f in (aten.rsqrt.default, aten.sqrt.default, aten.log.default)),
-    call(aten.frexp.Tensor, real(6, 12)),
-    *(
-        call(f, real(4, 6, 12), real(6, 1, low=0.1), note="broadcast")
-        for f in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.atan2.default)
-    ),
-    call(aten.add.Tensor, real(6, 12), real(6, 12), alpha=2),
-    call(aten.add.Tensor, real(6, 12), 2.0, note="number"),
-    call(aten.add.Tensor, real(6, 12), whole_numbers(5, 12), note="integers"),
-    call(aten.mul.Tensor, real(6, 12), real(6, 12)),
-    call(aten.mul.Tensor, real(6, 12), flags(6, 12), note="flags"),
-    call(aten.mul.Tensor, whole_numbers(5, 6, 12), real(12), note="integers first"),
-    call(aten.div.Tensor, real(6, 12), whole_numbers(3, 1, 12) + 1, note="integers"),
-    call(aten.div.Tensor_mode, real(6, 12), real(12, low=0.1), rounding_mode="floor"),
-    call(aten.pow.Tensor_Tensor, real(6, 12, low=0.1), real(12)),
-    call(aten.eq.Tensor, whole_numbers(3, 6, 1), whole_numbers(3, 12)),
-    call(aten.lt.Tensor, real(6, 12), real(12)),
-    call(aten.logical_and.default, flags(6, 12), flags(12)),
-    call(aten.bitwise_and.Tensor, flags(6, 1), flags(12)),
-    call(aten.addcmul.default, real(6, 12), real(12), real(6, 1)),
-    call(aten.lerp.Tensor, real(6, 12), real(12), real(6, 1)),
-    call(aten.masked_fill.Scalar, real(6, 12), flags(12), -1e4),
-    call(aten.masked_fill.Scalar, real(6, 12), flags(12), 0, note="zero"),
-    call(aten.masked_fill.Tensor, real(6, 12), flags(6, 1), real()),
-    call(aten.where.self, flags(6, 1), real(6, 12), real(12)),
-    call(aten.where.self, flags(6, 12), real(6, 12), whole_numbers(4, 12), note="integers"),
-    call(aten.where.ScalarOther, flags(6, 12), real(6, 12), 0.0),
-    call(aten.where.ScalarSelf, flags(6, 12), 1.0, real(6, 12)),
-    call(aten.where.Scalar, flags(6, 12), 1.0, 0.0),
-    call(aten.copy.default, real(6, 12).detach(), real(12).detach()),
-]
-VIEWS = [
-    *(call(f, real(8, 4, 5), [2, 16, 5]) for f in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)),
-    call(aten.view.default, real(4, 6, 12), [24, 12], note="merge"),
-    call(aten.view.default, real(24, 12), [4, 6, 3, 4], note="split"),
-    call(aten.view.default, real(12, 6), [9, 8], note="no chain"),
-    call(aten.view.default, real(1, 6, 1, 12), [72], note="ones"),
-    call(aten.flatten.using_ints, real(4, 6, 12), 1),
-    call(aten.unflatten.int, real(4, 24), 1, [4, 6]),
-    call(aten.squeeze.dim, real(6, 1, 12), 1),
-    call(aten.squeeze.dims, real(6, 1, 12, 1), [1, 3]),
-    call(aten.squeeze.default, real(2, 1, 3)),
-    call(aten.unsqueeze.default, real(6, 12), 1),
-    call(aten.view_as.default, real(6, 4), real(24)),
-    call(aten.permute.default, real(4, 6, 12), [2, 0, -2]),
-    call(aten.transpose.int, real(4, 6, 12), 0, -1),
-    call(aten.t.default, real(6, 12)),
-    call(aten.t.default, real(6), note="vector"),
-    call(aten.numpy_T.default, real(4, 6, 12)),
-    call(aten.expand.default, real(6, 1, 12), [4, -1, 6, 12]),
-    call(aten.expand_as.default, real(6, 1), real(4, 6, 12)),
-    call(aten.broadcast_to.default, real(6, 1), [4, 6, 12]),
-]
-PIECES = [
-    call(aten.split.Tensor, real(6, 24), 12, 1),
-    call(aten.split.Tensor, real(6, 24), 12, -1, note="negative dim"),
-    call(aten.split.Tensor, real(6, 20), 12, 1, note="uneven"),
-    call(aten.split_with_sizes.default, real(36, 6), [12, 12, 12]),
-    call(aten.split_with_sizes.default, real(6, 24), [12, 6, 6], -1, note="uneven"),
-    call(aten.chunk.default, real(6, 24), 2, -1),
-    call(aten.slice.Tensor, real(6, 24), 1, 12, 24),
-    call(aten.slice.Tensor, real(6, 24), -1, -6, 2**62, note="from the end"),
-    call(aten.slice.Tensor, real(6, 24), 1, 3, 20, note="uneven"),
-    call(aten.slice.Tensor, real(6, 24), 1, 0, 24, 2, note="strided"),
-    call(aten.slice.Tensor, real(6, 24), 1, 0, 2**62, note="all"),
-    call(aten.slice.Tensor, real(6, 24), note="defaults"),
-    call(aten.slice.Tensor, real(12, 6), 0, None, 6, note="no start"),
-    call(aten.cat.default, [real(6, 12), real(6, 12)], 1),
-    call(aten.cat.default, [real(6, 12), real(6, 6)], -1, note="uneven"),
-    call(aten.cat.default, [real(6, 12), whole_numbers(5, 6, 12)], note="integers"),
-    call(aten.stack.default, [real(6, 12), real(6, 12)], -1),
-    call(aten.select.int, real(6, 12), 1, 5),
-    call(aten.unbind.int, real(3, 6, 12)),
-    call(aten.constant_pad_nd.default, real(6, 12), [1, 2]),
-    call(aten.constant_pad_nd.default, real(6, 12), [0, 0, 1, 0], 1.0, note="one"),
-    call(aten.pad.default, real(6, 12), [1, 2]),
-    call(aten.pad.default, real(6, 12), [1, 2], "constant", 1.0, note="one"),
-    call(aten.pad.default, real(6, 4, 12), [1, 2], "reflect", note="reflect"),
-]
-REDUCTIONS = [
-    *(call(f, real(6, 12, 4), [1]) for f in (aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default)),
-    *(call(f, real(6, 12, 4), [0, -1], True, note="keep") for f in (aten.sum.dim_IntList, aten.mean.dim)),
-    *(call(f, real(6, 12)) for f in (aten.sum.default, aten.mean.default, aten.argmax.default)),
-    call(aten.sum.dim_IntList, real(6, 12), None, note="all"),
-    call(aten.sum.dim_IntList, whole_numbers(5, 6, 12), [1], note="integers"),
-    call(aten.sum.dim_IntList, flags(6, 12), [1], note="flags"),
-    call(aten.sum.default, real(), note="scalar"),
-    call(aten.mean.dim, real(6, 12), [1], dtype=torch.float32, note="float32"),
-    *(call(f, real(6, 12), [1]) for f in (aten.amax.default, aten.amin.default, aten.var.correction, aten.var.dim)),
-    call(aten.amax.default, real(6, 12), note="all"),
-    call(aten.var.correction, real(6, 12), correction=0, keepdim=True, note="all"),
-    call(aten.argmax.default, real(6, 12), -1, note="last"),
-    *(call(f, flags(6, 12), 1) for f in (aten.any.dim, aten.all.dim)),
-    call(aten.cumsum.default, real(6, 12), -1),
-    call(aten.flip.default, real(6, 12), [1]),
-    call(aten.diff.default, real(6, 12)),
-    call(aten.diff.default, real(6, 12), 1, -1, real(6, 1), note="prepend"),
-    call(aten.sort.default, real(6, 12)),
-    call(aten.topk.default, real(6, 12), 4),
-]
-ATTENTION = [
-    attention((4, 6, 5, 4), (4, 6, 7, 4)),
-    attention((2, 6, 4, 3), (2, 6, 4, 3), None, 0.0, True, note="causal"),
-    attention((2, 12, 4, 3), (2, 6, 4, 3), None, 0.0, True, enable_gqa=True, note="grouped"),
-    attention((2, 6, 4, 3), (2, 1, 4, 3), enable_gqa=True, note="one group"),
-    attention((6, 4, 3), (6, 4, 3), scale=0.3, note="3 dims"),
-    attention((6, 3), (4, 3), note="2 dims"),
-    attention((2, 6, 4, 3), (2, 6, 6, 3), real(1, 6, 4, 6), note="float mask"),
-    attention((2, 6, 4, 3), (2, 6, 6, 3), torch.ones(4, 6, dtype=torch.bool).tril(1), note="bool mask"),
-    attention((4, 6, 4, 3), (1, 6, 6, 3), note="keys broadcast"),
-    attention((2, 6, 4, 3), (2, 6, 4, 3), None, 0.4, True, note="dropout", reference=attended),
-]
-LOSSES = [
-    cross_entropy((6, 12), note="mean"),
-    cross_entropy((6, 12), real(12, low=0.1).detach(), 2, note="weighted sum"),
-    cross_entropy((6, 12), real(12, low=0.1).detach(), 1, -100, 0.1, note="smooth weighted mean"),
-    cross_entropy((6, 12), None, 0, note="none"),
-    cross_entropy((4, 12, 6), note="three dims"),
-    cross_entropy((12,), note="one token"),
-    call(aten.cross_entropy_loss.default, real(6, 12), real(6, 12).softmax(1).detach(), note="probabilities"),
-]
-CASES = [*PRODUCTS, *NORMS, *POINTWISE, *VIEWS, *PIECES, *REDUCTIONS, *ATTENTION, *LOSSES]
 
 
 def test_every_line_of_the_table_has_a_case() -> None:
-    made_of_nothing = {*ops.FILLS, *ops.NEW_FILLS}  # see test_layout_is_pushed_back
-    missing = set(TABLE) - {case.target for case in CASES} - made_of_nothing
+    missing = set(TABLE) - {case.target for case in (*CASES, *GENERATED)}
     assert not missing, f"ops in the table without a case here: {sorted(map(str, missing))}"
 
 
@@ -251,26 +40,146 @@ def test_every_line_of_the_table_has_a_case() -> None:
 def test_shards_compute_what_one_device_computes(case: Case) -> None:
     traced = trace(case)
     whole = on_one_device(traced)
-    for mesh, cut, most in (("x2", False, 99), ("x3", True, 99), ("x2.y2", False, 8), ("x2.y3", True, 8)):
+    for mesh, cut, most in (
+        ("x2", False, 99),
+        ("x3", True, 99),
+        ("x2.y2", False, 5),
+        ("x2.y3", True, 5),
+    ):
         for strategy in sample(traced.strategies(mesh, cut), most, case.name + mesh):
             try:
                 check(traced, whole, strategy, Mesh.parse(mesh))
             except Exception as error:
-                error.add_note(f"{case.name} on {mesh}: {strategy.choices} {[str(r) for r in strategy.results]}")
+                error.add_note(
+                    f"{case.name} on {mesh}: {strategy.choices} {[str(r) for r in strategy.results]}"
+                )
                 raise
 
 
+# -- in words --------------------------------------------------------------------------------------
+# Per strategy on an axis of two: what is split, the operands' states, the results'. S1/2 is the digit of stride 2 of dim 1.
+GOLDEN = {
+    "aten.linear.default": """
+        I: I I I -> I
+        R: R R R -> R
+        _0: S0 R R -> S0
+        _1: S1 R R -> S1
+        k: S2 S1 P -> P
+        n: R S0 S0 -> S2
+        through 0 2: P R P -> P
+        through 1 2: R P P -> P""",
+    "aten.conv2d.default/groups": """
+        I: I I I -> I
+        R: R R R -> R
+        c: S1/1 S1 P -> P
+        o: R S0/2 S0/2 -> S1/2
+        b0: S0 R R -> S0
+        through 0 2: P R P -> P
+        through 1 2: R P P -> P""",
+    "aten.embedding.default": """
+        I: I I -> I
+        R: R R -> R
+        v: S0 R -> P
+        d: S1 R -> S2
+        _0: R S0 -> S0
+        _1: R S1 -> S1
+        through 0: P R -> P""",
+    "aten.layer_norm.default": """
+        I: I I I -> I
+        R: R R R -> R
+        d0: S0 R R -> S0
+        d1: S1 R R -> S1
+        d2: S2 S0 S0 -> S2""",
+    "aten.layer_norm.default/two dims": """
+        I: I I I -> I
+        R: R R R -> R
+        d0: S0 R R -> S0""",
+    "aten.scaled_dot_product_attention.default/causal": """
+        I: I I I - -> I
+        R: R R R - -> R
+        b0: S0 S0 S0 - -> S0
+        g: S1 S1 S1 - -> S1
+        through 2: R R P - -> P""",
+    "aten.scaled_dot_product_attention.default/grouped": """
+        I: I I I - -> I
+        R: R R R - -> R
+        b0: S0 S0 S0 - -> S0
+        g: S1 S1 S1 - -> S1
+        r: S1/1 R R - -> S1/1
+        through 2: R R P - -> P""",
+    "aten.cross_entropy_loss.default/weighted sum": """
+        I: I I I -> I
+        R: R R R -> R
+        d0: S0 S0 R -> P
+        d1: S1 R S0 -> I""",
+    "aten.cross_entropy_loss.default/none": """
+        I: I I - -> I
+        R: R R - -> R
+        d0: S0 S0 - -> S0
+        d1: S1 R - -> I""",
+    "aten.view.default": """
+        I: I -> I
+        R: R -> R
+        f0: S0 -> S0
+        f1: S0/2 -> S1
+        f2: S1 -> S1/2
+        through 0: P -> P""",
+    "aten.split.Tensor": """
+        I: I -> I I
+        R: R -> R R
+        d0: S0 -> S0 S0
+        piece: S1/6 -> S1 S1
+        through 0: P -> P P""",
+    "aten.split_with_sizes.default/uneven": """
+        I: I -> I I I
+        R: R -> R R R
+        d0: S0 -> S0 S0 S0
+        through 0: P -> P P P""",
+    "aten.cat.default": """
+        I: I I -> I
+        R: R R -> R
+        d0: S0 S0 -> S0
+        piece: S1 S1 -> S1/6
+        through 0 1: P P -> P""",
+    "aten.add.Tensor/broadcast": """
+        I: I I -> I
+        R: R R -> R
+        d0: S0 R -> S0
+        d1: S1 S0 -> S1
+        d2: S2 R -> S2
+        through 0 1: P P -> P""",
+    "aten.mul.Tensor/broadcast": """
+        I: I I -> I
+        R: R R -> R
+        d0: S0 R -> S0
+        d1: S1 S0 -> S1
+        d2: S2 R -> S2
+        through 0: P R -> P
+        through 1: R P -> P""",
+    "aten.mul.Tensor/flags": """
+        I: I I -> I
+        R: R R -> R
+        d0: S0 S0 -> S0
+        d1: S1 S1 -> S1
+        through 0: P R -> P""",
+    "aten.sum.dim_IntList/keep": """
+        I: I -> I
+        R: R -> R
+        d0: S0 -> P
+        d1: S1 -> S1
+        d2: S2 -> P
+        through 0: P -> P""",
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_strategies_in_words(name: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    found = [text(strategy) for strategy in trace(case).strategies("x2")]
+    assert found == [line.strip() for line in GOLDEN[name].strip().splitlines()]
+
+
 # -- three axes on one dim -------------------------------------------------------------------------
-DIGITS = [
-    call(aten.embedding.default, real(12, 2), whole_numbers(12, 5)),
-    cross_entropy((4, 12), real(12, low=0.1).detach(), 1, -100, 0.1, note="weighted mean"),
-    cross_entropy((12, 4), note="tokens"),
-    call(aten.layer_norm.default, real(4, 12), [12], real(12), real(12)),
-    call(aten.log_softmax.int, real(4, 12), 1),
-    call(aten.linear.default, real(4, 12), real(6, 12), real(6)),
-    call(aten.dropout.default, real(12, 6), 0.4, True, reference=dropped),
-    call(aten.view.default, real(24, 5), [2, 12, 5]),
-]
 
 
 @pytest.mark.parametrize("case", DIGITS, ids=lambda case: case.name)
@@ -278,8 +187,12 @@ def test_three_axes_on_one_dim_in_any_order(case: Case) -> None:
     """Offsets taken in mesh order instead of stride order show on three axes, and on fewer of these digits not at all."""
     traced, whole, mesh = trace(case), on_one_device(trace(case)), Mesh.parse("x2.y3.z2")
     together = [
-        s for s in traced.strategies(str(mesh), cut=True)
-        if any(o is not None and any(len(o.digits(d)) == 3 for d in range(len(o.shape))) for o in s.operands)
+        s
+        for s in traced.strategies(str(mesh)) + traced.strategies(str(mesh), cut=True)
+        if any(
+            o is not None and any(len(o.digits(d)) == 3 for d in range(len(o.shape)))
+            for o in s.operands
+        )
     ]
     assert len(together) >= 6
     for strategy in sample(together, 6, case.name):
@@ -287,16 +200,6 @@ def test_three_axes_on_one_dim_in_any_order(case: Case) -> None:
 
 
 # -- wishes pushed back ----------------------------------------------------------------------------
-GENERATED = [
-    *(call(f, [6, 12], dtype=torch.int64) for f in (aten.zeros.default, aten.ones.default)),
-    call(aten.full.default, [6, 12], -1e4, dtype=torch.float64),
-    *(call(f, real(3), [6, 12], dtype=torch.bool) for f in (aten.new_zeros.default, aten.new_ones.default)),
-    call(aten.new_full.default, real(3), [6, 12], 7.0),
-    call(aten.arange.default, 12),
-    call(aten.arange.start_step, 3, 27, 2),
-    call(aten.eye.default, 6),
-    call(aten.tril.default, flags(6, 12)),
-]
 
 
 def without_gradients(case: Case) -> Case:
@@ -307,12 +210,19 @@ def without_gradients(case: Case) -> Case:
 
 def made_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layout, list[Tensor]]:
     """As the rewrite makes values that hang on no parameter: the layout that was reached, and the result of every rank."""
-    mesh, shapes = wanted.mesh, [None if n is None else shape_of(n.meta["val"]) for n in operands_of(traced.node)]
+    mesh, shapes = (
+        wanted.mesh,
+        [None if n is None else shape_of(n.meta["val"]) for n in operands_of(traced.node)],
+    )
     reached, operands = pushed_back(traced.spec, wanted, result, tuple(shapes))
     results = [Layout(mesh, shape_of(v), (R,) * len(mesh.axes)) for v in results_of(traced.node)]
     results[result] = reached
     module = emitted(traced, Strategy((), operands, tuple(results), 1), mesh)
-    pairs = [(o, n.meta["val"]) for o, n in zip(operands, operands_of(traced.node), strict=True) if o and n]
+    pairs = [
+        (o, n.meta["val"])
+        for o, n in zip(operands, operands_of(traced.node), strict=True)
+        if o and n
+    ]
 
     def rank_fn(rank: int) -> Tensor:
         own = [layout.cut(value, mesh.coordinate(rank)) for layout, value in pairs]
@@ -329,10 +239,10 @@ def test_a_wish_is_pushed_back_to_the_operands(case: Case) -> None:
     for mesh in ("x2", "x2.y3"):
         index = draw.randrange(len(results))
         wanted = random_layout(Mesh.parse(mesh), shape_of(results[index]), "RSSS", draw)
-        if traced.spec.sum and case.target is not aten.linear.default:
-            continue
         reached, parts = made_where_wanted(traced, wanted, index)
-        assert all(have in (R, want) for have, want in zip(reached.states, wanted.states, strict=True))
+        assert all(
+            have in (R, want) for have, want in zip(reached.states, wanted.states, strict=True)
+        )
         compare(f"{wanted} reached as", reached, parts, results[index], 1e-4)
 
 

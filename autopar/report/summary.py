@@ -17,7 +17,7 @@ from ..program import Program
 from ..strategies import Strategy
 from ..world import World
 
-_SHORT = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "all_to_all": "all-to-all"}
+_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
 
 
 def summarised(program: Program, world: World) -> Plan:
@@ -93,21 +93,36 @@ def _joined(names: list[str]) -> str:
 
 
 def _layout_text(program: Program, chain: str) -> str:
-    """What the chain's products split on every axis: "x: n k, y: m"."""
+    """What the chain's products split on every axis, in the letters of Y[m,n] = X[m,k] · W[k,n]: "x→n k, y→m"."""
     plan = program.plan
     assert plan is not None
     members = next((c for c in program.chains if c.name == chain), None)
-    nodes = (members.products or members.nodes[-1:]) if members else ()
+    nodes = [n for n in (members.products or members.nodes[-1:]) if n in plan.choices] if members else []
     texts = []
     for index, axis in enumerate(plan.mesh.axes):
-        splits = [plan.choices[n].splits[index].lstrip("_") for n in nodes if n in plan.choices]
-        texts.append(f"{axis.name}→{' '.join(dict.fromkeys(splits))}")
+        letters = [_letter(program, n, plan.choices[n].splits[index]) for n in nodes]
+        texts.append(f"{axis.name}→{' '.join(dict.fromkeys(letters))}")
     return ", ".join(texts)
 
 
+def _letter(program: Program, name: str, split: str) -> str:
+    """A factor for people: its role in a product, the dim of the result that it is, or the state that all of the node shares."""
+    assert program.annotations is not None
+    spec = program.annotations.specs[name]
+    if spec.product is not None:
+        for letter, role in zip("mnk", spec.product, strict=True):
+            if split in role:
+                return letter
+    for tensor in (*spec.results, *spec.operands):
+        for dim, names in enumerate(tensor or ()):
+            if split in names:
+                return f"dim {dim}"
+    return split
+
+
 def _collective_text(found: list[Collective]) -> str:
-    counts = Counter((c.kind, c.axes) for c in found)
-    return ", ".join(f"{count} {_SHORT[kind]} {'+'.join(axes)}" for (kind, axes), count in counts.items()) or "none"
+    counts = Counter((_SHORT[c.kind], "+".join(c.axes)) for c in found)
+    return ", ".join(f"{count} {kind} {axes}" for (kind, axes), count in sorted(counts.items())) or "none"
 
 
 def _compute_seconds(program: Program, world: World) -> dict[str, float]:

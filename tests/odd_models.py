@@ -1,0 +1,548 @@
+"""Small models with something odd in each, as (model, args, kwargs); batches of 12 divide by 2, 3, 4 and 6 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH, SEQUENCE, HIDDEN, HEADS, VOCABULARY = 12, 6, 24, 6, 36
+
+Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+ODD: dict[str, Callable[[], Example]] = {}
+
+
+def odd(build: Callable[[], Example]) -> Callable[[], Example]:
+    """Enters a model into ODD, with its weights and inputs made from one seed."""
+
+    def seeded() -> Example:
+        torch.manual_seed(0)
+        return build()
+
+    ODD[build.__name__] = seeded
+    return seeded
+
+
+class Simple(nn.Module):
+    """Two linears; `body` says what is made of (model, inputs)."""
+
+    def __init__(self, body: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.body = body
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(self, *args, **kwargs)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (BATCH, HIDDEN)))
+
+
+def sequences() -> Tensor:
+    return torch.randn(BATCH, SEQUENCE, HIDDEN)
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, shape or (BATCH, SEQUENCE))
+
+
+# -- what goes in and what comes out ---------------------------------------------------------------
+
+
+@odd
+def only_a_scalar() -> Example:
+    return Simple(lambda m, x: m.down(m.up(x).relu()).square().sum()), (rows(),), {}
+
+
+@odd
+def a_dictionary_with_none() -> Example:
+    def body(m: Any, x: Tensor, *, scale: float, mask: Tensor | None = None) -> dict[str, Any]:
+        y = m.down(m.up(x).tanh()) * scale
+        return {"y": y, "mask": mask, "loss": y.mean(), "best": y.argmax(-1), "n": 3, "x": x}
+
+    return Simple(body), (rows(),), {"scale": 2.5, "mask": None}
+
+
+@odd
+def only_integers_out() -> Example:
+    return Simple(lambda m, x: m.down(m.up(x)).argmax(-1)), (rows(),), {}
+
+
+@odd
+def inputs_that_require_gradients() -> Example:
+    x = rows().requires_grad_()
+    return Simple(lambda m, x, y: (m.down(m.up(x * y)).square().mean(), x * 2)), (x, rows()), {}
+
+
+@odd
+def a_nested_batch() -> Example:
+    def body(m: Any, batch: dict[str, Any]) -> Tensor:
+        x, (y, z) = batch["x"], batch["rest"]
+        return F.mse_loss(m.down(m.up(x + y)), z)
+
+    return Simple(body), ({"x": rows(), "rest": [rows(), rows()]},), {}
+
+
+@odd
+def a_branch_without_parameters() -> Example:
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        free = (x.softmax(-1) * x).cumsum(1) / x.norm(dim=-1, keepdim=True)
+        return m.down(m.up(x).relu()).mul(free).sum(), free
+
+    return Simple(body), (rows(),), {}
+
+
+@odd
+def an_output_that_is_an_input_and_one_that_is_constant() -> Example:
+    return Simple(lambda m, x: (m.down(m.up(x)).sum(), x, torch.arange(5) * 2)), (rows(),), {}
+
+
+@odd
+def one_input_twice() -> Example:
+    x = rows()
+    return Simple(lambda m, x, y: F.mse_loss(m.down(m.up(x)), y)), (x, x), {}
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+@odd
+def two_losses_and_a_mean_by_hand() -> Example:
+    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        z = m.down(F.gelu(m.up(x)))
+        by_hand = ((z - y) ** 2).sum() / (x.shape[0] * x.shape[1])
+        return by_hand + 0.1 * z.abs().mean() + sum(p.square().sum() for p in m.parameters())
+
+    return Simple(body), (rows(), rows()), {}
+
+
+@odd
+def log_softmax_and_nll_by_hand() -> Example:
+    def body(m: Any, x: Tensor, target: Tensor) -> Tensor:
+        p = m.down(m.up(x)).log_softmax(-1)
+        return -p.gather(1, target[:, None]).squeeze(1).mean()
+
+    return Simple(body), (rows(), torch.randint(0, HIDDEN, (BATCH,))), {}
+
+
+@odd
+def nll_with_ignored_tokens() -> Example:
+    def body(m: Any, x: Tensor, target: Tensor) -> Tensor:
+        return F.nll_loss(m.down(m.up(x)).log_softmax(-1), target, ignore_index=-1)
+
+    target = torch.randint(0, HIDDEN, (BATCH,))
+    target[:5] = -1
+    return Simple(body), (rows(), target), {}
+
+
+@odd
+def other_losses() -> Example:
+    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        z = m.down(m.up(x))
+        return (
+            F.binary_cross_entropy_with_logits(z, y.sigmoid()) + F.smooth_l1_loss(z, y)
+            + F.huber_loss(z, y) + F.l1_loss(z, y) + F.cosine_similarity(z, y).mean()
+            + F.kl_div(z.log_softmax(-1), y.softmax(-1), reduction="batchmean")
+            + F.mse_loss(z, y, reduction="sum")
+        )  # fmt: skip
+
+    return Simple(body), (rows(), rows()), {}
+
+
+@odd
+def a_masked_mean() -> Example:
+    def body(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        z = m.down(m.up(x)).square().mean(-1)
+        return torch.where(mask, z, 0).sum() / mask.sum()
+
+    return Simple(body), (sequences(), torch.rand(BATCH, SEQUENCE) > 0.4), {}
+
+
+@odd
+def statistics_over_the_batch() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        z = m.down(m.up(x))
+        whitened = (z - z.mean(0)) / z.std(0) + z.var(1, keepdim=True) + z.amax(0)
+        return (whitened.softmax(0) * x).sum() + torch.logsumexp(z, 0).sum() + z.prod(-1).sum()
+
+    return Simple(body), (rows(),), {}
+
+
+# -- gradients that stop ---------------------------------------------------------------------------
+
+
+@odd
+def a_branch_that_is_detached() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        z = m.up(x)
+        with torch.no_grad():
+            target = m.down(z.sigmoid())
+        return (m.down(z.relu()) - target).square().mean() + (z.detach() * z).sum() / z.numel()
+
+    return Simple(body), (rows(),), {}
+
+
+@odd
+def a_frozen_layer() -> Example:
+    model = Simple(lambda m, x: m.down(m.frozen(m.up(x))).square().mean(), frozen=nn.Linear(48, 48))
+    model.frozen.requires_grad_(False)
+    return model, (rows(),), {}
+
+
+class Lora(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, base.in_features) / 5)
+        self.b = nn.Parameter(torch.randn(base.out_features, rank) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+@odd
+def adapters_on_a_frozen_base() -> Example:
+    model = Simple(lambda m, x: m.down(F.silu(m.up(x))).square().mean())
+    model.up, model.down = Lora(model.up), Lora(model.down)
+    return model, (rows(),), {}
+
+
+@odd
+def nothing_to_train() -> Example:
+    return Simple(lambda m, x: m.down(m.up(x)).square().mean()).requires_grad_(False), (rows(),), {}
+
+
+# -- buffers ---------------------------------------------------------------------------------------
+
+
+@odd
+def batch_norm() -> Example:
+    model = Simple(lambda m, x: m.down(m.norm(m.up(x))).square().mean(), norm=nn.BatchNorm1d(48))
+    return model, (rows(),), {}
+
+
+@odd
+def batch_norm_of_sequences() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.norm(m.up(x).transpose(1, 2)).square().mean()
+
+    return Simple(body, norm=nn.BatchNorm1d(48)), (sequences(),), {}
+
+
+class Average(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(HIDDEN))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            self.steps += 1
+        return x - self.mean
+
+
+@odd
+def a_moving_average() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.average(m.down(m.up(x))).square().mean()
+
+    return Simple(body, average=Average()), (rows(),), {}
+
+
+# -- weights used twice ----------------------------------------------------------------------------
+
+
+@odd
+def one_module_twice() -> Example:
+    return Simple(lambda m, x: m.down(m.up(m.down(m.up(x).relu()))).mean()), (rows(),), {}
+
+
+@odd
+def a_weight_and_its_transpose() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = x @ m.up.weight.T
+        return (y @ m.up.weight + m.down.weight.sum()).square().mean()
+
+    return Simple(body), (rows(),), {}
+
+
+@odd
+def a_tied_embedding() -> Example:
+    def body(m: Any, ids: Tensor, labels: Tensor) -> Tensor:
+        x = m.down(m.up(m.table(ids)).relu())
+        logits = F.linear(x, m.table.weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + m.table.weight[3].sum()
+
+    table = nn.Embedding(VOCABULARY, HIDDEN, padding_idx=2)
+    return Simple(body, table=table), (ids(), ids()), {}
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+@odd
+def multihead_attention() -> Example:
+    def body(m: Any, x: Tensor, padding: Tensor) -> Tensor:
+        y, _ = m.attention(x, x, x, key_padding_mask=padding, need_weights=False)
+        return m.down(m.up(y)).square().mean()
+
+    attention = nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True)
+    padding = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool)
+    padding[::3, -2:] = True
+    return Simple(body, attention=attention), (sequences(), padding), {}
+
+
+@odd
+def multihead_attention_with_weights() -> Example:
+    def body(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, weights = m.attention(x, x, x)
+        return m.down(m.up(y)).square().mean(), weights
+
+    return Simple(body, attention=nn.MultiheadAttention(HIDDEN, HEADS)), (sequences(),), {}
+
+
+@odd
+def encoder_layer() -> Example:
+    layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 2 * HIDDEN, dropout=0.0, batch_first=True)
+    return Simple(lambda m, x: m.layer(x).square().mean(), layer=layer), (sequences(),), {}
+
+
+@odd
+def encoder_layer_with_dropout() -> Example:
+    layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 2 * HIDDEN, dropout=0.2, batch_first=True)
+    return Simple(lambda m, x: m.layer(x).square().mean(), layer=layer), (sequences(),), {}
+
+
+class Heads(nn.Module):
+    """q, k and v of a sequence (b, h, s, e), from one fused weight."""
+
+    def __init__(self, groups: int = HEADS) -> None:
+        super().__init__()
+        self.groups = groups
+        self.qkv = nn.Linear(HIDDEN, HIDDEN + 2 * groups * HIDDEN // HEADS)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        width = HIDDEN // HEADS
+        parts = self.qkv(x).split([HIDDEN, self.groups * width, self.groups * width], -1)
+        return [p.unflatten(-1, (-1, width)).transpose(1, 2) for p in parts]
+
+    def join(self, y: Tensor) -> Tensor:
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@odd
+def a_bias_on_scores_that_is_trained() -> Example:
+    class Biased(Heads):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(HEADS, SEQUENCE, SEQUENCE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.split(x)
+            return self.join(F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias))
+
+    return Biased(), (sequences(),), {}
+
+
+@odd
+def attention_by_einsum() -> Example:
+    class Einsum(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.split(x)
+            scores = torch.einsum("bhqe,bhke->bhqk", q, k)
+            kept = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+            weights = scores.masked_fill(~kept, -1e9).softmax(-1)
+            return self.join(torch.einsum("bhqk,bhkv->bhqv", weights, v))
+
+    return Einsum(), (sequences(),), {}
+
+
+@odd
+def attention_by_bmm() -> Example:
+    class Bmm(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (t.flatten(0, 1) for t in self.split(x))
+            weights = torch.baddbmm(q.sum(-1)[:, :, None], q, k.mT, beta=0.5, alpha=2).softmax(-1)
+            return self.join(torch.bmm(weights, v).unflatten(0, (-1, HEADS)))
+
+    return Bmm(), (sequences(),), {}
+
+
+@odd
+def grouped_queries_of_uneven_widths() -> Example:
+    class Grouped(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.split(x)
+            return self.join(F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+
+    return Grouped(groups=2), (sequences(),), {}
+
+
+@odd
+def attention_with_dropout() -> Example:
+    class Dropped(Heads):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.split(x)
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+            return self.join(F.dropout(y, 0.2))
+
+    return Dropped(), (sequences(),), {}
+
+
+# -- shapes ----------------------------------------------------------------------------------------
+
+
+@odd
+def a_gated_pair_from_one_weight() -> Example:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, value = self.up(x).chunk(2, -1)
+            return self.down(F.silu(gate) * value).square().mean()
+
+    return Gated(), (sequences(),), {}
+
+
+@odd
+def pieces() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        a, b, c = m.up(x).split([8, 16, 24], -1)
+        d = torch.cat([c, a, b[:, :, 4:], a[..., :4]], -1)
+        e = torch.stack([d, d.flip(1), d.roll(2, 1), d.roll(1, -1)], 1)
+        f = torch.cat([e.unbind(1)[0], e[:, 1], e[:, 2] * e[:, 3]], 0)
+        return m.down(f[:, ::2]).square().mean() + x.repeat(1, 2, 1).sum() * m.down.bias.sum()
+
+    return Simple(body), (sequences(),), {}
+
+
+@odd
+def along_a_dim() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.up(x)
+        y = y.cumsum(1) + y.flip(-1) + y.roll(1, 0) + y.tril() + y.sort(-1).values
+        y = y + F.pad(y[:, 1:], (0, 0, 0, 1)) + F.normalize(y, dim=-1) + y.topk(1, -1).values
+        return m.down(y).diff(dim=1).square().mean()
+
+    return Simple(body), (sequences(),), {}
+
+
+@odd
+def indices() -> Example:
+    def body(m: Any, x: Tensor, index: Tensor) -> Tensor:
+        y = m.up(x)
+        z = y.index_select(1, index[0]) + y.gather(1, index[:, :, None].expand(-1, -1, 48))
+        z = z * F.one_hot(index, 48) + y[:, index[1]] + y[torch.arange(BATCH)[:, None], index]
+        return m.down(z).square().mean() + torch.take_along_dim(y, index[:, :, None], 1).sum()
+
+    return Simple(body), (sequences(), torch.randint(0, SEQUENCE, (BATCH, SEQUENCE))), {}
+
+
+@odd
+def writes_into_a_tensor() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.up(x)
+        z = torch.zeros_like(y)
+        z[:, 2:] = y[:, 2:]
+        z[0] += 1
+        return m.down(z.masked_fill_(y < 0, 0.5).add_(y)).square().mean()
+
+    return Simple(body), (sequences(),), {}
+
+
+@odd
+def products() -> Example:
+    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        z = m.bilinear(x, y) + torch.einsum("bi,bj,oij->bo", x, y, m.bilinear.weight)
+        outer = torch.einsum("bi,bj->bij", z, x).flatten(1)
+        return (outer @ outer.T).mean() + torch.outer(x[0], z[0]).sum() + z.mv(z[0]).sum()
+
+    return Simple(body, bilinear=nn.Bilinear(HIDDEN, HIDDEN, HIDDEN)), (rows(), rows()), {}
+
+
+@odd
+def patches() -> Example:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Conv2d(3, HIDDEN, 4, stride=4)
+            self.mix = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1, groups=HEADS)
+            self.token = nn.Parameter(torch.randn(1, 1, HIDDEN))
+            self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            y = self.mix(self.embed(x).flatten(2)).transpose(1, 2)
+            y = torch.cat([self.token.expand(len(x), -1, -1), y], 1)
+            return F.cross_entropy(self.head(y[:, 0] + y.mean(1)), labels)
+
+    return Patches(), (rows(BATCH, 3, 8, 8), ids(BATCH)), {}
+
+
+@odd
+def an_image_network() -> Example:
+    model = nn.Sequential(
+        nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(12, 24, 3, padding=1), nn.GroupNorm(6, 24), nn.SiLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(24, 12),
+    )  # fmt: skip
+    return model, (rows(BATCH, 3, 8, 8),), {}
+
+
+@odd
+def norms() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.group(m.rms(m.up(x)).transpose(1, 2)).transpose(1, 2)
+        return (m.layer(m.down(y)) * m.rms(m.up(x))[..., :HIDDEN]).square().mean()
+
+    parts = {"rms": nn.RMSNorm(48), "group": nn.GroupNorm(6, 48)}
+    layer = nn.LayerNorm((SEQUENCE, HIDDEN))
+    return Simple(body, **parts, layer=layer), (sequences(),), {}
+
+
+@odd
+def casts() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.up(x).half().float() * m.up(x).bfloat16()
+        return m.down(y.to(x.dtype)).square().mean() + (y > 0).sum() / y.numel()
+
+    return Simple(body), (rows(),), {}
+
+
+@odd
+def complex_numbers() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(m.up(x).unflatten(-1, (-1, 2)).contiguous())
+        turned = torch.view_as_real(z * torch.polar(torch.ones(6, 1), torch.arange(6.0)[:, None]))
+        return m.down(turned.flatten(-2)).square().mean() + torch.fft.rfft(x).abs().sum() * 0
+
+    return Simple(body), (sequences(),), {}
+
+
+@odd
+def recurrent() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], HIDDEN)
+        for step in range(3):
+            state = m.cell(x[:, step], state)
+        return m.down(m.up(state)).square().mean()
+
+    return Simple(body, cell=nn.GRUCell(HIDDEN, HIDDEN)), (sequences(),), {}
+
+
+@odd
+def dropout_in_training() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = F.dropout(m.up(F.dropout(x, 0.1)), 0.5)
+        return m.down(y).square().mean() + F.dropout(m.up.weight, 0.3).sum()
+
+    return Simple(body), (sequences(),), {}
