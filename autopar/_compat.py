@@ -14,8 +14,10 @@ __all__ = [
     "StridedShard",
     "backend_name",
     "fake_mode",
+    "process_group",
     "pytree",
     "register_process_group",
+    "register_work",
     "unregister_process_group",
 ]
 
@@ -30,11 +32,20 @@ def unregister_process_group(name: str) -> None:
     torch._C._distributed_c10d._unregister_process_group(GroupName(name))
 
 
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The group that is registered as `name`. Raises RuntimeError where none is."""
+    return torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+
+
+def register_work(x: torch.Tensor, work: torch.distributed.Work) -> None:
+    """Lets `_c10d_functional.wait_tensor(x)` wait for `work`, which x is kept alive for."""
+    torch._C._distributed_c10d._register_work(x, work)
+
+
 def backend_name(name: str, device_type: str) -> str:
     """The backend, such as "gloo", of the group that is registered as `name`; "" where none is."""
     try:
-        group = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
-        return group._get_backend(torch.device(device_type)).name()
+        return process_group(name)._get_backend(torch.device(device_type)).name()
     except RuntimeError:
         return ""
 

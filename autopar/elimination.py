@@ -44,7 +44,7 @@ def minimise(sizes: Sequence[int], tables: Sequence[Table], memo: Memo | None = 
     memo = {} if memo is None else memo
     state = _State(sizes, tables)
     order: list[_Eliminated] = []
-    constant = 0.0
+    constant = math.fsum(float(table.costs) for table in tables if not table.variables)
     while (variable := state.next()) is not None:
         neighbours, parts = state.take(variable)
         if math.prod(sizes[n] for n in neighbours) * sizes[variable] > _LARGEST:

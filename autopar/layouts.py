@@ -1,9 +1,16 @@
-"""The named layouts: each is a short constraint on the search; "auto" is no constraint."""
+"""The layouts of the literature, each a short constraint on the search; "auto" is no constraint.
+
+A layout names its mesh axes and says of each what it may do (`Role`): which loop dims of Y[m,n] = X[m,k] · W[k,n] it takes, what it may split
+elsewhere, and how parameters are stored on it. The search does the rest, so that a named layout differs from "auto" in nothing but freedom.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import math
+
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .errors import LayoutError
@@ -11,79 +18,228 @@ from .layout import Layout
 from .mesh import Axis, Mesh
 from .program import Annotations, Atom, Program
 from .rules import Spec
-from .strategies import Strategy
+from .strategies import Choice, Slot, Strategy, Through
 
-NAMES = ("auto", "ddp", "fsdp", "megatron")
+Factors = dict[str, tuple[Atom, ...]]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What one mesh axis may do.
+
+    `takes`: the loop dims of a product with a weight, among "mnk". `splits`: which atoms it may split, "batch", "features" (what is neither
+    batch nor sequence), "inner" (features less the residual stream's), "any". `elsewhere`: the same for ops that are no product (""
+    is as `splits`), and "sequence": the residual stream is split on its sequence, all else as "inner". `stored`: of parameters, "whole",
+    "split", "any", or the loop dim of their product that is split, "n" or "k". `spread`: ops that are no product split where they can.
+    `idle`: products without a weight (attention) may leave the axis idle.
+    """
+
+    takes: str = "mnk"
+    splits: str = "any"
+    elsewhere: str = ""
+    stored: str = "any"
+    spread: bool = False
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class Grid2D:
+    """ATP's mesh of d1 × d2 ranks (arXiv 2301.08658): one axis on n, the other on k, swapped at the next product.
+
+    `first`: "column" puts d1 on n at the first product of a chain, "row" puts it on k.
+    """
+
+    d1: int
+    d2: int
+    first: str = "column"
+
+
+@dataclass(frozen=True)
+class Grid3D:
+    """x · y · z ranks: three axes on m, n and k; X, W and Y are each spread over all three (Agarwal et al. 1995)."""
+
+    x: int
+    y: int
+    z: int
+
+
+@dataclass(frozen=True)
+class Grid4D:
+    """AxoNN's grid (arXiv 2305.13525): x on k and y on n, swapped at the next product; z and data on m; z splits stored weights too."""
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    data: int = 1
+
+
+@dataclass(frozen=True)
+class Grid25D:
+    """d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on n; q at least d."""
+
+    q: int
+    d: int = 1
+
+
+Grid = Grid2D | Grid3D | Grid4D | Grid25D
+Layouts = str | Grid | Mapping[str, "str | Grid"]
+
+_DATA = Role("m", "batch", stored="whole")
+_SHARDED_DATA = Role("m", "batch", stored="split")
+_TENSOR = Role("nk", "inner")
+_SEQUENCE = Role("nk", "inner", elsewhere="sequence")
+_PLANE = Role("nk", "features", idle=True)
+_CUBE = Role("mnk", "any", spread=True, idle=True)
+_SUMMA_ROW = Role("m", "batch", stored="k")
+_SUMMA_COLUMN = Role("n", "features", stored="n", spread=True)
+
+_ONE_AXIS = {
+    "ddp": ("data", _DATA), "fsdp": ("data", _SHARDED_DATA), "megatron": ("tp", _TENSOR), "megatron-sp": ("tp", _SEQUENCE),
+}
+NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which atoms of a model are its batch, its sequence, and its residual stream: read off inputs and parameters."""
+
+    batch: frozenset[int] = frozenset()
+    sequence: frozenset[int] = frozenset()
+    residual: frozenset[int] = frozenset()
+
+    def allowed(self, splits: str, atom: Atom) -> bool:
+        number = atom.number
+        match splits:
+            case "batch":
+                return number in self.batch
+            case "features":
+                return number not in self.batch | self.sequence
+            case "inner":
+                return number not in self.batch | self.sequence | self.residual
+        return True
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a named layout asks of a mesh. `atoms` gives each axis the atoms that it may split in a product (None: any)."""
+    """What a layout asks of the nodes on a mesh: a role per axis, by module pattern (the first that fits; none: free).
+
+    `apart`: in a product with a weight no two axes take the same loop dim. `first` (ATP): what axis 0 takes at the first product.
+    """
 
     name: str
-    product_atoms: dict[str, frozenset[int]] = field(default_factory=dict)
-    other_atoms: dict[str, frozenset[int]] = field(default_factory=dict)
-    stored: str = "any"  # of parameters: "any", "whole", "split"
+    rules: tuple[tuple[str, tuple[Role, ...]], ...] = ()
+    apart: bool = False
+    kinds: Kinds = field(default_factory=Kinds)
+    letters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of every dim of a parameter, in its product
 
-    def choices(self, spec: Spec, factors: dict[str, tuple[Atom, ...]], found: Sequence[Strategy], mesh: Mesh) -> list[Strategy]:
-        """The strategies of a node that obey the layout; all of them where the node leaves it nothing to choose."""
-        allowed = self.product_atoms if spec.product else self.other_atoms
-        kept = [s for s in found if all(self._obeys(s, i, axis.name, allowed, factors) for i, axis in enumerate(mesh.axes))]
-        if spec.product and self.product_atoms:
-            split = [s for s in kept if all(slot is not None for slot in s.slots)]
-            kept = split or kept
+    def roles(self, path: str) -> tuple[Role, ...] | None:
+        return next((roles for pattern, roles in self.rules if _fits(path, pattern)), None)
+
+    def narrow(self, path: str, spec: Spec, factors: Factors, per_axis: Sequence[Sequence[Choice]]) -> list[list[Choice]]:
+        """The choices of each axis for a node that the layout leaves; all of them where it would leave none."""
+        roles = self.roles(path)
+        if roles is None:
+            return [list(choices) for choices in per_axis]
+        return [
+            self._narrow_one(role, spec, factors, choices) or list(choices)
+            for role, choices in zip(roles, per_axis, strict=True)
+        ]
+
+    def _narrow_one(self, role: Role, spec: Spec, factors: Factors, choices: Sequence[Choice]) -> list[Choice]:
+        slots = [c for c in choices if isinstance(c, Slot)]
+        idle = [c for c in choices if not isinstance(c, Slot)]
+        atom = lambda slot: factors[slot.factor][slot.position]  # noqa: E731
+        if spec.product is not None:
+            allowed = [s for s in slots if self.kinds.allowed(role.splits, atom(s))]
+            if has_weight(spec):
+                return [s for s in allowed if letter(spec, s.factor) in role.takes] or idle
+            return [*allowed, *idle] if role.idle else allowed or idle
+        if role.elsewhere == "sequence" and self._on_residual(factors):
+            return [s for s in slots if atom(s).number in self.kinds.sequence] or idle
+        splits = "inner" if role.elsewhere == "sequence" else role.elsewhere or role.splits
+        allowed = [s for s in slots if self.kinds.allowed(splits, atom(s))]
+        if splits == "batch" and not allowed and math.prod(spec.sizes.values()) > 1:
+            return [c for c in idle if not isinstance(c, Through)]  # sums over the batch are scalars by the time they travel
+        if splits == "batch" or role.spread:
+            return list(allowed) or idle
+        return [*allowed, *idle]
+
+    def _on_residual(self, factors: Factors) -> bool:
+        return any(atom.number in self.kinds.residual for chain in factors.values() for atom in chain)
+
+    def joint(self, path: str, spec: Spec, found: Sequence[Strategy]) -> list[Strategy]:
+        """The strategies in which the axes of a product with a weight stay apart; all of them where none does."""
+        if not self.apart or self.roles(path) is None or not has_weight(spec):
+            return list(found)
+        kept = []
+        for strategy in found:
+            letters = [letter(spec, slot.factor) for slot in strategy.slots if slot is not None]
+            planar = [x for x in letters if x in "nk"]
+            if len(set(planar)) == len(planar):
+                kept.append(strategy)
         return kept or list(found)
 
-    def _obeys(
-        self, strategy: Strategy, index: int, axis: str, allowed: dict[str, frozenset[int]], factors: dict[str, tuple[Atom, ...]]
-    ) -> bool:
-        slot = strategy.slots[index]
-        if slot is None or axis not in allowed:
-            return True
-        return factors[slot.factor][slot.position].number in allowed[axis]
+    def storage(self, name: str, path: str, found: Sequence[Layout]) -> list[Layout]:
+        """The stored layouts of a parameter that obey the layout: axis by axis, as far as its sizes allow."""
+        roles = self.roles(path)
+        kept = list(found)
+        for index, role in enumerate(roles or ()):
+            if role.stored == "whole":
+                kept = [x for x in kept if x.states[index].kind != "S"] or kept
+            elif role.stored == "split" and len(found[0].shape) > 1:
+                kept = [x for x in kept if x.states[index].kind == "S"] or kept
+            elif role.stored in ("n", "k") and name in self.letters:
+                kept = [x for x in kept if self._dim_letter(name, x, index) == role.stored] or kept
+        return kept
 
-    def signature(self, spec: Spec, factors: dict[str, tuple[Atom, ...]]) -> tuple[tuple[str, str, int], ...]:
-        """Which slots of a node the layout allows: nodes that look alike but differ here are searched apart."""
-        allowed = self.product_atoms if spec.product else self.other_atoms
-        return tuple(
-            (axis, name, position)
-            for axis, atoms in allowed.items()
-            for name, chain in factors.items()
-            for position, atom in enumerate(chain)
-            if atom.number in atoms
-        )
+    def _dim_letter(self, name: str, layout: Layout, index: int) -> str:
+        state = layout.states[index]
+        return self.letters[name][state.dim] if state.kind == "S" else ""
 
-    def storage(self, found: Sequence[Layout]) -> list[Layout]:
-        """The stored layouts of one parameter that obey the layout."""
-        if self.stored == "whole":
-            return [layout for layout in found if not layout.axes_of("S")]
-        if self.stored == "split":
-            most = max(len(layout.axes_of("S")) for layout in found)
-            return [layout for layout in found if len(layout.axes_of("S")) == most]
-        return list(found)
+    @property
+    def free(self) -> bool:
+        return not self.rules
 
 
-def candidates(layout: str, ranks: int, program: Program) -> Iterator[tuple[Mesh, Constraint]]:
-    """The meshes that a layout may have on so many ranks, each with its constraint. Raises LayoutError for an unknown name."""
+def has_weight(spec: Spec) -> bool:
+    """Whether a product has an operand without any dim of m: a weight."""
+    if spec.product is None or not spec.product[1]:
+        return False
+    rows = spec.product[0]
+    return any(
+        dims is not None and not any(f in rows for dim in dims for f in dim) and any(f in spec.product[1] for dim in dims for f in dim)
+        for dims in spec.operands
+    )
+
+
+def letter(spec: Spec, factor: str) -> str:
+    """The loop dim that a factor of a product belongs to."""
+    assert spec.product is not None
+    return next((x for x, role in zip("mnk", spec.product, strict=True) if factor in role), "")
+
+
+def _fits(path: str, pattern: str) -> bool:
+    return pattern == "*" or fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}.*")
+
+
+# -- from a layout to meshes ---------------------------------------------------------------------------------------------------
+def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[Mesh, Constraint]]:
+    """The meshes that a layout may have on so many ranks, each with its constraint. Raises LayoutError where none fits."""
     assert program.annotations is not None
     if layout == "auto":
         for mesh in _meshes(ranks):
             yield mesh, Constraint("auto")
-    elif layout in ("ddp", "fsdp"):
-        batch = program.annotations.batch
-        if batch is None or batch.size % ranks:
-            size = "no batch dim" if batch is None else f"a batch of {batch.size}"
-            raise LayoutError(
-                f"layout {layout!r} puts axis data of {ranks} ranks on the factor batch, but the inputs have {size}: "
-                f"use a batch that {ranks} divides, fewer ranks, or layout 'auto'"
-            )
-        stored = "whole" if layout == "ddp" else "split"
-        yield Mesh((Axis("data", ranks),)), Constraint(layout, {"data": frozenset({batch.number})}, stored=stored)
-    elif layout == "megatron":
-        atoms = _megatron_atoms(program, program.annotations, ranks)
-        yield Mesh((Axis("tp", ranks),)), Constraint(layout, {"tp": atoms}, {"tp": atoms})
-    else:
-        raise LayoutError(f"unknown layout {layout!r}; known ones: {', '.join(NAMES)}")
+        return
+    kinds, letters = _kinds(program, program.annotations), _letters(program)
+    if isinstance(layout, Mapping):
+        yield _hybrid(layout, ranks, kinds, letters, program)
+        return
+    for grid in _grids(layout, ranks):
+        mesh, roles, apart = _mesh(grid, ranks)
+        _check_batch(layout, mesh, roles, kinds, program)
+        _check_inner(layout, mesh, roles, kinds, program)
+        name = layout if isinstance(layout, str) else str(layout)
+        yield mesh, Constraint(name, (("*", roles),), apart, kinds, letters)
 
 
 def _meshes(ranks: int) -> Iterator[Mesh]:
@@ -97,19 +253,147 @@ def _meshes(ranks: int) -> Iterator[Mesh]:
             yield Mesh((Axis("x", ranks // inner), Axis("y", inner)))
 
 
-def _megatron_atoms(program: Program, notes: Annotations, ranks: int) -> frozenset[int]:
-    """The atoms of weights, less the residual stream's (the one that most parameters have) and those of the inputs."""
-    parameters = [entry.node for entry in program.signature.inputs if entry.kind == "parameter"]
-    users = [entry.node for entry in program.signature.inputs if entry.kind == "user"]
-    counts = Counter(atom.number for name in parameters for atoms in notes.dims[name, 0] for atom in atoms)
-    sizes = {atom.number: atom.size for name in parameters for atoms in notes.dims[name, 0] for atom in atoms}
-    taken = {atom.number for name in users for atoms in notes.dims[name, 0] for atom in atoms}
-    hidden = {counts.most_common(1)[0][0]} if counts else set()
-    atoms = frozenset(counts) - taken - hidden
-    if not any(sizes[number] % ranks == 0 for number in atoms):
-        listed = ", ".join(str(sizes[number]) for number in sorted(atoms)) or "none"
+def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
+    """The grids that a name stands for on so many ranks."""
+    if not isinstance(layout, str) or layout in _ONE_AXIS:
+        return [layout]
+    found: list[str | Grid] = []
+    match layout:
+        case "atp":
+            found = [Grid2D(a, b, first) for a, b in _factorings(ranks, 2) for first in ("column", "row")]
+        case "3d":
+            found = [Grid3D(*sizes) for sizes in _factorings(ranks, 3)]
+        case "4d":
+            found = [Grid4D(*sizes) for sizes in _factorings(ranks, 4)]
+        case "2.5d":
+            found = [Grid25D(q, ranks // q**2) for q in range(1, ranks + 1) if ranks % q**2 == 0 and q >= ranks // q**2]
+        case _:
+            raise LayoutError(f"unknown layout {layout!r}; known ones: {', '.join(NAMES)}, a Grid…, or a dict from module pattern to these")
+    if not found:
+        raise LayoutError(f"layout {layout!r} needs d · q² ranks with q at least d; {ranks} ranks are none: use 4, 8, 9, 16, 18, 27 or 32")
+    return found
+
+
+def _factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
+    if parts == 1:
+        return [(ranks,)]
+    return [(d, *rest) for d in range(1, ranks + 1) if ranks % d == 0 for rest in _factorings(ranks // d, parts - 1)]
+
+
+def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...], bool]:
+    """The mesh of a layout, outer axis first, the role of each axis, and whether its axes stay apart. Axes of size 1 are left out."""
+    apart = True
+    match layout:
+        case str():
+            name, role = _ONE_AXIS[layout]
+            named, apart = [(name, ranks, role)], False
+        case Grid2D():
+            if layout.first not in ("column", "row"):
+                raise LayoutError(f"{layout}: `first` is 'column' or 'row'")
+            named = [("x", layout.d1, _PLANE), ("y", layout.d2, _PLANE)]
+        case Grid3D():
+            named = [("x", layout.x, _CUBE), ("y", layout.y, _CUBE), ("z", layout.z, _CUBE)]
+        case Grid4D():
+            named = [("data", layout.data, _DATA), ("z", layout.z, _SHARDED_DATA), ("x", layout.x, _PLANE), ("y", layout.y, _PLANE)]
+        case Grid25D():
+            if layout.q < layout.d:
+                raise LayoutError(f"{layout}: q must be at least d, or the copies outweigh what they save; use Grid25D({layout.d}, {layout.q})")
+            named = [("depth", layout.d, _DATA), ("row", layout.q, _SUMMA_ROW), ("col", layout.q, _SUMMA_COLUMN)]
+    kept = [(name, size, role) for name, size, role in named if size > 1]
+    mesh = Mesh(tuple(Axis(name, size) for name, size, _ in kept))
+    if mesh.size != ranks:
+        sizes = " · ".join(str(size) for _, size, _ in named)
+        raise LayoutError(f"{layout} is for {sizes} = {mesh.size} ranks, the world has {ranks}: choose sizes whose product is {ranks}")
+    return mesh, tuple(role for *_, role in kept), apart
+
+
+def _hybrid(
+    layout: Mapping[str, str | Grid], ranks: int, kinds: Kinds, letters: Mapping[str, tuple[str, ...]], program: Program
+) -> tuple[Mesh, Constraint]:
+    """One mesh for all: that of the grid with most axes; a layout of one axis plays its role on each of them."""
+    if not layout:
+        raise LayoutError("an empty dict of layouts; give patterns of module paths, '*' for all")
+    unknown = [v for v in layout.values() if isinstance(v, str) and v not in (*_ONE_AXIS, "auto")]
+    if unknown:
+        raise LayoutError(f"layout {unknown[0]!r} in a dict: a Grid…, or one of auto, {', '.join(_ONE_AXIS)}")
+    made = {pattern: _mesh(one, ranks) for pattern, one in layout.items() if one != "auto"}
+    if not made:
+        raise LayoutError("a dict with nothing but 'auto' says nothing; use layout='auto'")
+    mesh = max((m for m, _, _ in made.values()), key=lambda m: len(m.axes))
+    rules = []
+    for pattern, (own, roles, _) in made.items():
+        if own.names == mesh.names and own != mesh or len(own.axes) not in (1, len(mesh.axes)):
+            raise LayoutError(f"layout {layout[pattern]} of {pattern!r} has mesh {own}, another one has {mesh}: use grids of equal sizes")
+        rules.append((pattern, roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)))
+        _check_batch(layout[pattern], mesh, rules[-1][1], kinds, program)
+    name = ", ".join(f"{pattern}: {one}" for pattern, one in layout.items())
+    return mesh, Constraint(f"hybrid ({name})", tuple(rules), any(apart for *_, apart in made.values()), kinds, letters)
+
+
+# -- checks and facts ----------------------------------------------------------------------------------------------------------
+def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program) -> None:
+    assert program.annotations is not None
+    axes = [axis for axis, role in zip(mesh.axes, roles, strict=True) if role.splits == "batch"]
+    ranks = 1
+    for axis in axes:
+        ranks *= axis.size
+    batch = program.annotations.batch
+    if axes and (batch is None or batch.size % ranks):
+        size = "no batch dim" if batch is None else f"a batch of {batch.size}"
+        names = " and ".join(f"{axis.name} of {axis.size}" for axis in axes)
         raise LayoutError(
-            f"layout 'megatron' puts axis tp of {ranks} ranks on rows or columns of weights, but {ranks} divides none of "
-            f"their sizes ({listed}): use fewer ranks or layout 'auto'"
+            f"layout {layout!r} puts axis {names} ranks on the factor batch, but the inputs have {size}: use a batch that {ranks} "
+            f"divides, fewer ranks, or layout 'auto'"
         )
-    return atoms
+
+
+def _check_inner(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program) -> None:
+    """An axis that splits weights must divide a size of some weight."""
+    notes = program.annotations
+    assert notes is not None
+    parameters = [entry.node for entry in program.signature.inputs if entry.kind == "parameter"]
+    atoms = {atom.number: atom for name in parameters for chain in notes.dims[name, 0] for atom in chain}
+    for axis, role in zip(mesh.axes, roles, strict=True):
+        able = [atom for atom in atoms.values() if role.takes != "m" and kinds.allowed(role.splits, atom)]
+        if role.takes != "m" and not any(atom.size % axis.size == 0 and not atom.opaque for atom in able):
+            listed = ", ".join(str(atom.size) for atom in able) or "none"
+            raise LayoutError(
+                f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on rows or columns of weights, but {axis.size} divides "
+                f"none of their sizes ({listed}): use fewer ranks on that axis or layout 'auto'"
+            )
+
+
+def _kinds(program: Program, notes: Annotations) -> Kinds:
+    """Batch: the outermost atom of the first input's first dim. Sequence: the second dim of token ids. Residual: what most parameters have."""
+    sequence: set[int] = set()
+    for entry in program.signature.inputs:
+        dims = notes.dims.get((entry.node, 0), ())
+        node = next(n for n in program.module.graph.nodes if n.name == entry.node)
+        if entry.kind == "user" and len(dims) > 1 and not node.meta["val"].dtype.is_floating_point:
+            sequence |= {atom.number for atom in dims[1]}
+    parameters = [entry.node for entry in program.signature.inputs if entry.kind == "parameter"]
+    counts = Counter(atom.number for name in parameters for atoms in notes.dims[name, 0] for atom in atoms)
+    batch = frozenset() if notes.batch is None else frozenset({notes.batch.number})
+    residual = frozenset(number for number, _ in counts.most_common(1))
+    return Kinds(batch, frozenset(sequence) - residual, residual)
+
+
+def _letters(program: Program) -> dict[str, tuple[str, ...]]:
+    """For every parameter that is the weight of a product: the loop dim of each of its dims."""
+    from .graphs import producer
+    from .rules import operands_of
+
+    assert program.annotations is not None
+    found: dict[str, tuple[str, ...]] = {}
+    parameters = {entry.node for entry in program.signature.inputs if entry.kind == "parameter"}
+    for node in program.module.graph.nodes:
+        spec = program.annotations.specs.get(node.name)
+        if spec is None or not has_weight(spec):
+            continue
+        for operand, dims in zip(operands_of(node), spec.operands, strict=True):
+            if operand is not None and dims is not None and producer(operand)[0] in parameters and len(dims) > 1:
+                found[producer(operand)[0]] = tuple(letter(spec, dim[0]) if dim else "" for dim in dims)
+    return found
+
+
+

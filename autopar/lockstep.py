@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -131,7 +132,7 @@ class _Run:
         ranks = tuple(self.mesh.group(self._groups[group], rank))
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{kind} of {dtype}{tuple(x.shape)} over {group.removeprefix('autopar/')}"
-        return self.rendezvous(rank, ranks, call, x.detach(), _EXCHANGES[kind])
+        return self.rendezvous(rank, ranks, call, x.detach().contiguous(), _combine(kind))
 
     def rendezvous(
         self,
@@ -251,6 +252,17 @@ def _all_to_all(values: list[Tensor]) -> list[Tensor]:
     return [torch.stack([value[rank] for value in values]) for rank in range(len(values))]
 
 
+def _broadcast(root: int, values: list[Tensor]) -> list[Tensor]:
+    return [values[root].clone() for _ in values]
+
+
+def _reduce(root: int, values: list[Tensor]) -> list[Tensor]:
+    """Nobody but the root may use its result: the others get what spoils every number."""
+    results = [torch.full_like(value, torch.nan) for value in values]
+    results[root] = _sum(values)
+    return results
+
+
 def _sum(values: list[Tensor]) -> Tensor:
     whole = values[0].clone()
     for value in values[1:]:
@@ -258,6 +270,16 @@ def _sum(values: list[Tensor]) -> Tensor:
     return whole
 
 
+def _combine(kind: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What gives each rank its result, such as for "all-to-all" or "broadcast root 2"."""
+    name, _, root = kind.partition(" root ")
+    return partial(_ROOTED[name], int(root)) if root else _EXCHANGES[name]
+
+
+_ROOTED: dict[str, Callable[[int, list[Tensor]], list[Tensor]]] = {
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+}
 _EXCHANGES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "all-gather": _all_gather,
     "reduce-scatter": _reduce_scatter,

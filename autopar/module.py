@@ -160,6 +160,11 @@ class ParallelModule(nn.Module):
             raise InputError(
                 f"input {entry.target} is {found}, the plan is for {layout.shape} {dtype}: plan again for other shapes or dtypes"
             )
+        if given.requires_grad and not entry.trainable and self._mesh.axes and torch.is_grad_enabled():
+            raise InputError(
+                f"input {entry.target} requires a gradient, the one that was planned did not: plan again with one that does, or "
+                f"detach it"
+            )
         if isinstance(given, DTensor):
             return given.to_local()
         return layout.cut(given, self._coordinate) if layout.axes_of("S") else given

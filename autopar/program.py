@@ -22,7 +22,7 @@ class Input:
     user passes, or, inserted by the rewrite, the coordinate of a rank on a mesh axis or the seed of random numbers. `target` is the qualified name of
     the parameter or buffer (the first of `names`, all the names under which the model holds that same tensor), the
     path of the user's input ("args[0]", "kwargs['labels']"), or the axis name. `position` is the index of a user's
-    tensor in the flattened (args, kwargs).
+    tensor in the flattened (args, kwargs). `trainable`: it requires a gradient, be it a parameter's or the user's.
     """
 
     kind: Literal["parameter", "buffer", "constant", "user", "coordinate", "seed"]

@@ -24,14 +24,14 @@ from .cost.comm import inside_costs, path_seconds
 from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import HAVE_INSIDE, inside
 from .elimination import Memo, Table, minimise
-from .graphs import producer
+from .graphs import module_path, producer
 from .layout import I, Layout, R, steps
 from .layouts import Constraint
 from .mesh import Mesh
 from .plan import Choice, Plan
 from .program import Annotations, Program, Value
 from .rules import Spec, operands_of, results_of, shape_of, value_of
-from .strategies import Slot, Strategy, placements, strategies
+from .strategies import Slot, Strategy, axis_choices, placements, strategies
 from .world import World
 
 Array = NDArray[np.float64]
@@ -125,6 +125,9 @@ class _Search:
             node.name: [v.dtype.itemsize if isinstance(v, torch.Tensor) else 1 for v in results_of(node)]
             for node in nodes if node.op in ("placeholder", "call_function")
         }
+        self.owner = {
+            entry.node: entry.target.rpartition(".")[0] for entry in entries.values() if entry.kind == "parameter"
+        }
         for node in nodes:
             if node.op == "placeholder" and node.name in self.notes.searched:
                 self._placeholder(node, entries[node.name].kind == "parameter")
@@ -161,15 +164,17 @@ class _Search:
         dims, shape, size = self.notes.dims[value], shape_of(value_of(node)), value_of(node).dtype.itemsize
         gradient = self._gradient(value)
         signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
+        path = self.owner.get(node.name, "")
+        rules = (self.constraint.roles(path), self.constraint.letters.get(node.name))
 
         def make() -> tuple[list[Layout], list[float]]:
             found = placements(dims, shape, self.mesh, I if gradient else R)
-            if not parameter:
-                return found, [0.0] * len(found)
-            found = self.constraint.storage(found)
+            if not parameter:  # an input whose gradient the user wants whole, as he gives it
+                return found[:1], [0.0]
+            found = self.constraint.storage(node.name, path, found)
             return found, [optimizer_seconds(x, size, self.world) for x in found]
 
-        options = self._options(("stored", shape, signature, size, gradient, parameter), make)
+        options = self._options(("stored", shape, signature, size, gradient, parameter, rules), make)
         variable = self._variable(node.name, options)
         self.native[value] = _Want(variable, (options.key, 0), options.items)
 
@@ -184,17 +189,19 @@ class _Search:
             n is not None and self._gradient(producer(n)) for n in operands
         )
         size = results[0].dtype.itemsize
-        allowed = self.constraint.signature(spec, factors)
+        path = module_path(node)
+        per_axis = axis_choices(spec, factors, self.mesh, gradient)
+        per_axis = self.constraint.narrow(path, spec, factors, per_axis)
+        free = self.constraint.roles(path) is None
 
         def make() -> tuple[list[Strategy], list[float]]:
-            found = strategies(
-                spec, factors, self.mesh, operand_shapes, result_shapes, gradient, self.redundant
-            )
-            found = self.constraint.choices(spec, factors, found, self.mesh)
+            redundant = self.redundant or not free
+            found = strategies(spec, factors, self.mesh, operand_shapes, result_shapes, per_axis, redundant)
+            found = self.constraint.joint(path, spec, found)
             return found, [self._node_seconds(node, spec, s, size, gradient) for s in found]
 
         target = node.target if node.target in HAVE_INSIDE else None
-        return self._options((target, _look(spec, factors), operand_shapes, result_shapes, size, gradient, allowed), make)
+        return self._options((target, _look(spec, factors), operand_shapes, result_shapes, size, gradient, str(per_axis), free), make)
 
     def _node_seconds(self, node: fx.Node, spec: Spec, strategy: Strategy, size: int, gradient: bool) -> float:
         found = [x for x in inside(node.target, strategy.operands) if gradient or not x.backward]

@@ -47,6 +47,8 @@ class Strategy:
         return tuple(choice if isinstance(choice, Slot) else None for choice in self.choices)
 
 
+_ALL_ORDERS = 2  # on more axes than this, axes that share an atom stand in the order of the mesh
+
 Atoms = dict[str, tuple[Atom, ...]]  # of every factor of a node
 Shapes = tuple[tuple[int, ...] | None, ...]
 
@@ -57,15 +59,13 @@ def strategies(
     mesh: Mesh,
     operand_shapes: Shapes,
     result_shapes: tuple[tuple[int, ...], ...],
-    gradient: bool,
+    per_axis: Sequence[Sequence[Choice]],
     redundant: bool,
 ) -> list[Strategy]:
-    """Every legal strategy of a node on a mesh, in a fixed order.
+    """Every legal strategy of a node on a mesh, in a fixed order, from the choices of each axis (see `axis_choices`).
 
-    `gradient`: a value of the node carries one (else I and R are the same and only R is listed). Unless `redundant`, a matrix
-    product is not computed whole on several ranks of an axis that could split it.
+    Unless `redundant`, a matrix product is not computed whole on several ranks of an axis that could split it.
     """
-    per_axis = [_choices(spec, factors, axis.size, gradient) for axis in mesh.axes]
     found: list[Strategy] = []
     for choices in itertools.product(*per_axis):
         taken = _taken(choices, mesh)
@@ -74,7 +74,7 @@ def strategies(
         if spec.product and not redundant and _wasteful(spec, choices, taken, factors, mesh):
             continue
         parts = math.prod(a.size for a, c in zip(mesh.axes, choices, strict=True) if isinstance(c, Slot))
-        for order in _orders(taken):
+        for order in _orders(taken) if len(mesh.axes) <= _ALL_ORDERS else (taken,):
             operands = tuple(
                 None if dims is None or shape is None else _operand(spec, i, dims, shape, choices, order, factors, mesh)
                 for i, (dims, shape) in enumerate(zip(spec.operands, operand_shapes, strict=True))
@@ -85,6 +85,11 @@ def strategies(
             )
             found.append(Strategy(choices, operands, results, parts))
     return found
+
+
+def axis_choices(spec: Spec, factors: Atoms, mesh: Mesh, gradient: bool) -> list[list[Choice]]:
+    """What each axis may do at a node. `gradient`: a value of the node carries one (else I and R are the same, only R is listed)."""
+    return [_choices(spec, factors, axis.size, gradient) for axis in mesh.axes]
 
 
 def _choices(spec: Spec, factors: Atoms, size: int, gradient: bool) -> list[Choice]:

@@ -5,6 +5,8 @@ Forward node by node (the first wrong one is named, with its layout), the loss, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from .program import Input, Program
 STEPS = 3
 _SEED = 20_011
 _RATE = 1e-3  # of AdamW
+_EPSILON = 1e-3  # of AdamW, relative to the largest gradient: entries that are zero but for rounding shall not move
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Check:
 
     A gradient's error is |difference| / max(|gradient|, 1e-6 · the model's largest gradient), entry by entry. A parameter's is its
     largest |difference| over its largest entry, or over the distance that AdamW can move an entry in these steps (rate · steps) if
-    that is larger: a gradient that is zero but for rounding, as that of the bias of attention's keys, moves by noise alone.
+    that is larger. AdamW's epsilon is 1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as that of the
+    bias of attention's keys or of a bias before a batch norm, would else be scaled up to a whole step, and grow from there.
     """
 
     loss_error: float
@@ -51,6 +55,7 @@ class _Trained:
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
     parameters: dict[str, Tensor]
+    epsilon: float  # of AdamW
 
 
 def widened(program: Program) -> Program:
@@ -70,9 +75,15 @@ def widened(program: Program) -> Program:
     return dataclasses.replace(program, module=fx.GraphModule(program.module, graph), tensors=tensors)
 
 
+_WIDE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
+}
+
+
 def _wide(value: Any) -> Any:
-    if isinstance(value, torch.dtype) and value.is_floating_point:
-        return torch.float64
+    if isinstance(value, torch.dtype):
+        return _WIDE.get(value, value)
     if isinstance(value, tuple | list):
         return type(value)(_wide(item) for item in value)
     if isinstance(value, dict):
@@ -81,7 +92,18 @@ def _wide(value: Any) -> Any:
 
 
 def _to_double(tensor: Tensor) -> Tensor:
-    return tensor.detach().double() if tensor.dtype.is_floating_point else tensor.detach()
+    return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype))
+
+
+@contextmanager
+def _double_by_default() -> Iterator[None]:
+    """What an op makes of integers (a quotient, a range of floats) has torch's default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def compare(program: Program, reference: Program, inputs: list[Any], tolerance: float) -> Check:
@@ -91,11 +113,12 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
     """
     assert program.plan is not None
     mesh = program.plan.mesh
-    leaves = [_to_double(x) if isinstance(x, Tensor) else x for x in inputs]
-    single = _Rank(reference, {}, leaves)
-    nodes = _compare_nodes(program, single.values(), leaves, tolerance)
-    expected = single.train()
-    ranks = lockstep.run(mesh, lambda rank: _Rank(program, mesh.coordinate(rank), leaves).train())
+    leaves = [_to_double(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+    with _double_by_default():
+        single = _Rank(reference, {}, leaves)
+        nodes = _compare_nodes(program, single.values(), leaves, tolerance)
+        expected = single.train()
+        ranks = lockstep.run(mesh, lambda rank: _Rank(program, mesh.coordinate(rank), leaves).train(expected.epsilon))
     check = Check(
         _output_error(program, ranks, expected), _gradient_error(program, ranks, expected),
         _step_error(program, ranks, expected), nodes, mesh.size,
@@ -116,6 +139,7 @@ class _Rank:
     def __init__(self, program: Program, coordinate: dict[str, int], leaves: list[Any]) -> None:
         self.program, self.coordinate, self.leaves = program, coordinate, leaves
         self.held = {e.node: self._hold(e) for e in program.signature.inputs if e.kind in ("parameter", "buffer", "constant")}
+        self.inputs: dict[str, Tensor] = {}
 
     def _hold(self, entry: Input) -> Tensor:
         tensor = self.program.tensors[entry.target]
@@ -131,8 +155,9 @@ class _Rank:
         if entry.kind == "user":
             assert entry.position is not None
             given = self.leaves[entry.position]
-            cut = self.program.layouts[entry.node].cut(given, self.coordinate)
-            return cut.requires_grad_(given.requires_grad)
+            own = self.program.layouts[entry.node].cut(given.detach(), self.coordinate)
+            self.inputs[entry.node] = own.requires_grad_(given.requires_grad)
+            return own
         return self.held[entry.node]
 
     def values(self) -> dict[Any, Tensor]:
@@ -144,21 +169,28 @@ class _Rank:
                     found.setdefault(node.meta["value"], result)
         return found
 
-    def train(self) -> _Trained:
+    def train(self, epsilon: float | None = None) -> _Trained:
+        """Three steps of AdamW, whose epsilon follows from the first gradients unless it is given."""
         parameters = {n: t for n, t in self.held.items() if t.requires_grad}
-        optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE) if parameters else None
-        first: tuple[list[Tensor], dict[str, Tensor | None]] | None = None
-        for _ in range(STEPS):
-            outputs = list(self.program.module(*(self.feed(e) for e in self.program.signature.inputs)))
-            self._backward(outputs)
-            if first is None:
-                gradients = {n: None if t.grad is None else t.grad.clone() for n, t in parameters.items()}
-                first = [o.detach() if isinstance(o, Tensor) else o for o in outputs], gradients
-            if optimizer is not None:
+        outputs = self._step()
+        leaves = {**parameters, **{n: t for n, t in self.inputs.items() if t.requires_grad}}
+        gradients = {n: None if t.grad is None else t.grad.clone() for n, t in leaves.items()}
+        if epsilon is None:
+            epsilon = max(1e-8, _EPSILON * _largest(gradients))
+        if parameters:
+            optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, eps=epsilon)
+            for _ in range(STEPS - 1):
                 optimizer.step()
                 optimizer.zero_grad()
-        assert first is not None
-        return _Trained(*first, {n: t.detach() for n, t in self.held.items() if n in parameters})
+                self._step()
+            optimizer.step()
+        first = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
+        return _Trained(first, gradients, {n: t.detach() for n, t in parameters.items()}, epsilon)
+
+    def _step(self) -> list[Tensor]:
+        outputs = list(self.program.module(*(self.feed(e) for e in self.program.signature.inputs)))
+        self._backward(outputs)
+        return outputs
 
     def _backward(self, outputs: list[Tensor]) -> None:
         """From the loss: the first scalar; a model without one gets random gradients for all that it returns."""
@@ -237,7 +269,7 @@ def _relative(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
     """Largest |difference| over the largest |expected| (`least` at least); equal infinities and nans count as equal."""
     if found.shape != expected.shape:
         return float("inf")
-    if not expected.dtype.is_floating_point:
+    if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
         return 0.0 if torch.equal(found.to(expected.dtype), expected) else float("inf")
     same = (found == expected) | (found.isnan() & expected.isnan())
     difference = torch.where(same, 0.0, (found - expected).abs())
@@ -267,8 +299,12 @@ def _copies_differ(program: Program, layout: Layout, parts: list[Tensor]) -> lis
     return errors
 
 
+def _largest(gradients: dict[str, Tensor | None]) -> float:
+    return max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
+
+
 def _gradient_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
-    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g is not None), default=0.0)
+    largest = _largest(expected.gradients)
     errors = {}
     for name, gradient in expected.gradients.items():
         parts = [rank.gradients[name] for rank in ranks]

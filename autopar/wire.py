@@ -1,5 +1,5 @@
-"""The wire: the four communications that everything is made of, on the leading dim, and who takes
-part in them.
+"""The wire: the communications that everything is made of, and who takes part in them: four on the
+leading dim, and for panels (autopar.sharded.panels) the two that have a root.
 
 Nothing here has a gradient. All of it goes through one seam, `simulator`, so that
 `autopar.lockstep` can run all ranks in one process; normally it is None and the calls are torch's
@@ -14,6 +14,7 @@ from functools import cache
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autopar import _compat
@@ -101,6 +102,58 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
     return _wait(
         torch.ops._c10d_functional.all_to_all_single(x.contiguous(), splits, splits, group)
     )
+
+
+# A root is a place within the group. What is issued is under way and must be waited for; all ranks
+# issue the same in the same order.
+
+
+def wait(x: Tensor) -> Tensor:
+    """x, which `issue_broadcast` or `issue_reduce` gave, once it has arrived."""
+    return x if simulator is not None else _wait(x)
+
+
+def broadcast(x: Tensor, root: int, size: int, group: str) -> Tensor:
+    """The x of rank number `root` of the group's `size` ranks, which all have the same shape."""
+    return wait(issue_broadcast(x, root, size, group))
+
+
+def issue_broadcast(x: Tensor, root: int, size: int, group: str) -> Tensor:
+    """As `broadcast`, but only under way."""
+    assert 0 <= root < size, f"root {root} of {size} ranks"
+    if simulator is not None:
+        return simulator.exchange(f"broadcast root {root}", x, group)
+    return torch.ops._c10d_functional.broadcast(x, root, group)
+
+
+def reduce(x: Tensor, root: int, size: int, group: str) -> Tensor:
+    """The sum of x over the group's `size` ranks on rank number `root`; on the others the result
+    has the same shape and undefined numbers.
+    """
+    return wait(issue_reduce(x, root, size, group))
+
+
+def issue_reduce(x: Tensor, root: int, size: int, group: str) -> Tensor:
+    """As `reduce`, but only under way."""
+    assert 0 <= root < size, f"root {root} of {size} ranks"
+    if simulator is not None:
+        return simulator.exchange(f"reduce root {root}", x, group)
+    return _reduce(x, root, group)
+
+
+# torch has no functional reduce. This one is opaque to torch.compile, and waited for like the rest.
+@torch.library.custom_op("autopar::reduce", mutates_args=())
+def _reduce(x: Tensor, root: int, group: str) -> Tensor:
+    y = x.clone(memory_format=torch.contiguous_format)
+    work = dist.reduce(y, group_dst=root, group=_compat.process_group(group), async_op=True)
+    assert work is not None, f"this rank is not in {group}"
+    _compat.register_work(y, work)
+    return y
+
+
+@_reduce.register_fake
+def _reduce_of_fakes(x: Tensor, root: int, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def total(x: Tensor, axes: Axes, mesh: str, op: Literal["sum", "max"] = "sum") -> Tensor:

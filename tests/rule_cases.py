@@ -185,6 +185,11 @@ POINTWISE = [
     call(aten.lt.Tensor, real(6, 12), real(12)),
     call(aten.logical_and.default, flags(6, 12), flags(12)),
     call(aten.bitwise_and.Tensor, flags(6, 1), flags(12)),
+    *(
+        call(f, flags(6, 1), flags(6, 12))
+        for f in (aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor)
+    ),
+    call(aten.bitwise_not.default, flags(6, 12)),
     call(aten.addcmul.default, real(6, 12), real(12), real(6, 1)),
     call(aten.lerp.Tensor, real(6, 12), real(12), real(6, 1)),
     call(aten.masked_fill.Scalar, real(6, 12), flags(12), -1e4),

@@ -20,7 +20,7 @@ from autopar.mesh import Mesh
 from autopar.passes.annotate import annotate
 from autopar.program import Atom, Input, Program, Signature
 from autopar.rules import Spec, operands_of, results_of, shape_of
-from autopar.strategies import Strategy, strategies
+from autopar.strategies import Strategy, axis_choices, strategies
 
 SEED = 20_011
 _GRADIENT = {"I": I, "R": P, "P": R}  # the state of the gradient of a value in this state
@@ -91,9 +91,9 @@ class Traced:
             None if n is None else shape_of(n.meta["val"]) for n in operands_of(self.node)
         )
         result_shapes = tuple(shape_of(v) for v in results_of(self.node))
-        return strategies(
-            self.spec, factors, Mesh.parse(mesh), operand_shapes, result_shapes, self.gradient, True
-        )
+        on = Mesh.parse(mesh)
+        choices = axis_choices(self.spec, factors, on, self.gradient)
+        return strategies(self.spec, factors, on, operand_shapes, result_shapes, choices, True)
 
 
 def _halved(atoms: tuple[Atom, ...]) -> tuple[Atom, ...]:
@@ -127,7 +127,11 @@ def graph_of(case: Case) -> tuple[fx.Graph, fx.Node]:
 
 def trace(case: Case) -> Traced:
     graph, node = graph_of(case)
-    inputs = tuple(Input("user", n.name, n.name) for n in graph.nodes if n.op == "placeholder")
+    inputs = tuple(
+        Input("user", n.name, n.name, trainable=n.meta["val"].requires_grad)
+        for n in graph.nodes
+        if n.op == "placeholder"
+    )
     spec = pytree.tree_structure(())
     program = annotate(Program(fx.GraphModule({}, graph), Signature(inputs, (), spec, spec)))
     notes = program.annotations
@@ -141,8 +145,8 @@ def trace(case: Case) -> Traced:
 
 
 def random_layout(mesh: Mesh, shape: tuple[int, ...], kinds: str, draw: random.Random) -> Layout:
-    """A legal layout whose axes, in any order, take a state of `kinds`; a digit that finds no room is the first kind instead."""
-    layout = Layout(mesh, shape, (State(kinds[0]),) * len(mesh.axes))  # type: ignore[arg-type]
+    """A legal layout whose axes take states of `kinds`, in a random order; R if no digit fits."""
+    layout = Layout(mesh, shape, (R,) * len(mesh.axes))
     for axis in draw.sample(mesh.axes, len(mesh.axes)):
         kind = draw.choice(kinds)
         state = _random_digit(layout, axis.name, draw) if kind == "S" else State(kind)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
     "errors", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe", "program", "graphs",
-    "simplify", "capture", "strategies", "pushback", "wire", "collectives", "sharded", "local", "cost",
+    "simplify", "capture", "strategies", "pushback", "wire", "collectives", "conversion", "sharded", "local", "cost",
     "layouts", "elimination", "search", "lockstep", "passes", "ranks", "placement", "module", "verify",
     "report", "api", "cli", "",
 )  # fmt: skip

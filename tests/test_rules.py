@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import autopar.strategies
 import pytest
 import torch
 from torch import Tensor
@@ -183,8 +184,9 @@ def test_strategies_in_words(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", DIGITS, ids=lambda case: case.name)
-def test_three_axes_on_one_dim_in_any_order(case: Case) -> None:
+def test_three_axes_on_one_dim_in_any_order(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets taken in mesh order instead of stride order show on three axes, and on fewer of these digits not at all."""
+    monkeypatch.setattr(autopar.strategies, "_ALL_ORDERS", 3)
     traced, whole, mesh = trace(case), on_one_device(trace(case)), Mesh.parse("x2.y3.z2")
     together = [
         s

@@ -13,7 +13,7 @@ from ..graphs import producer
 from ..ops import spec_of, unsplit
 from ..probe import probe
 from ..program import Annotations, Atom, Program, Value
-from ..rules import Dims, Spec, operands_of, results_of, shape_of, value_of
+from ..rules import Dims, Spec, operands_of, results_of, shape_of
 
 
 def annotate(program: Program) -> Program:
@@ -180,10 +180,9 @@ def _flow(program: Program) -> tuple[frozenset[str], frozenset[Value]]:
     for node in program.module.graph.nodes:
         if node.op == "placeholder":
             entry = kinds[node.name]
-            needs = entry.kind == "user" and getattr(value_of(node), "requires_grad", False)
-            if entry.kind == "parameter" or needs:
+            if entry.kind == "parameter" or entry.trainable:
                 searched.add(node.name)
-            if entry.trainable or needs:
+            if entry.trainable:
                 gradient.add((node.name, 0))
         elif node.op == "call_function":
             _flow_through(node, searched, gradient)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import collectives
+from ..conversion import emit_step
 from ..cost.comm import path_seconds
 from ..cost.inside import inside
 from ..graphs import chain_name, producer
@@ -210,7 +210,8 @@ class _Rewriter:
         """The steps from one layout of a value that is made to another; those that were made before are shared."""
         for step in steps(source, target):
             if (value, step.after) not in self.made:
-                node = self._step(self.made[value, step.before], step)
+                before = self.made[value, step.before]
+                node = emit_step(self.graph, before, step, self.coordinates.__getitem__)
                 self._tell(node, value, step, gradient, size)
                 self._make(value, step.after, node)
         return self.made[value, target]
@@ -218,42 +219,6 @@ class _Rewriter:
     def _tell(self, node: fx.Node, value: Value, step: Step, gradient: bool, size: int) -> None:
         self._describe(node, self.nodes[value[0]], step.after)
         node.meta.update(step=step, gradient=gradient, element_bytes=size)
-
-    def _step(self, x: fx.Node, step: Step) -> fx.Node:
-        """One change of state as a node: a plain function of collectives.py."""
-        axis = step.axes[0]
-        mesh, before, after = str(self.mesh), step.before.state(axis), step.after.state(axis)
-        where: dict[str, Any] = {"axis": axis if len(step.axes) == 1 else step.axes, "mesh": mesh}
-        call = lambda f, *args, **kwargs: self.graph.call_function(f, (x, *args), kwargs)  # noqa: E731
-        match step.kind:
-            case "I->R":
-                return call(collectives.replicate, **where)
-            case "R->I":
-                return call(collectives.invariant, **where)
-            case "I->P" | "R->P":
-                return call(collectives.partial, **where, of=before.kind)
-            case "P->I" | "P->R":
-                return call(collectives.all_reduce, **where, to=after.kind)
-            case "P->S":
-                return call(collectives.reduce_scatter, **where, dim=after.dim, inner=step.after.inner(axis))
-        place = self.coordinates[axis]
-        match step.kind:
-            case "I->S" | "R->S":
-                inner = step.after.inner(axis)
-                return call(collectives.take_slice, place, **where, dim=after.dim, inner=inner, of=before.kind)
-            case "S->R":
-                return call(collectives.all_gather, **where, dim=before.dim, inner=step.before.inner(axis))
-            case "S->I":
-                inner = step.before.inner(axis)
-                return call(collectives.all_gather, **where, dim=before.dim, inner=inner, coordinate=place, to="I")
-            case "S->P":
-                return call(collectives.place, place, **where, dim=before.dim, inner=step.before.inner(axis))
-            case "S->S":
-                return call(
-                    collectives.all_to_all, **where, from_dim=before.dim, to_dim=after.dim,
-                    from_inner=step.before.inner(axis), to_inner=step.after.inner(axis),
-                )
-        raise AssertionError(step.kind)
 
     # -- values without a layout of their own ------------------------------------------------------------------------------
     def _free(self, node: fx.Node, layout: Layout) -> fx.Node:

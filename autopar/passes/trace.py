@@ -49,11 +49,12 @@ def trace(
 
     >>> program = trace(nn.Linear(4, 2), (torch.ones(3, 4),))
     >>> [node.name for node in program.module.graph.nodes]
-    ['p_weight', 'p_bias', 'input', 'linear', 'output']
+    ['p_weight', 'p_bias', 'input_1', 'linear', 'output']
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     exported, originals = capture(model, args, kwargs)
     graph = exported.graph_module.graph
+    _give_lasting_names(graph)
     results = _read_outputs(model, exported)
     nodes, fixed, tensors = _read_inputs(model, exported, originals, args, kwargs)
     simplify(
@@ -122,6 +123,13 @@ def bind(
 # What feeds the graph and what it returns.
 
 
+def _give_lasting_names(graph: fx.Graph) -> None:
+    """Names that every copy of the graph keeps: fx renames what Python has taken, such as `input`."""
+    copy = fx.Graph()
+    for node in graph.find_nodes(op="placeholder"):
+        node.name = copy.placeholder(node.name).name
+
+
 def _read_inputs(
     model: nn.Module,
     exported: ExportedProgram,
@@ -152,7 +160,8 @@ def _user_inputs(
     found, fixed = {}, []
     for position, ((node, spec), (path, value)) in enumerate(zip(pairs, leaves, strict=True)):
         if isinstance(spec.arg, TensorArgument):
-            found[node] = Input("user", node.name, _path(path), position=position)
+            needs = value.requires_grad
+            found[node] = Input("user", node.name, _path(path), trainable=needs, position=position)
         else:
             fixed.append((position, value))
     return found, tuple(fixed)

@@ -12,6 +12,7 @@ from autopar.sharded.cross_entropy import cross_entropy
 from autopar.sharded.dropout import dropout
 from autopar.sharded.index import Digit, embedding
 from autopar.sharded.norms import layer_norm, rms_norm
+from autopar.sharded.panels import panel_linear
 from autopar.sharded.softmaxes import log_softmax, softmax
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "embedding",
     "layer_norm",
     "log_softmax",
+    "panel_linear",
     "rms_norm",
     "softmax",
 ]

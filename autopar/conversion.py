@@ -1,0 +1,70 @@
+"""One change of state as one node of a graph: which function of collectives.py, with which arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from . import collectives
+from .layout import Step
+
+
+def emit_step(
+    graph: fx.Graph, x: fx.Node, step: Step, coordinate: Callable[[str], fx.Node]
+) -> fx.Node:
+    """Appends to `graph` the node that takes the local part of a value `x` through `step`.
+
+    `coordinate` gives the rank's own place on an axis; it is asked only where the step needs it.
+    """
+    function, args, kwargs = _moving(step) or _placing(step, coordinate)
+    axes = step.axes[0] if len(step.axes) == 1 else step.axes
+    where = {"axis": axes, "mesh": str(step.before.mesh)}
+    return graph.call_function(function, (x, *args), {**where, **kwargs})
+
+
+_Call = tuple[Callable[..., Any], tuple[fx.Node, ...], dict[str, Any]]
+
+
+def _moving(step: Step) -> _Call | None:
+    """The changes that are the same on every rank."""
+    axis = step.axes[0]
+    before, after = step.before.state(axis), step.after.state(axis)
+    match step.kind:
+        case "I->R":
+            return collectives.replicate, (), {}
+        case "R->I":
+            return collectives.invariant, (), {}
+        case "I->P" | "R->P":
+            return collectives.partial, (), {"of": before.kind}
+        case "P->I" | "P->R":
+            return collectives.all_reduce, (), {"to": after.kind}
+        case "P->S":
+            digit = {"dim": after.dim, "inner": step.after.inner(axis)}
+            return collectives.reduce_scatter, (), digit
+        case "S->R":
+            return collectives.all_gather, (), {"dim": before.dim, "inner": step.before.inner(axis)}
+        case "S->S":
+            dims = {"from_dim": before.dim, "to_dim": after.dim}
+            inner = {"from_inner": step.before.inner(axis), "to_inner": step.after.inner(axis)}
+            return collectives.all_to_all, (), {**dims, **inner}
+    return None
+
+
+def _placing(step: Step, coordinate: Callable[[str], fx.Node]) -> _Call:
+    """The changes that depend on the rank's own place."""
+    axis = step.axes[0]
+    before, after = step.before.state(axis), step.after.state(axis)
+    place = coordinate(axis)
+    match step.kind:
+        case "I->S" | "R->S":
+            digit = {"dim": after.dim, "inner": step.after.inner(axis)}
+            return collectives.take_slice, (place,), {**digit, "of": before.kind}
+        case "S->I":
+            digit = {"dim": before.dim, "inner": step.before.inner(axis)}
+            return collectives.all_gather, (), {**digit, "coordinate": place, "to": "I"}
+        case "S->P":
+            digit = {"dim": before.dim, "inner": step.before.inner(axis)}
+            return collectives.place, (place,), digit
+    raise AssertionError(step.kind)

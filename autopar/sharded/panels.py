@@ -1,0 +1,181 @@
+"""The 2.5D product: both factors are split on the dim that is summed, and panels of them go round
+by broadcast, one after the other, instead of a gather of the whole (SUMMA; arXiv 2105.14500).
+
+On q × q ranks (row, column) of one depth, rank (i, j) has X[i, j] (m/q, k/q) and W[i, j]
+(k/q, n/q) and computes
+
+    Y[i, j]  = sum over t of X[i, t] · W[t, j]
+    dX[i, t] = sum over j of dY[i, j] · W[t, j]ᵀ
+    dW[t, j] = sum over i of X[i, t]ᵀ · dY[i, j]
+
+The sum over t is local, the other two are reduces to the owner of the block. Panel t + 1 is under
+way while product t runs, and the reduce of product t - 1 too.
+
+Words (elements) that a rank receives in broadcasts or sends in reduces, for d depths and X of m × k
+in all: (q-1)/q² · (mk/d + kn) forward, and twice that backward. A rank holds two panels of X and
+two of W at a time, copies of its own among them; a gather would hold q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from autopar import wire
+
+
+def panel_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row: str,
+    column: str,
+    mesh: str,
+    coordinates: Sequence[Tensor],
+    transposed: bool = False,
+) -> Tensor:
+    """x · weightᵀ + bias on blocks: x (..., k/q), weight (n/q, k/q), bias (n/q), result (..., n/q).
+
+    `row` and `column` are two axes of q ranks each. k of x and n lie on `column`, k of weight on
+    `row`, in contiguous blocks. The leading dims of x lie on `row`, and where you like on axes
+    other than `column`. `coordinates` are the rank's own places on `row` and on `column`.
+    `transposed`: weight is (k/q, n/q), as addmm and GPT-2's Conv1D have it.
+
+    The gradients of x and weight are whole over `row` and `column`. That of weight is still to be
+    summed over further axes that the leading dims lie on, that of bias over these and `row`. Sums
+    between panels are kept in x's dtype, so half types round q times.
+
+    On "row2.column2", x (6, 8) and weight (10, 8) in all: a rank has x (3, 4), weight (5, 4) and
+    gets (3, 5).
+    """
+    size = wire.size_of(column, mesh)
+    assert wire.size_of(row, mesh) == size, f"panels need {row} and {column} of one size: {mesh}"
+    groups = wire.group_of(row, mesh), wire.group_of(column, mesh)
+    return _PanelLinear.apply(x, weight, bias, *coordinates, size, *groups, transposed)
+
+
+class _PanelLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        row_place: Tensor,
+        column_place: Tensor,
+        size: int,
+        row: str,
+        column: str,
+        transposed: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, row_place, column_place)
+        ctx.facts = size, row, column, transposed
+        y = _multiply([(_matrix(x), column), (weight, row)], bias, size, transposed)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, row_place, column_place = ctx.saved_tensors
+        size, row, column, transposed = ctx.facts
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        dy = _matrix(grad)
+        lanes = []
+        if of_x:
+            lanes.append(_Lane(weight, row, column, column_place, _x_part))
+        if of_weight:
+            lanes.append(_Lane(_matrix(x), column, row, row_place, _weight_part))
+        found = _gradients(lanes, dy, size, transposed)
+        grad_weight = found.pop() if of_weight else None
+        grad_x = found.pop().reshape(x.shape) if of_x else None
+        return grad_x, grad_weight, dy.sum(0) if of_bias else None, *[None] * 6
+
+
+class _Lane(NamedTuple):
+    """One of the two gradients: panels of `block` come in, parts of its own blocks go out."""
+
+    block: Tensor
+    incoming: str  # the group that shares panels of `block`
+    outgoing: str  # the group that shares the sum
+    place: Tensor  # the own place in it: the block that this rank keeps
+    multiply: Callable[[Tensor, Tensor, bool], Tensor]
+
+
+def _multiply(
+    blocks: list[tuple[Tensor, str]], bias: Tensor | None, size: int, transposed: bool
+) -> Tensor:
+    y, coming = None, _issue(blocks, 0, size)
+    for t in range(size):
+        panels = coming  # lets go of panel t - 1, before there is a third
+        coming = _issue(blocks, t + 1, size)
+        y = _add_product(y, panels, bias, transposed)
+    assert y is not None
+    return y
+
+
+def _add_product(
+    y: Tensor | None, panels: list[Tensor], bias: Tensor | None, transposed: bool
+) -> Tensor:
+    x, weight = [wire.wait(panel) for panel in panels]
+    weight = weight if transposed else weight.t()
+    if y is not None:
+        return y.addmm_(x, weight)
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool) -> list[Tensor]:
+    """The rank's own block of each lane's gradient. One loop for all: each panel comes once."""
+    blocks = [(lane.block, lane.incoming) for lane in lanes]
+    own: list[Tensor] = []
+    leaving: list[Tensor] = []
+    coming = _issue(blocks, 0, size)
+    for t in range(size):
+        panels = coming
+        coming = _issue(blocks, t + 1, size)
+        parts = [
+            wire.issue_reduce(
+                lane.multiply(dy, wire.wait(panel), transposed), t, size, lane.outgoing
+            )
+            for lane, panel in zip(lanes, panels, strict=True)
+        ]
+        own = _keep(lanes, own, leaving, t - 1) if t else own
+        leaving = parts
+    return _keep(lanes, own, leaving, size - 1)
+
+
+def _keep(lanes: list[_Lane], own: list[Tensor], leaving: list[Tensor], t: int) -> list[Tensor]:
+    """`own`, or the sums that leave for place t, on the ranks that stand there. What else a rank
+    holds at t = 0 is undefined, and replaced when its turn comes.
+    """
+    arrived = [wire.wait(part) for part in leaving]
+    if t == 0:
+        return arrived
+    return [
+        torch.where(lane.place == t, new, old)
+        for lane, old, new in zip(lanes, own, arrived, strict=True)
+    ]
+
+
+def _issue(blocks: list[tuple[Tensor, str]], t: int, size: int) -> list[Tensor]:
+    """Panel t of each (own block, group), under way; after the last one there is none."""
+    if t == size:
+        return []
+    return [wire.issue_broadcast(block, t, size, group) for block, group in blocks]
+
+
+def _x_part(dy: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    return dy @ (weight.t() if transposed else weight)
+
+
+def _weight_part(dy: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    return x.t() @ dy if transposed else dy.t() @ x
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """x (..., features) with all but the last dim in one."""
+    return x.reshape(-1, x.shape[-1])

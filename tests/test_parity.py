@@ -1,0 +1,188 @@
+"""Every rank together computes what one device does: all ranks in lockstep in one process, float64.
+
+`autopar.verify` compares the loss, every gradient and the parameters after three AdamW steps with the traced graph on one device; the
+traced graph itself is compared with the model as it was written in `test_one_rank_runs_the_original`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+import models
+from autopar import api, layouts, search
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.program import Program
+
+LIMIT = 1e-9
+LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
+MODELS = ["gpt", "gpt2", "llama", "bert", "t5"]
+MORE_MODELS = ["vit", "qwen3", "gemma2"]
+
+_examples: dict[str, models.Example] = {}
+_traces: dict[int, Program] = {}
+
+
+def example(name: str, **changes: Any) -> tuple[nn.Module, Any]:
+    """(model, inputs), one and the same for all tests of this process."""
+    key = f"{name} {changes}"
+    if key not in _examples:
+        _examples[key] = getattr(models, name)(**changes)
+    model, args, kwargs = _examples[key]
+    return model, args or kwargs
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes longer than all that follows, and no pass changes the program that it is given: each model is traced once."""
+    trace = api._traced
+
+    def traced(model: nn.Module, inputs: Any) -> Program:
+        if id(model) not in _traces:
+            _traces[id(model)] = trace(model, inputs)
+        return _traces[id(model)]
+
+    monkeypatch.setattr(api, "_traced", traced)
+
+
+def holds(name: str, ranks: int, layout: str, **changes: Any) -> None:
+    model, inputs = example(name, **changes)
+    check = autopar.verify(model, ranks, inputs, layout=layout)
+    assert check.ranks == ranks
+    assert check.nodes > 0
+    assert check.loss_error < LIMIT
+    assert check.grad_error < LIMIT
+    assert check.step_error < LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_parity(name: str, ranks: int, layout: str) -> None:
+    holds(name, ranks, layout)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(4, "auto"), (8, "megatron"), (16, "auto"), (16, "fsdp")])
+@pytest.mark.parametrize("name", MORE_MODELS)
+def test_parity_of_more_models(name: str, ranks: int, layout: str) -> None:
+    holds(name, ranks, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "t5"])
+def test_parity_with_dropout(name: str, layout: str) -> None:
+    """In train mode, at a rate of 0.2: what is dropped does not depend on the layout."""
+    holds(name, 4, layout, dropout=0.2)
+
+
+# -- a layout is what its name says ------------------------------------------------------------------------------------------
+def stored(plan: Plan) -> list[tuple[str, Layout]]:
+    return sorted(plan.stored.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ddp_keeps_parameters_whole_and_splits_the_batch(name: str) -> None:
+    model, inputs = example(name)
+    plan = autopar.plan(model, 4, inputs, layout="ddp")
+    assert str(plan.mesh) == "data4"
+    assert all(str(layout) == "I" for _, layout in stored(plan)), stored(plan)
+    assert plan.inputs and all(layout.states[0].kind == "S" for layout in plan.inputs.values())
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fsdp_splits_every_parameter_and_the_batch(name: str) -> None:
+    model, inputs = example(name)
+    plan = autopar.plan(model, 4, inputs, layout="fsdp")
+    assert str(plan.mesh) == "data4"
+    assert all(layout.states[0].kind == "S" for _, layout in stored(plan)), stored(plan)
+    assert {c.kind for c in plan.collectives if not c.backward} >= {"all_gather"}
+    assert {c.kind for c in plan.collectives if c.backward} >= {"reduce_scatter"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_splits_products_and_never_the_batch(name: str) -> None:
+    model, inputs = example(name)
+    plan = autopar.plan(model, 4, inputs, layout="megatron")
+    assert str(plan.mesh) == "tp4"
+    assert not any(layout.axes_of("S") for layout in plan.inputs.values())
+    ready = plan.ready.program
+    products = [row for row in plan.rows if "tp" in row.layout]
+    assert products, [row.layout for row in plan.rows]
+    assert sum(layout.states[0].kind == "S" for _, layout in stored(plan)) >= len(stored(plan)) / 3
+    assert ready.plan is not None
+
+
+# -- a world of one ------------------------------------------------------------------------------------------------------------
+def reached(outputs: Any) -> Tensor:
+    """The loss in what a model of these tests returns."""
+    found = outputs.loss if hasattr(outputs, "loss") else outputs[-1] if isinstance(outputs, tuple) else outputs
+    assert isinstance(found, Tensor) and found.dim() == 0
+    return found
+
+
+def called(model: nn.Module, inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("layout", ["auto", "megatron"])
+@pytest.mark.parametrize("name", MODELS + MORE_MODELS)
+def test_one_rank_runs_the_original(name: str, layout: str) -> None:
+    """No collective, no change of state: the traced graph, which computes what the model as it was written does."""
+    model, inputs = example(name)
+    par = autopar.parallelize(model, 1, inputs, layout=layout)
+    called = [n.target for n in par.graph.graph.nodes if n.op == "call_function"]
+    assert called == [n.target for n in par.graphs["trace"].graph.nodes if n.op == "call_function"]
+    assert not [t for t in called if getattr(t, "__module__", "").startswith("autopar")]
+    assert [e.kind for e in par._program.signature.inputs if e.kind in ("coordinate", "seed")] == []
+    same_step(model, par, inputs)
+
+
+def same_step(model: nn.Module, par: nn.Module, inputs: Any) -> None:
+    """Loss and gradients of both in float32, to its rounding."""
+    for module in (model, par):
+        module.zero_grad()
+        reached(called(module, inputs)).backward()
+    torch.testing.assert_close(reached(called(par, inputs)), reached(called(model, inputs)), rtol=1e-6, atol=0)
+    expected, found = gradients(model), gradients(par)
+    model.zero_grad()
+    assert found.keys() == expected.keys()
+    largest = max(float(g.norm()) for g in expected.values())
+    for key, gradient in expected.items():
+        assert float((found[key] - gradient).norm()) <= 1e-5 * max(float(gradient.norm()), 1e-3 * largest), key
+
+
+# -- plans that no cost model would make --------------------------------------------------------------------------------------
+@pytest.fixture
+def random_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Every computation, stored state and conversion costs a random time: the best plan is then a random one, odd changes included."""
+
+    def draw(seed: str, mesh: str) -> None:
+        rng = random.Random(seed)
+        weight = rng.choice([0.02, 0.3, 1.0])  # of conversions: the smaller, the more of them
+        monkeypatch.setattr(search, "node_seconds", lambda *_: rng.random())
+        monkeypatch.setattr(search, "optimizer_seconds", lambda *_: rng.random())
+        monkeypatch.setattr(search, "path_seconds", lambda path, *_: 1e-3 + weight * rng.random() if path else 0.0)
+        monkeypatch.setattr(layouts, "_meshes", lambda ranks: iter([Mesh.parse(mesh if ranks > 1 else "")]))
+
+    yield draw
+
+
+@pytest.mark.parametrize("mesh", ["x4", "x2.y2", "x4.y2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_parity_of_random_plans(name: str, mesh: str, random_costs: Callable[[str, str], None]) -> None:
+    for seed in range(2):
+        random_costs(f"{name} {mesh} {seed}", mesh)
+        holds(name, Mesh.parse(mesh).size, "auto")
