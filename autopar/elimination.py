@@ -8,8 +8,9 @@ and eliminations are remembered, so that the layers of a model, which share thei
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,77 +43,101 @@ def minimise(sizes: Sequence[int], tables: Sequence[Table], memo: Memo | None = 
     `sizes`: how many values each variable has. Raises PlanError where the graph is too entangled for tables that fit in memory.
     """
     memo = {} if memo is None else memo
-    state = _State(sizes, tables)
-    order: list[_Eliminated] = []
+    held: list[dict[int, Table]] = [{} for _ in sizes]
+    count = itertools.count()
+
+    def enter(table: Table) -> None:
+        number = next(count)
+        for variable in table.variables:
+            held[variable][number] = table
+
+    for table in tables:
+        enter(table)
+    eliminated: list[_Eliminated] = []
     constant = math.fsum(float(table.costs) for table in tables if not table.variables)
-    while (variable := state.next()) is not None:
-        neighbours, parts = state.take(variable)
-        if math.prod(sizes[n] for n in neighbours) * sizes[variable] > _LARGEST:
-            raise PlanError(
-                f"the search would need a table over {len(neighbours) + 1} variables of "
-                f"{[sizes[n] for n in (*neighbours, variable)]} values; give a layout by name, or fewer axes"
-            )
-        costs, best = _eliminate(variable, neighbours, parts, sizes, memo)
-        order.append(_Eliminated(variable, neighbours, best))
+    for variable in _order(sizes, tables):
+        parts = list(held[variable].items())
+        for number, table in parts:
+            for other in table.variables:
+                del held[other][number]
+        neighbours = tuple(sorted({v for _, table in parts for v in table.variables} - {variable}))
+        costs, best = _eliminate(variable, neighbours, [table for _, table in parts], sizes, memo)
+        eliminated.append(_Eliminated(variable, neighbours, best))
         if neighbours:
-            state.add(Table(neighbours, costs))
+            enter(Table(neighbours, costs))
         else:
             constant += float(costs)
     values = [0] * len(sizes)
-    for variable, neighbours, best in reversed(order):
+    for variable, neighbours, best in reversed(eliminated):
         values[variable] = int(best[tuple(values[n] for n in neighbours)])
     return constant, values
 
 
-class _State:
-    """The tables that are left, by variable, and a queue of variables by the size of the table their elimination makes."""
-
-    def __init__(self, sizes: Sequence[int], tables: Sequence[Table]) -> None:
-        self.sizes = sizes
-        self.held: list[dict[int, Table]] = [{} for _ in sizes]
-        self.left = set(range(len(sizes)))
-        self.count = 0
-        for table in tables:
-            self._enter(table)
-        self.queue = [(self._size(v), v) for v in range(len(sizes))]
-        heapq.heapify(self.queue)
-
-    def _enter(self, table: Table) -> None:
-        self.count += 1
+def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
+    """An order in which to eliminate: that of the heuristic whose largest table is smallest (all look only at sizes, so they are cheap)."""
+    neighbours: list[set[int]] = [set() for _ in sizes]
+    for table in tables:
         for variable in table.variables:
-            self.held[variable][self.count] = table
+            neighbours[variable].update(set(table.variables) - {variable})
+    largest, order, entangled = min((_simulated(sizes, neighbours, rate) for rate in _RATES), key=lambda found: found[0])
+    if largest > _LARGEST:
+        raise PlanError(
+            f"the search would need a table over {len(entangled)} variables of {[sizes[v] for v in entangled]} values; give a layout by "
+            f"name, or fewer axes"
+        )
+    return order
 
-    def _neighbours(self, variable: int) -> tuple[int, ...]:
-        found = {v for table in self.held[variable].values() for v in table.variables}
-        return tuple(sorted(found - {variable}))
 
-    def _size(self, variable: int) -> int:
-        return math.prod(self.sizes[n] for n in self._neighbours(variable)) * self.sizes[variable]
+def _table_size(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
+    return (float(math.prod(sizes[n] for n in neighbours[variable]) * sizes[variable]),)
 
-    def next(self) -> int | None:
-        while self.queue:
-            size, variable = heapq.heappop(self.queue)
-            if variable in self.left:
-                now = self._size(variable)
-                if now == size:
-                    return variable
-                heapq.heappush(self.queue, (now, variable))
-        return None
 
-    def take(self, variable: int) -> tuple[tuple[int, ...], list[Table]]:
-        neighbours = self._neighbours(variable)
-        keys = list(self.held[variable])
-        parts = [self.held[variable][key] for key in keys]
-        for key, table in zip(keys, parts, strict=True):
-            for other in table.variables:
-                del self.held[other][key]
-        self.left.discard(variable)
-        return neighbours, parts
+def _left_over(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
+    return float(math.prod(sizes[n] for n in neighbours[variable])), float(sizes[variable])
 
-    def add(self, table: Table) -> None:
-        self._enter(table)
-        for variable in table.variables:
-            heapq.heappush(self.queue, (self._size(variable), variable))
+
+def _degree(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
+    return float(len(neighbours[variable])), *_table_size(variable, sizes, neighbours)
+
+
+def _fill(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
+    """The weight of the pairs that the elimination ties together anew."""
+    around = sorted(neighbours[variable])
+    new = sum(float(sizes[a] * sizes[b]) for a, b in itertools.combinations(around, 2) if b not in neighbours[a])
+    return new, *_table_size(variable, sizes, neighbours)
+
+
+_RATES = (_table_size, _left_over, _degree, _fill)
+
+
+def _simulated(
+    sizes: Sequence[int], start: Sequence[set[int]], rate: Callable[..., tuple[float, ...]]
+) -> tuple[float, list[int], list[int]]:
+    """(entries of the largest table, the order, the variables of that table) when the lowest rated variable always goes first."""
+    neighbours = [set(found) for found in start]
+    queue = [(rate(v, sizes, neighbours), v) for v in range(len(sizes))]
+    heapq.heapify(queue)
+    gone: set[int] = set()
+    largest, order, entangled = 0.0, [], []
+    while queue:
+        rated, variable = heapq.heappop(queue)
+        if variable in gone:
+            continue
+        now = rate(variable, sizes, neighbours)
+        if now != rated:
+            heapq.heappush(queue, (now, variable))
+            continue
+        size = _table_size(variable, sizes, neighbours)[0]
+        if size > largest:
+            largest, entangled = size, [variable, *neighbours[variable]]
+        order.append(variable)
+        gone.add(variable)
+        for other in neighbours[variable]:
+            neighbours[other] |= neighbours[variable] - {other}
+            neighbours[other].discard(variable)
+        for other in neighbours[variable]:
+            heapq.heappush(queue, (rate(other, sizes, neighbours), other))
+    return largest, order, entangled
 
 
 def _eliminate(

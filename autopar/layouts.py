@@ -28,7 +28,7 @@ class Role:
     """What one mesh axis may do.
 
     `takes`: the loop dims of a product with a weight, among "mnk". `splits`: which atoms it may split, "batch", "features" (what is neither
-    batch nor sequence), "inner" (features less the residual stream's), "any". `elsewhere`: the same for ops that are no product (""
+    batch nor sequence), "inner" (features less the residual stream's), "unsequenced" (batch and features), "any". `elsewhere`: the same for ops that are no product (""
     is as `splits`), and "sequence": the residual stream is split on its sequence, all else as "inner". `stored`: of parameters, "whole",
     "split", "any", or the loop dim of their product that is split, "n" or "k". `spread`: ops that are no product split where they can.
     `idle`: products without a weight (attention) may leave the axis idle.
@@ -89,7 +89,7 @@ _SHARDED_DATA = Role("m", "batch", stored="split")
 _TENSOR = Role("nk", "inner")
 _SEQUENCE = Role("nk", "inner", elsewhere="sequence")
 _PLANE = Role("nk", "features", idle=True)
-_CUBE = Role("mnk", "any", spread=True, idle=True)
+_CUBE = Role("mnk", "unsequenced", spread=True)
 _SUMMA_ROW = Role("m", "batch", stored="k")
 _SUMMA_COLUMN = Role("n", "features", stored="n", spread=True)
 
@@ -114,6 +114,8 @@ class Kinds:
                 return number in self.batch
             case "features":
                 return number not in self.batch | self.sequence
+            case "unsequenced":
+                return number not in self.sequence
             case "inner":
                 return number not in self.batch | self.sequence | self.residual
         return True

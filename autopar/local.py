@@ -109,6 +109,14 @@ def _reshape(call: Call) -> fx.Node:
     return call.emit(aten.reshape.default, call.operands[0], list(call.results[0].local_shape))
 
 
+@_for(aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default)
+def _from_memory(call: Call) -> fx.Node:
+    """Ops that read memory by its strides: a shard, or what a collective made, need not be contiguous."""
+    values = call.values()
+    values["self"] = call.emit(aten.contiguous.default, values["self"])
+    return call.again(values)
+
+
 @_for(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 def _expand(call: Call) -> fx.Node:
     return call.emit(aten.expand.default, call.operands[0], list(call.results[0].local_shape))

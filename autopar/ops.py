@@ -392,6 +392,28 @@ def norm(node: fx.Node) -> Spec:
 
 
 @spec((
+    aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
+))
+def batch_norm(node: fx.Node) -> Spec:
+    """b c ..., then c each -> b c ..., then c each: in training the statistics run over all but the channels, which are whole."""
+    source, *rest = operands_of(node)
+    assert source is not None
+    sizes: dict[str, int] = {}
+    dims = _named(_shape(source), sizes)
+    others, channels = frozenset(sizes) - {"d1"}, (dims[1],)
+    training = node.target is not aten._native_batch_norm_legit_no_training.default
+    results = [tuple(dims), *([channels] * (len(results_of(node)) - 1))]
+    if not training:  # no statistics: two empty results
+        sizes["none"] = 0
+        results[1:] = [(("none",),)] * 2
+    return Spec(
+        (tuple(dims), *(None if n is None else channels for n in rest)), tuple(results), sizes,
+        shared=frozenset() if training else others | {"d1"}, whole=others if training else frozenset({"none"}),
+    )
+
+
+@spec((
     aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
 ))
 def softmax(node: fx.Node) -> Spec:

@@ -57,7 +57,9 @@ def simplify(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
 
     `leaves` are the placeholders that may carry a gradient.
     """
-    for node in list(graph.nodes):
+    nodes = list(graph.nodes)
+    _keep_memory_order(graph)
+    for node in nodes:
         rewrite = REWRITES.get(node.target)
         if rewrite is None:
             continue
@@ -69,6 +71,22 @@ def simplify(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
     _drop_idle_detach(graph, leaves)
     # Random operators count as impure, but the graph owes nobody a draw whose result is not used.
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def _keep_memory_order(graph: fx.Graph) -> None:
+    """Operators that read memory by its strides get a contiguous operand: shards lie otherwise, and copies will be dropped.
+
+    Where the operand of `as_strided` was not contiguous, its strides are part of the model: `trace` refuses that.
+    """
+    for target in (aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source = _args(node)[0]
+            if target is aten.as_strided.default and not source.meta["val"].is_contiguous():
+                continue
+            with graph.inserting_before(node):
+                contiguous = graph.call_function(aten.contiguous.default, (source,))
+            contiguous.meta = {**source.meta, "val": source.meta["val"].contiguous()}
+            node.args = (contiguous, *_args(node)[1:])
 
 
 def _drop_idle_detach(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:

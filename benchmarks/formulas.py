@@ -131,7 +131,7 @@ def megatron_sp() -> Words:
 def atp() -> Words:
     """d1 → n, d2 → k, swapped at the next product; d2 = 1 is megatron.
 
-    Source: ATP, arXiv 2301.08658, section 3 (column-first; row-first begins with the other).
+    Source: ATP, arXiv 2301.08658 (column-first; row-first begins with the other).
     """
     forward, backward = swapped_pair(m, by_k=d2, by_n=d1)
     return Words(ZERO, forward, backward, stored=m * k / d2 + m * n / d1 + k * n / (d1 * d2))

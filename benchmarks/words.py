@@ -1,4 +1,4 @@
-"""Words that every layout moves for a matrix product, against the lower bound and published figures.
+"""Words that layouts move for a matrix product, against the lower bound and published figures.
 
     python -m benchmarks.words [--ranks 64] [--ratio 1] [--json words.json] [--markdown]
 
@@ -112,7 +112,7 @@ class Row:
 
 
 def row(layout: Layout, ranks: int, ratio: int) -> Row:
-    """The grid of fewest words, forward and backward with gathers repeated; then of least stored."""
+    """The grid of fewest words forward and backward (gathers repeated), then of least stored."""
     words = layout.words
 
     def rating(grid: Grid) -> tuple[Rational, Rational]:
@@ -198,17 +198,17 @@ def published() -> Iterator[Published]:
         yield Published(what, figure, forward / bound(64, ratio))
     for (ratio, name, grid), figure in BOTH_WAYS.items():
         both = at(BY_NAME[name].words.again, BY_NAME[name], grid, ratio)
-        what = f"{name} ({named(BY_NAME[name], grid)}), m = {ratio}h: fwd + bwd / h²"
+        what = f"{name} ({named(BY_NAME[name], grid)}), m = {ratio}h: fwd+bwd / h²"
         yield Published(what, figure, both)
     yield Published("m/h where 2.5d = 2d summa, forward", "1.25", break_even("forward"))
-    yield Published("m/h where 2.5d = 2d summa, fwd + bwd", "1.75", break_even("again"))
+    yield Published("m/h where 2.5d = 2d summa, fwd+bwd", "1.75", break_even("again"))
 
 
 # -- output ----------------------------------------------------------------------------------------
-HEADINGS = ("layout", "best grid", "forward", "/ bound", "fwd + bwd", "held", "stored")
+HEADINGS = ("layout", "best grid", "forward", "/ bound", "fwd+bwd", "held", "stored")
 NOTE = (
-    "fwd + bwd: gathered operands are dropped and gathered again; held: they are kept until the "
-    "backward.\nstored: words of X, W, Y kept between uses. Below the bound: the layout stores copies."
+    "fwd+bwd: gathered operands are dropped and gathered again; held: they are kept.\n"
+    "stored: words of X, W, Y kept between uses. Below the bound: it stores copies."
 )
 
 
@@ -221,10 +221,9 @@ def cells(found: Row) -> tuple[str, ...]:
 def words_table(ranks: int, ratio: int) -> Table:
     least = float(bound(ranks, ratio))
     title = f"P = {ranks}, m = {ratio}h, k = n = h; h² words a rank; lower bound {least:.3f}"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for heading in HEADINGS:
-        side = "left" if heading in HEADINGS[:2] else "right"
-        table.add_column(heading, justify=side, no_wrap=True)
+    table = Table(*HEADINGS[:2], title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in HEADINGS[2:]:
+        table.add_column(heading, justify="right")
     for layout in LAYOUTS:
         table.add_row(*cells(row(layout, ranks, ratio)))
     return table

@@ -546,3 +546,12 @@ def dropout_in_training() -> Example:
         return m.down(y).square().mean() + F.dropout(m.up.weight, 0.3).sum()
 
     return Simple(body), (sequences(),), {}
+
+
+@odd
+def recurrent_layers() -> Example:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y, (h, _) = m.lstm(x)
+        return m.down(m.up(y)).square().mean() + h.sum()
+
+    return Simple(body, lstm=nn.LSTM(HIDDEN, HIDDEN, batch_first=True)), (sequences(),), {}

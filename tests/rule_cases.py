@@ -96,6 +96,15 @@ NORMS = [
     call(aten.rms_norm.default, real(4, 6, 12), [12], real(12)),
     call(aten.rms_norm.default, real(4, 6, 12), [12], note="plain"),
     call(aten.rms_norm.default, real(4, 6, 12), [6, 12], note="two dims"),
+    call(
+        aten._native_batch_norm_legit_functional.default,
+        *(real(4, 12, 6), real(12), real(12), real(12).detach(), real(12, low=0.1).detach(), True, 0.1, 1e-5),
+    ),
+    call(aten._native_batch_norm_legit.no_stats, real(6, 12), None, None, True, 0.1, 1e-5),
+    call(
+        aten._native_batch_norm_legit_no_training.default,
+        *(real(4, 12, 6), real(12), None, real(12).detach(), real(12, low=0.1).detach(), 0.1, 1e-5),
+    ),
     *(call(f, real(4, 12, 6), 1) for f in (aten.softmax.int, aten.log_softmax.int)),
     *(call(f, real(4, 12), -1, False) for f in (aten._softmax.default, aten._log_softmax.default)),
     call(aten.softmax.int, real(4, 12), -1, torch.float32, note="float32"),

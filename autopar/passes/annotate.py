@@ -9,16 +9,21 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ..graphs import producer
+from ..errors import PlanError
+from ..graphs import producer, where
 from ..ops import spec_of, unsplit
 from ..probe import probe
 from ..program import Annotations, Atom, Program, Value
-from ..rules import Dims, Spec, operands_of, results_of, shape_of
+from ..rules import Dims, Spec, bound, operands_of, results_of, shape_of
+
+aten = torch.ops.aten
+_RANDOM = {aten.dropout.default, aten.scaled_dot_product_attention.default}  # that every layout draws alike
 
 
 def annotate(program: Program) -> Program:
-    """Attach `Annotations`: rules, atoms, and which values are searched and carry gradients."""
+    """Attach `Annotations`: rules, atoms, and which values are searched and carry gradients. Raises PlanError for random ops."""
     graph = program.module.graph
+    _refuse_random(graph)
     specs, probed, unknown = _specs(graph)
     refined = _Refinement()
     for node in graph.nodes:
@@ -55,6 +60,26 @@ def check(program: Program) -> None:
                     for atom in atoms:
                         product *= atom.size
                     assert product == size, f"{node.name}: atoms {atoms} for a dim of {size}"
+
+
+def _refuse_random(graph: fx.Graph) -> None:
+    """Random numbers other than dropout's: every rank would draw its own."""
+    drawn = [node for node in graph.nodes if _draws(node)]
+    if drawn:
+        listed = "\n".join(f"  {node.target} {where(node)}" for node in drawn)
+        raise PlanError(
+            f"the model draws random numbers, which would differ between ranks that must agree:\n{listed}\n"
+            f"draw them outside of the model and pass them as inputs, or use dropout"
+        )
+
+
+def _draws(node: fx.Node) -> bool:
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or node.target in _RANDOM:
+        return False
+    values = bound(node)
+    rate = next((values[name] for name in ("p", "dropout") if name in values), None)
+    training = next((values[name] for name in ("train", "training") if name in values), None)
+    return training is None or bool(training and rate != 0)
 
 
 def _specs(graph: fx.Graph) -> tuple[dict[str, Spec], tuple[str, ...], tuple[str, ...]]:
@@ -193,7 +218,7 @@ def _flow_through(node: fx.Node, searched: set[str], gradient: set[Value]) -> No
     if any(source.name in searched for source in node.all_input_nodes):
         searched.add(node.name)
     carried = any(producer(source) in gradient for source in node.all_input_nodes)
-    if not carried or node.target is torch.ops.aten.detach.default:
+    if not carried or node.target is aten.detach.default:
         return
     for index, value in enumerate(results_of(node)):
         if isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):

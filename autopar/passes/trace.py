@@ -61,6 +61,7 @@ def trace(
         graph, {node for node, entry in nodes.items() if entry.trainable or entry.kind == "user"}
     )
     _refuse_symbols(model, graph)
+    _refuse_strides(model, graph)
     graph.lint()
     signature = Signature(
         inputs=tuple(nodes.values()),
@@ -251,6 +252,14 @@ def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:
             if any(isinstance(size, SYMBOLS) for size in sizes):
                 reason = f"{node.target} gives a shape or a number that depends on the data"
                 raise refusal(model, reason, place(node), DATA_ADVICE)
+
+
+def _refuse_strides(model: nn.Module, graph: fx.Graph) -> None:
+    """as_strided of what is not contiguous reads the memory of one device."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        if node.args[0].target is not torch.ops.aten.contiguous.default:
+            reason = "as_strided reads a tensor that is not contiguous by its place in memory"
+            raise refusal(model, reason, place(node), "Make it contiguous first, or use unfold, a slice or gather.")
 
 
 def check(program: Program) -> None:
