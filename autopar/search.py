@@ -190,13 +190,18 @@ class _Search:
         )
         size = results[0].dtype.itemsize
         path = module_path(node)
-        per_axis = axis_choices(spec, factors, self.mesh, gradient)
-        per_axis = self.constraint.narrow(path, spec, factors, per_axis)
+        everything = axis_choices(spec, factors, self.mesh, gradient)
+        per_axis = self.constraint.narrow(path, spec, factors, everything)
         free = self.constraint.roles(path) is None
 
         def make() -> tuple[list[Strategy], list[float]]:
             redundant = self.redundant or not free
-            found = strategies(spec, factors, self.mesh, operand_shapes, result_shapes, per_axis, redundant)
+            shapes = operand_shapes, result_shapes
+            found = strategies(spec, factors, self.mesh, *shapes, per_axis, redundant)
+            if not found:  # what the layout asks of each axis does not fit together: an axis may be idle here
+                eased = [[*kept, *(c for c in every if c not in kept and not isinstance(c, Slot))]
+                         for kept, every in zip(per_axis, everything, strict=True)]
+                found = strategies(spec, factors, self.mesh, *shapes, eased, redundant)
             found = self.constraint.joint(path, spec, found)
             return found, [self._node_seconds(node, spec, s, size, gradient) for s in found]
 

@@ -24,7 +24,6 @@ WORKING_TOP = KEPT_TOP + SIDE + MOVES
 CHIP = 18
 ENTRIES = 16  # a drawn matrix has so many rows and columns; every block is a whole number of them
 RANKS = ("#3465a4", "#c4601d", "#2e7d4f", "#b03a48", "#6b4fa0", "#86653a", "#a8458b", "#4a6470")
-SHOWN_NAMES = {"da": "d1", "db": "d2"}  # the name of a mesh axis ends in a letter
 INK, GREY, SHARED, FORWARD, BACKWARD = "#222222", "#6a6a6a", "#f7f7f4", "#1d5fa8", "#b3261e"
 KINDS = {
     "all_gather": "all-gather",
@@ -97,18 +96,14 @@ def draw_matrix(held: Layout, dims: tuple[str, str], left: float, top: float, lo
     x, y = left - 7, top + SIDE / 2
     drawn.append(text(x, y, rows, GREY, more=f' transform="rotate(-90 {x:g} {y:g})"'))
     if parts:
-        words = f"parts of a sum over {_axes(parts)}"
+        words = f"parts of a sum over {', '.join(parts)}"
         drawn.append(text(left + SIDE / 2, top + SIDE + 15, words, GREY))
     return "\n".join(drawn)
 
 
-def _axes(names: Sequence[str]) -> str:
-    return ", ".join(SHOWN_NAMES.get(name, name) for name in names)
-
-
 def _split(held: Layout, dim: int, name: str) -> str:
     digits = [digit.axis for digit in held.digits(dim)]
-    return f"{name} over {_axes(digits)}" if digits else f"{name} whole"
+    return f"{name} over {', '.join(digits)}" if digits else f"{name} whole"
 
 
 def draw_moves(matrix: Matrix, placed: Placed, panels: int, x: float) -> str:
@@ -116,16 +111,17 @@ def draw_moves(matrix: Matrix, placed: Placed, panels: int, x: float) -> str:
     names = PANEL_KINDS if panels else KINDS
     forward, backward = collectives(placed.path)
     lines = [
-        (f"{matrix.name}: {names[kind]} over {_axes(axes)}", FORWARD) for kind, axes in forward
+        (f"{matrix.name}: {names[kind]} over {', '.join(axes)}", FORWARD) for kind, axes in forward
     ]
     lines += [
-        (f"d{matrix.name}: {names[kind]} over {_axes(axes)}", BACKWARD) for kind, axes in backward
+        (f"d{matrix.name}: {names[kind]} over {', '.join(axes)}", BACKWARD)
+        for kind, axes in backward
     ]
     middle = KEPT_TOP + SIDE + MOVES / 2
     if not lines:
         return text(x, middle, "nothing moves", GREY)
     lines += [(line, GREY) for line in _groups(placed)]
-    top = middle - 7 * len(lines) + 8
+    top = min(middle + 8 - 7 * len(lines), WORKING_TOP - 30 - 14 * len(lines))
     drawn = [text(x, top + 14 * index, *line) for index, line in enumerate(lines)]
     return "\n".join((*drawn, *_arrows(matrix, x, bool(forward), bool(backward))))
 
@@ -158,7 +154,8 @@ def _arrow(x: float, top: float, bottom: float, upward: bool, fill: str) -> str:
     back = tip + 7 if upward else tip - 7
     head = f"{x - 4:g},{back:g} {x + 4:g},{back:g} {x:g},{tip:g}"
     shaft = f'x1="{x:g}" y1="{end:g}" x2="{x:g}" y2="{back:g}"'
-    return f'<line {shaft} stroke="{fill}" stroke-width="1.5"/><polygon points="{head}" fill="{fill}"/>'
+    line = f'<line {shaft} stroke="{fill}" stroke-width="1.5"/>'
+    return f'{line}<polygon points="{head}" fill="{fill}"/>'
 
 
 def draw_panels(placed: Placed, panels: int, left: float) -> str:
@@ -184,13 +181,14 @@ def _dashes(left: float, along: float, dim: int) -> str:
 def draw_legend(mesh: Mesh, width: float) -> str:
     """Where every rank stands on the axes, and what the marks mean."""
     top = WORKING_TOP + SIDE + 34
-    pitch = (width - 24) / mesh.size
+    pitch = min(96.0, (width - 24) / mesh.size)
+    left = (width - pitch * mesh.size) / 2
     drawn = []
     for rank in range(mesh.size):
-        x = 12 + pitch * rank + pitch / 2
+        x = left + pitch * (rank + 0.5)
         words = ", ".join(map(str, mesh.coordinate(rank).values()))
         drawn.append(chip(x, top + 10, rank) + text(x, top + 32, words, GREY, 10))
-    where = f"rank, and where it stands on ({_axes(mesh.names)})"
+    where = f"rank, and where it stands on ({', '.join(mesh.names)})"
     words = f"{where} · outlined: rank 0's part of the product"
     drawn.append(text(width / 2, top + 54, words, GREY))
     return "\n".join(drawn)
