@@ -17,14 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar import lockstep, sharded, wire
 from autopar.mesh import Mesh, connect, group_name
 
-MESHES = [
-    "depth1.row2.col2",
-    "depth2.row2.col2",
-    "depth1.row4.col4",
-    "row3.col3",
-    "col2.depth3.row2",
-    "row1.col1",
-]
+MESHES = ["depth1.row2.col2", "depth2.row2.col2", "depth1.row4.col4", "row3.col3"]
+MESHES += ["col2.depth3.row2", "row1.col1"]
 M, K, N = 24, 36, 60  # rows go over depth and row, k and n over q of 1 to 4
 
 
@@ -138,8 +132,7 @@ def test_without_bias_and_without_leading_dims():
         block = _block(weight, mesh, rank, {0: ["col"], 1: ["row"]})
         return _call(mesh, (own, block, None), _coordinates(mesh, rank), False)
 
-    outputs = lockstep.run(mesh, on_rank)
-    for rank, y in enumerate(outputs):
+    for rank, y in enumerate(lockstep.run(mesh, on_rank)):
         _close(y, F.linear(x, weight).chunk(2)[mesh.coordinate(rank)["col"]])
 
 
@@ -309,11 +302,9 @@ def _rooted(rank, mesh):
         found[f"broadcast {axis} {root}"] = wire.broadcast(x, root, 2, group)
         total = wire.reduce(x, root, 2, group)
         assert total.shape == x.shape
-        if mesh.coordinate(rank)[axis] == root:
-            found[f"reduce {axis} {root}"] = total
         half = wire.reduce(torch.full((5,), rank + 1.0).bfloat16(), root, 2, group)
         if mesh.coordinate(rank)[axis] == root:
-            found[f"half {axis} {root}"] = half
+            found[f"reduce {axis} {root}"] = total, half
     return found
 
 
@@ -327,7 +318,9 @@ def test_broadcast_and_reduce_by_hand():
             _close(found[f"broadcast {axis} {root}"], parts[root], 0)
             assert (f"reduce {axis} {root}" in found) == (place[axis] == root)
             if place[axis] == root:
-                _close(found[f"reduce {axis} {root}"], parts[0] + parts[1])
+                total, half = found[f"reduce {axis} {root}"]
+                _close(total, parts[0] + parts[1])
+                assert half.tolist() == [sum(ranks) + 2.0] * 5
 
 
 def test_a_reduce_spoils_the_result_of_all_but_the_root():
