@@ -12,6 +12,7 @@ from .errors import (
     VerificationError,
     WorldError,
 )
+from .layouts import Grid2D, Grid3D, Grid4D, Grid25D
 from .module import ParallelModule
 from .plan import Plan
 from .verify import Check
@@ -21,6 +22,10 @@ __all__ = [
     "AutoparError",
     "Check",
     "Device",
+    "Grid25D",
+    "Grid2D",
+    "Grid3D",
+    "Grid4D",
     "InputError",
     "LayoutError",
     "Level",

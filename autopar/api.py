@@ -16,9 +16,11 @@ from . import ranks
 from ._compat import pytree
 from .errors import InputError, PlanError, WorldError
 from .layout import Layout
+from .layouts import Layouts
 from .mesh import Mesh, connect
 from .module import ParallelModule
 from .passes import annotate, chains, choose, emit, rewrite, trace
+from .passes import pipeline as panels
 from .plan import Plan
 from .program import Program
 from .report.summary import summarised
@@ -63,18 +65,19 @@ def _analysed(pipeline: _Pipeline, program: Program) -> Program:
     return pipeline.run("chains", program, chains.chains, chains.check)
 
 
-def _planned(pipeline: _Pipeline, program: Program, world: World, layout: str) -> Program:
+def _planned(pipeline: _Pipeline, program: Program, world: World, layout: Layouts) -> Program:
     program = pipeline.run("choose", program, lambda p: choose.choose(p, world, layout), choose.check)
     return _rewritten(pipeline, program, world)
 
 
 def _rewritten(pipeline: _Pipeline, program: Program, world: World) -> Program:
     program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
+    program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
     return pipeline.run("emit", program, emit.emit, emit.check)
 
 
 def plan(
-    model: nn.Module, world: World | int | Any | None, inputs: Inputs, layout: str = "auto"
+    model: nn.Module, world: World | int | Any | None, inputs: Inputs, layout: Layouts = "auto"
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory for the parameters.
 
@@ -179,7 +182,7 @@ def parallelize(
     model: nn.Module,
     world: World | int | Any | None = None,
     inputs: Inputs | None = None,
-    layout: str = "auto",
+    layout: Layouts = "auto",
     backend: Backend = None,
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
@@ -195,7 +198,7 @@ def parallelize(
     return apply(model, _shared_plan(model, found, inputs, layout), backend=backend)
 
 
-def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: str) -> Plan:
+def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts) -> Plan:
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together, never one inside another."""
     pipeline = _Pipeline()
     source = ranks.together("tracing", lambda: _traced(model, inputs))
@@ -250,7 +253,7 @@ def fingerprint(program: Program) -> str:
 
 
 def verify(
-    model: nn.Module, world: World | int | Any | None, inputs: Inputs, layout: str = "auto", tolerance: float = 1e-9
+    model: nn.Module, world: World | int | Any | None, inputs: Inputs, layout: Layouts = "auto", tolerance: float = 1e-9
 ) -> Check:
     """Prove a layout on this model: every rank in lockstep in one process, in float64, against the original on one device.
 

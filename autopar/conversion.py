@@ -1,4 +1,4 @@
-"""One change of state as one node of a graph: which function of collectives.py, with which arguments."""
+"""One change of state as one node of a graph: a call of a function of collectives.py."""
 
 from __future__ import annotations
 

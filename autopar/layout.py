@@ -165,7 +165,7 @@ def _interleave(parts: list[torch.Tensor], dim: int, inner: int) -> torch.Tensor
 class Traffic(NamedTuple):
     """One collective of a change: its kind, and the elements of the whole value on its axes (the ring formulas' B)."""
 
-    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]
     elements: int
 
 

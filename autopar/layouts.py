@@ -75,10 +75,15 @@ class Grid4D:
 
 @dataclass(frozen=True)
 class Grid25D:
-    """d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on n; q at least d."""
+    """d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on n; q at least d.
+
+    `panels`: products broadcast their operands in q panels, and no rank holds more than two of them; else operands are gathered whole.
+    The numbers are equal, and so are the words that move.
+    """
 
     q: int
     d: int = 1
+    panels: bool = True
 
 
 Grid = Grid2D | Grid3D | Grid4D | Grid25D
@@ -133,6 +138,7 @@ class Constraint:
     apart: bool = False
     kinds: Kinds = field(default_factory=Kinds)
     letters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of every dim of a parameter, in its product
+    panels: tuple[str, ...] = ()  # row and column axis of SUMMA's panels
 
     def roles(self, path: str) -> tuple[Role, ...] | None:
         return next((roles for pattern, roles in self.rules if _fits(path, pattern)), None)
@@ -241,7 +247,8 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         _check_batch(layout, mesh, roles, kinds, program)
         _check_inner(layout, mesh, roles, kinds, program)
         name = layout if isinstance(layout, str) else str(layout)
-        yield mesh, Constraint(name, (("*", roles),), apart, kinds, letters)
+        panels = ("row", "col") if isinstance(grid, Grid25D) and grid.panels and grid.q > 1 else ()
+        yield mesh, Constraint(name, (("*", roles),), apart, kinds, letters, panels)
 
 
 def _meshes(ranks: int) -> Iterator[Mesh]:

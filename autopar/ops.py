@@ -85,7 +85,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _named(shape: tuple[int, ...], sizes: dict[str, int], prefix: str = "d") -> list[tuple[str, ...]]:
-    dims = []
+    dims: list[tuple[str, ...]] = []
     for i, size in enumerate(shape):
         sizes[f"{prefix}{i}"] = size
         dims.append((f"{prefix}{i}",))

@@ -72,6 +72,7 @@ class Plan:
     fingerprint: str = ""
     world: str = ""
     inputs: dict[str, Layout] = field(default_factory=dict)  # of the user's tensors, known after the rewrite
+    panels: tuple[str, ...] = ()  # the row and the column axis, where products run in SUMMA's panels
     seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # that planning took
     ready: Any = field(default=None, compare=False, repr=False)  # what `apply` needs; only in the process that planned
 
@@ -86,7 +87,7 @@ class Plan:
         for row in self.rows:
             megabytes, milliseconds = f"{row.bytes / 1e6:,.2f}", f"{row.seconds * 1e3:.2f}"
             table.add_row(row.subgraph, row.layout, row.collectives, megabytes, milliseconds)
-        legend = "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all"
+        legend = "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
         table.caption = "\n".join([legend, *(f"not split: {escape(reason)}" for reason in self.unsplit)])
         return table
 
@@ -112,7 +113,7 @@ class Plan:
             "stored": layouts(self.stored), "outputs": layouts(self.outputs), "inputs": layouts(self.inputs),
             "copies": [[name, index, _write(x)] for (name, index), x in self.copies.items()],
             "rows": [asdict(row) for row in self.rows], "collectives": [asdict(c) for c in self.collectives],
-            "unsplit": list(self.unsplit), "meshes": [list(pair) for pair in self.meshes],
+            "panels": list(self.panels), "unsplit": list(self.unsplit), "meshes": [list(pair) for pair in self.meshes],
         }
 
     @staticmethod
@@ -147,7 +148,7 @@ class Plan:
             tuple(Row(**row) for row in data["rows"]),
             tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
             tuple(data["unsplit"]), tuple((name, seconds) for name, seconds in data["meshes"]),
-            data["fingerprint"], data["world"], read(data["inputs"]),
+            data["fingerprint"], data["world"], read(data["inputs"]), tuple(data["panels"]),
         )
 
 

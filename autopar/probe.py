@@ -1,7 +1,7 @@
 """Rules found by trial, for ops without a line in the table: which dims commute with slicing?
 
 The op runs on random operands in float64, whole and with one dim of some operands cut. Where every
-result comes out cut on one dim as well, for every way of cutting that is tried, the dim is a factor.
+result comes out cut on one dim as well, in each way of cutting that is tried, the dim is a factor.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _factors(
 
 
 def _combinations(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[Cuts]:
-    """Every choice of a dim of this size, or none, of each operand; operands cut rather than not."""
+    """Every choice of a dim of this size, or none, of each operand; cut rather than not."""
     options = [[*(d for d, s in enumerate(shape) if s == size), None] for shape in shapes]
     some = (cuts for cuts in itertools.product(*options) if any(d is not None for d in cuts))
     return itertools.islice(some, _COMBINATIONS)

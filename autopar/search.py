@@ -398,7 +398,7 @@ class _Search:
         }
         return Plan(
             self.mesh, self.constraint.name, choices, stored, copies, outputs, seconds, 0.0, 0.0,
-            unsplit=tuple(dict.fromkeys(unsplit)), world=str(self.world),
+            unsplit=tuple(dict.fromkeys(unsplit)), world=str(self.world), panels=self.constraint.panels,
         )
 
     def _splits(self, strategy: Strategy) -> tuple[str, ...]:

@@ -212,11 +212,9 @@ def _rectangle(owners: tuple[int, ...], entries: list[int], width: int) -> Block
 Collective = tuple[str, tuple[str, ...]]
 
 
-def collectives(path: Sequence[Step]) -> tuple[list[Collective], list[Collective]]:
+def collectives(path: Sequence[Step]) -> tuple[Sequence[Collective], Sequence[Collective]]:
     """(kind, axes) of what the changes of state move, forward and backward, each in its order."""
-    forward = [(step.traffic(True)[0], step.axes) for step in path]
-    backward = [(step.traffic(True)[1], step.axes) for step in reversed(path)]
-    return tuple(  # type: ignore[return-value]
-        [(traffic.collective, axes) for traffic, axes in found if traffic]
-        for found in (forward, backward)
-    )
+    moved = [(step.traffic(True), step.axes) for step in path]
+    forward = [(there.collective, axes) for (there, _), axes in moved if there]
+    backward = [(back.collective, axes) for (_, back), axes in reversed(moved) if back]
+    return forward, backward

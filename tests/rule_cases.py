@@ -98,7 +98,16 @@ NORMS = [
     call(aten.rms_norm.default, real(4, 6, 12), [6, 12], note="two dims"),
     call(
         aten._native_batch_norm_legit_functional.default,
-        *(real(4, 12, 6), real(12), real(12), real(12).detach(), real(12, low=0.1).detach(), True, 0.1, 1e-5),
+        *(
+            real(4, 12, 6),
+            real(12),
+            real(12),
+            real(12).detach(),
+            real(12, low=0.1).detach(),
+            True,
+            0.1,
+            1e-5,
+        ),
     ),
     call(aten._native_batch_norm_legit.no_stats, real(6, 12), None, None, True, 0.1, 1e-5),
     call(

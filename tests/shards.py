@@ -1,4 +1,4 @@
-"""One call of an op: its strategies, and a run of it on the shards of a mesh, compared with one device."""
+"""One call of an op: its strategies, and its run on the shards of a mesh against one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GRADIENT = {"I": I, "R": P, "P": R}  # the state of the gradient of a value in 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op. `reference` computes what is expected from the tensors, where the op itself is random."""
+    """One call of an op. `reference` computes what is expected, where the op itself is random."""
 
     target: Any
     args: tuple[Any, ...]
@@ -85,7 +85,10 @@ class Traced:
     gradient: bool
 
     def strategies(self, mesh: str, cut: bool = False) -> list[Strategy]:
-        """All of them on a mesh. `cut`: as if other ops had cut every factor into two atoms, so that inner digits are tried."""
+        """All of them on a mesh.
+
+        `cut`: as if other ops had cut every factor into two atoms, so that inner digits are tried.
+        """
         factors = {n: _halved(a) for n, a in self.factors.items()} if cut else self.factors
         operand_shapes = tuple(
             None if n is None else shape_of(n.meta["val"]) for n in operands_of(self.node)
@@ -174,7 +177,7 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def deal(layout: Layout, whole: Tensor, seed: int) -> list[Tensor]:
-    """The local values by rank; the parts on P axes are random ones that sum up to the whole."""
+    """The local values by rank; the parts on P axes are random and sum up to the whole."""
     generator = torch.Generator().manual_seed(seed)
     mesh, partial = layout.mesh, layout.axes_of("P")
     cut = Layout(mesh, layout.shape, tuple(R if s.kind == "P" else s for s in layout.states))
@@ -192,7 +195,7 @@ def deal(layout: Layout, whole: Tensor, seed: int) -> list[Tensor]:
 
 
 def emitted(traced: Traced, strategy: Strategy, mesh: Mesh) -> fx.GraphModule:
-    """The call on its shards; takes the operands that are there, a coordinate per axis, and the seed."""
+    """The call on its shards; takes the operands that are there, coordinates, and the seed."""
     graph = fx.Graph()
     operands: list[fx.Node | None] = []
     for i, layout in enumerate(strategy.operands):
@@ -218,7 +221,7 @@ def as_list(value: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Whole:
-    """What one device computes: results, their cotangents, the gradients of the operands (None: carries none)."""
+    """What one device computes; None stands for what carries no gradient."""
 
     operands: list[Tensor | None]
     results: list[Tensor]
@@ -261,7 +264,7 @@ def on_one_device(traced: Traced) -> Whole:
 
 
 def check(traced: Traced, whole: Whole, strategy: Strategy, mesh: Mesh) -> None:
-    """Runs the call on all ranks, forward and backward, and compares with one device. Raises AssertionError."""
+    """Runs the call on all ranks, forward and backward, and compares with one device."""
     module = emitted(traced, strategy, mesh)
     operands = [
         (_checked(layout, x), deal(layout, x.detach(), i))
@@ -315,7 +318,7 @@ def _checked(layout: Layout, x: Tensor) -> Layout:
 def compare(
     what: str, layout: Layout, parts: list[Tensor], expected: Tensor, tolerance: float
 ) -> None:
-    """The parts joined are the whole, and where the layout repeats a value, every rank has the same."""
+    """The parts joined are the whole; where the layout repeats a value, all ranks have the same."""
     for rank, part in enumerate(parts):
         assert part.shape == layout.local_shape, (
             f"{what} ({layout}): {tuple(part.shape)} on rank {rank}"
@@ -342,7 +345,7 @@ def sample(found: list[Strategy], count: int, seed: str) -> list[Strategy]:
 
 
 def text(strategy: Strategy) -> str:
-    """A strategy on one axis, such as "k: S1 S1 P -> P": a digit that is not the outermost has its stride, "S1/2"."""
+    """A strategy on one axis, such as "k: S1 S1 P -> P"; an inner digit has its stride, "S1/2"."""
     choice = strategy.choices[0]
     if isinstance(choice, State):
         head = choice.kind

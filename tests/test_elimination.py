@@ -1,4 +1,4 @@
-"""minimise: equal to trying everything on small problems, and to an integer program on larger ones."""
+"""minimise equals trying everything on small problems, and an integer program on larger ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+
 from autopar import elimination
 from autopar.elimination import Memo, Table, minimise
 from autopar.errors import PlanError
 
 
 def random_problem(draw: random.Random) -> tuple[list[int], list[Table]]:
-    """Up to 6 variables of up to 4 values, up to 9 tables over 1 to 3 of them; whole costs make ties, some entries are forbidden."""
+    """Up to 6 variables of up to 4 values, 9 tables over 1 to 3 of them; some entries forbidden.
+
+    Half of the tables have small whole numbers, so that there are ties.
+    """
     sizes = [draw.randint(1, 4) for _ in range(draw.randint(1, 6))]
     tables = [random_table(sizes, draw) for _ in range(draw.randint(1, 9))]
     return sizes, tables + draw.sample(tables, draw.randint(0, 1))
@@ -78,7 +82,9 @@ def test_equals_an_integer_program(seed: int) -> None:
 
 
 def integer_program(sizes: Sequence[int], tables: Sequence[Table]) -> float:
-    """The same minimum by HiGHS: one binary a value of a variable, one weight an entry of a table, whose margins are the binaries."""
+    """The same minimum by HiGHS: a binary for each value of a variable, a weight for each entry of
+    a table, whose margins are the binaries.
+    """
     highspy = pytest.importorskip("highspy")
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)

@@ -1,4 +1,4 @@
-"""Layouts: digits, cutting and joining; and the paths between layouts, run for real with their gradients."""
+"""Layouts: digits, cutting and joining; the paths between them, run with their gradients."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import random
 
 import pytest
 import torch
+from torch import Tensor, fx
+
 from autopar import lockstep
 from autopar.conversion import emit_step
 from autopar.errors import LayoutError
 from autopar.layout import I, Layout, P, R, S, State, steps
 from autopar.mesh import Mesh
 from shards import compare, deal, gradient_layout, random_layout
-from torch import Tensor, fx
 
 XY, XYZ = Mesh.parse("x2.y3"), Mesh.parse("x2.y3.z2")
 
@@ -41,7 +42,7 @@ def test_digits_that_overlap_or_do_not_divide_are_refused(
 
 
 def test_every_legal_layout_gives_each_index_to_one_rank() -> None:
-    """By the definition of a digit: axis x holds (i // stride) % size of the index i, for all strides that are taken."""
+    """By the definition of a digit: an axis holds (i // stride) % size of the index i."""
     draw = random.Random(3)
     for _ in range(200):
         layout = random_layout(XYZ, (24, 6), "SSSR", draw)
@@ -90,7 +91,9 @@ def test_three_axes_on_one_dim_in_an_order_that_is_not_the_mesh_s() -> None:
 
 # -- changes ---------------------------------------------------------------------------------------
 def convert(source: Layout, target: Layout, seed: int) -> None:
-    """Takes a random value along the path on all ranks: the value stays, and a gradient comes back as a legal one, the same whole."""
+    """Takes a random value along the path on all ranks: the value stays, and a gradient comes back
+    legal in the source's gradient layout, the same whole.
+    """
     mesh, graph = source.mesh, fx.Graph()
     x = graph.placeholder("x")
     coordinates = {name: graph.placeholder(f"coordinate_{name}") for name in mesh.names}
@@ -190,7 +193,7 @@ def test_sums_come_before_gathers_and_slices_before_sums() -> None:
 
 
 def test_elements_that_a_change_moves() -> None:
-    """The whole value on the axes of the change, by the ring formulas: a joint one counts it once."""
+    """The ring formulas' B, the whole value on the axes of the change: a joint one counts it once."""
     mesh = Mesh.parse("x2.y4.z2")
     layout = Layout(mesh, (8, 16), (P, P, S(0, 4)))
 

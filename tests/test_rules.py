@@ -1,14 +1,14 @@
-"""The rule table, by machine: every strategy of every op, run on shards in float64, gives what one device gives."""
+"""The rule table, by machine: the strategies of every op give on shards what one device gives."""
 
 from __future__ import annotations
 
 import random
 
-import autopar.strategies
 import pytest
 import torch
 from torch import Tensor
 
+import autopar.strategies
 from autopar import lockstep
 from autopar.layout import Layout, R, S
 from autopar.mesh import Mesh
@@ -44,21 +44,20 @@ def test_shards_compute_what_one_device_computes(case: Case) -> None:
     for mesh, cut, most in (
         ("x2", False, 99),
         ("x3", True, 99),
-        ("x2.y2", False, 5),
-        ("x2.y3", True, 5),
+        ("x2.y2", False, 3),
+        ("x2.y3", True, 3),
     ):
         for strategy in sample(traced.strategies(mesh, cut), most, case.name + mesh):
             try:
                 check(traced, whole, strategy, Mesh.parse(mesh))
             except Exception as error:
-                error.add_note(
-                    f"{case.name} on {mesh}: {strategy.choices} {[str(r) for r in strategy.results]}"
-                )
+                error.add_note(f"{mesh}: {strategy.choices} {[str(r) for r in strategy.results]}")
                 raise
 
 
 # -- in words --------------------------------------------------------------------------------------
-# Per strategy on an axis of two: what is split, the operands' states, the results'. S1/2 is the digit of stride 2 of dim 1.
+# Per strategy on an axis of two: what is split, the operands' states, the results'. S1/2 is the
+# digit of stride 2 of dim 1.
 GOLDEN = {
     "aten.linear.default": """
         I: I I I -> I
@@ -185,7 +184,7 @@ def test_strategies_in_words(name: str) -> None:
 
 @pytest.mark.parametrize("case", DIGITS, ids=lambda case: case.name)
 def test_three_axes_on_one_dim_in_any_order(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets taken in mesh order instead of stride order show on three axes, and on fewer of these digits not at all."""
+    """Offsets in mesh order instead of stride order show on three axes; on two they may not."""
     monkeypatch.setattr(autopar.strategies, "_ALL_ORDERS", 3)
     traced, whole, mesh = trace(case), on_one_device(trace(case)), Mesh.parse("x2.y3.z2")
     together = [
@@ -211,7 +210,7 @@ def without_gradients(case: Case) -> Case:
 
 
 def made_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layout, list[Tensor]]:
-    """As the rewrite makes values that hang on no parameter: the layout that was reached, and the result of every rank."""
+    """As the rewrite makes values without a layout of their own: (layout reached, results)."""
     mesh, shapes = (
         wanted.mesh,
         [None if n is None else shape_of(n.meta["val"]) for n in operands_of(traced.node)],

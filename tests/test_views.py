@@ -1,12 +1,14 @@
-"""Views as arithmetic: 3,000 random reshapes, and what their factors say about the digits of each side."""
+"""Views as arithmetic: random reshapes, and what their factors say of the digits on each side."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
 import pytest
 import torch
+
 from autopar.layout import Layout, S, State
 from autopar.mesh import Mesh
 from autopar.rules import Dims, view_factors
@@ -25,7 +27,7 @@ def random_reshape(draw: random.Random) -> tuple[tuple[int, ...], tuple[int, ...
 def _dims(primes: list[int], draw: random.Random) -> tuple[int, ...]:
     cuts = sorted(draw.randint(0, len(primes)) for _ in range(draw.randint(0, 4)))
     bounds = [0, *cuts, len(primes)]
-    return tuple(math.prod(primes[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    return tuple(math.prod(primes[a:b]) for a, b in itertools.pairwise(bounds))
 
 
 def flat(dims: Dims) -> list[str]:
@@ -96,7 +98,7 @@ def test_nothing_is_left_whole_without_need() -> None:
     for _ in range(RESHAPES):
         source, target = random_reshape(draw)
         units = sorted(_suffixes(source) | _suffixes(target))
-        if all(b % a == 0 for a, b in zip(units[:-1], units[1:], strict=True)):
+        if all(b % a == 0 for a, b in itertools.pairwise(units)):
             chains += 1
             assert not view_factors(source, target)[3], (source, target)
     assert chains > 1000
@@ -133,7 +135,7 @@ def test_known_views(
 
 
 def test_two_axes_on_one_side_of_a_view() -> None:
-    """(batch, sequence) split on both and flattened, with the inner axis in mesh order first: a digit each, nothing moves."""
+    """(batch, sequence), both split, the inner one by the first axis: flattened, a digit each."""
     mesh = Mesh.parse("x2.y3")
     before = Layout(mesh, (6, 4, 5), (S(1, 2), S(0, 2)))
     after = Layout(mesh, (24, 5), (S(0, 2), S(0, 8)))

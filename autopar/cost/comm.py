@@ -1,7 +1,8 @@
 """Communication: ring costs of the collectives on a uniform link (design: seconds = words / bandwidth + hops · latency).
 
 On an axis of p ranks, with B the bytes of the whole value on that axis, a rank sends (p-1)/p·B in an all-gather or a
-reduce-scatter, twice that in an all-reduce, (p-1)/p²·B in an all-to-all (Thakur, Rabenseifner, Gropp 2005, ring algorithms).
+reduce-scatter, twice that in an all-reduce, (p-1)/p²·B in an all-to-all; the panels of SUMMA count as the gather or scatter that they are, p broadcasts or
+reduces of B/p (Thakur, Rabenseifner, Gropp 2005, ring algorithms).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..mesh import Mesh
 from ..world import World
 from .inside import Inside
 
-_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "reduce": 1}
 
 
 class Cost(NamedTuple):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..layouts import candidates
+from ..layouts import Layouts, candidates
 from ..program import Program
 from ..search import search
 from ..world import World
 
 
-def choose(program: Program, world: World, layout: str, redundant: bool = False) -> Program:
+def choose(program: Program, world: World, layout: Layouts, redundant: bool = False) -> Program:
     """The best plan over every mesh that `layout` allows on the ranks of `world`; ties go to the first mesh."""
     rated = [
         search(program, mesh, world, constraint, redundant)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..program import Program
+from ..program import Input, Program
 
 
 def emit(program: Program) -> Program:
@@ -26,8 +26,11 @@ def emit(program: Program) -> Program:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
+    entries = _used(graph, program.signature.inputs)
     module = fx.GraphModule(program.module, graph, class_name="Parallel")
-    return dataclasses.replace(program, module=module)
+    return dataclasses.replace(
+        program, module=module, signature=dataclasses.replace(program.signature, inputs=entries)
+    )
 
 
 def check(program: Program) -> None:
@@ -39,6 +42,15 @@ def check(program: Program) -> None:
         assert node.op != "call_function" or node.users, f"nothing uses {node.name}"
         device = node.kwargs.get("device")
         assert device is None or device.index is None, f"{node.name} is made on {device}"
+
+
+def _used(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input, ...]:
+    """The inputs less the coordinates and the seed that nothing uses; their placeholders are removed."""
+    unused = {node.name: node for node in graph.nodes if node.op == "placeholder" and not node.users}
+    gone = {e.node for e in inputs if e.kind in ("coordinate", "seed") and e.node in unused}
+    for name in gone:
+        graph.erase_node(unused[name])
+    return tuple(e for e in inputs if e.node not in gone)
 
 
 def _anywhere(value: Any) -> Any:

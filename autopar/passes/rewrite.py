@@ -86,7 +86,6 @@ class _Rewriter:
         return self
 
     def program(self) -> Program:
-        self._drop_unused_entries()
         self.graph.lint()
         module = fx.GraphModule(torch.nn.Module(), self.graph)
         plan = dataclasses.replace(
@@ -130,15 +129,6 @@ class _Rewriter:
         assert self.seed is not None
         self.seeds += 1
         return self.graph.call_function(torch.ops.aten.add.Scalar, (self.seed, self.seeds))
-
-    def _drop_unused_entries(self) -> None:
-        """Coordinates and the seed are inputs only where something uses them."""
-        for node in list(self.graph.nodes):
-            if node.op == "placeholder" and not node.users:
-                entry = next(e for e in self.entries if e.node == node.name)
-                if entry.kind in ("coordinate", "seed"):
-                    self.graph.erase_node(node)
-                    self.entries.remove(entry)
 
     # -- nodes -------------------------------------------------------------------------------------------------------------
     def _call(self, node: fx.Node) -> None:

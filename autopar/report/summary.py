@@ -17,7 +17,7 @@ from ..program import Program
 from ..strategies import Strategy
 from ..world import World
 
-_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
+_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A", "broadcast": "B", "reduce": "Red"}
 
 
 def summarised(program: Program, world: World) -> Plan:

@@ -1,0 +1,116 @@
+"""Real processes over gloo, float32, against one device: what each launch of train_ranks.py saw is held to the limits here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LIMIT = 1e-4  # relative, in L2
+LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
+SECONDS = 180  # a launch that hangs is stopped after so many
+
+
+def launched(folder: Path, ranks: int, *tasks: str) -> dict[str, Any]:
+    """What `ranks` processes of train_ranks.py saw in these tasks."""
+    out = folder / "facts.json"
+    script = Path(__file__).with_name("train_ranks.py")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*start, str(script), str(out), *tasks],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{ranks} ranks did not end within {SECONDS} s:\n{output[-4000:]}")
+    assert process.returncode == 0, output[-6000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_equals_one_device(tmp_path: Path, ranks: int) -> None:
+    facts = launched(tmp_path, ranks, "gpt", "llama")
+    for name in ("gpt", "llama"):
+        assert facts[name]["model untouched"]
+        for layout in LAYOUTS:
+            one_layout(facts[name][layout], f"{name} {layout} on {ranks} ranks: ")
+
+
+def one_layout(facts: dict[str, Any], where: str) -> None:
+    for what in ("loss", "own part's loss", "logits", "full logits"):
+        assert facts[what] < LIMIT, f"{where}{what}"
+    for what in ("gradients", "parameters"):
+        error, name = facts[what]
+        assert error < LIMIT, f"{where}{what} of {name}"
+    for what in ("losses agree", "graphs agree", "plans agree", "own shapes"):
+        assert facts[what], f"{where}{what}"
+    found, expected = facts["names"]
+    assert found == expected, where
+    assert facts["stored as"] == ["DTensor"], where
+
+
+def test_compiled_gradients_equal_one_device(tmp_path: Path) -> None:
+    compiled(launched(tmp_path, 2, "aot_eager")["aot_eager"])
+
+
+@pytest.mark.slow
+def test_inductor_gradients_equal_one_device(tmp_path: Path) -> None:
+    compiled(launched(tmp_path, 2, "inductor")["inductor"])
+
+
+def compiled(facts: dict[str, Any]) -> None:
+    for layout in ("fsdp", "megatron"):
+        assert facts[layout]["loss"] < LIMIT
+        assert facts[layout]["gradients"][0] < LIMIT, facts[layout]
+        assert facts[layout]["parameters"][0] < LIMIT, facts[layout]
+
+
+def test_deferred_saved_and_random(tmp_path: Path) -> None:
+    """Planned at the first call; planned elsewhere and read from a file; dropout."""
+    facts = launched(tmp_path, 4, "deferred", "from_file", "dropout")
+    first = facts["deferred"]
+    assert first["early"].startswith("InputError: the parameters are known after the first call")
+    assert first["loss"] < LIMIT and first["gradients"]
+    assert first["count"][0] == first["count"][1]
+    file = facts["from_file"]
+    assert file["loss"] < LIMIT
+    assert file["without inputs"].startswith("InputError: a plan from a file holds no graph")
+    assert file["another model"].startswith("PlanError: the plan is for the graph")
+    losses = [facts["dropout"][layout] for layout in LAYOUTS]
+    for first, second in losses:
+        assert first == pytest.approx(losses[0][0], rel=1e-5)
+        assert second == pytest.approx(losses[0][1], rel=1e-5)
+        assert abs(first - second) > 1e-4
+    assert all(facts["dropout"][f"{layout} agrees"] for layout in LAYOUTS)
+
+
+def test_a_rank_that_fails_is_named_by_all(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 3, "failing")["failing"]
+    alike = {  # what every rank raises, the same on each
+        "another model": "RankError: the ranks hold different models: rank 0",
+        "a broken forward": "RankError: rank 1 of 3 failed while tracing: TraceError",
+        "other inputs": "RankError: the ranks hold different models: rank 0",
+        "a resized parameter": "RankError: rank 1 of 3 failed while taking the parameters: PlanError",
+        "another plan": "RankError: the ranks hold different plans: rank 0",
+        "broken on all": "TraceError",
+        "an unknown layout": "LayoutError: unknown layout 'zero'",
+        "a larger world": "WorldError",
+        "a larger plan": "WorldError: the plan is for 6 ranks (mesh",
+    }
+    for what, start in alike.items():
+        seen = facts[what]["seen"]
+        assert all(text.startswith(start) for text in seen), (what, seen)
+        assert facts[what]["seconds"] < 20, what
+    assert "rank 1 cannot" in facts["a broken forward"]["seen"][0]
+    assert "3 are running" in facts["a larger plan"]["seen"][0]
+    assert facts["afterwards"] < LIMIT

@@ -1,0 +1,278 @@
+"""What test_training.py starts under torchrun: trains on real gloo ranks, compares with one device, and writes what it saw as JSON.
+
+    torchrun --standalone --nproc-per-node 2 tests/train_ranks.py OUT TASK...
+
+Rank 0 writes OUT: {task: facts}. A task asserts nothing; the test that started it does.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+root = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(root), str(root / "tests"), str(root / "examples")]
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+import models
+from autopar.layout import Layout
+
+LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
+STEPS = 3
+Facts = dict[str, Any]
+
+
+def example(name: str, **changes: Any) -> tuple[nn.Module, Any]:
+    model, args, kwargs = getattr(models, name)(**changes)
+    return model, args or kwargs
+
+
+def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
+    """(loss, logits) of a model of tests/models.py, or of the parallel one."""
+    found = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    return (found[1], found[0]) if isinstance(found, tuple) else (found.loss, found.logits)
+
+
+# -- one step after the other, on one device and on all ranks ----------------------------------------------------------------
+def trained(module: nn.Module, inputs: Any, whole: Callable[[str, Tensor], Tensor]) -> tuple[Tensor, Tensor, dict, dict]:
+    """(first loss, first logits, first gradients, parameters after STEPS steps), all whole."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    first: tuple[Any, ...] = ()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss, logits = called(module, inputs)
+        loss.backward()
+        if not first:
+            gradients = {n: whole(n, p.grad) for n, p in module.named_parameters() if p.grad is not None}
+            first = loss.detach().clone(), logits.detach(), gradients
+        optimizer.step()
+    return *first, {n: whole(n, p.detach()) for n, p in module.named_parameters()}  # type: ignore[return-value]
+
+
+def gathered(local: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local.contiguous())
+    return parts
+
+
+def joined(value: Tensor, layout: Layout) -> Tensor:
+    """The whole of a DTensor, by autopar's own arithmetic."""
+    assert isinstance(value, DTensor), type(value)
+    return layout.join(gathered(value.to_local())).clone()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """‖found - expected‖ / ‖expected‖, in L2."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max((error(found[name], expected[name]), name) for name in expected)
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The value of every rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# -- tasks -------------------------------------------------------------------------------------------------------------------
+def parity(name: str) -> Facts:
+    """Each layout against one device: what the design of the issue promises of real processes."""
+    model, inputs = example(name)
+    single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
+    before = {n: p.detach().clone() for n, p in model.state_dict().items()}
+    facts: Facts = {layout: one_layout(model, inputs, layout, single) for layout in LAYOUTS}
+    facts["model untouched"] = all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    return facts
+
+
+def one_layout(model: nn.Module, inputs: Any, layout: str, single: tuple[Any, ...]) -> Facts:
+    par = autopar.parallelize(model, None, inputs, layout=layout)
+    whole_logits = joined(called(par, inputs)[1].detach(), output_layout(par, "logits"))
+    own = par.shard(*inputs) if isinstance(inputs, tuple) else par.shard(**inputs)[1]
+    own_loss = float(called(par, own)[0])
+    full = called(par, inputs)[1].full_tensor()
+    stored = {n: type(p.data).__name__ for n, p in par.named_parameters()}
+    names = [list(par.state_dict()), list(model.state_dict())]
+    loss, _, gradients, parameters = trained(par, inputs, lambda n, t: joined(t, par.layout(n)))
+    return {
+        "mesh": str(par.plan.mesh),
+        "loss": abs(float(loss - single[0]) / float(single[0])),
+        "losses agree": len(set(everywhere(float(loss)))) == 1,
+        "own part's loss": abs(own_loss - float(single[0])) / float(single[0]),
+        "logits": error(whole_logits, single[1]),
+        "full logits": error(full, single[1]),
+        "gradients": worst(gradients, single[2]),
+        "parameters": worst(parameters, single[3]),
+        "names": names,
+        "stored as": sorted(set(stored.values())),
+        "own shapes": all(tuple(p.to_local().shape) == par.layout(n).local_shape for n, p in par.named_parameters()),
+        "graphs agree": len(set(everywhere(sha(par.graph.code + str(par.graph.graph))))) == 1,
+        "plans agree": len(set(everywhere(sha(json.dumps(par.plan.to_json()))))) == 1,
+    }
+
+
+def output_layout(par: Any, name: str) -> Layout:
+    """Of the one output that is not a scalar."""
+    (layout,) = (layout for layout in par.plan.outputs.values() if layout.shape)
+    return layout
+
+
+def compiled(name: str, backend: str) -> Facts:
+    """The same through torch.compile, for one layout of each kind."""
+    model, inputs = example(name)
+    single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
+    facts: Facts = {}
+    for layout in ("fsdp", "megatron"):
+        par = autopar.parallelize(model, None, inputs, layout=layout, backend=backend)
+        loss, _, gradients, parameters = trained(par, inputs, lambda n, t, par=par: joined(t, par.layout(n)))
+        facts[layout] = {
+            "loss": abs(float(loss - single[0]) / float(single[0])),
+            "gradients": worst(gradients, single[2]),
+            "parameters": worst(parameters, single[3]),
+        }
+    return facts
+
+
+def deferred() -> Facts:
+    """No inputs given: planned at the first call."""
+    model, inputs = example("gpt")
+    par = autopar.parallelize(model)
+    early = caught(lambda: list(par.parameters()))
+    loss = called(par, inputs)[0]
+    loss.backward()
+    return {
+        "early": early,
+        "loss": abs(float(loss) / float(called(model, inputs)[0]) - 1),
+        "gradients": all(p.grad is not None for p in par.parameters()),
+        "count": [len(list(par.parameters())), len(list(model.parameters()))],
+    }
+
+
+def from_file() -> Facts:
+    """A plan that one process saved, read and applied by all ranks."""
+    model, inputs = example("llama")
+    expected = float(called(model, inputs)[0])
+    path = Path(sys.argv[1]).with_suffix(".plan.json")
+    if dist.get_rank() == 0:
+        autopar.plan(model, dist.get_world_size(), inputs, layout="megatron").save(path)
+    dist.barrier()
+    plan = autopar.Plan.load(path)
+    loss = called(autopar.apply(model, plan, inputs), inputs)[0]
+    other, other_inputs = example("gpt")
+    return {
+        "loss": abs(float(loss) / expected - 1),
+        "without inputs": caught(lambda: autopar.apply(model, plan)),
+        "another model": caught(lambda: autopar.apply(other, plan, other_inputs)),
+    }
+
+
+def dropout() -> Facts:
+    """Losses in train mode by layout: the same masks, other ones at each call."""
+    model, inputs = example("gpt", dropout=0.2)
+    facts: Facts = {}
+    for layout in LAYOUTS:
+        torch.manual_seed(5)
+        par = autopar.parallelize(model, None, inputs, layout=layout)
+        facts[layout] = [float(called(par, inputs)[0]) for _ in range(2)]
+        facts[f"{layout} agrees"] = len(set(everywhere(facts[layout][0]))) == 1
+    return facts
+
+
+def failing() -> Facts:
+    """What every rank raises, and after how many seconds, where rank 1 alone is wrong, or all are."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, inputs = example("gpt")
+    odd = dict(layers=3) if rank == 1 else {}
+    other = models.Gpt(**odd)
+
+    class Broken(models.Gpt):
+        def forward(self, ids: Tensor, labels: Tensor) -> Any:
+            raise ArithmeticError("rank 1 cannot")
+
+    broken = Broken() if rank == 1 else models.Gpt()
+    longer = (inputs[0].repeat(2, 1), inputs[1].repeat(2, 1)) if rank == 1 else inputs
+    plan = autopar.plan(model, size, inputs, layout="ddp")
+    late = copy.deepcopy(model)
+    if rank == 1:
+        late.positions = nn.Embedding(7, models.HIDDEN)
+    wrong_plan = autopar.plan(model, size, inputs, layout="fsdp" if rank == 1 else "ddp")
+    attempts: dict[str, Callable[[], Any]] = {
+        "another model": lambda: autopar.parallelize(other, None, inputs),
+        "a broken forward": lambda: autopar.parallelize(broken, None, inputs),
+        "other inputs": lambda: autopar.parallelize(model, None, longer),
+        "a resized parameter": lambda: autopar.apply(late, plan),
+        "another plan": lambda: autopar.apply(model, wrong_plan),
+        "broken on all": lambda: autopar.parallelize(Broken(), None, inputs),
+        "an unknown layout": lambda: autopar.parallelize(model, None, inputs, layout="zero"),
+        "a larger world": lambda: autopar.parallelize(model, 2 * size, inputs),
+        "a larger plan": lambda: autopar.apply(model, autopar.plan(model, 2 * size, inputs)),
+    }
+    facts: Facts = {}
+    for what, attempt in attempts.items():
+        started = time.perf_counter()
+        seen = caught(attempt)
+        facts[what] = {"seen": everywhere(seen), "seconds": time.perf_counter() - started}
+    loss = called(autopar.parallelize(model, None, inputs), inputs)[0]
+    facts["afterwards"] = abs(float(loss) / float(called(model, inputs)[0]) - 1)
+    return facts
+
+
+def caught(work: Callable[[], Any]) -> str:
+    """"Type: message" of the ValueError that this raises; "" where it raises none."""
+    try:
+        work()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+TASKS: dict[str, Callable[[], Facts]] = {
+    "gpt": lambda: parity("gpt"),
+    "llama": lambda: parity("llama"),
+    "aot_eager": lambda: compiled("gpt", "aot_eager"),
+    "inductor": lambda: compiled("gpt", "inductor"),
+    "deferred": deferred,
+    "from_file": from_file,
+    "dropout": dropout,
+    "failing": failing,
+}
+
+
+def main() -> None:
+    out, *tasks = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    facts = {}
+    for task in tasks:
+        started = time.perf_counter()
+        facts[task] = TASKS[task]()
+        facts[task]["seconds"] = time.perf_counter() - started
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(facts, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()
