@@ -51,5 +51,7 @@ def backend_name(name: str, device_type: str) -> str:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors have a shape, a dtype and a device, but no storage; `item()` gives a symbol."""
+    """A mode whose tensors have a shape, a dtype and a device, but no storage; `item()` gives a
+    symbol.
+    """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)

@@ -1,4 +1,6 @@
-"""The pipeline in reading order: trace, annotate, chains, choose, rewrite, emit; and the four calls of the public face."""
+"""The pipeline in reading order: trace, annotate, chains, choose, rewrite, emit; and the four calls
+of the public face.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ Backend = str | Callable[..., Any] | None
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) from what a user gives: a tuple of positional or a dict of keyword arguments, or one tensor."""
+    """(args, kwargs) from what a user gives: a tuple of positional or a dict of keyword arguments,
+    or one tensor.
+    """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}
@@ -46,7 +50,13 @@ class _Pipeline:
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds: dict[str, float] = {}
 
-    def run(self, name: str, program: Program, step: Callable[[Program], Program], check: Callable[[Program], None]) -> Program:
+    def run(
+        self,
+        name: str,
+        program: Program,
+        step: Callable[[Program], Program],
+        check: Callable[[Program], None],
+    ) -> Program:
         start = time.perf_counter()
         program = step(program)
         check(program)
@@ -66,7 +76,9 @@ def _analysed(pipeline: _Pipeline, program: Program) -> Program:
 
 
 def _planned(pipeline: _Pipeline, program: Program, world: World, layout: Layouts) -> Program:
-    program = pipeline.run("choose", program, lambda p: choose.choose(p, world, layout), choose.check)
+    program = pipeline.run(
+        "choose", program, lambda p: choose.choose(p, world, layout), choose.check
+    )
     return _rewritten(pipeline, program, world)
 
 
@@ -79,24 +91,32 @@ def _rewritten(pipeline: _Pipeline, program: Program, world: World) -> Program:
 def plan(
     model: nn.Module, world: World | int | Any | None, inputs: Inputs, layout: Layouts = "auto"
 ) -> Plan:
-    """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory for the parameters.
+    """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
+    for the parameters.
 
-    `inputs`: what the single-device model takes, at the global batch size: a tuple of positional or a dict of keyword arguments;
-    on the meta device if you like. `layout`: "auto" or a name. Raises TraceError, LayoutError, PlanError, WorldError.
+    `inputs`: what the single-device model takes, at the global batch size: a tuple of positional or
+    a dict of keyword arguments; on the meta device if you like. `layout`: "auto" or a name. Raises
+    TraceError, LayoutError, PlanError, WorldError.
 
     Example: plan(model, 8, (tokens, targets)).table()
     """
     found = World.of(world)
     pipeline = _Pipeline()
     source = pipeline.run("trace", _traced(model, inputs), lambda p: p, trace.check)
-    return _finished(pipeline, source, _planned(pipeline, _analysed(pipeline, source), found, layout), found)
+    return _finished(
+        pipeline, source, _planned(pipeline, _analysed(pipeline, source), found, layout), found
+    )
 
 
 def _finished(pipeline: _Pipeline, source: Program, program: Program, world: World) -> Plan:
-    """The plan with its figures and what `apply` needs; a world of one rank keeps the graph as it was traced."""
+    """The plan with its figures and what `apply` needs; a world of one rank keeps the graph as it
+    was traced.
+    """
     assert program.plan is not None
     made = dataclasses.replace(
-        summarised(program, world), fingerprint=fingerprint(source), seconds_by_pass=dict(pipeline.seconds)
+        summarised(program, world),
+        fingerprint=fingerprint(source),
+        seconds_by_pass=dict(pipeline.seconds),
     )
     if not made.mesh.axes:
         program = _on_one_rank(source, program)
@@ -105,42 +125,58 @@ def _finished(pipeline: _Pipeline, source: Program, program: Program, world: Wor
 
 
 def _on_one_rank(source: Program, program: Program) -> Program:
-    layouts = {n.name: Layout(Mesh(), shape_of(v), ()) for n in source.module.graph.nodes if (v := n.meta.get("val")) is not None
-               and isinstance(v, torch.Tensor)}
-    return dataclasses.replace(program, module=source.module, signature=source.signature, layouts=layouts)
+    layouts = {
+        n.name: Layout(Mesh(), shape_of(v), ())
+        for n in source.module.graph.nodes
+        if (v := n.meta.get("val")) is not None and isinstance(v, torch.Tensor)
+    }
+    return dataclasses.replace(
+        program, module=source.module, signature=source.signature, layouts=layouts
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """What a plan made in this process carries along: the rewritten program and the graph after every pass."""
+    """What a plan made in this process carries along: the rewritten program and the graph after
+    every pass.
+    """
 
     program: Program
     graphs: dict[str, fx.GraphModule]
 
 
-def apply(model: nn.Module, plan: Plan, inputs: Inputs | None = None, backend: Backend = None) -> ParallelModule:
-    """The model on the running ranks, by a plan. Collective: every rank calls it with the same plan.
+def apply(
+    model: nn.Module, plan: Plan, inputs: Inputs | None = None, backend: Backend = None
+) -> ParallelModule:
+    """The model on the running ranks, by a plan. Collective: every rank calls it with the same
+    plan.
 
-    `inputs` are needed for a plan that was loaded from a file: the model is traced again. `backend`: None runs the graph as it
-    is, else the name of a torch.compile backend or a callable. The model itself is left as it is; the parameters are copied.
-    Raises WorldError where the plan's mesh and the running ranks differ, PlanError where the model is another than planned.
+    `inputs` are needed for a plan that was loaded from a file: the model is traced again.
+    `backend`: None runs the graph as it is, else the name of a torch.compile backend or a callable.
+    The model itself is left as it is; the parameters are copied. Raises WorldError where the plan's
+    mesh and the running ranks differ, PlanError where the model is another than planned.
     """
     ready = ranks.together("reading the plan", lambda: _ready(model, plan, inputs))
-    ranks.agree("plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16])
+    ranks.agree(
+        "plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+    )
     program = ready.program
     tensors = ranks.together("taking the parameters", lambda: _current(model, program))
     mesh = plan.mesh
     if ranks.running() != max(1, mesh.size):
         raise WorldError(
-            f"the plan is for {mesh.size} ranks (mesh {mesh or 'of one rank'}), {ranks.running()} are running: plan for "
-            f"{ranks.running()}, or start {mesh.size} with torchrun and call torch.distributed.init_process_group"
+            f"the plan is for {mesh.size} ranks (mesh {mesh or 'of one rank'}), {ranks.running()} "
+            "are running: plan for "
+            f"{ranks.running()}, or start {mesh.size} with torchrun and call "
+            "torch.distributed.init_process_group"
         )
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
     device_mesh = connect(mesh, device.type) if mesh.axes else None
     run = program.module if backend is None else torch.compile(program.module, backend=backend)
     program = dataclasses.replace(program, tensors=tensors)
     return ranks.together(
-        "placing the parameters", lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), run)
+        "placing the parameters",
+        lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), run),
     )
 
 
@@ -148,11 +184,15 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
     if plan.ready is not None:
         return plan.ready
     if inputs is None:
-        raise InputError("a plan from a file holds no graph: give apply the inputs too, so that it can trace the model again")
+        raise InputError(
+            "a plan from a file holds no graph: give apply the inputs too, so that it can trace "
+            "the model again"
+        )
     source = _traced(model, inputs)
     if fingerprint(source) != plan.fingerprint:
         raise PlanError(
-            f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives {fingerprint(source)}: "
+            f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives "
+            f"{fingerprint(source)}: "
             f"plan again"
         )
     pipeline = _Pipeline()
@@ -163,8 +203,13 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
 
 
 def _current(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
-    """The model's parameters and buffers as they are now. Raises PlanError where one is gone or has another shape."""
-    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    """The model's parameters and buffers as they are now. Raises PlanError where one is gone or has
+    another shape.
+    """
+    held = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     tensors = dict(program.tensors)
     for entry in program.signature.inputs:
         if entry.kind not in ("parameter", "buffer"):
@@ -173,7 +218,10 @@ def _current(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
         now = held.get(entry.target)
         if now is None or tuple(now.shape) != shape:
             found = "is gone" if now is None else f"is {tuple(now.shape)} now"
-            raise PlanError(f"{entry.kind} {entry.target} was {shape} when the model was planned and {found}: plan again")
+            raise PlanError(
+                f"{entry.kind} {entry.target} was {shape} when the model was planned and {found}: "
+                "plan again"
+            )
         tensors[entry.target] = now
     return tensors
 
@@ -187,10 +235,11 @@ def parallelize(
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
 
-    `world` None: what is running. `inputs` None: those of the first call. Rank 0 searches, the others receive its plan; if a rank
-    fails, all raise. See `plan` and `apply` for the rest.
+    `world` None: what is running. `inputs` None: those of the first call. Rank 0 searches, the
+    others receive its plan; if a rank fails, all raise. See `plan` and `apply` for the rest.
 
-    Example, under torchrun: par = autopar.parallelize(model, inputs=(tokens, targets)); par(tokens, targets).backward()
+    Example, under torchrun: par = autopar.parallelize(model, inputs=(tokens, targets)); par(tokens,
+    targets).backward()
     """
     if inputs is None:
         return Deferred(lambda given: parallelize(model, world, given, layout, backend))
@@ -199,7 +248,9 @@ def parallelize(
 
 
 def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts) -> Plan:
-    """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together, never one inside another."""
+    """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
+    never one inside another.
+    """
     pipeline = _Pipeline()
     source = ranks.together("tracing", lambda: _traced(model, inputs))
     ranks.agree("model", fingerprint(source))
@@ -209,14 +260,19 @@ def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts
     def search() -> None:
         nonlocal chosen
         if ranks.rank() == 0:
-            chosen = pipeline.run("choose", program, lambda p: choose.choose(p, world, layout), choose.check)
+            chosen = pipeline.run(
+                "choose", program, lambda p: choose.choose(p, world, layout), choose.check
+            )
 
     ranks.together("searching", search)
-    data = ranks.from_rank_0(chosen.plan.to_json() if chosen is not None and chosen.plan is not None else None)
+    data = ranks.from_rank_0(
+        chosen.plan.to_json() if chosen is not None and chosen.plan is not None else None
+    )
     program = dataclasses.replace(program, plan=Plan.from_json(data))
     pipeline.graphs["trace"] = source.module
     return ranks.together(
-        "rewriting", lambda: _finished(pipeline, source, _rewritten(pipeline, program, world), world)
+        "rewriting",
+        lambda: _finished(pipeline, source, _rewritten(pipeline, program, world), world),
     )
 
 
@@ -231,13 +287,18 @@ class Deferred(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.made is None:
             if args and kwargs:
-                raise InputError("the first call takes all inputs by position or all by name; or give `inputs` to parallelize")
+                raise InputError(
+                    "the first call takes all inputs by position or all by name; or give `inputs` "
+                    "to parallelize"
+                )
             self.made = self._make(kwargs or args)
         return self.made(*args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Any:
         if self.made is None:
-            raise InputError("the parameters are known after the first call; or give `inputs` to parallelize")
+            raise InputError(
+                "the parameters are known after the first call; or give `inputs` to parallelize"
+            )
         return self.made.parameters(recurse)
 
 
@@ -245,7 +306,13 @@ def fingerprint(program: Program) -> str:
     """Names a traced graph: its nodes with shapes and dtypes, and what feeds them."""
     lines = [
         f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} "
-        + str([(tuple(v.shape), v.dtype) for v in pytree.tree_leaves(n.meta.get("val")) if isinstance(v, torch.Tensor)])
+        + str(
+            [
+                (tuple(v.shape), v.dtype)
+                for v in pytree.tree_leaves(n.meta.get("val"))
+                if isinstance(v, torch.Tensor)
+            ]
+        )
         for n in program.module.graph.nodes
     ]
     lines.extend(f"{e.kind} {e.node} {e.target}" for e in program.signature.inputs)
@@ -253,11 +320,17 @@ def fingerprint(program: Program) -> str:
 
 
 def verify(
-    model: nn.Module, world: World | int | Any | None, inputs: Inputs, layout: Layouts = "auto", tolerance: float = 1e-9
+    model: nn.Module,
+    world: World | int | Any | None,
+    inputs: Inputs,
+    layout: Layouts = "auto",
+    tolerance: float = 1e-9,
 ) -> Check:
-    """Prove a layout on this model: every rank in lockstep in one process, in float64, against the original on one device.
+    """Prove a layout on this model: every rank in lockstep in one process, in float64, against the
+    original on one device.
 
-    Compares every node, the loss, every gradient, and the parameters after three AdamW steps. Raises VerificationError past `tolerance`.
+    Compares every node, the loss, every gradient, and the parameters after three AdamW steps.
+    Raises VerificationError past `tolerance`.
 
     Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
     """

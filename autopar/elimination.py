@@ -1,8 +1,10 @@
-"""The minimum of a sum of small tables, exactly: variables are eliminated one by one, the cheapest first.
+"""The minimum of a sum of small tables, exactly: variables are eliminated one by one, the cheapest
+first.
 
-A table gives a cost for every joint value of a few variables. Eliminating a variable adds up the tables that hold it and minimises over
-it, which leaves one table over its neighbours (Bertelè and Brioschi, Nonserial Dynamic Programming, 1972). Tables are compared by identity
-and eliminations are remembered, so that the layers of a model, which share their tables, are worked out once.
+A table gives a cost for every joint value of a few variables. Eliminating a variable adds up the
+tables that hold it and minimises over it, which leaves one table over its neighbours (Bertelè and
+Brioschi, Nonserial Dynamic Programming, 1972). Tables are compared by identity and eliminations are
+remembered, so that the layers of a model, which share their tables, are worked out once.
 """
 
 from __future__ import annotations
@@ -34,13 +36,20 @@ class _Eliminated(NamedTuple):
     best: NDArray[np.intp]
 
 
-Memo = dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.intp], tuple[NDArray[np.float64], ...]]]
+Memo = dict[
+    tuple[object, ...],
+    tuple[NDArray[np.float64], NDArray[np.intp], tuple[NDArray[np.float64], ...]],
+]
 
 
-def minimise(sizes: Sequence[int], tables: Sequence[Table], memo: Memo | None = None) -> tuple[float, list[int]]:
-    """The least total cost and the values that reach it; ties go to the lowest value of each variable.
+def minimise(
+    sizes: Sequence[int], tables: Sequence[Table], memo: Memo | None = None
+) -> tuple[float, list[int]]:
+    """The least total cost and the values that reach it; ties go to the lowest value of each
+    variable.
 
-    `sizes`: how many values each variable has. Raises PlanError where the graph is too entangled for tables that fit in memory.
+    `sizes`: how many values each variable has. Raises PlanError where the graph is too entangled
+    for tables that fit in memory.
     """
     memo = {} if memo is None else memo
     held: list[dict[int, Table]] = [{} for _ in sizes]
@@ -74,36 +83,51 @@ def minimise(sizes: Sequence[int], tables: Sequence[Table], memo: Memo | None = 
 
 
 def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
-    """An order in which to eliminate: that of the heuristic whose largest table is smallest (all look only at sizes, so they are cheap)."""
+    """An order in which to eliminate: that of the heuristic whose largest table is smallest (all
+    look only at sizes, so they are cheap).
+    """
     neighbours: list[set[int]] = [set() for _ in sizes]
     for table in tables:
         for variable in table.variables:
             neighbours[variable].update(set(table.variables) - {variable})
-    largest, order, entangled = min((_simulated(sizes, neighbours, rate) for rate in _RATES), key=lambda found: found[0])
+    largest, order, entangled = min(
+        (_simulated(sizes, neighbours, rate) for rate in _RATES), key=lambda found: found[0]
+    )
     if largest > _LARGEST:
         raise PlanError(
-            f"the search would need a table over {len(entangled)} variables of {[sizes[v] for v in entangled]} values; give a layout by "
+            f"the search would need a table over {len(entangled)} variables of "
+            f"{[sizes[v] for v in entangled]} values; give a layout by "
             f"name, or fewer axes"
         )
     return order
 
 
-def _table_size(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
+def _table_size(
+    variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]
+) -> tuple[float, ...]:
     return (float(math.prod(sizes[n] for n in neighbours[variable]) * sizes[variable]),)
 
 
-def _left_over(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
+def _left_over(
+    variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]
+) -> tuple[float, ...]:
     return float(math.prod(sizes[n] for n in neighbours[variable])), float(sizes[variable])
 
 
-def _degree(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
+def _degree(
+    variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]
+) -> tuple[float, ...]:
     return float(len(neighbours[variable])), *_table_size(variable, sizes, neighbours)
 
 
 def _fill(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
     """The weight of the pairs that the elimination ties together anew."""
     around = sorted(neighbours[variable])
-    new = sum(float(sizes[a] * sizes[b]) for a, b in itertools.combinations(around, 2) if b not in neighbours[a])
+    new = sum(
+        float(sizes[a] * sizes[b])
+        for a, b in itertools.combinations(around, 2)
+        if b not in neighbours[a]
+    )
     return new, *_table_size(variable, sizes, neighbours)
 
 
@@ -113,7 +137,9 @@ _RATES = (_table_size, _left_over, _degree, _fill)
 def _simulated(
     sizes: Sequence[int], start: Sequence[set[int]], rate: Callable[..., tuple[float, ...]]
 ) -> tuple[float, list[int], list[int]]:
-    """(entries of the largest table, the order, the variables of that table) when the lowest rated variable always goes first."""
+    """(entries of the largest table, the order, the variables of that table) when the lowest rated
+    variable always goes first.
+    """
     neighbours = [set(found) for found in start]
     queue = [(rate(v, sizes, neighbours), v) for v in range(len(sizes))]
     heapq.heapify(queue)
@@ -154,7 +180,11 @@ def _eliminate(
             total += _spread(table, where, len(dims))
         best = total.argmin(-1)
         costs = np.take_along_axis(total, best[..., None], -1)[..., 0]
-        memo[key] = costs, best, tuple(table.costs for table in parts)  # the last keeps their ids from being used again
+        memo[key] = (
+            costs,
+            best,
+            tuple(table.costs for table in parts),
+        )  # the last keeps their ids from being used again
     costs, best, _ = memo[key]
     return costs, best
 

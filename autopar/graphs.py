@@ -28,16 +28,24 @@ def module_path(node: fx.Node) -> str:
 
 
 def chain_name(node: fx.Node) -> str:
-    """The subgraph of a node: its module's path up to one step past the last layer number, or its first two steps."""
+    """The subgraph of a node: its module's path up to one step past the last layer number, or its
+    first two steps.
+    """
     parts = [part for part in module_path(node).split(".") if part]
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[-1] + 2] if numbers else parts[:2]) or "(model)"
 
 
 def where(node: fx.Node) -> str:
-    """What to tell a user about a node: its name, its module, and the line of the code that made it."""
+    """What to tell a user about a node: its name, its module, and the line of the code that made
+    it.
+    """
     path = module_path(node)
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File")]
     line = lines[-1].split(", in ")[0] if lines else ""
-    return " ".join(part for part in (node.name, f"in {path}" if path else "", f"({line})" if line else "") if part)
+    return " ".join(
+        part
+        for part in (node.name, f"in {path}" if path else "", f"({line})" if line else "")
+        if part
+    )

@@ -1,8 +1,9 @@
 """The state of a tensor on every axis of a mesh, and the changes from one layout to another.
 
-On one axis a value is invariant (I), replicated (R), partial (P) or sharded (S); the state fixes the gradient's as well:
-I has an invariant gradient, R a partial one, P a replicated one, S a sharded one. A shard is a digit of a dim: S(dim, stride) gives
-the axis of size p the digit (i // stride) % p of the global index i of that dim; contiguous sharding is the outermost digit.
+On one axis a value is invariant (I), replicated (R), partial (P) or sharded (S); the state fixes
+the gradient's as well: I has an invariant gradient, R a partial one, P a replicated one, S a
+sharded one. A shard is a digit of a dim: S(dim, stride) gives the axis of size p the digit (i //
+stride) % p of the global index i of that dim; contiguous sharding is the outermost digit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from .mesh import Mesh
 
 
 class State(NamedTuple):
-    """What one mesh axis holds of a tensor: kind "I", "R", "P", or "S" with the dim and the stride of the digit."""
+    """What one mesh axis holds of a tensor: kind "I", "R", "P", or "S" with the dim and the stride
+    of the digit.
+    """
 
     kind: Literal["I", "R", "P", "S"]
     dim: int = -1
@@ -51,7 +54,8 @@ class Layout:
     """How a tensor of global `shape` lies on `mesh`: one state per axis, in the order of the mesh.
 
     Raises LayoutError where a digit does not divide its dim or two digits of one dim overlap.
-    Example: Layout(Mesh.parse("data2.x2"), (8, 6), (S(0, 4), I)) puts four rows on each half of the data axis.
+    Example: Layout(Mesh.parse("data2.x2"), (8, 6), (S(0, 4), I)) puts four rows on each half of the
+    data axis.
     """
 
     mesh: Mesh
@@ -68,8 +72,10 @@ class Layout:
         for axis, stride, size in reversed(self.digits(dim)):
             if stride % unit or self.shape[dim] % (stride * size):
                 raise LayoutError(
-                    f"axis {axis} of size {size} cannot hold the digit of stride {stride} of dim {dim}, which has "
-                    f"{self.shape[dim]} entries and inner digits up to {unit}: digits of one dim must be disjoint "
+                    f"axis {axis} of size {size} cannot hold the digit of stride {stride} of dim "
+                    f"{dim}, which has "
+                    f"{self.shape[dim]} entries and inner digits up to {unit}: digits of one dim "
+                    "must be disjoint "
                     f"members of one divisor chain"
                 )
             unit = stride * size
@@ -106,7 +112,9 @@ class Layout:
         return math.prod(self.local_shape)
 
     def inner(self, axis: str) -> int:
-        """The number of local elements right of the digit that `axis` holds: the stride less the digits inside it."""
+        """The number of local elements right of the digit that `axis` holds: the stride less the
+        digits inside it.
+        """
         state = self.state(axis)
         stride = state.stride
         for digit in self.digits(state.dim):
@@ -116,10 +124,16 @@ class Layout:
 
     def with_state(self, axis: str, state: State) -> Layout:
         index = self.mesh.names.index(axis)
-        return Layout(self.mesh, self.shape, (*self.states[:index], state, *self.states[index + 1 :]))
+        return Layout(
+            self.mesh, self.shape, (*self.states[:index], state, *self.states[index + 1 :])
+        )
 
     def __str__(self) -> str:
-        held = [f"{a.name}:{s}" for a, s in zip(self.mesh.axes, self.states, strict=True) if s.kind != "I"]
+        held = [
+            f"{a.name}:{s}"
+            for a, s in zip(self.mesh.axes, self.states, strict=True)
+            if s.kind != "I"
+        ]
         return " ".join(held) if held else "whole"
 
     def axes_of(self, kind: str) -> tuple[str, ...]:
@@ -127,9 +141,11 @@ class Layout:
             a.name for a, s in zip(self.mesh.axes, self.states, strict=True) if s.kind == kind
         )
 
-    # -- numbers -----------------------------------------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------------
     def cut(self, whole: torch.Tensor, coordinate: dict[str, int]) -> torch.Tensor:
-        """The local part of `whole` at `coordinate` (axis -> index); a P axis holds all of it at index 0, else zeros."""
+        """The local part of `whole` at `coordinate` (axis -> index); a P axis holds all of it at
+        index 0, else zeros.
+        """
         part = whole
         for dim in range(len(self.shape)):
             for axis, stride, size in reversed(self.digits(dim)):
@@ -141,10 +157,14 @@ class Layout:
         return part.clone(memory_format=torch.contiguous_format)
 
     def join(self, locals_: list[torch.Tensor]) -> torch.Tensor:
-        """The global value, from the local ones in the order of the ranks; where an axis repeats the value, index 0's."""
+        """The global value, from the local ones in the order of the ranks; where an axis repeats
+        the value, index 0's.
+        """
         parts = {rank: value for rank, value in enumerate(locals_)}
         current = self
-        while held := [(a, s) for a, s in zip(self.mesh.axes, current.states, strict=True) if s.kind in "SP"]:
+        while held := [
+            (a, s) for a, s in zip(self.mesh.axes, current.states, strict=True) if s.kind in "SP"
+        ]:
             axis, state = held[0]
             joined = {}
             for rank in parts:
@@ -152,7 +172,9 @@ class Layout:
                 if state.kind == "P":
                     joined[rank] = torch.stack([parts[r] for r in group]).sum(0)
                 else:
-                    joined[rank] = _interleave([parts[r] for r in group], state.dim, current.inner(axis.name))
+                    joined[rank] = _interleave(
+                        [parts[r] for r in group], state.dim, current.inner(axis.name)
+                    )
             parts, current = joined, current.with_state(axis.name, R)
         return parts[0]
 
@@ -163,15 +185,21 @@ def _interleave(parts: list[torch.Tensor], dim: int, inner: int) -> torch.Tensor
 
 
 class Traffic(NamedTuple):
-    """One collective of a change: its kind, and the elements of the whole value on its axes (the ring formulas' B)."""
+    """One collective of a change: its kind, and the elements of the whole value on its axes (the
+    ring formulas' B).
+    """
 
-    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"]
+    collective: Literal[
+        "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"
+    ]
     elements: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """One change of state, on one axis or jointly on several: from `before` to `after`, both legal layouts."""
+    """One change of state, on one axis or jointly on several: from `before` to `after`, both legal
+    layouts.
+    """
 
     kind: str  # "I->R", "S->S", … in the letters of the states
     axes: tuple[str, ...]
@@ -183,7 +211,9 @@ class Step:
         return math.prod(self.before.mesh.sizes[axis] for axis in self.axes)
 
     def traffic(self, grad: bool) -> tuple[Traffic | None, Traffic | None]:
-        """What the step moves forward and backward (None: nothing); without a gradient nothing moves backward."""
+        """What the step moves forward and backward (None: nothing); without a gradient nothing
+        moves backward.
+        """
         forward, backward = _TRAFFIC[self.kind]
         whole = max(self.before.local_size, self.after.local_size)
         if self.kind == "S->S":
@@ -194,7 +224,8 @@ class Step:
         )
 
 
-# Forward and backward collective of every change of state (design.md section 2); None moves nothing.
+# Forward and backward collective of every change of state (design.md section 2); None moves
+# nothing.
 _TRAFFIC: dict[str, tuple[Any, Any]] = {
     "I->R": (None, "all_reduce"),
     "I->S": (None, "all_gather"),
@@ -212,7 +243,21 @@ _TRAFFIC: dict[str, tuple[Any, Any]] = {
 }
 
 # What goes first when several axes change: slice before you gather, reduce before you gather.
-_ORDER = ("I->S", "R->S", "I->P", "R->P", "P->S", "P->I", "P->R", "I->R", "R->I", "S->S", "S->P", "S->I", "S->R")
+_ORDER = (
+    "I->S",
+    "R->S",
+    "I->P",
+    "R->P",
+    "P->S",
+    "P->I",
+    "P->R",
+    "I->R",
+    "R->I",
+    "S->S",
+    "S->P",
+    "S->I",
+    "S->R",
+)
 _JOINT = ("P->I", "P->R", "I->R")
 
 
@@ -220,7 +265,8 @@ _JOINT = ("P->I", "P->R", "I->R")
 def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     """The path of single changes from one layout to another, every layout on the way legal.
 
-    Axes that take the same joint change (P->I, P->R, I->R) take it together, as one collective over their joint group.
+    Axes that take the same joint change (P->I, P->R, I->R) take it together, as one collective over
+    their joint group.
     """
     assert source.shape == target.shape and source.mesh == target.mesh
     path: list[Step] = []

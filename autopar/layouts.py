@@ -1,14 +1,14 @@
 """The layouts of the literature, each a short constraint on the search; "auto" is no constraint.
 
-A layout names its mesh axes and says of each what it may do (`Role`): which loop dims of Y[m,n] = X[m,k] · W[k,n] it takes, what it may split
-elsewhere, and how parameters are stored on it. The search does the rest, so that a named layout differs from "auto" in nothing but freedom.
+A layout names its mesh axes and says of each what it may do (`Role`): which loop dims of Y[m,n] =
+X[m,k] · W[k,n] it takes, what it may split elsewhere, and how parameters are stored on it. The
+search does the rest, so that a named layout differs from "auto" in nothing but freedom.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +27,13 @@ Factors = dict[str, tuple[Atom, ...]]
 class Role:
     """What one mesh axis may do.
 
-    `takes`: the loop dims of a product with a weight, among "mnk". `splits`: which atoms it may split, "batch", "features" (what is neither
-    batch nor sequence), "inner" (features less the residual stream's), "unsequenced" (batch and features), "any". `elsewhere`: the same for ops that are no product (""
-    is as `splits`), and "sequence": the residual stream is split on its sequence, all else as "inner". `stored`: of parameters, "whole",
-    "split", "any", or the loop dim of their product that is split, "n" or "k". `spread`: ops that are no product split where they can.
-    `idle`: products without a weight (attention) may leave the axis idle.
+    `takes`: the loop dims of a product with a weight, among "mnk". `splits`: which atoms it may
+    split, "batch", "features" (what is neither batch nor sequence), "inner" (features less the
+    residual stream's), "unsequenced" (batch and features), "any". `elsewhere`: the same for ops
+    that are no product ("" is as `splits`), and "sequence": the residual stream is split on its
+    sequence, all else as "inner". `stored`: of parameters, "whole", "split", "any", or the loop dim
+    of their product that is split, "n" or "k". `spread`: ops that are no product split where they
+    can. `idle`: products without a weight (attention) may leave the axis idle.
     """
 
     takes: str = "mnk"
@@ -44,7 +46,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Grid2D:
-    """ATP's mesh of d1 × d2 ranks (arXiv 2301.08658): one axis on n, the other on k, swapped at the next product.
+    """ATP's mesh of d1 × d2 ranks (arXiv 2301.08658): one axis on n, the other on k, swapped at the
+    next product.
 
     `first`: "column" puts d1 on n at the first product of a chain, "row" puts it on k.
     """
@@ -56,7 +59,9 @@ class Grid2D:
 
 @dataclass(frozen=True)
 class Grid3D:
-    """x · y · z ranks: three axes on m, n and k; X, W and Y are each spread over all three (Agarwal et al. 1995)."""
+    """x · y · z ranks: three axes on m, n and k; X, W and Y are each spread over all three (Agarwal
+    et al. 1995).
+    """
 
     x: int
     y: int
@@ -65,7 +70,9 @@ class Grid3D:
 
 @dataclass(frozen=True)
 class Grid4D:
-    """AxoNN's grid (arXiv 2305.13525): x on k and y on n, swapped at the next product; z and data on m; z splits stored weights too."""
+    """AxoNN's grid (arXiv 2305.13525): x on k and y on n, swapped at the next product; z and data
+    on m; z splits stored weights too.
+    """
 
     x: int = 1
     y: int = 1
@@ -75,10 +82,11 @@ class Grid4D:
 
 @dataclass(frozen=True)
 class Grid25D:
-    """d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on n; q at least d.
+    """d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on n; q at
+    least d.
 
-    `panels`: products broadcast their operands in q panels, and no rank holds more than two of them; else operands are gathered whole.
-    The numbers are equal, and so are the words that move.
+    `panels`: products broadcast their operands in q panels, and no rank holds more than two of
+    them; else operands are gathered whole. The numbers are equal, and so are the words that move.
     """
 
     q: int
@@ -99,14 +107,19 @@ _SUMMA_ROW = Role("m", "batch", stored="k")
 _SUMMA_COLUMN = Role("n", "features", stored="n", spread=True)
 
 _ONE_AXIS = {
-    "ddp": ("data", _DATA), "fsdp": ("data", _SHARDED_DATA), "megatron": ("tp", _TENSOR), "megatron-sp": ("tp", _SEQUENCE),
+    "ddp": ("data", _DATA),
+    "fsdp": ("data", _SHARDED_DATA),
+    "megatron": ("tp", _TENSOR),
+    "megatron-sp": ("tp", _SEQUENCE),
 }
 NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which atoms of a model are its batch, its sequence, and its residual stream: read off inputs and parameters."""
+    """Which atoms of a model are its batch, its sequence, and its residual stream: read off inputs
+    and parameters.
+    """
 
     batch: frozenset[int] = frozenset()
     sequence: frozenset[int] = frozenset()
@@ -128,23 +141,31 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a layout asks of the nodes on a mesh: a role per axis, by module pattern (the first that fits; none: free).
+    """What a layout asks of the nodes on a mesh: a role per axis, by module pattern (the first that
+    fits; none: free).
 
-    `apart`: in a product with a weight no two axes take the same loop dim. `first` (ATP): what axis 0 takes at the first product.
+    `apart`: in a product with a weight no two axes take the same loop dim. `first` (ATP): what axis
+    0 takes at the first product.
     """
 
     name: str
     rules: tuple[tuple[str, tuple[Role, ...]], ...] = ()
     apart: bool = False
     kinds: Kinds = field(default_factory=Kinds)
-    letters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of every dim of a parameter, in its product
+    letters: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # of every dim of a parameter, in its product
     panels: tuple[str, ...] = ()  # row and column axis of SUMMA's panels
 
     def roles(self, path: str) -> tuple[Role, ...] | None:
         return next((roles for pattern, roles in self.rules if _fits(path, pattern)), None)
 
-    def narrow(self, path: str, spec: Spec, factors: Factors, per_axis: Sequence[Sequence[Choice]]) -> list[list[Choice]]:
-        """The choices of each axis for a node that the layout leaves; all of them where it would leave none."""
+    def narrow(
+        self, path: str, spec: Spec, factors: Factors, per_axis: Sequence[Sequence[Choice]]
+    ) -> list[list[Choice]]:
+        """The choices of each axis for a node that the layout leaves; all of them where it would
+        leave none.
+        """
         roles = self.roles(path)
         if roles is None:
             return [list(choices) for choices in per_axis]
@@ -153,7 +174,9 @@ class Constraint:
             for role, choices in zip(roles, per_axis, strict=True)
         ]
 
-    def _narrow_one(self, role: Role, spec: Spec, factors: Factors, choices: Sequence[Choice]) -> list[Choice]:
+    def _narrow_one(
+        self, role: Role, spec: Spec, factors: Factors, choices: Sequence[Choice]
+    ) -> list[Choice]:
         slots = [c for c in choices if isinstance(c, Slot)]
         idle = [c for c in choices if not isinstance(c, Slot)]
         atom = lambda slot: factors[slot.factor][slot.position]  # noqa: E731
@@ -167,16 +190,22 @@ class Constraint:
         splits = "inner" if role.elsewhere == "sequence" else role.elsewhere or role.splits
         allowed = [s for s in slots if self.kinds.allowed(splits, atom(s))]
         if splits == "batch" and not allowed and math.prod(spec.sizes.values()) > 1:
-            return [c for c in idle if not isinstance(c, Through)]  # sums over the batch are scalars by the time they travel
+            return [
+                c for c in idle if not isinstance(c, Through)
+            ]  # sums over the batch are scalars by the time they travel
         if splits == "batch" or role.spread:
             return list(allowed) or idle
         return [*allowed, *idle]
 
     def _on_residual(self, factors: Factors) -> bool:
-        return any(atom.number in self.kinds.residual for chain in factors.values() for atom in chain)
+        return any(
+            atom.number in self.kinds.residual for chain in factors.values() for atom in chain
+        )
 
     def joint(self, path: str, spec: Spec, found: Sequence[Strategy]) -> list[Strategy]:
-        """The strategies in which the axes of a product with a weight stay apart; all of them where none does."""
+        """The strategies in which the axes of a product with a weight stay apart; all of them where
+        none does.
+        """
         if not self.apart or self.roles(path) is None or not has_weight(spec):
             return list(found)
         kept = []
@@ -188,7 +217,9 @@ class Constraint:
         return kept or list(found)
 
     def storage(self, name: str, path: str, found: Sequence[Layout]) -> list[Layout]:
-        """The stored layouts of a parameter that obey the layout: axis by axis, as far as its sizes allow."""
+        """The stored layouts of a parameter that obey the layout: axis by axis, as far as its sizes
+        allow.
+        """
         roles = self.roles(path)
         kept = list(found)
         for index, role in enumerate(roles or ()):
@@ -215,7 +246,9 @@ def has_weight(spec: Spec) -> bool:
         return False
     rows = spec.product[0]
     return any(
-        dims is not None and not any(f in rows for dim in dims for f in dim) and any(f in spec.product[1] for dim in dims for f in dim)
+        dims is not None
+        and not any(f in rows for dim in dims for f in dim)
+        and any(f in spec.product[1] for dim in dims for f in dim)
         for dims in spec.operands
     )
 
@@ -230,9 +263,11 @@ def _fits(path: str, pattern: str) -> bool:
     return pattern == "*" or fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}.*")
 
 
-# -- from a layout to meshes ---------------------------------------------------------------------------------------------------
+# -- from a layout to meshes -----------------------------------------------------------------------
 def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[Mesh, Constraint]]:
-    """The meshes that a layout may have on so many ranks, each with its constraint. Raises LayoutError where none fits."""
+    """The meshes that a layout may have on so many ranks, each with its constraint. Raises
+    LayoutError where none fits.
+    """
     assert program.annotations is not None
     if layout == "auto":
         for mesh in _meshes(ranks):
@@ -252,7 +287,9 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
 
 
 def _meshes(ranks: int) -> Iterator[Mesh]:
-    """Every mesh of one or two axes; the link is uniform, so the order of two axes makes no difference."""
+    """Every mesh of one or two axes; the link is uniform, so the order of two axes makes no
+    difference.
+    """
     if ranks == 1:
         yield Mesh(())
         return
@@ -269,28 +306,47 @@ def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
     found: list[str | Grid] = []
     match layout:
         case "atp":
-            found = [Grid2D(a, b, first) for a, b in _factorings(ranks, 2) for first in ("column", "row")]
+            found = [
+                Grid2D(a, b, first) for a, b in _factorings(ranks, 2) for first in ("column", "row")
+            ]
         case "3d":
             found = [Grid3D(*sizes) for sizes in _factorings(ranks, 3)]
         case "4d":
             found = [Grid4D(*sizes) for sizes in _factorings(ranks, 4)]
         case "2.5d":
-            found = [Grid25D(q, ranks // q**2) for q in range(1, ranks + 1) if ranks % q**2 == 0 and q >= ranks // q**2]
+            found = [
+                Grid25D(q, ranks // q**2)
+                for q in range(1, ranks + 1)
+                if ranks % q**2 == 0 and q >= ranks // q**2
+            ]
         case _:
-            raise LayoutError(f"unknown layout {layout!r}; known ones: {', '.join(NAMES)}, a Grid…, or a dict from module pattern to these")
+            raise LayoutError(
+                f"unknown layout {layout!r}; known ones: {', '.join(NAMES)}, a Grid…, or a dict "
+                "from module pattern to these"
+            )
     if not found:
-        raise LayoutError(f"layout {layout!r} needs d · q² ranks with q at least d; {ranks} ranks are none: use 4, 8, 9, 16, 18, 27 or 32")
+        raise LayoutError(
+            f"layout {layout!r} needs d · q² ranks with q at least d; {ranks} ranks are none: use "
+            "4, 8, 9, 16, 18, 27 or 32"
+        )
     return found
 
 
 def _factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
     if parts == 1:
         return [(ranks,)]
-    return [(d, *rest) for d in range(1, ranks + 1) if ranks % d == 0 for rest in _factorings(ranks // d, parts - 1)]
+    return [
+        (d, *rest)
+        for d in range(1, ranks + 1)
+        if ranks % d == 0
+        for rest in _factorings(ranks // d, parts - 1)
+    ]
 
 
 def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...], bool]:
-    """The mesh of a layout, outer axis first, the role of each axis, and whether its axes stay apart. Axes of size 1 are left out."""
+    """The mesh of a layout, outer axis first, the role of each axis, and whether its axes stay
+    apart. Axes of size 1 are left out.
+    """
     apart = True
     match layout:
         case str():
@@ -303,44 +359,74 @@ def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...], bool]
         case Grid3D():
             named = [("x", layout.x, _CUBE), ("y", layout.y, _CUBE), ("z", layout.z, _CUBE)]
         case Grid4D():
-            named = [("data", layout.data, _DATA), ("z", layout.z, _SHARDED_DATA), ("x", layout.x, _PLANE), ("y", layout.y, _PLANE)]
+            named = [
+                ("data", layout.data, _DATA),
+                ("z", layout.z, _SHARDED_DATA),
+                ("x", layout.x, _PLANE),
+                ("y", layout.y, _PLANE),
+            ]
         case Grid25D():
             if layout.q < layout.d:
-                raise LayoutError(f"{layout}: q must be at least d, or the copies outweigh what they save; use Grid25D({layout.d}, {layout.q})")
-            named = [("depth", layout.d, _DATA), ("row", layout.q, _SUMMA_ROW), ("col", layout.q, _SUMMA_COLUMN)]
+                raise LayoutError(
+                    f"{layout}: q must be at least d, or the copies outweigh what they save; use "
+                    f"Grid25D({layout.d}, {layout.q})"
+                )
+            named = [
+                ("depth", layout.d, _DATA),
+                ("row", layout.q, _SUMMA_ROW),
+                ("col", layout.q, _SUMMA_COLUMN),
+            ]
     kept = [(name, size, role) for name, size, role in named if size > 1]
     mesh = Mesh(tuple(Axis(name, size) for name, size, _ in kept))
     if mesh.size != ranks:
         sizes = " · ".join(str(size) for _, size, _ in named)
-        raise LayoutError(f"{layout} is for {sizes} = {mesh.size} ranks, the world has {ranks}: choose sizes whose product is {ranks}")
+        raise LayoutError(
+            f"{layout} is for {sizes} = {mesh.size} ranks, the world has {ranks}: choose sizes "
+            f"whose product is {ranks}"
+        )
     return mesh, tuple(role for *_, role in kept), apart
 
 
 def _hybrid(
-    layout: Mapping[str, str | Grid], ranks: int, kinds: Kinds, letters: Mapping[str, tuple[str, ...]], program: Program
+    layout: Mapping[str, str | Grid],
+    ranks: int,
+    kinds: Kinds,
+    letters: Mapping[str, tuple[str, ...]],
+    program: Program,
 ) -> tuple[Mesh, Constraint]:
-    """One mesh for all: that of the grid with most axes; a layout of one axis plays its role on each of them."""
+    """One mesh for all: that of the grid with most axes; a layout of one axis plays its role on
+    each of them.
+    """
     if not layout:
         raise LayoutError("an empty dict of layouts; give patterns of module paths, '*' for all")
     unknown = [v for v in layout.values() if isinstance(v, str) and v not in (*_ONE_AXIS, "auto")]
     if unknown:
-        raise LayoutError(f"layout {unknown[0]!r} in a dict: a Grid…, or one of auto, {', '.join(_ONE_AXIS)}")
+        raise LayoutError(
+            f"layout {unknown[0]!r} in a dict: a Grid…, or one of auto, {', '.join(_ONE_AXIS)}"
+        )
     made = {pattern: _mesh(one, ranks) for pattern, one in layout.items() if one != "auto"}
     if not made:
         raise LayoutError("a dict with nothing but 'auto' says nothing; use layout='auto'")
     mesh = max((m for m, _, _ in made.values()), key=lambda m: len(m.axes))
     rules = []
     for pattern, (own, roles, _) in made.items():
-        if own.names == mesh.names and own != mesh or len(own.axes) not in (1, len(mesh.axes)):
-            raise LayoutError(f"layout {layout[pattern]} of {pattern!r} has mesh {own}, another one has {mesh}: use grids of equal sizes")
+        if (own.names == mesh.names and own != mesh) or len(own.axes) not in (1, len(mesh.axes)):
+            raise LayoutError(
+                f"layout {layout[pattern]} of {pattern!r} has mesh {own}, another one has {mesh}: "
+                "use grids of equal sizes"
+            )
         rules.append((pattern, roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)))
         _check_batch(layout[pattern], mesh, rules[-1][1], kinds, program)
     name = ", ".join(f"{pattern}: {one}" for pattern, one in layout.items())
-    return mesh, Constraint(f"hybrid ({name})", tuple(rules), any(apart for *_, apart in made.values()), kinds, letters)
+    return mesh, Constraint(
+        f"hybrid ({name})", tuple(rules), any(apart for *_, apart in made.values()), kinds, letters
+    )
 
 
-# -- checks and facts ----------------------------------------------------------------------------------------------------------
-def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program) -> None:
+# -- checks and facts ------------------------------------------------------------------------------
+def _check_batch(
+    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program
+) -> None:
     assert program.annotations is not None
     axes = [axis for axis, role in zip(mesh.axes, roles, strict=True) if role.splits == "batch"]
     ranks = 1
@@ -351,29 +437,43 @@ def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds:
         size = "no batch dim" if batch is None else f"a batch of {batch.size}"
         names = " and ".join(f"{axis.name} of {axis.size}" for axis in axes)
         raise LayoutError(
-            f"layout {layout!r} puts axis {names} ranks on the factor batch, but the inputs have {size}: use a batch that {ranks} "
+            f"layout {layout!r} puts axis {names} ranks on the factor batch, but the inputs have "
+            f"{size}: use a batch that {ranks} "
             f"divides, fewer ranks, or layout 'auto'"
         )
 
 
-def _check_inner(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program) -> None:
+def _check_inner(
+    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program
+) -> None:
     """An axis that splits weights must divide a size of some weight."""
     notes = program.annotations
     assert notes is not None
     parameters = [entry.node for entry in program.signature.inputs if entry.kind == "parameter"]
-    atoms = {atom.number: atom for name in parameters for chain in notes.dims[name, 0] for atom in chain}
+    atoms = {
+        atom.number: atom for name in parameters for chain in notes.dims[name, 0] for atom in chain
+    }
     for axis, role in zip(mesh.axes, roles, strict=True):
-        able = [atom for atom in atoms.values() if role.takes != "m" and kinds.allowed(role.splits, atom)]
-        if role.takes != "m" and not any(atom.size % axis.size == 0 and not atom.opaque for atom in able):
+        able = [
+            atom
+            for atom in atoms.values()
+            if role.takes != "m" and kinds.allowed(role.splits, atom)
+        ]
+        if role.takes != "m" and not any(
+            atom.size % axis.size == 0 and not atom.opaque for atom in able
+        ):
             listed = ", ".join(str(atom.size) for atom in able) or "none"
             raise LayoutError(
-                f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on rows or columns of weights, but {axis.size} divides "
+                f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on rows or columns "
+                f"of weights, but {axis.size} divides "
                 f"none of their sizes ({listed}): use fewer ranks on that axis or layout 'auto'"
             )
 
 
 def _kinds(program: Program, notes: Annotations) -> Kinds:
-    """Batch: the outermost atom of the first input's first dim. Sequence: the second dim of token ids. Residual: what most parameters have."""
+    """Batch: the outermost atom of the first input's first dim. Sequence: the second dim of token
+    ids. Residual: what most parameters have.
+    """
     sequence: set[int] = set()
     for entry in program.signature.inputs:
         dims = notes.dims.get((entry.node, 0), ())
@@ -381,7 +481,9 @@ def _kinds(program: Program, notes: Annotations) -> Kinds:
         if entry.kind == "user" and len(dims) > 1 and not node.meta["val"].dtype.is_floating_point:
             sequence |= {atom.number for atom in dims[1]}
     parameters = [entry.node for entry in program.signature.inputs if entry.kind == "parameter"]
-    counts = Counter(atom.number for name in parameters for atoms in notes.dims[name, 0] for atom in atoms)
+    counts = Counter(
+        atom.number for name in parameters for atoms in notes.dims[name, 0] for atom in atoms
+    )
     batch = frozenset() if notes.batch is None else frozenset({notes.batch.number})
     residual = frozenset(number for number, _ in counts.most_common(1))
     return Kinds(batch, frozenset(sequence) - residual, residual)
@@ -400,9 +502,13 @@ def _letters(program: Program) -> dict[str, tuple[str, ...]]:
         if spec is None or not has_weight(spec):
             continue
         for operand, dims in zip(operands_of(node), spec.operands, strict=True):
-            if operand is not None and dims is not None and producer(operand)[0] in parameters and len(dims) > 1:
-                found[producer(operand)[0]] = tuple(letter(spec, dim[0]) if dim else "" for dim in dims)
+            if (
+                operand is not None
+                and dims is not None
+                and producer(operand)[0] in parameters
+                and len(dims) > 1
+            ):
+                found[producer(operand)[0]] = tuple(
+                    letter(spec, dim[0]) if dim else "" for dim in dims
+                )
     return found
-
-
-

@@ -1,4 +1,6 @@
-"""How an op is called on its shards: the same call with local shapes, or the sharded implementation where its own dim is split."""
+"""How an op is called on its shards: the same call with local shapes, or the sharded implementation
+where its own dim is split.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ aten = torch.ops.aten
 
 @dataclass
 class Call:
-    """One node about to be emitted: the original, its operands already in the layouts that its strategy wants, and helpers."""
+    """One node about to be emitted: the original, its operands already in the layouts that its
+    strategy wants, and helpers.
+    """
 
     graph: fx.Graph
     node: fx.Node
@@ -84,7 +88,9 @@ def emit_local(call: Call) -> fx.Node:
     if emit is not None:
         return emit(call)
     if not isinstance(call.node.target, torch._ops.OpOverload):
-        return call.graph.call_function(call.node.target, tuple(call.operands), dict(call.node.kwargs))  # type: ignore[arg-type]
+        return call.graph.call_function(
+            call.node.target, tuple(call.operands), dict(call.node.kwargs)
+        )  # type: ignore[arg-type]
     return call.again(call.values())
 
 
@@ -100,10 +106,17 @@ def _for(*targets: Any) -> Callable[[Callable[[Call], fx.Node]], Callable[[Call]
     return enter
 
 
-# -- shapes ------------------------------------------------------------------------------------------------------------------
+# -- shapes ----------------------------------------------------------------------------------------
 @_for(
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.view_as.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.view_as.default,
 )
 def _reshape(call: Call) -> fx.Node:
     return call.emit(aten.reshape.default, call.operands[0], list(call.results[0].local_shape))
@@ -111,7 +124,9 @@ def _reshape(call: Call) -> fx.Node:
 
 @_for(aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default)
 def _from_memory(call: Call) -> fx.Node:
-    """Ops that read memory by its strides: a shard, or what a collective made, need not be contiguous."""
+    """Ops that read memory by its strides: a shard, or what a collective made, need not be
+    contiguous.
+    """
     values = call.values()
     values["self"] = call.emit(aten.contiguous.default, values["self"])
     return call.again(values)
@@ -161,7 +176,11 @@ def _slice(call: Call) -> fx.Node:
 
 
 @_for(
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
     aten.conv3d.padding,
 )
 def _convolution(call: Call) -> fx.Node:
@@ -173,7 +192,7 @@ def _convolution(call: Call) -> fx.Node:
     return call.again(values)
 
 
-# -- sums ----------------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 @_for(aten.mean.dim, aten.mean.default)
 def _mean(call: Call) -> fx.Node:
     """The local mean divides by the local count: what is missing to the global one is a factor."""
@@ -185,7 +204,7 @@ def _mean(call: Call) -> fx.Node:
     return mean if local == whole else call.emit(aten.mul.Tensor, mean, local / whole)
 
 
-# -- sharded implementations --------------------------------------------------------------------------------------------------
+# -- sharded implementations -----------------------------------------------------------------------
 def _axes(layout: Layout | None, dim: int) -> tuple[str, ...]:
     assert layout is not None
     return tuple(digit.axis for digit in layout.digits(dim % len(layout.shape)))
@@ -198,7 +217,13 @@ def _layer_norm(call: Call) -> fx.Node:
     if not axes or layout is None:
         return call.again(values)
     return call.emit(
-        sharded.layer_norm, values["input"], values["weight"], values["bias"], values["eps"], layout.shape[-1], axes,
+        sharded.layer_norm,
+        values["input"],
+        values["weight"],
+        values["bias"],
+        values["eps"],
+        layout.shape[-1],
+        axes,
         str(layout.mesh),
     )
 
@@ -210,7 +235,13 @@ def _rms_norm(call: Call) -> fx.Node:
     if not axes or layout is None:
         return call.again(values)
     return call.emit(
-        sharded.rms_norm, values["input"], values["weight"], values["eps"], layout.shape[-1], axes, str(layout.mesh)
+        sharded.rms_norm,
+        values["input"],
+        values["weight"],
+        values["eps"],
+        layout.shape[-1],
+        axes,
+        str(layout.mesh),
     )
 
 
@@ -237,7 +268,11 @@ def _embedding(call: Call) -> fx.Node:
         return call.again(values)
     padding = values["padding_idx"]
     return call.emit(
-        sharded.embedding, values["weight"], values["indices"], coordinates, [tuple(d) for d in digits],
+        sharded.embedding,
+        values["weight"],
+        values["indices"],
+        coordinates,
+        [tuple(d) for d in digits],
         padding if padding is not None and padding >= 0 else None,
     )
 
@@ -255,14 +290,25 @@ def _cross_entropy(call: Call) -> fx.Node:
     if not digits and not tokens:
         return call.again(values)
     return call.emit(
-        sharded.cross_entropy, values["self"], values["target"], values["weight"], _REDUCTIONS[values["reduction"]],
-        values["ignore_index"], values["label_smoothing"], layout.shape[class_dim], coordinates,
-        [tuple(d) for d in digits], tokens, str(layout.mesh),
+        sharded.cross_entropy,
+        values["self"],
+        values["target"],
+        values["weight"],
+        _REDUCTIONS[values["reduction"]],
+        values["ignore_index"],
+        values["label_smoothing"],
+        layout.shape[class_dim],
+        coordinates,
+        [tuple(d) for d in digits],
+        tokens,
+        str(layout.mesh),
     )
 
 
-# -- random numbers -----------------------------------------------------------------------------------------------------------
-def _all_digits(call: Call, layout: Layout, dims: int) -> tuple[list[fx.Node], list[list[tuple[str, int, int]]]]:
+# -- random numbers --------------------------------------------------------------------------------
+def _all_digits(
+    call: Call, layout: Layout, dims: int
+) -> tuple[list[fx.Node], list[list[tuple[str, int, int]]]]:
     coordinates: list[fx.Node] = []
     by_dim: list[list[tuple[str, int, int]]] = []
     for dim in range(dims):
@@ -279,7 +325,13 @@ def _dropout(call: Call) -> fx.Node:
         return call.emit(aten.alias.default, call.operands[0])
     coordinates, digits = _all_digits(call, layout, len(layout.shape))
     return call.emit(
-        sharded.dropout, call.operands[0], values["p"], call.seed(), coordinates, digits, list(layout.shape)
+        sharded.dropout,
+        call.operands[0],
+        values["p"],
+        call.seed(),
+        coordinates,
+        digits,
+        list(layout.shape),
     )
 
 
@@ -292,7 +344,16 @@ def _attention(call: Call) -> fx.Node:
     keys = shape_of(value_of(call.node.args[1]))[-2]  # type: ignore[arg-type]
     coordinates, digits = _all_digits(call, layout, len(layout.shape) - 1)
     return call.emit(
-        sharded.attention, values["query"], values["key"], values["value"], values["attn_mask"],
-        values["dropout_p"], values["is_causal"], values["scale"], call.seed(), coordinates, [*digits, []],
+        sharded.attention,
+        values["query"],
+        values["key"],
+        values["value"],
+        values["attn_mask"],
+        values["dropout_p"],
+        values["is_causal"],
+        values["scale"],
+        call.seed(),
+        coordinates,
+        [*digits, []],
         [*layout.shape[:-1], keys],
     )

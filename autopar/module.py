@@ -24,8 +24,9 @@ Backend = Callable[[fx.GraphModule], Callable[..., Any]]
 class ParallelModule(nn.Module):
     """A model that trains on all ranks of a mesh as the original trains on one.
 
-    Call it with the same global inputs on every rank: it cuts out its own part. Parts that are already cut are given as DTensors, as
-    `shard` makes them. It returns what the model returns: scalars whole on every rank, other tensors as DTensors.
+    Call it with the same global inputs on every rank: it cuts out its own part. Parts that are
+    already cut are given as DTensors, as `shard` makes them. It returns what the model returns:
+    scalars whole on every rank, other tensors as DTensors.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ParallelModule(nn.Module):
             self._hold(entry)
         self._seed = torch.initial_seed() % (1 << 62)
 
-    # -- what it holds -----------------------------------------------------------------------------------------------------
+    # -- what it holds -----------------------------------------------------------------------------
     def _hold(self, entry: Input) -> None:
         """Register a parameter or buffer under every name that the original model has for it."""
         if entry.kind == "coordinate":
@@ -93,7 +94,11 @@ class ParallelModule(nn.Module):
         if self._device_mesh is None:
             return local
         return DTensor.from_local(
-            local, self._device_mesh, placements(layout), run_check=False, shape=torch.Size(layout.shape),
+            local,
+            self._device_mesh,
+            placements(layout),
+            run_check=False,
+            shape=torch.Size(layout.shape),
             stride=_contiguous(layout.shape),
         )
 
@@ -104,14 +109,18 @@ class ParallelModule(nn.Module):
                 return self._program.layouts[entry.node]
         raise InputError(f"no parameter {name!r}; the names are those of the original model")
 
-    # -- what it is called with ----------------------------------------------------------------------------------------------
+    # -- what it is called with --------------------------------------------------------------------
     def shard(self, *args: Any, **kwargs: Any) -> Any:
-        """The rank's own part of a global batch, as DTensors in the same structure: (args, kwargs), or the one argument alone."""
+        """The rank's own part of a global batch, as DTensors in the same structure: (args, kwargs),
+        or the one argument alone.
+        """
         leaves, spec = self._leaves(args, kwargs)
         for entry in self._user_inputs():
             assert entry.position is not None
             layout = self._program.layouts[entry.node]
-            leaves[entry.position] = self._distributed(self._own(entry, leaves[entry.position]), layout)
+            leaves[entry.position] = self._distributed(
+                self._own(entry, leaves[entry.position]), layout
+            )
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
@@ -128,13 +137,15 @@ class ParallelModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != signature.in_spec:
             raise InputError(
-                f"the inputs are nested as {spec}, the model was planned for {signature.in_spec}: call it with the same arguments, or "
+                f"the inputs are nested as {spec}, the model was planned for {signature.in_spec}: "
+                "call it with the same arguments, or "
                 f"plan again with these"
             )
         for position, value in signature.fixed:
             if leaves[position] != value:
                 raise InputError(
-                    f"input {position} is {leaves[position]!r}, planned was {value!r}; what is no tensor is part of the plan: plan again"
+                    f"input {position} is {leaves[position]!r}, planned was {value!r}; what is no "
+                    "tensor is part of the plan: plan again"
                 )
         return leaves, spec
 
@@ -155,21 +166,36 @@ class ParallelModule(nn.Module):
     def _own(self, entry: Input, given: Any) -> torch.Tensor:
         """The rank's part of one input; refuses what was not planned for."""
         layout, dtype = self._program.layouts[entry.node], self._program.dtypes[entry.node]
-        if not isinstance(given, torch.Tensor) or tuple(given.shape) != layout.shape or given.dtype != dtype:
-            found = f"{tuple(given.shape)} {given.dtype}" if isinstance(given, torch.Tensor) else repr(given)
-            raise InputError(
-                f"input {entry.target} is {found}, the plan is for {layout.shape} {dtype}: plan again for other shapes or dtypes"
+        if (
+            not isinstance(given, torch.Tensor)
+            or tuple(given.shape) != layout.shape
+            or given.dtype != dtype
+        ):
+            found = (
+                f"{tuple(given.shape)} {given.dtype}"
+                if isinstance(given, torch.Tensor)
+                else repr(given)
             )
-        if given.requires_grad and not entry.trainable and self._mesh.axes and torch.is_grad_enabled():
             raise InputError(
-                f"input {entry.target} requires a gradient, the one that was planned did not: plan again with one that does, or "
+                f"input {entry.target} is {found}, the plan is for {layout.shape} {dtype}: plan "
+                "again for other shapes or dtypes"
+            )
+        if (
+            given.requires_grad
+            and not entry.trainable
+            and self._mesh.axes
+            and torch.is_grad_enabled()
+        ):
+            raise InputError(
+                f"input {entry.target} requires a gradient, the one that was planned did not: "
+                "plan again with one that does, or "
                 f"detach it"
             )
         if isinstance(given, DTensor):
             return given.to_local()
         return layout.cut(given, self._coordinate) if layout.axes_of("S") else given
 
-    # -- what it returns -----------------------------------------------------------------------------------------------------
+    # -- what it returns ---------------------------------------------------------------------------
     def _returned(self, results: Any) -> Any:
         remaining = iter(results)
         leaves = []

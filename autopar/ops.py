@@ -1,4 +1,6 @@
-"""The table: how each op may be split. One line an op where the notation of rules.py suffices, a short function where it does not."""
+"""The table: how each op may be split. One line an op where the notation of rules.py suffices, a
+short function where it does not.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,19 @@ from .rules import (
 
 aten = torch.ops.aten
 
-# -- matrix products ---------------------------------------------------------------------------------------------------
-rule(aten.linear.default, "... k, n k, n -> ... n", sum="k", added="2", linear=("0 2", "1 2"), product="... | n | k")
+# -- matrix products -------------------------------------------------------------------------------
+rule(
+    aten.linear.default,
+    "... k, n k, n -> ... n",
+    sum="k",
+    added="2",
+    linear=("0 2", "1 2"),
+    product="... | n | k",
+)
 rule(aten.mm.default, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m | n | k")
 rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear=("0", "1"), product="b m | n | k")
 
-# -- embeddings ----------------------------------------------------------------------------------------------------------
+# -- embeddings ------------------------------------------------------------------------------------
 rule(aten.embedding.default, "v d, ... -> ... d", sum="v", index="1", linear=("0",))
 
 
@@ -55,8 +64,12 @@ def spec_of(node: fx.Node) -> Spec | None:
 
 def _only_floats_partial(node: fx.Node, made: Spec) -> Spec:
     """Integers and flags cannot be parts of a sum: dividing or reducing them gives another type."""
-    fixed = {i for i, n in enumerate(operands_of(node)) if n is not None and not _floating(value_of(n))}
-    return dataclasses.replace(made, linear=tuple(group for group in made.linear if not group & fixed))
+    fixed = {
+        i for i, n in enumerate(operands_of(node)) if n is not None and not _floating(value_of(n))
+    }
+    return dataclasses.replace(
+        made, linear=tuple(group for group in made.linear if not group & fixed)
+    )
 
 
 def unsplit(node: fx.Node, found: str = "none") -> Spec:
@@ -84,7 +97,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return shape_of(value)
 
 
-def _named(shape: tuple[int, ...], sizes: dict[str, int], prefix: str = "d") -> list[tuple[str, ...]]:
+def _named(
+    shape: tuple[int, ...], sizes: dict[str, int], prefix: str = "d"
+) -> list[tuple[str, ...]]:
     dims: list[tuple[str, ...]] = []
     for i, size in enumerate(shape):
         sizes[f"{prefix}{i}"] = size
@@ -96,28 +111,72 @@ def _floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
-# -- pointwise -----------------------------------------------------------------------------------------------------------
+# -- pointwise -------------------------------------------------------------------------------------
 _JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 _LINEAR_EACH = {aten.mul.Tensor}
 _LINEAR_FIRST = {
-    aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.neg.default, aten.clone.default, aten.alias.default,
-    aten.detach.default, aten.contiguous.default, aten._to_copy.default, aten.dropout.default,
-    aten.lift_fresh_copy.default, aten.to.dtype,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.mul.Scalar,
+    aten.neg.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten._to_copy.default,
+    aten.dropout.default,
+    aten.lift_fresh_copy.default,
+    aten.to.dtype,
 }
 
 
-@spec((
-    aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten._to_copy.default,
-    aten.lift_fresh_copy.default, aten.to.dtype, aten.dropout.default, aten.ones_like.default, aten.zeros_like.default,
-    aten.full_like.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.where.ScalarOther,
-    aten.where.ScalarSelf, aten.where.Scalar, aten.relu.default, aten.silu.default, aten.gelu.default,
-    aten.softplus.default, aten.hardtanh.default, aten.leaky_relu.default, aten.elu.default, aten.clamp.default,
-    aten.add.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.sub.Scalar, aten.copy.default, aten.selu.default,
-    aten.mish.default, aten.log_sigmoid.default, aten.relu6.default, aten.hardswish.default,
-    aten.__and__.Tensor, aten.__or__.Tensor, aten.__xor__.Tensor, aten.bitwise_not.default,
-))
+@spec(
+    (
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten._to_copy.default,
+        aten.lift_fresh_copy.default,
+        aten.to.dtype,
+        aten.dropout.default,
+        aten.ones_like.default,
+        aten.zeros_like.default,
+        aten.full_like.default,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.where.self,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.where.Scalar,
+        aten.relu.default,
+        aten.silu.default,
+        aten.gelu.default,
+        aten.softplus.default,
+        aten.hardtanh.default,
+        aten.leaky_relu.default,
+        aten.elu.default,
+        aten.clamp.default,
+        aten.add.Scalar,
+        aten.mul.Scalar,
+        aten.div.Scalar,
+        aten.sub.Scalar,
+        aten.copy.default,
+        aten.selu.default,
+        aten.mish.default,
+        aten.log_sigmoid.default,
+        aten.relu6.default,
+        aten.hardswish.default,
+        aten.__and__.Tensor,
+        aten.__or__.Tensor,
+        aten.__xor__.Tensor,
+        aten.bitwise_not.default,
+    )
+)
 def pointwise(node: fx.Node) -> Spec:
-    """Right-aligned broadcast: a dim of the result is a factor of every operand that has it at full size."""
+    """Right-aligned broadcast: a dim of the result is a factor of every operand that has it at full
+    size.
+    """
     shape = shape_of(results_of(node)[0])
     sizes: dict[str, int] = {}
     result = tuple(_named(shape, sizes))
@@ -129,7 +188,9 @@ def pointwise(node: fx.Node) -> Spec:
         own = _shape(operand)
         aligned = result[len(result) - len(own) :]
         operands.append(tuple(() if s == 1 else dim for s, dim in zip(own, aligned, strict=True)))
-    return Spec(tuple(operands), (result,) * len(results_of(node)), sizes, linear=_linear_groups(node))
+    return Spec(
+        tuple(operands), (result,) * len(results_of(node)), sizes, linear=_linear_groups(node)
+    )
 
 
 def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
@@ -150,12 +211,21 @@ def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
     return ()
 
 
-# -- views ---------------------------------------------------------------------------------------------------------------
-@spec((
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
-    aten.view_as.default,
-))
+# -- views -----------------------------------------------------------------------------------------
+@spec(
+    (
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze.default,
+        aten.unsqueeze.default,
+        aten.view_as.default,
+    )
+)
 def view(node: fx.Node) -> Spec:
     source = operands_of(node)[0]
     assert source is not None
@@ -190,9 +260,11 @@ def expand(node: fx.Node) -> Spec:
     return Spec((made.operands[0], *rest), made.results, made.sizes, linear=(frozenset({0}),))
 
 
-# -- pieces of a dim -------------------------------------------------------------------------------------------------------
+# -- pieces of a dim -------------------------------------------------------------------------------
 def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, int], Dims, Dims]:
-    """A dim cut into `count` equal pieces of `size`: "(m d)" whole, "d" each piece. Returns (sizes, whole's dims, piece's dims)."""
+    """A dim cut into `count` equal pieces of `size`: "(m d)" whole, "d" each piece. Returns (sizes,
+    whole's dims, piece's dims).
+    """
     value = value_of(node)
     sizes: dict[str, int] = {}
     dims = _named(shape_of(value), sizes)
@@ -247,7 +319,9 @@ def slice_(node: fx.Node) -> Spec:
         return expand_like_identity(node)
     if values["step"] == 1 and length and size % length == 0 and start % length == 0:
         sizes, joined, single = pieces(source, dim, size // length, length)
-        return Spec((joined,), (single,), sizes, whole=frozenset({"pieces"}), linear=(frozenset({0}),))
+        return Spec(
+            (joined,), (single,), sizes, whole=frozenset({"pieces"}), linear=(frozenset({0}),)
+        )
     return _whole_dim(node, dim)
 
 
@@ -275,7 +349,13 @@ def cat(node: fx.Node) -> Spec:
     everything = (frozenset(range(len(tensors))),)
     if len(lengths) == 1:
         sizes, joined, single = pieces(tensors[0], dim, len(tensors), lengths.pop())
-        return Spec((single,) * len(tensors), (joined,), sizes, whole=frozenset({"pieces"}), linear=everything)
+        return Spec(
+            (single,) * len(tensors),
+            (joined,),
+            sizes,
+            whole=frozenset({"pieces"}),
+            linear=everything,
+        )
     sizes = {}
     dims = _named(shape_of(value_of(node)), sizes)
     dim %= len(dims)
@@ -295,7 +375,10 @@ def stack(node: fx.Node) -> Spec:
     dim = bound(node)["dim"] % len(dims)
     single = tuple(d for j, d in enumerate(dims) if j != dim)
     return Spec(
-        (single,) * len(tensors), (tuple(dims),), sizes, whole=frozenset({f"d{dim}"}),
+        (single,) * len(tensors),
+        (tuple(dims),),
+        sizes,
+        whole=frozenset({f"d{dim}"}),
         linear=(frozenset(range(len(tensors))),),
     )
 
@@ -309,7 +392,13 @@ def select(node: fx.Node) -> Spec:
     dim = bound(node)["dim"] % len(dims)
     kept = tuple(d for j, d in enumerate(dims) if j != dim)
     count = len(results_of(node))
-    return Spec((tuple(dims),), (kept,) * count, sizes, whole=frozenset({f"d{dim}"}), linear=(frozenset({0}),))
+    return Spec(
+        (tuple(dims),),
+        (kept,) * count,
+        sizes,
+        whole=frozenset({f"d{dim}"}),
+        linear=(frozenset({0}),),
+    )
 
 
 @spec(aten.constant_pad_nd.default)
@@ -340,17 +429,25 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> Spec:
     return Spec((tuple(dims),), (tuple(results),), sizes, whole=frozenset(whole), linear=groups)
 
 
-# -- reductions along dims ---------------------------------------------------------------------------------------------------
+# -- reductions along dims -------------------------------------------------------------------------
 @spec((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))
 def summed(node: fx.Node) -> Spec:
     """A sum is partial over a split dim that it sums; so is a mean, once scaled (see local.py)."""
     return _reduction(node, summed=True)
 
 
-@spec((
-    aten.amax.default, aten.amin.default, aten.var.correction, aten.var.dim, aten.argmax.default,
-    aten.any.dim, aten.all.dim, aten.logsumexp.default,
-))
+@spec(
+    (
+        aten.amax.default,
+        aten.amin.default,
+        aten.var.correction,
+        aten.var.dim,
+        aten.argmax.default,
+        aten.any.dim,
+        aten.all.dim,
+        aten.logsumexp.default,
+    )
+)
 def reduced(node: fx.Node) -> Spec:
     return _reduction(node, summed=False)
 
@@ -370,14 +467,20 @@ def _reduction(node: fx.Node, summed: bool) -> Spec:
     factors = frozenset(f"d{j}" for j in gone)
     linear = (frozenset({0}),) if summed else ()
     return Spec(
-        (tuple(dims),), (result,), sizes, linear=linear,
-        sum=factors if summed else frozenset(), whole=frozenset() if summed else factors,
+        (tuple(dims),),
+        (result,),
+        sizes,
+        linear=linear,
+        sum=factors if summed else frozenset(),
+        whole=frozenset() if summed else factors,
     )
 
 
 @spec((aten.layer_norm.default, aten.rms_norm.default))
 def norm(node: fx.Node) -> Spec:
-    """"... d, d, d -> ... d": one normalised dim may be split (its statistics are reduced over the axes), several may not."""
+    """ "... d, d, d -> ... d": one normalised dim may be split (its statistics are reduced over the
+    axes), several may not.
+    """
     source, *affine = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
@@ -386,17 +489,25 @@ def norm(node: fx.Node) -> Spec:
     factors = frozenset(name for (name,) in own)
     alone, none = len(own) == 1, frozenset[str]()
     return Spec(
-        (tuple(dims), *(None if n is None else own for n in affine)), (tuple(dims),), sizes,
-        shared=factors if alone else none, whole=none if alone else factors,
+        (tuple(dims), *(None if n is None else own for n in affine)),
+        (tuple(dims),),
+        sizes,
+        shared=factors if alone else none,
+        whole=none if alone else factors,
     )
 
 
-@spec((
-    aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_no_training.default,
-))
+@spec(
+    (
+        aten._native_batch_norm_legit_functional.default,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_no_training.default,
+    )
+)
 def batch_norm(node: fx.Node) -> Spec:
-    """b c ..., then c each -> b c ..., then c each: in training the statistics run over all but the channels, which are whole."""
+    """b c ..., then c each -> b c ..., then c each: in training the statistics run over all but the
+    channels, which are whole.
+    """
     source, *rest = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
@@ -408,14 +519,22 @@ def batch_norm(node: fx.Node) -> Spec:
         sizes["none"] = 0
         results[1:] = [(("none",),)] * 2
     return Spec(
-        (tuple(dims), *(None if n is None else channels for n in rest)), tuple(results), sizes,
-        shared=frozenset() if training else others | {"d1"}, whole=others if training else frozenset({"none"}),
+        (tuple(dims), *(None if n is None else channels for n in rest)),
+        tuple(results),
+        sizes,
+        shared=frozenset() if training else others | {"d1"},
+        whole=others if training else frozenset({"none"}),
     )
 
 
-@spec((
-    aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default,
-))
+@spec(
+    (
+        aten.softmax.int,
+        aten._softmax.default,
+        aten.log_softmax.int,
+        aten._log_softmax.default,
+    )
+)
 def softmax(node: fx.Node) -> Spec:
     made = pointwise(node)
     dim = bound(node)["dim"] % len(made.results[0])
@@ -424,9 +543,13 @@ def softmax(node: fx.Node) -> Spec:
 
 @spec((aten.cumsum.default, aten.diff.default, aten.sort.default, aten.topk.default))
 def along(node: fx.Node) -> Spec:
-    if len([n for n in operands_of(node) if n is not None]) > 1:  # diff with something before or after
+    if (
+        len([n for n in operands_of(node) if n is not None]) > 1
+    ):  # diff with something before or after
         return unsplit(node)
-    return _whole_dim(node, bound(node)["dim"], linear=node.target in (aten.cumsum.default, aten.diff.default))
+    return _whole_dim(
+        node, bound(node)["dim"], linear=node.target in (aten.cumsum.default, aten.diff.default)
+    )
 
 
 @spec(aten.flip.default)
@@ -436,7 +559,7 @@ def flip(node: fx.Node) -> Spec:
     return dataclasses.replace(made, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))
 
 
-# -- products with more than one shape -----------------------------------------------------------------------------------------
+# -- products with more than one shape -------------------------------------------------------------
 @spec(aten.matmul.default)
 def matmul(node: fx.Node) -> Spec:
     left, right = (n for n in operands_of(node) if n is not None)
@@ -458,13 +581,23 @@ def matmul(node: fx.Node) -> Spec:
         columns = [("n",)]
     batch_names = frozenset(f"b{i}" for i in range(len(batch)))
     return Spec(
-        ((*left_dims, *rows, ("k",)), (*right_dims, ("k",), *columns)), ((*result, *rows, *columns),), sizes,
-        sum=frozenset({"k"}), linear=(frozenset({0}), frozenset({1})), flops=2.0 * math.prod(sizes.values()),
-        product=(batch_names | ({"m"} if rows else set()), frozenset({"n"} if columns else ()), frozenset({"k"})),
+        ((*left_dims, *rows, ("k",)), (*right_dims, ("k",), *columns)),
+        ((*result, *rows, *columns),),
+        sizes,
+        sum=frozenset({"k"}),
+        linear=(frozenset({0}), frozenset({1})),
+        flops=2.0 * math.prod(sizes.values()),
+        product=(
+            batch_names | ({"m"} if rows else set()),
+            frozenset({"n"} if columns else ()),
+            frozenset({"k"}),
+        ),
     )
 
 
-def _aligned(shape: tuple[int, ...], result: Sequence[tuple[str, ...]]) -> list[tuple[int, tuple[str, ...]]]:
+def _aligned(
+    shape: tuple[int, ...], result: Sequence[tuple[str, ...]]
+) -> list[tuple[int, tuple[str, ...]]]:
     return list(zip(shape, result[len(result) - len(shape) :], strict=True))
 
 
@@ -480,18 +613,31 @@ def addmm(node: fx.Node) -> Spec:
     (m, k), n = _shape(left), _shape(right)[1]
     result = (("m",), ("n",))
     return Spec(
-        (_broadcast(_shape(added), result), (("m",), ("k",)), (("k",), ("n",))), (result,), {"m": m, "n": n, "k": k},
-        sum=frozenset({"k"}), added=frozenset({0}), linear=(frozenset({0, 1}), frozenset({0, 2})),
-        flops=2.0 * m * n * k, product=(frozenset({"m"}), frozenset({"n"}), frozenset({"k"})),
+        (_broadcast(_shape(added), result), (("m",), ("k",)), (("k",), ("n",))),
+        (result,),
+        {"m": m, "n": n, "k": k},
+        sum=frozenset({"k"}),
+        added=frozenset({0}),
+        linear=(frozenset({0, 1}), frozenset({0, 2})),
+        flops=2.0 * m * n * k,
+        product=(frozenset({"m"}), frozenset({"n"}), frozenset({"k"})),
     )
 
 
-@spec((
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
-    aten.conv3d.padding,
-))
+@spec(
+    (
+        aten.conv1d.default,
+        aten.conv2d.default,
+        aten.conv3d.default,
+        aten.conv1d.padding,
+        aten.conv2d.padding,
+        aten.conv3d.padding,
+    )
+)
 def convolution(node: fx.Node) -> Spec:
-    """b (g c) h w, (g o) c i j, (g o) -> b (g o) y z: pixels stay whole, groups may be split like samples."""
+    """b (g c) h w, (g o) c i j, (g o) -> b (g o) y z: pixels stay whole, groups may be split like
+    samples.
+    """
     source, weight, _ = operands_of(node)
     assert source is not None and weight is not None
     outputs, channels, *kernel = _shape(weight)
@@ -505,20 +651,33 @@ def convolution(node: fx.Node) -> Spec:
     whole = frozenset(name for (name,) in (*before, *window, *after))
     return Spec(
         ((*batch, ("g", "c"), *before), (("g", "o"), ("c",), *window), (("g", "o"),)),
-        ((*batch, ("g", "o"), *after),), sizes, sum=frozenset({"c"}), whole=whole, added=frozenset({2}),
-        linear=(frozenset({0, 2}), frozenset({1, 2})), flops=flops,
-        product=(frozenset({"g", *(name for (name,) in batch)}), frozenset({"o"}), frozenset({"c"})),
+        ((*batch, ("g", "o"), *after),),
+        sizes,
+        sum=frozenset({"c"}),
+        whole=whole,
+        added=frozenset({2}),
+        linear=(frozenset({0, 2}), frozenset({1, 2})),
+        flops=flops,
+        product=(
+            frozenset({"g", *(name for (name,) in batch)}),
+            frozenset({"o"}),
+            frozenset({"c"}),
+        ),
     )
 
 
 @spec(aten.scaled_dot_product_attention.default)
 def attention(node: fx.Node) -> Spec:
-    """b (g r) q e, b g k e, b g k v -> b (g r) q v: the keys stay whole; the queries may be split where no offset is needed."""
+    """b (g r) q e, b g k e, b g k v -> b (g r) q v: the keys stay whole; the queries may be split
+    where no offset is needed.
+    """
     query, key, value, mask = operands_of(node)
     assert query is not None and key is not None and value is not None
     q, k, v, out = _shape(query), _shape(key), _shape(value), shape_of(value_of(node))
     if q[-3:-2] != out[-3:-2] or k[-3:-2] != v[-3:-2]:
-        return unsplit(node)  # heads that are broadcast, other than those of keys and values together
+        return unsplit(
+            node
+        )  # heads that are broadcast, other than those of keys and values together
     sizes: dict[str, int] = {"q": q[-2], "e": q[-1], "k": k[-2], "v": v[-1]}
     leading = _named(out[:-3], sizes, "b")
     heads: list[tuple[str, ...]] = []
@@ -526,14 +685,23 @@ def attention(node: fx.Node) -> Spec:
     if len(q) > 2:
         sizes["g"], sizes["r"] = k[-3], q[-3] // k[-3]
         heads, key_heads = [("g", "r")], [("g",)]
-    mask_dims = None if mask is None else _broadcast(_shape(mask), [*leading, *heads, ("q",), ("k",)])
+    mask_dims = (
+        None if mask is None else _broadcast(_shape(mask), [*leading, *heads, ("q",), ("k",)])
+    )
     causal = bool(bound(node)["is_causal"])
     whole = {"e", "k", "v"} | ({"q"} if causal else set())
     pairs = math.prod(out[:-1]) * k[-2]
     return Spec(
-        ((*_broadcast(q[:-3], leading), *heads, ("q",), ("e",)), (*_broadcast(k[:-3], leading), *key_heads, ("k",), ("e",)),
-         (*_broadcast(v[:-3], leading), *key_heads, ("k",), ("v",)), mask_dims),
-        ((*leading, *heads, ("q",), ("v",)),), sizes, whole=frozenset(whole), linear=(frozenset({2}),),
+        (
+            (*_broadcast(q[:-3], leading), *heads, ("q",), ("e",)),
+            (*_broadcast(k[:-3], leading), *key_heads, ("k",), ("e",)),
+            (*_broadcast(v[:-3], leading), *key_heads, ("k",), ("v",)),
+            mask_dims,
+        ),
+        ((*leading, *heads, ("q",), ("v",)),),
+        sizes,
+        whole=frozenset(whole),
+        linear=(frozenset({2}),),
         product=(frozenset(sizes) - {"e", "k", "v"}, frozenset(), frozenset()),
         flops=2.0 * pairs * (q[-1] + v[-1]) / (2 if causal else 1),
     )
@@ -541,7 +709,9 @@ def attention(node: fx.Node) -> Spec:
 
 @spec(aten.cross_entropy_loss.default)
 def cross_entropy(node: fx.Node) -> Spec:
-    """Tokens are summed (partial, divided by the global count), classes may be split: the result is then invariant."""
+    """Tokens are summed (partial, divided by the global count), classes may be split: the result is
+    then invariant.
+    """
     logits, target, weight = operands_of(node)
     assert logits is not None and target is not None
     if _floating(value_of(target)):
@@ -553,16 +723,23 @@ def cross_entropy(node: fx.Node) -> Spec:
     tokens = tuple(d for j, d in enumerate(dims) if j != class_dim)
     kept = bound(node)["reduction"] == 0
     return Spec(
-        (tuple(dims), tokens, None if weight is None else (dims[class_dim],)), (tokens if kept else (),), sizes,
-        sum=frozenset() if kept else frozenset(d[0] for d in tokens), shared=frozenset(dims[class_dim]),
+        (tuple(dims), tokens, None if weight is None else (dims[class_dim],)),
+        (tokens if kept else (),),
+        sizes,
+        sum=frozenset() if kept else frozenset(d[0] for d in tokens),
+        shared=frozenset(dims[class_dim]),
         index=frozenset({1}),
     )
 
 
-# -- tensors made from nothing -------------------------------------------------------------------------------------------------
+# -- tensors made from nothing ---------------------------------------------------------------------
 FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
 MADE = (
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default, aten.eye.default,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.scalar_tensor.default,
+    aten.eye.default,
     aten.empty.memory_format,
 )
 NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)

@@ -11,7 +11,9 @@ from .layout import Layout
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
-    """One placement per mesh axis. DTensor cuts axis by axis, outer first, so a digit with others outside it is a strided shard."""
+    """One placement per mesh axis. DTensor cuts axis by axis, outer first, so a digit with others
+    outside it is a strided shard.
+    """
     found: list[Placement] = []
     for index, (axis, state) in enumerate(zip(layout.mesh.axes, layout.states, strict=True)):
         if state.kind == "P":
@@ -22,6 +24,10 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
             earlier = {a.name for a in layout.mesh.axes[:index]}
             before = [d for d in layout.digits(state.dim) if d.axis in earlier]
             inner = state.stride // math.prod(d.size for d in before if d.stride < state.stride)
-            blocks = layout.shape[state.dim] // math.prod(d.size for d in before) // (axis.size * inner)
-            found.append(Shard(state.dim) if blocks == 1 else StridedShard(state.dim, split_factor=blocks))
+            blocks = (
+                layout.shape[state.dim] // math.prod(d.size for d in before) // (axis.size * inner)
+            )
+            found.append(
+                Shard(state.dim) if blocks == 1 else StridedShard(state.dim, split_factor=blocks)
+            )
     return tuple(found) or (Replicate(),)

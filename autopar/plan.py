@@ -1,4 +1,6 @@
-"""The plan: which mesh, which layout for every node and stored tensor, what it costs, and what could not be split."""
+"""The plan: which mesh, which layout for every node and stored tensor, what it costs, and what
+could not be split.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one node: per axis what it splits (for people), and the layouts of its operands and results."""
+    """What was chosen for one node: per axis what it splits (for people), and the layouts of its
+    operands and results.
+    """
 
     splits: tuple[str, ...]
     operands: tuple[Layout | None, ...]
@@ -28,7 +32,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the modelled step: where, on which axes, forward or backward, and the wire bytes a rank sends."""
+    """One collective of the modelled step: where, on which axes, forward or backward, and the wire
+    bytes a rank sends.
+    """
 
     chain: str
     kind: str
@@ -40,7 +46,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a subgraph, what its products split on each axis, what it moves and how long it takes."""
+    """One line of the table: a subgraph, what its products split on each axis, what it moves and
+    how long it takes.
+    """
 
     subgraph: str
     layout: str
@@ -51,16 +59,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """A chosen layout for a model on a world. `seconds`, `comm_bytes` and `peak_bytes` are modelled, per rank and training step.
+    """A chosen layout for a model on a world. `seconds`, `comm_bytes` and `peak_bytes` are
+    modelled, per rank and training step.
 
-    `fingerprint` names the traced graph that the plan is for: applying it to another one is refused.
+    `fingerprint` names the traced graph that the plan is for: applying it to another one is
+    refused.
     """
 
     mesh: Mesh
     layout: str
     choices: dict[str, Choice]
     stored: dict[str, Layout]  # of parameters, by placeholder
-    copies: dict[tuple[str, int], Layout]  # a second layout in which a value with several consumers is kept
+    copies: dict[
+        tuple[str, int], Layout
+    ]  # a second layout in which a value with several consumers is kept
     outputs: dict[str, Layout]
     seconds: float
     comm_bytes: float
@@ -68,13 +80,23 @@ class Plan:
     rows: tuple[Row, ...] = ()
     collectives: tuple[Collective, ...] = ()
     unsplit: tuple[str, ...] = ()  # what was not split and why, one sentence each
-    meshes: tuple[tuple[str, float], ...] = ()  # every mesh that was rated, with its modelled seconds
+    meshes: tuple[
+        tuple[str, float], ...
+    ] = ()  # every mesh that was rated, with its modelled seconds
     fingerprint: str = ""
     world: str = ""
-    inputs: dict[str, Layout] = field(default_factory=dict)  # of the user's tensors, known after the rewrite
-    panels: tuple[str, ...] = ()  # the row and the column axis, where products run in SUMMA's panels
-    seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # that planning took
-    ready: Any = field(default=None, compare=False, repr=False)  # what `apply` needs; only in the process that planned
+    inputs: dict[str, Layout] = field(
+        default_factory=dict
+    )  # of the user's tensors, known after the rewrite
+    panels: tuple[
+        str, ...
+    ] = ()  # the row and the column axis, where products run in SUMMA's panels
+    seconds_by_pass: dict[str, float] = field(
+        default_factory=dict, compare=False
+    )  # that planning took
+    ready: Any = field(
+        default=None, compare=False, repr=False
+    )  # what `apply` needs; only in the process that planned
 
     def table(self) -> Table:
         """The plan for people: one line a subgraph. Print it with rich."""
@@ -88,7 +110,9 @@ class Plan:
             megabytes, milliseconds = f"{row.bytes / 1e6:,.2f}", f"{row.seconds * 1e3:.2f}"
             table.add_row(row.subgraph, row.layout, row.collectives, megabytes, milliseconds)
         legend = "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
-        table.caption = "\n".join([legend, *(f"not split: {escape(reason)}" for reason in self.unsplit)])
+        table.caption = "\n".join(
+            [legend, *(f"not split: {escape(reason)}" for reason in self.unsplit)]
+        )
         return table
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -97,10 +121,16 @@ class Plan:
             json.dump(self.to_json(), file, indent=1)
 
     def to_json(self) -> dict[str, Any]:
-        layouts = lambda found: {name: _write(layout) for name, layout in found.items()}  # noqa: E731
+        # noqa: E731
+        layouts = lambda found: {name: _write(layout) for name, layout in found.items()}
         return {
-            "version": VERSION, "mesh": str(self.mesh), "layout": self.layout, "fingerprint": self.fingerprint,
-            "world": self.world, "seconds": self.seconds, "comm_bytes": self.comm_bytes,
+            "version": VERSION,
+            "mesh": str(self.mesh),
+            "layout": self.layout,
+            "fingerprint": self.fingerprint,
+            "world": self.world,
+            "seconds": self.seconds,
+            "comm_bytes": self.comm_bytes,
             "peak_bytes": self.peak_bytes,
             "choices": {
                 name: {
@@ -110,15 +140,22 @@ class Plan:
                 }
                 for name, choice in self.choices.items()
             },
-            "stored": layouts(self.stored), "outputs": layouts(self.outputs), "inputs": layouts(self.inputs),
+            "stored": layouts(self.stored),
+            "outputs": layouts(self.outputs),
+            "inputs": layouts(self.inputs),
             "copies": [[name, index, _write(x)] for (name, index), x in self.copies.items()],
-            "rows": [asdict(row) for row in self.rows], "collectives": [asdict(c) for c in self.collectives],
-            "panels": list(self.panels), "unsplit": list(self.unsplit), "meshes": [list(pair) for pair in self.meshes],
+            "rows": [asdict(row) for row in self.rows],
+            "collectives": [asdict(c) for c in self.collectives],
+            "panels": list(self.panels),
+            "unsplit": list(self.unsplit),
+            "meshes": [list(pair) for pair in self.meshes],
         }
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan that `save` wrote. Raises PlanError for another version or a file that is no plan."""
+        """Read a plan that `save` wrote. Raises PlanError for another version or a file that is no
+        plan.
+        """
         with open(path, encoding="utf-8") as file:
             try:
                 data = json.load(file)
@@ -130,7 +167,9 @@ class Plan:
     def from_json(data: Any, where: str = "the plan") -> Plan:
         if not isinstance(data, dict) or data.get("version") != VERSION:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
-            raise PlanError(f"{where} is version {found}, this autopar reads version {VERSION}: plan again")
+            raise PlanError(
+                f"{where} is version {found}, this autopar reads version {VERSION}: plan again"
+            )
         mesh = Mesh.parse(data["mesh"])
         read = lambda found: {name: _read(mesh, x) for name, x in found.items()}  # noqa: E731
         choices = {
@@ -142,13 +181,23 @@ class Plan:
             for name, c in data["choices"].items()
         }
         return Plan(
-            mesh, data["layout"], choices, read(data["stored"]),
-            {(name, index): _read(mesh, x) for name, index, x in data["copies"]}, read(data["outputs"]),
-            data["seconds"], data["comm_bytes"], data["peak_bytes"],
+            mesh,
+            data["layout"],
+            choices,
+            read(data["stored"]),
+            {(name, index): _read(mesh, x) for name, index, x in data["copies"]},
+            read(data["outputs"]),
+            data["seconds"],
+            data["comm_bytes"],
+            data["peak_bytes"],
             tuple(Row(**row) for row in data["rows"]),
             tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
-            tuple(data["unsplit"]), tuple((name, seconds) for name, seconds in data["meshes"]),
-            data["fingerprint"], data["world"], read(data["inputs"]), tuple(data["panels"]),
+            tuple(data["unsplit"]),
+            tuple((name, seconds) for name, seconds in data["meshes"]),
+            data["fingerprint"],
+            data["world"],
+            read(data["inputs"]),
+            tuple(data["panels"]),
         )
 
 

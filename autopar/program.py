@@ -1,4 +1,6 @@
-"""The program that the passes hand on: a graph, what its inputs and outputs are, and what was decided about it."""
+"""The program that the passes hand on: a graph, what its inputs and outputs are, and what was
+decided about it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ from .rules import Spec
 class Input:
     """One placeholder of the graph, in order.
 
-    `kind` says what feeds it: a parameter, a buffer, a tensor constant that export lifted out of the code, a tensor that the
-    user passes, or, inserted by the rewrite, the coordinate of a rank on a mesh axis or the seed of random numbers. `target` is the qualified name of
-    the parameter or buffer (the first of `names`, all the names under which the model holds that same tensor), the
-    path of the user's input ("args[0]", "kwargs['labels']"), or the axis name. `position` is the index of a user's
-    tensor in the flattened (args, kwargs). `trainable`: it requires a gradient, be it a parameter's or the user's.
+    `kind` says what feeds it: a parameter, a buffer, a tensor constant that export lifted out of
+    the code, a tensor that the user passes, or, inserted by the rewrite, the coordinate of a rank
+    on a mesh axis or the seed of random numbers. `target` is the qualified name of the parameter or
+    buffer (the first of `names`, all the names under which the model holds that same tensor), the
+    path of the user's input ("args[0]", "kwargs['labels']"), or the axis name. `position` is the
+    index of a user's tensor in the flattened (args, kwargs). `trainable`: it requires a gradient,
+    be it a parameter's or the user's.
     """
 
     kind: Literal["parameter", "buffer", "constant", "user", "coordinate", "seed"]
@@ -35,7 +39,9 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One value that the graph returns, in order: the new value of a mutated buffer (`target`: its name), or a user's leaf."""
+    """One value that the graph returns, in order: the new value of a mutated buffer (`target`: its
+    name), or a user's leaf.
+    """
 
     kind: Literal["mutation", "user"]
     node: str | None  # None: `constant` is returned as it is
@@ -49,7 +55,9 @@ class Signature:
     outputs: tuple[Output, ...]
     in_spec: pytree.TreeSpec  # of (args, kwargs)
     out_spec: pytree.TreeSpec
-    fixed: tuple[tuple[int, Any], ...] = ()  # (position, value) of the inputs that are no tensors: part of the trace
+    fixed: tuple[
+        tuple[int, Any], ...
+    ] = ()  # (position, value) of the inputs that are no tensors: part of the trace
 
 
 Value = tuple[str, int]  # a tensor of the graph: (node, index of the result)
@@ -57,10 +65,11 @@ Value = tuple[str, int]  # a tensor of the graph: (node, index of the result)
 
 @dataclass(frozen=True)
 class Atom:
-    """A stretch of a dim that no op of the graph cuts further: axes take their digits inside one atom.
+    """A stretch of a dim that no op of the graph cuts further: axes take their digits inside one
+    atom.
 
-    All dims that the graph ties together share the atom, whatever ops lie between. `opaque`: views disagree about where to cut it,
-    so no axis may split it.
+    All dims that the graph ties together share the atom, whatever ops lie between. `opaque`: views
+    disagree about where to cut it, so no axis may split it.
     """
 
     number: int
@@ -72,9 +81,10 @@ class Atom:
 class Annotations:
     """What is known of every node before a layout is chosen.
 
-    `dims` gives the atoms of every dim of every value, outer first; `factors` those of every factor of every node.
-    `searched` are the nodes whose values hang on parameters or carry a gradient: their layouts are chosen. All others (masks,
-    positions, token ids) are made in whatever layout their consumers want. `gradient` are the values that carry a gradient.
+    `dims` gives the atoms of every dim of every value, outer first; `factors` those of every factor
+    of every node. `searched` are the nodes whose values hang on parameters or carry a gradient:
+    their layouts are chosen. All others (masks, positions, token ids) are made in whatever layout
+    their consumers want. `gradient` are the values that carry a gradient.
     """
 
     specs: dict[str, Spec]
@@ -89,7 +99,9 @@ class Annotations:
 
 @dataclass(frozen=True)
 class Chain:
-    """A subgraph that chooses its layout together: the matrix products under one module and what hangs between them."""
+    """A subgraph that chooses its layout together: the matrix products under one module and what
+    hangs between them.
+    """
 
     name: str
     nodes: tuple[str, ...]
@@ -98,13 +110,21 @@ class Chain:
 
 @dataclass(frozen=True)
 class Program:
-    """A traced model between two passes. Passes are `(Program) -> Program` and never change the one they are given."""
+    """A traced model between two passes. Passes are `(Program) -> Program` and never change the one
+    they are given.
+    """
 
     module: fx.GraphModule
     signature: Signature
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # value of each parameter, buffer, constant by target
+    tensors: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # value of each parameter, buffer, constant by target
     annotations: Annotations | None = None
     chains: tuple[Chain, ...] = ()
     plan: Plan | None = None
-    layouts: dict[str, Layout] = field(default_factory=dict)  # after the rewrite: of its placeholders and outputs
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # after the rewrite: of its placeholders
+    layouts: dict[str, Layout] = field(
+        default_factory=dict
+    )  # after the rewrite: of its placeholders and outputs
+    dtypes: dict[str, torch.dtype] = field(
+        default_factory=dict
+    )  # after the rewrite: of its placeholders

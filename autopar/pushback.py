@@ -1,4 +1,6 @@
-"""From the layout wanted of a node's result to the layouts of its operands: how slices reach back to constants and inputs."""
+"""From the layout wanted of a node's result to the layouts of its operands: how slices reach back
+to constants and inputs.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ from .rules import Dims, Spec
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 
-def pushed_back(spec: Spec, wanted: Layout, result: int, operands: Shapes) -> tuple[Layout, tuple[Layout | None, ...]]:
+def pushed_back(
+    spec: Spec, wanted: Layout, result: int, operands: Shapes
+) -> tuple[Layout, tuple[Layout | None, ...]]:
     """(the layout in which the node can make its result, the layouts of its operands for that).
 
-    An axis whose digit lies inside one factor that may be split reaches back; every other axis of the result is made whole (R), to be
-    sliced afterwards.
+    An axis whose digit lies inside one factor that may be split reaches back; every other axis of
+    the result is made whole (R), to be sliced afterwards.
     """
     mesh = wanted.mesh
     reached: list[State] = []
@@ -22,7 +26,9 @@ def pushed_back(spec: Spec, wanted: Layout, result: int, operands: Shapes) -> tu
     for axis, state in zip(mesh.axes, wanted.states, strict=True):
         found = _factor(spec, spec.results[result], state, axis.size) if state.kind == "S" else None
         reached.append(state if found else R)
-        back.append([_state(spec, dims, found) if dims is not None else R for dims in spec.operands])
+        back.append(
+            [_state(spec, dims, found) if dims is not None else R for dims in spec.operands]
+        )
     columns = [tuple(states[i] for states in back) for i in range(len(spec.operands))]
     layouts = tuple(
         None if shape is None or dims is None else Layout(mesh, shape, column)
@@ -33,14 +39,22 @@ def pushed_back(spec: Spec, wanted: Layout, result: int, operands: Shapes) -> tu
 
 def _units(spec: Spec, names: tuple[str, ...]) -> list[tuple[str, int]]:
     """The factors of one dim with their units: the product of the sizes of the factors inside."""
-    return [(name, math.prod(spec.sizes[n] for n in names[i + 1 :])) for i, name in enumerate(names)]
+    return [
+        (name, math.prod(spec.sizes[n] for n in names[i + 1 :])) for i, name in enumerate(names)
+    ]
 
 
 def _factor(spec: Spec, dims: Dims, state: State, size: int) -> tuple[str, int] | None:
-    """The factor in which a digit lies and its stride there; None where it spans two, or where the factor may not be split."""
+    """The factor in which a digit lies and its stride there; None where it spans two, or where the
+    factor may not be split.
+    """
     for name, unit in _units(spec, dims[state.dim]):
         inside = state.stride % unit == 0 and state.stride * size <= unit * spec.sizes[name]
-        if inside and (unit * spec.sizes[name]) % (state.stride * size) == 0 and spec.splittable(name):
+        if (
+            inside
+            and (unit * spec.sizes[name]) % (state.stride * size) == 0
+            and spec.splittable(name)
+        ):
             return name, state.stride // unit
     return None
 

@@ -22,9 +22,11 @@ def rank() -> int:
 
 
 def together(what: str, work: Callable[[], T]) -> T:
-    """Do the same work on every rank; if it fails on one, it fails on all, within the time of one small gather.
+    """Do the same work on every rank; if it fails on one, it fails on all, within the time of one
+    small gather.
 
-    Where all ranks fail alike, each raises its own error. Else all raise a RankError that names the first failing rank and its error.
+    Where all ranks fail alike, each raises its own error. Else all raise a RankError that names the
+    first failing rank and its error.
     """
     error: Exception | None = None
     result: T | None = None
@@ -36,7 +38,9 @@ def together(what: str, work: Callable[[], T]) -> T:
     failed = [number for number, report in enumerate(reports) if report is not None]
     if failed and len(set(reports)) > 1:
         kind, message = reports[failed[0]]
-        raise RankError(f"rank {failed[0]} of {len(reports)} failed while {what}: {kind}: {message}") from error
+        raise RankError(
+            f"rank {failed[0]} of {len(reports)} failed while {what}: {kind}: {message}"
+        ) from error
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
@@ -48,7 +52,8 @@ def agree(what: str, value: str) -> None:
     if len(set(found)) > 1:
         odd = next(i for i, v in enumerate(found) if v != found[0])
         raise RankError(
-            f"the ranks hold different {what}s: rank 0 {found[0]}, rank {odd} {found[odd]}; build the same model from the same "
+            f"the ranks hold different {what}s: rank 0 {found[0]}, rank {odd} {found[odd]}; build "
+            "the same model from the same "
             f"configuration and call with inputs of the same shapes on every rank"
         )
 

@@ -2,9 +2,10 @@
 
     rule(aten.linear.default, "... k, n k, n -> ... n", sum="k", added="2")
 
-Every operand and every result lists the factors (loop dims) of its dims, outer first inside parentheses. If a mesh axis is
-given factor f, operands with f are sharded on it, operands without it replicated; results with f are sharded, results without it
-partial. What else an op allows is said by name:
+Every operand and every result lists the factors (loop dims) of its dims, outer first inside
+parentheses. If a mesh axis is given factor f, operands with f are sharded on it, operands without
+it replicated; results with f are sharded, results without it partial. What else an op allows is
+said by name:
 
     sum      factors that results lack because they are summed: results are partial where they are split
     whole    factors that no axis may split
@@ -35,7 +36,9 @@ class PatternError(AssertionError):
 
 @dataclass(frozen=True)
 class Spec:
-    """How one node may be split: the factors of its operands and results, their sizes, and what each allows."""
+    """How one node may be split: the factors of its operands and results, their sizes, and what
+    each allows.
+    """
 
     operands: tuple[Dims | None, ...]  # None: an operand that is absent
     results: tuple[Dims, ...]
@@ -85,7 +88,9 @@ def bound(node: fx.Node) -> dict[str, Any]:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node | None]:
-    """The tensors that a node takes, in the order of its schema; lists are laid out flat, absent optional ones are None."""
+    """The tensors that a node takes, in the order of its schema; lists are laid out flat, absent
+    optional ones are None.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return [argument for argument in node.args if isinstance(argument, fx.Node)]
     found: list[fx.Node | None] = []
@@ -138,7 +143,9 @@ def rule(
                 for dims, shape in zip(result_patterns, outputs, strict=False)
             )
         except PatternError as error:
-            raise PatternError(f"{target}: {pattern!r} does not fit {tensors} -> {outputs}: {error}") from None
+            raise PatternError(
+                f"{target}: {pattern!r} does not fit {tensors} -> {outputs}: {error}"
+            ) from None
         rest = [n for n in sizes if n.startswith("_")]
         names = lambda text: frozenset(  # noqa: E731
             name for word in text.split() for name in (rest if word == "..." else [word])
@@ -148,10 +155,16 @@ def rule(
             m, n, k = (names(part) for part in product.split("|"))
             roles = (m, n, k)
         return Spec(
-            operands, results, sizes, names(sum), names(whole), names(shared),
+            operands,
+            results,
+            sizes,
+            names(sum),
+            names(whole),
+            names(shared),
             frozenset(int(i) for i in added.split()),
             tuple(frozenset(int(i) for i in group.split()) for group in linear),
-            frozenset(int(i) for i in index.split()), roles,
+            frozenset(int(i) for i in index.split()),
+            roles,
             2.0 * math.prod(sizes.values()) if roles else 0.0,
         )
 
@@ -202,11 +215,15 @@ class _Walk:
     right: list[tuple[str, ...]] = field(default_factory=list)
 
 
-def view_factors(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
-    """The factors of a view between two shapes of equal size: (8, 4, 5) -> (2, 16, 5) is "(a b) c d -> a (b c) d".
+def view_factors(
+    source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
+    """The factors of a view between two shapes of equal size: (8, 4, 5) -> (2, 16, 5) is "(a b) c d
+    -> a (b c) d".
 
-    Returns (sizes, dims of the source, dims of the target, factors that cannot be split). Where a stretch of the two shapes shares
-    no divisor chain ((6, 2) -> (4, 3) does from the outside up to 2), what remains of it is one unsplittable factor a side.
+    Returns (sizes, dims of the source, dims of the target, factors that cannot be split). Where a
+    stretch of the two shapes shares no divisor chain ((6, 2) -> (4, 3) does from the outside up to
+    2), what remains of it is one unsplittable factor a side.
     """
     walk = _Walk()
     whole: set[str] = set()
@@ -266,7 +283,9 @@ def _suffixes(dims: list[int]) -> set[int]:
 
 
 def _chain(units: set[int], total: int) -> list[int]:
-    """The members of `units` that form a divisor chain, walked from the outside (`total`) in; 1 closes it."""
+    """The members of `units` that form a divisor chain, walked from the outside (`total`) in; 1
+    closes it.
+    """
     chain = [total]
     for unit in sorted(units, reverse=True):
         if unit < chain[-1] and chain[-1] % unit == 0:

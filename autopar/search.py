@@ -1,11 +1,15 @@
-"""The exact search on one mesh: (annotated program, mesh, world, constraint) -> Plan of least modelled time.
+"""The exact search on one mesh: (annotated program, mesh, world, constraint) -> Plan of least
+modelled time.
 
-One variable per stored parameter and per output (its layouts), per region of nodes (their joint strategies), and per value with several
-consumers (a second layout in which it may be kept, so that consumers that want the same one share its conversion). Costs are tables over
-one to three variables; what looks alike shares its tables, which elimination.py turns into working each layer out once.
+One variable per stored parameter and per output (its layouts), per region of nodes (their joint
+strategies), and per value with several consumers (a second layout in which it may be kept, so that
+consumers that want the same one share its conversion). Costs are tables over one to three
+variables; what looks alike shares its tables, which elimination.py turns into working each layer
+out once.
 
-A region is a node, or a node followed by ops that only carry its layout on (pointwise ops, views, pieces of a dim) and hang on that one
-value alone. Nothing is converted inside a region: to convert its input or its results costs no more.
+A region is a node, or a node followed by ops that only carry its layout on (pointwise ops, views,
+pieces of a dim) and hang on that one value alone. Nothing is converted inside a region: to convert
+its input or its results costs no more.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ Array = NDArray[np.float64]
 
 
 class _Options(NamedTuple):
-    """What one variable chooses from; nodes that look alike share the object, and so all tables made of it."""
+    """What one variable chooses from; nodes that look alike share the object, and so all tables
+    made of it.
+    """
 
     key: int
     items: tuple[Any, ...]
@@ -55,8 +61,10 @@ class _Want(NamedTuple):
 
 @dataclass(eq=False)
 class _Region:
-    """Nodes that choose together. `root`: the value from outside that carriers hang on (None: a node by itself). An option is a strategy
-    for each node; `uses` are the (node, operand) places that take the root."""
+    """Nodes that choose together. `root`: the value from outside that carriers hang on (None: a
+    node by itself). An option is a strategy for each node; `uses` are the (node, operand) places
+    that take the root.
+    """
 
     root: Value | None
     nodes: list[str]
@@ -68,7 +76,9 @@ class _Region:
 def _joined(
     region: _Options, node: _Options, wiring: tuple[Any, ...], uses: list[tuple[int, int]]
 ) -> tuple[list[tuple[Strategy, ...]], list[float]]:
-    """Every pair of an option of a region and a strategy of the next node that agree on the layouts between them."""
+    """Every pair of an option of a region and a strategy of the next node that agree on the layouts
+    between them.
+    """
     tied = [i for i, source in enumerate(wiring) if source is not None]
     fitting: dict[tuple[Layout | None, ...], list[int]] = defaultdict(list)
     for number, strategy in enumerate(node.items):
@@ -78,7 +88,9 @@ def _joined(
     for item, cost in zip(region.items, region.costs, strict=True):
         if uses:
             root = item[uses[0][0]].operands[uses[0][1]]
-        elif "root" in wiring:  # the first use: every layout of the root will do, if all uses in this node agree
+        elif (
+            "root" in wiring
+        ):  # the first use: every layout of the root will do, if all uses in this node agree
             for number, strategy in enumerate(node.items):
                 if len({strategy.operands[i] for i in tied}) == 1:
                     items.append((*item, strategy))
@@ -86,14 +98,18 @@ def _joined(
             continue
         else:
             root = None
-        wanted = tuple(root if wiring[i] == "root" else item[wiring[i][0]].results[wiring[i][1]] for i in tied)
+        wanted = tuple(
+            root if wiring[i] == "root" else item[wiring[i][0]].results[wiring[i][1]] for i in tied
+        )
         for number in fitting.get(wanted, ()):
             items.append((*item, node.items[number]))
             seconds.append(cost + node.costs[number])
     return items, seconds
 
 
-def search(program: Program, mesh: Mesh, world: World, constraint: Constraint, redundant: bool = False) -> Plan:
+def search(
+    program: Program, mesh: Mesh, world: World, constraint: Constraint, redundant: bool = False
+) -> Plan:
     """The plan of least modelled time on this mesh under this constraint."""
     return _Search(program, mesh, world, constraint, redundant).solve()
 
@@ -115,24 +131,35 @@ class _Search:
         self.wants: dict[Value, list[_Want]] = defaultdict(list)
         self.regions: list[_Region] = []
         self.region_of: dict[Value, _Region] = {}
-        self.fed_by: dict[Value, _Region] = {}  # regions of carriers by the one value that they hang on
+        self.fed_by: dict[
+            Value, _Region
+        ] = {}  # regions of carriers by the one value that they hang on
         self.members: dict[int, _Region] = {}
 
     def solve(self) -> Plan:
         entries = {entry.node: entry for entry in self.program.signature.inputs}
         nodes = list(self.program.module.graph.nodes)
         self.element = {
-            node.name: [v.dtype.itemsize if isinstance(v, torch.Tensor) else 1 for v in results_of(node)]
-            for node in nodes if node.op in ("placeholder", "call_function")
+            node.name: [
+                v.dtype.itemsize if isinstance(v, torch.Tensor) else 1 for v in results_of(node)
+            ]
+            for node in nodes
+            if node.op in ("placeholder", "call_function")
         }
         self.owner = {
-            entry.node: entry.target.rpartition(".")[0] for entry in entries.values() if entry.kind == "parameter"
+            entry.node: entry.target.rpartition(".")[0]
+            for entry in entries.values()
+            if entry.kind == "parameter"
         }
         for node in nodes:
             if node.op == "placeholder" and node.name in self.notes.searched:
                 self._placeholder(node, entries[node.name].kind == "parameter")
         for node in nodes:
-            if node.op == "call_function" and node.name in self.notes.searched and node.name in self.notes.specs:
+            if (
+                node.op == "call_function"
+                and node.name in self.notes.searched
+                and node.name in self.notes.specs
+            ):
                 self._place(node)
         for region in self.regions:
             self._enter(region)
@@ -143,7 +170,7 @@ class _Search:
         seconds, values = minimise([len(v.items) for v in self.variables], self.tables, memo)
         return self._plan(seconds, values)
 
-    # -- variables -----------------------------------------------------------------------------------------------------
+    # -- variables ---------------------------------------------------------------------------------
     def _variable(self, name: str, options: _Options) -> int:
         self.index[name] = len(self.variables)
         self.variables.append(options)
@@ -153,7 +180,9 @@ class _Search:
     def _options(self, key: Hashable, make: Any) -> _Options:
         if key not in self.known:
             items, costs = make()
-            self.known[key] = _Options(len(self.known), tuple(items), np.array(costs, dtype=np.float64))
+            self.known[key] = _Options(
+                len(self.known), tuple(items), np.array(costs, dtype=np.float64)
+            )
         return self.known[key]
 
     def _gradient(self, value: Value) -> bool:
@@ -161,7 +190,11 @@ class _Search:
 
     def _placeholder(self, node: fx.Node, parameter: bool) -> None:
         value = (node.name, 0)
-        dims, shape, size = self.notes.dims[value], shape_of(value_of(node)), value_of(node).dtype.itemsize
+        dims, shape, size = (
+            self.notes.dims[value],
+            shape_of(value_of(node)),
+            value_of(node).dtype.itemsize,
+        )
         gradient = self._gradient(value)
         signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
         path = self.owner.get(node.name, "")
@@ -174,7 +207,9 @@ class _Search:
             found = self.constraint.storage(node.name, path, found)
             return found, [optimizer_seconds(x, size, self.world) for x in found]
 
-        options = self._options(("stored", shape, signature, size, gradient, parameter, rules), make)
+        options = self._options(
+            ("stored", shape, signature, size, gradient, parameter, rules), make
+        )
         variable = self._variable(node.name, options)
         self.native[value] = _Want(variable, (options.key, 0), options.items)
 
@@ -198,25 +233,45 @@ class _Search:
             redundant = self.redundant or not free
             shapes = operand_shapes, result_shapes
             found = strategies(spec, factors, self.mesh, *shapes, per_axis, redundant)
-            if not found:  # what the layout asks of each axis does not fit together: an axis may be idle here
-                eased = [[*kept, *(c for c in every if c not in kept and not isinstance(c, Slot))]
-                         for kept, every in zip(per_axis, everything, strict=True)]
+            if (
+                not found
+            ):  # what the layout asks of each axis does not fit together: an axis may be idle here
+                eased = [
+                    [*kept, *(c for c in every if c not in kept and not isinstance(c, Slot))]
+                    for kept, every in zip(per_axis, everything, strict=True)
+                ]
                 found = strategies(spec, factors, self.mesh, *shapes, eased, redundant)
             found = self.constraint.joint(path, spec, found)
             return found, [self._node_seconds(node, spec, s, size, gradient) for s in found]
 
         target = node.target if node.target in HAVE_INSIDE else None
-        return self._options((target, _look(spec, factors), operand_shapes, result_shapes, size, gradient, str(per_axis), free), make)
+        return self._options(
+            (
+                target,
+                _look(spec, factors),
+                operand_shapes,
+                result_shapes,
+                size,
+                gradient,
+                str(per_axis),
+                free,
+            ),
+            make,
+        )
 
-    def _node_seconds(self, node: fx.Node, spec: Spec, strategy: Strategy, size: int, gradient: bool) -> float:
+    def _node_seconds(
+        self, node: fx.Node, spec: Spec, strategy: Strategy, size: int, gradient: bool
+    ) -> float:
         found = [x for x in inside(node.target, strategy.operands) if gradient or not x.backward]
         return node_seconds(spec, strategy, size, gradient, self.world) + sum(
             cost.seconds for cost in inside_costs(found, self.mesh, size, self.world)
         )
 
-    # -- regions ---------------------------------------------------------------------------------------------------------
+    # -- regions -----------------------------------------------------------------------------------
     def _place(self, node: fx.Node) -> None:
-        """Put a node into the region of what it hangs on, if it only carries that on; else it is a region of its own."""
+        """Put a node into the region of what it hangs on, if it only carries that on; else it is a
+        region of its own.
+        """
         options = self._call(node)
         sources = [None if n is None else producer(n) for n in operands_of(node)]
         searched = {s for s in sources if s is not None and s[0] in self.notes.searched}
@@ -237,7 +292,9 @@ class _Search:
         return homes.pop() if len(homes) == 1 else None
 
     def _home(self, value: Value) -> _Region:
-        """The region that a carrier of this value belongs to: the one that makes it, if that is one of carriers, else the one it feeds."""
+        """The region that a carrier of this value belongs to: the one that makes it, if that is one
+        of carriers, else the one it feeds.
+        """
         made_in = self.region_of.get(value)
         if made_in is not None and made_in.root is not None:
             return made_in
@@ -246,11 +303,21 @@ class _Search:
             self.regions.append(self.fed_by[value])
         return self.fed_by[value]
 
-    def _extend(self, region: _Region, name: str, sources: list[Value | None], options: _Options) -> bool:
-        """Join a node's strategies to the region's, where no conversion is needed between them; False where there are none."""
+    def _extend(
+        self, region: _Region, name: str, sources: list[Value | None], options: _Options
+    ) -> bool:
+        """Join a node's strategies to the region's, where no conversion is needed between them;
+        False where there are none.
+        """
         inside = {member: i for i, member in enumerate(region.nodes)}
         wiring = tuple(
-            None if s is None else "root" if s == region.root else (inside[s[0]], s[1]) if s[0] in inside else None
+            None
+            if s is None
+            else "root"
+            if s == region.root
+            else (inside[s[0]], s[1])
+            if s[0] in inside
+            else None
             for s in sources
         )
 
@@ -268,7 +335,9 @@ class _Search:
         return True
 
     def _enter(self, region: _Region) -> None:
-        """Make a region a variable: the layouts of all it makes, and what it wants of the values it takes from outside."""
+        """Make a region a variable: the layouts of all it makes, and what it wants of the values it
+        takes from outside.
+        """
         if not region.nodes:
             return
         variable = self._variable(region.nodes[0], region.options)
@@ -279,7 +348,11 @@ class _Search:
                 layouts = tuple(item[position].results[index] for item in items)
                 self.native[name, index] = _Want(variable, (key, position, index), layouts)
             for index, source in enumerate(sources):
-                if source is None or source[0] not in self.notes.searched or source[0] in region.nodes:
+                if (
+                    source is None
+                    or source[0] not in self.notes.searched
+                    or source[0] in region.nodes
+                ):
                     continue
                 if source == region.root and (position, index) != region.uses[0]:
                     continue
@@ -309,7 +382,7 @@ class _Search:
             variable = self._variable(f"output {number}", options)
             self.wants[value].append(_Want(variable, (options.key, 0), options.items))
 
-    # -- conversions -----------------------------------------------------------------------------------------------------
+    # -- conversions -------------------------------------------------------------------------------
     def _conversions(self, value: Value, wants: list[_Want]) -> None:
         native = self.native[value]
         if len(wants) > 1 and (copy := self._copy(value, native, wants)) is not None:
@@ -317,7 +390,9 @@ class _Search:
                 self._shared(value, native, copy, want)
             return
         for want in wants:
-            self.tables.append(Table((native.variable, want.variable), self._matrix(value, native, want)))
+            self.tables.append(
+                Table((native.variable, want.variable), self._matrix(value, native, want))
+            )
 
     def _facts(self, value: Value) -> tuple[int, bool]:
         return self.element[value[0]][value[1]], self._gradient(value)
@@ -330,7 +405,9 @@ class _Search:
             self.known[key] = self._between(source.layouts, target.layouts, size, gradient)
         return self.known[key]
 
-    def _between(self, sources: Sequence[Layout], targets: Sequence[Layout], size: int, gradient: bool) -> Array:
+    def _between(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], size: int, gradient: bool
+    ) -> Array:
         rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
         small = np.array([[self._seconds(a, b, size, gradient) for b in columns] for a in rows])
@@ -340,11 +417,15 @@ class _Search:
         key = (source, target, size, gradient)
         found = self.known.get(key)
         if found is None:
-            found = self.known[key] = path_seconds(steps(source, target), gradient, size, self.world)
+            found = self.known[key] = path_seconds(
+                steps(source, target), gradient, size, self.world
+            )
         return found
 
     def _copy(self, value: Value, native: _Want, wants: list[_Want]) -> _Want | None:
-        """A variable for a second layout of the value; the first option, the native layout itself, is no copy at all."""
+        """A variable for a second layout of the value; the first option, the native layout itself,
+        is no copy at all.
+        """
         size, gradient = self._facts(value)
         key = ("copy", native.key, tuple(want.key for want in wants), size, gradient)
 
@@ -364,7 +445,9 @@ class _Search:
         kept = _Want(variable, (options.key, 0), options.items[1:])
         if (cost_key := ("copied", *key)) not in self.known:
             matrix = self._between(native.layouts, kept.layouts, size, gradient)
-            self.known[cost_key] = np.concatenate([np.zeros((len(native.layouts), 1)), matrix], axis=1)
+            self.known[cost_key] = np.concatenate(
+                [np.zeros((len(native.layouts), 1)), matrix], axis=1
+            )
         self.tables.append(Table((native.variable, variable), self.known[cost_key]))
         return kept
 
@@ -380,30 +463,45 @@ class _Search:
         order = (native.variable, copy.variable, want.variable)
         self.tables.append(Table(order, self.known[key]))
 
-    # -- the result ------------------------------------------------------------------------------------------------------
+    # -- the result --------------------------------------------------------------------------------
     def _plan(self, seconds: float, values: list[int]) -> Plan:
         choices, stored, outputs, unsplit = {}, {}, {}, []
         for name, variable in self.index.items():
             item = self.variables[variable].items[values[variable]]
             if variable in self.members:
                 for member, strategy in zip(self.members[variable].nodes, item, strict=True):
-                    choices[member] = Choice(self._splits(strategy), strategy.operands, strategy.results)
+                    choices[member] = Choice(
+                        self._splits(strategy), strategy.operands, strategy.results
+                    )
                     unsplit.extend(self._why_whole(member, strategy))
             elif name.startswith("output "):
                 outputs[name.removeprefix("output ")] = item
             elif not name.startswith("copy "):
                 stored[name] = item
         copies = {
-            value: self.variables[v].items[values[v]] for value, v in self.copies.items() if values[v]
+            value: self.variables[v].items[values[v]]
+            for value, v in self.copies.items()
+            if values[v]
         }
         return Plan(
-            self.mesh, self.constraint.name, choices, stored, copies, outputs, seconds, 0.0, 0.0,
-            unsplit=tuple(dict.fromkeys(unsplit)), world=str(self.world), panels=self.constraint.panels,
+            self.mesh,
+            self.constraint.name,
+            choices,
+            stored,
+            copies,
+            outputs,
+            seconds,
+            0.0,
+            0.0,
+            unsplit=tuple(dict.fromkeys(unsplit)),
+            world=str(self.world),
+            panels=self.constraint.panels,
         )
 
     def _splits(self, strategy: Strategy) -> tuple[str, ...]:
         return tuple(
-            choice.factor if isinstance(choice, Slot) else getattr(choice, "kind", "P") for choice in strategy.choices
+            choice.factor if isinstance(choice, Slot) else getattr(choice, "kind", "P")
+            for choice in strategy.choices
         )
 
     def _why_whole(self, name: str, strategy: Strategy) -> list[str]:
@@ -413,18 +511,31 @@ class _Search:
             return []
         sizes = ", ".join(
             f"{factor} = {' × '.join(str(a.size) for a in factors[factor])}"
-            for factor in spec.sizes if spec.splittable(factor) and factors[factor]
+            for factor in spec.sizes
+            if spec.splittable(factor) and factors[factor]
         )
         return [
             f"{name}: axis {axis.name} of {axis.size} divides none of {sizes}"
-            for axis, slot in zip(self.mesh.axes, strategy.slots, strict=True) if slot is None
+            for axis, slot in zip(self.mesh.axes, strategy.slots, strict=True)
+            if slot is None
         ]
 
 
 def _look(spec: Spec, factors: dict[str, Any]) -> Hashable:
     """All of a node's rule that its strategies and their cost depend on."""
-    atoms = tuple((name, tuple((a.size, a.opaque) for a in chain)) for name, chain in factors.items())
+    atoms = tuple(
+        (name, tuple((a.size, a.opaque) for a in chain)) for name, chain in factors.items()
+    )
     return (
-        spec.operands, spec.results, tuple(spec.sizes.items()), spec.sum, spec.whole, spec.shared, spec.added,
-        spec.linear, spec.product, spec.flops, atoms,
+        spec.operands,
+        spec.results,
+        tuple(spec.sizes.items()),
+        spec.sum,
+        spec.whole,
+        spec.shared,
+        spec.added,
+        spec.linear,
+        spec.product,
+        spec.flops,
+        atoms,
     )

@@ -74,9 +74,11 @@ def simplify(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
 
 
 def _keep_memory_order(graph: fx.Graph) -> None:
-    """Operators that read memory by its strides get a contiguous operand: shards lie otherwise, and copies will be dropped.
+    """Operators that read memory by its strides get a contiguous operand: shards lie otherwise, and
+    copies will be dropped.
 
-    Where the operand of `as_strided` was not contiguous, its strides are part of the model: `trace` refuses that.
+    Where the operand of `as_strided` was not contiguous, its strides are part of the model: `trace`
+    refuses that.
     """
     for target in (aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default):
         for node in graph.find_nodes(op="call_function", target=target):

@@ -1,6 +1,8 @@
-"""What a node can do on a mesh: every joint choice of a factor (or none) for each axis, with the layouts that follow.
+"""What a node can do on a mesh: every joint choice of a factor (or none) for each axis, with the
+layouts that follow.
 
-Axes are chosen together: two axes may share an atom only if both digits fit, and then in either order.
+Axes are chosen together: two axes may share an atom only if both digits fit, and then in either
+order.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from .rules import Dims, Spec
 
 
 class Slot(NamedTuple):
-    """Where an axis may be put: the `position`-th atom (outer first) of a factor, or of a dim of a stored tensor."""
+    """Where an axis may be put: the `position`-th atom (outer first) of a factor, or of a dim of a
+    stored tensor.
+    """
 
     factor: str
     position: int
@@ -30,12 +34,16 @@ class Through(NamedTuple):
     operands: frozenset[int]
 
 
-Choice = State | Slot | Through  # of one axis: I or R for all operands and results, a slot, or partial values
+Choice = (
+    State | Slot | Through
+)  # of one axis: I or R for all operands and results, a slot, or partial values
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run a node: a choice per mesh axis and the layouts of its operands and results (None: absent operand)."""
+    """One way to run a node: a choice per mesh axis and the layouts of its operands and results
+    (None: absent operand).
+    """
 
     choices: tuple[Choice, ...]
     operands: tuple[Layout | None, ...]
@@ -62,9 +70,11 @@ def strategies(
     per_axis: Sequence[Sequence[Choice]],
     redundant: bool,
 ) -> list[Strategy]:
-    """Every legal strategy of a node on a mesh, in a fixed order, from the choices of each axis (see `axis_choices`).
+    """Every legal strategy of a node on a mesh, in a fixed order, from the choices of each axis
+    (see `axis_choices`).
 
-    Unless `redundant`, a matrix product is not computed whole on several ranks of an axis that could split it.
+    Unless `redundant`, a matrix product is not computed whole on several ranks of an axis that
+    could split it.
     """
     found: list[Strategy] = []
     for choices in itertools.product(*per_axis):
@@ -73,10 +83,14 @@ def strategies(
             continue
         if spec.product and not redundant and _wasteful(spec, choices, taken, factors, mesh):
             continue
-        parts = math.prod(a.size for a, c in zip(mesh.axes, choices, strict=True) if isinstance(c, Slot))
+        parts = math.prod(
+            a.size for a, c in zip(mesh.axes, choices, strict=True) if isinstance(c, Slot)
+        )
         for order in _orders(taken) if len(mesh.axes) <= _ALL_ORDERS else (taken,):
             operands = tuple(
-                None if dims is None or shape is None else _operand(spec, i, dims, shape, choices, order, factors, mesh)
+                None
+                if dims is None or shape is None
+                else _operand(spec, i, dims, shape, choices, order, factors, mesh)
                 for i, (dims, shape) in enumerate(zip(spec.operands, operand_shapes, strict=True))
             )
             results = tuple(
@@ -88,7 +102,9 @@ def strategies(
 
 
 def axis_choices(spec: Spec, factors: Atoms, mesh: Mesh, gradient: bool) -> list[list[Choice]]:
-    """What each axis may do at a node. `gradient`: a value of the node carries one (else I and R are the same, only R is listed)."""
+    """What each axis may do at a node. `gradient`: a value of the node carries one (else I and R
+    are the same, only R is listed).
+    """
     return [_choices(spec, factors, axis.size, gradient) for axis in mesh.axes]
 
 
@@ -133,21 +149,31 @@ def _orders(taken: Taken) -> Iterator[Taken]:
         yield dict(zip(slots, arrangement, strict=True))
 
 
-def _wasteful(spec: Spec, choices: Sequence[Choice], taken: Taken, factors: Atoms, mesh: Mesh) -> bool:
+def _wasteful(
+    spec: Spec, choices: Sequence[Choice], taken: Taken, factors: Atoms, mesh: Mesh
+) -> bool:
     """Whether an axis is idle on which some factor of the product could still be split."""
     for axis, choice in zip(mesh.axes, choices, strict=True):
         if isinstance(choice, Slot):
             continue
         for slot in _choices(spec, factors, axis.size, gradient=False):
-            if isinstance(slot, Slot) and _fits({**taken, slot: (*taken.get(slot, ()), axis.name)}, factors, mesh):
+            if isinstance(slot, Slot) and _fits(
+                {**taken, slot: (*taken.get(slot, ()), axis.name)}, factors, mesh
+            ):
                 return True
     return False
 
 
-# -- layouts that follow from a choice -------------------------------------------------------------------------------------
+# -- layouts that follow from a choice -------------------------------------------------------------
 def _operand(
-    spec: Spec, index: int, dims: Dims, shape: tuple[int, ...], choices: Sequence[Choice], order: Taken,
-    factors: Atoms, mesh: Mesh,
+    spec: Spec,
+    index: int,
+    dims: Dims,
+    shape: tuple[int, ...],
+    choices: Sequence[Choice],
+    order: Taken,
+    factors: Atoms,
+    mesh: Mesh,
 ) -> Layout:
     present = {factor for dim in dims for factor in dim}
     states: list[State] = []
@@ -165,7 +191,13 @@ def _operand(
 
 
 def _result(
-    spec: Spec, dims: Dims, shape: tuple[int, ...], choices: Sequence[Choice], order: Taken, factors: Atoms, mesh: Mesh
+    spec: Spec,
+    dims: Dims,
+    shape: tuple[int, ...],
+    choices: Sequence[Choice],
+    order: Taken,
+    factors: Atoms,
+    mesh: Mesh,
 ) -> Layout:
     present = {factor for dim in dims for factor in dim}
     states: list[State] = []
@@ -182,7 +214,9 @@ def _result(
 
 
 def _digit(axis: str, slot: Slot, dims: Dims, order: Taken, factors: Atoms, mesh: Mesh) -> State:
-    """The digit of an axis on a slot, in the tensor that has these dims: the outermost digits of the atom, in order."""
+    """The digit of an axis on a slot, in the tensor that has these dims: the outermost digits of
+    the atom, in order.
+    """
     for dim, names in enumerate(dims):
         unit = 1
         for name in reversed(names):
@@ -197,7 +231,7 @@ def _digit(axis: str, slot: Slot, dims: Dims, order: Taken, factors: Atoms, mesh
     raise AssertionError(f"slot {slot} is not in {dims}")
 
 
-# -- tensors that are stored, taken in, or handed out ------------------------------------------------------------------------
+# -- tensors that are stored, taken in, or handed out ----------------------------------------------
 def placements(
     dims: tuple[tuple[Atom, ...], ...], shape: tuple[int, ...], mesh: Mesh, whole: State = I
 ) -> list[Layout]:
@@ -213,12 +247,13 @@ def placements(
             if not atom.opaque and atom.size % axis.size == 0
         ]
         per_axis.append([whole, *fitting])
-    spec = Spec((named,), (), {name: 0 for name in slots})
+    spec = Spec((named,), (), dict.fromkeys(slots, 0))
     found: list[Layout] = []
     for choices in itertools.product(*per_axis):
         taken = _taken(choices, mesh)
         if _fits(taken, slots, mesh):
             found.extend(
-                _operand(spec, 0, named, shape, choices, order, slots, mesh) for order in _orders(taken)
+                _operand(spec, 0, named, shape, choices, order, slots, mesh)
+                for order in _orders(taken)
             )
     return found

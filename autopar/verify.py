@@ -1,6 +1,8 @@
-"""verify: one process runs every rank in lockstep, in float64, and compares all that can be compared with the original.
+"""verify: one process runs every rank in lockstep, in float64, and compares all that can be
+compared with the original.
 
-Forward node by node (the first wrong one is named, with its layout), the loss, every gradient, and the parameters after three steps of AdamW.
+Forward node by node (the first wrong one is named, with its layout), the loss, every gradient, and
+the parameters after three steps of AdamW.
 """
 
 from __future__ import annotations
@@ -22,17 +24,21 @@ from .program import Input, Program
 STEPS = 3
 _SEED = 20_011
 _RATE = 1e-3  # of AdamW
-_EPSILON = 1e-3  # of AdamW, relative to the largest gradient: entries that are zero but for rounding shall not move
+# of AdamW, relative to the largest gradient: entries that are zero but for rounding shall not move
+_EPSILON = 1e-3
 
 
 @dataclass(frozen=True)
 class Check:
-    """The largest relative errors: of the outputs, of every gradient, of every parameter after three AdamW steps.
+    """The largest relative errors: of the outputs, of every gradient, of every parameter after
+    three AdamW steps.
 
-    A gradient's error is |difference| / max(|gradient|, 1e-6 · the model's largest gradient), entry by entry. A parameter's is its
-    largest |difference| over its largest entry, or over the distance that AdamW can move an entry in these steps (rate · steps) if
-    that is larger. AdamW's epsilon is 1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as that of the
-    bias of attention's keys or of a bias before a batch norm, would else be scaled up to a whole step, and grow from there.
+    A gradient's error is |difference| / max(|gradient|, 1e-6 · the model's largest gradient), entry
+    by entry. A parameter's is its largest |difference| over its largest entry, or over the distance
+    that AdamW can move an entry in these steps (rate · steps) if that is larger. AdamW's epsilon is
+    1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as that of the
+    bias of attention's keys or of a bias before a batch norm, would else be scaled up to a whole
+    step, and grow from there.
     """
 
     loss_error: float
@@ -43,14 +49,17 @@ class Check:
 
     def __str__(self) -> str:
         return (
-            f"{self.ranks} ranks equal one: {self.nodes} nodes, loss to {self.loss_error:.1e}, gradients to {self.grad_error:.1e}, "
+            f"{self.ranks} ranks equal one: {self.nodes} nodes, loss to {self.loss_error:.1e}, "
+            f"gradients to {self.grad_error:.1e}, "
             f"parameters after {STEPS} AdamW steps to {self.step_error:.1e}"
         )
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """What one training run leaves: the outputs and the gradients of the first step, the parameters after the last."""
+    """What one training run leaves: the outputs and the gradients of the first step, the parameters
+    after the last.
+    """
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
@@ -72,7 +81,9 @@ def widened(program: Program) -> Program:
             node.meta = dict(names[node.name].meta)
     graph.output(output[0] if isinstance(output, tuple) else output)
     tensors = {name: _to_double(tensor) for name, tensor in program.tensors.items()}
-    return dataclasses.replace(program, module=fx.GraphModule(program.module, graph), tensors=tensors)
+    return dataclasses.replace(
+        program, module=fx.GraphModule(program.module, graph), tensors=tensors
+    )
 
 
 _WIDE = {
@@ -107,27 +118,37 @@ def _double_by_default() -> Iterator[None]:
 
 
 def compare(program: Program, reference: Program, inputs: list[Any], tolerance: float) -> Check:
-    """Run the rewritten `program` on all its ranks and `reference`, the same model on one; see the module's docstring.
+    """Run the rewritten `program` on all its ranks and `reference`, the same model on one; see the
+    module's docstring.
 
     `inputs`: the user's leaves. Raises VerificationError where an error passes `tolerance`.
     """
     assert program.plan is not None
     mesh = program.plan.mesh
-    leaves = [_to_double(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+    leaves = [
+        _to_double(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
+    ]
     with _double_by_default():
         single = _Rank(reference, {}, leaves)
         nodes = _compare_nodes(program, single.values(), leaves, tolerance)
         expected = single.train()
-        ranks = lockstep.run(mesh, lambda rank: _Rank(program, mesh.coordinate(rank), leaves).train(expected.epsilon))
+        ranks = lockstep.run(
+            mesh, lambda rank: _Rank(program, mesh.coordinate(rank), leaves).train(expected.epsilon)
+        )
     check = Check(
-        _output_error(program, ranks, expected), _gradient_error(program, ranks, expected),
-        _step_error(program, ranks, expected), nodes, mesh.size,
+        _output_error(program, ranks, expected),
+        _gradient_error(program, ranks, expected),
+        _step_error(program, ranks, expected),
+        nodes,
+        mesh.size,
     )
     for what in ("loss_error", "grad_error", "step_error"):
         error = getattr(check, what)
         if not error <= tolerance:
             raise VerificationError(
-                f"{what} is {error:.2e}, past the tolerance {tolerance:.0e}, on mesh {mesh} with layout "
+                f"{what} is {error:.2e}, past the tolerance {tolerance:.0e}, on mesh {mesh} with "
+                "layout "
                 f"{program.plan.layout}: {_worst(program, ranks, expected)}"
             )
     return check
@@ -138,14 +159,22 @@ class _Rank:
 
     def __init__(self, program: Program, coordinate: dict[str, int], leaves: list[Any]) -> None:
         self.program, self.coordinate, self.leaves = program, coordinate, leaves
-        self.held = {e.node: self._hold(e) for e in program.signature.inputs if e.kind in ("parameter", "buffer", "constant")}
+        self.held = {
+            e.node: self._hold(e)
+            for e in program.signature.inputs
+            if e.kind in ("parameter", "buffer", "constant")
+        }
         self.inputs: dict[str, Tensor] = {}
 
     def _hold(self, entry: Input) -> Tensor:
         tensor = self.program.tensors[entry.target]
         if entry.kind != "parameter":
             return tensor.clone()
-        return self.program.layouts[entry.node].cut(tensor, self.coordinate).requires_grad_(entry.trainable)
+        return (
+            self.program.layouts[entry.node]
+            .cut(tensor, self.coordinate)
+            .requires_grad_(entry.trainable)
+        )
 
     def feed(self, entry: Input) -> Any:
         if entry.kind == "coordinate":
@@ -193,7 +222,9 @@ class _Rank:
         return outputs
 
     def _backward(self, outputs: list[Tensor]) -> None:
-        """From the loss: the first scalar; a model without one gets random gradients for all that it returns."""
+        """From the loss: the first scalar; a model without one gets random gradients for all that
+        it returns.
+        """
         able = [(i, o) for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
         scalars = [o for _, o in able if o.dim() == 0]
         if scalars:
@@ -204,7 +235,9 @@ class _Rank:
     def _cotangent(self, index: int) -> Tensor:
         layout = _output_layouts(self.program)[index]
         generator = torch.Generator().manual_seed(index)
-        return layout.cut(torch.randn(layout.shape, generator=generator, dtype=torch.float64), self.coordinate)
+        return layout.cut(
+            torch.randn(layout.shape, generator=generator, dtype=torch.float64), self.coordinate
+        )
 
 
 def _interpret(program: Program, rank: _Rank) -> Any:
@@ -226,8 +259,10 @@ def _output_layouts(program: Program) -> list[Layout]:
     return [program.layouts[o.node] for o in program.signature.outputs if o.node is not None]
 
 
-# -- node by node ------------------------------------------------------------------------------------------------------------
-def _compare_nodes(program: Program, expected: dict[Any, Tensor], leaves: list[Any], tolerance: float) -> int:
+# -- node by node ----------------------------------------------------------------------------------
+def _compare_nodes(
+    program: Program, expected: dict[Any, Tensor], leaves: list[Any], tolerance: float
+) -> int:
     assert program.plan is not None
     mesh = program.plan.mesh
     count = 0
@@ -245,28 +280,36 @@ def _compare_nodes(program: Program, expected: dict[Any, Tensor], leaves: list[A
         with torch.no_grad():
             for node, result in _interpret(program, own):
                 if isinstance(result, Tensor) and "value" in node.meta:
-                    lockstep.meet(rank, result.detach(), lambda parts, node=node: compare_one(node, parts))
+                    lockstep.meet(
+                        rank, result.detach(), lambda parts, node=node: compare_one(node, parts)
+                    )
 
     lockstep.run(mesh, rank_fn)
     return count
 
 
-def _check_node(node: fx.Node, layout: Layout, parts: list[Tensor], expected: Tensor, tolerance: float) -> None:
+def _check_node(
+    node: fx.Node, layout: Layout, parts: list[Tensor], expected: Tensor, tolerance: float
+) -> None:
     if parts[0].shape != layout.local_shape:
         raise VerificationError(
-            f"the first wrong node is {where(node)}: its shape is {tuple(parts[0].shape)}, its layout ({layout}) of {layout.shape} "
+            f"the first wrong node is {where(node)}: its shape is {tuple(parts[0].shape)}, its "
+            f"layout ({layout}) of {layout.shape} "
             f"makes it {layout.local_shape}"
         )
     error = _relative(layout.join(parts), expected)
     if not error <= tolerance:
         raise VerificationError(
-            f"the first wrong node is {where(node)}: {node.target} of layout ({layout}), shape {layout.shape}, "
+            f"the first wrong node is {where(node)}: {node.target} of layout ({layout}), shape "
+            f"{layout.shape}, "
             f"relative error {error:.2e} past {tolerance:.0e}"
         )
 
 
 def _relative(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
-    """Largest |difference| over the largest |expected| (`least` at least); equal infinities and nans count as equal."""
+    """Largest |difference| over the largest |expected| (`least` at least); equal infinities and
+    nans count as equal.
+    """
     if found.shape != expected.shape:
         return float("inf")
     if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
@@ -278,7 +321,7 @@ def _relative(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
     return float(difference.max()) / max(scale, least) if difference.numel() else 0.0
 
 
-# -- a step --------------------------------------------------------------------------------------------------------------------
+# -- a step ----------------------------------------------------------------------------------------
 def _output_error(program: Program, ranks: list[_Trained], expected: _Trained) -> float:
     errors = [0.0]
     for index, layout in enumerate(_output_layouts(program)):
@@ -300,10 +343,15 @@ def _copies_differ(program: Program, layout: Layout, parts: list[Tensor]) -> lis
 
 
 def _largest(gradients: dict[str, Tensor | None]) -> float:
-    return max((float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()), default=0.0)
+    return max(
+        (float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()),
+        default=0.0,
+    )
 
 
-def _gradient_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
+def _gradient_errors(
+    program: Program, ranks: list[_Trained], expected: _Trained
+) -> dict[str, float]:
     largest = _largest(expected.gradients)
     errors = {}
     for name, gradient in expected.gradients.items():
@@ -316,7 +364,8 @@ def _gradient_errors(program: Program, ranks: list[_Trained], expected: _Trained
         floor = gradient.abs().clamp(min=max(1e-6 * largest, 1e-300))
         errors[name] = max(
             float(((layout.join(parts) - gradient).abs() / floor).max()),  # type: ignore[arg-type]
-            *_copies_differ(program, layout, parts), 0.0,  # type: ignore[arg-type]
+            *_copies_differ(program, layout, parts),
+            0.0,  # type: ignore[arg-type]
         )
     return errors
 
@@ -328,7 +377,9 @@ def _gradient_error(program: Program, ranks: list[_Trained], expected: _Trained)
 def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
     moved = STEPS * _RATE
     return {
-        name: _relative(program.layouts[name].join([rank.parameters[name] for rank in ranks]), parameter, moved)
+        name: _relative(
+            program.layouts[name].join([rank.parameters[name] for rank in ranks]), parameter, moved
+        )
         for name, parameter in expected.parameters.items()
     }
 
@@ -341,4 +392,6 @@ def _worst(program: Program, ranks: list[_Trained], expected: _Trained) -> str:
     """The parameters whose gradients are furthest off, with their layouts."""
     errors = _gradient_errors(program, ranks, expected)
     names = sorted(errors, key=lambda name: -errors[name])[:3]
-    return "worst gradients " + ", ".join(f"{n} ({program.layouts[n]}) {errors[n]:.1e}" for n in names)
+    return "worst gradients " + ", ".join(
+        f"{n} ({program.layouts[n]}) {errors[n]:.1e}" for n in names
+    )

@@ -16,7 +16,9 @@ from .errors import WorldError
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device: floating-point rate in FLOP/s, memory in bytes, memory bandwidth in bytes/s."""
+    """One rank's device: floating-point rate in FLOP/s, memory in bytes, memory bandwidth in
+    bytes/s.
+    """
 
     name: str
     flops: float
@@ -26,14 +28,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of links, innermost first: `ranks` of the level below are joined at bytes/s each way per rank, latency in s."""
+    """One level of links, innermost first: `ranks` of the level below are joined at bytes/s each
+    way per rank, latency in s.
+    """
 
     ranks: int
     bytes_per_s: float
     latency_s: float
 
 
-# Nominal figures, from the makers' data sheets (dense bf16); `autopar calibrate` will replace them by measured ones.
+# Nominal figures, from the makers' data sheets (dense bf16); `autopar calibrate` will replace them
+# by measured ones.
 _GPUS = {
     "A100": Device("A100", 312e12, 40e9, 1.55e12),
     "H100": Device("H100", 989e12, 80e9, 3.35e12),
@@ -42,7 +47,10 @@ _GPUS = {
 }
 _CPU_FLOPS = 4e10  # of one thread of a server core, fp32
 _CPU_BANDWIDTH = 1e10
-_GLOO = (1.5e9, 0.7e-3)  # bytes/s and latency between processes of one machine, measured on two cores
+_GLOO = (
+    1.5e9,
+    0.7e-3,
+)  # bytes/s and latency between processes of one machine, measured on two cores
 _NVLINK = (2e11, 5e-6)
 _NETWORK = (2.5e10, 1e-5)
 
@@ -51,8 +59,8 @@ _NETWORK = (2.5e10, 1e-5)
 class World:
     """A cluster: `ranks` devices joined by `levels` of links.
 
-    Example: World(8, Device("cpu", 4e10, 8e9, 1e10), (Level(8, 1.5e9, 7e-4),)). Raises WorldError where the levels do not multiply
-    up to the ranks.
+    Example: World(8, Device("cpu", 4e10, 8e9, 1e10), (Level(8, 1.5e9, 7e-4),)). Raises WorldError
+    where the levels do not multiply up to the ranks.
     """
 
     ranks: int
@@ -66,12 +74,16 @@ class World:
         joined = math.prod(level.ranks for level in self.levels)
         if joined != self.ranks:
             sizes = " × ".join(str(level.ranks) for level in self.levels) or "none"
-            raise WorldError(f"the levels of links join {sizes} = {joined} ranks, the world has {self.ranks}")
+            raise WorldError(
+                f"the levels of links join {sizes} = {joined} ranks, the world has {self.ranks}"
+            )
 
     @property
     def bytes_per_s(self) -> float:
         """Of the slowest link that is crossed: the uniform link of the cost model."""
-        return min((level.bytes_per_s for level in self.levels if level.ranks > 1), default=math.inf)
+        return min(
+            (level.bytes_per_s for level in self.levels if level.ranks > 1), default=math.inf
+        )
 
     @property
     def latency_s(self) -> float:
@@ -79,18 +91,22 @@ class World:
 
     def __str__(self) -> str:
         links = ", ".join(
-            f"{level.ranks} at {level.bytes_per_s / 1e9:.3g} GB/s and {level.latency_s * 1e6:.3g} µs"
-            for level in self.levels if level.ranks > 1
+            f"{level.ranks} at {level.bytes_per_s / 1e9:.3g} GB/s and {level.latency_s * 1e6:.3g} "
+            "µs"
+            for level in self.levels
+            if level.ranks > 1
         )
         return (
             f"{self.ranks} rank{'s' if self.ranks > 1 else ''} of {self.device.name} "
-            f"({self.device.flops / 1e12:.3g} TFLOP/s, {self.device.memory_bytes / 2**30:.3g} GiB each), {self.backend}"
-            + (f"; links: {links}" if links else "")
+            f"({self.device.flops / 1e12:.3g} TFLOP/s, {self.device.memory_bytes / 2**30:.3g} GiB "
+            f"each), {self.backend}" + (f"; links: {links}" if links else "")
         )
 
     @staticmethod
     def of(given: World | int | Any | None) -> World:
-        """A world from what a user may give: a World, a number of ranks like these here, a DeviceMesh, or None for what runs."""
+        """A world from what a user may give: a World, a number of ranks like these here, a
+        DeviceMesh, or None for what runs.
+        """
         if isinstance(given, World):
             return given
         if given is None:
@@ -99,7 +115,10 @@ class World:
             return _local(given, given)
         if hasattr(given, "mesh") and hasattr(given, "mesh_dim_names"):
             return _local(given.mesh.numel(), given.mesh.numel())
-        raise WorldError(f"a world is a World, a number of ranks or a DeviceMesh, not {type(given).__name__} {given!r}")
+        raise WorldError(
+            f"a world is a World, a number of ranks or a DeviceMesh, not {type(given).__name__} "
+            f"{given!r}"
+        )
 
     @staticmethod
     def detect() -> World:
@@ -130,6 +149,13 @@ def _device(ranks_here: int) -> Device:
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         known = next((d for key, d in _GPUS.items() if key in properties.name), _GPUS["A100"])
-        return Device(properties.name, known.flops, float(properties.total_memory), known.memory_bytes_per_s)
+        return Device(
+            properties.name, known.flops, float(properties.total_memory), known.memory_bytes_per_s
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / max(1, ranks_here)
-    return Device(f"cpu of {socket.gethostname()}", _CPU_FLOPS * torch.get_num_threads(), memory, _CPU_BANDWIDTH)
+    return Device(
+        f"cpu of {socket.gethostname()}",
+        _CPU_FLOPS * torch.get_num_threads(),
+        memory,
+        _CPU_BANDWIDTH,
+    )

@@ -1,8 +1,10 @@
-"""Communication: ring costs of the collectives on a uniform link (design: seconds = words / bandwidth + hops · latency).
+"""Communication: ring costs of the collectives on a uniform link (design: seconds = words /
+bandwidth + hops · latency).
 
-On an axis of p ranks, with B the bytes of the whole value on that axis, a rank sends (p-1)/p·B in an all-gather or a
-reduce-scatter, twice that in an all-reduce, (p-1)/p²·B in an all-to-all; the panels of SUMMA count as the gather or scatter that they are, p broadcasts or
-reduces of B/p (Thakur, Rabenseifner, Gropp 2005, ring algorithms).
+On an axis of p ranks, with B the bytes of the whole value on that axis, a rank sends (p-1)/p·B in
+an all-gather or a reduce-scatter, twice that in an all-reduce, (p-1)/p²·B in an all-to-all; the
+panels of SUMMA count as the gather or scatter that they are, p broadcasts or reduces of B/p
+(Thakur, Rabenseifner, Gropp 2005, ring algorithms).
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from ..mesh import Mesh
 from ..world import World
 from .inside import Inside
 
-_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "reduce": 1}
+_PASSES = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_reduce": 2,
+    "all_to_all": 1,
+    "broadcast": 1,
+    "reduce": 1,
+}
 
 
 class Cost(NamedTuple):
@@ -29,7 +38,9 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def collective_cost(traffic: Traffic, ranks: int, element_bytes: int, world: World) -> tuple[float, float]:
+def collective_cost(
+    traffic: Traffic, ranks: int, element_bytes: int, world: World
+) -> tuple[float, float]:
     """(bytes a rank sends, seconds) of one collective over `ranks` ranks."""
     passes = _PASSES[traffic.collective]
     sent = passes * (ranks - 1) / ranks * traffic.elements * element_bytes
@@ -47,16 +58,26 @@ def costs(path: Iterable[Step], grad: bool, element_bytes: int, world: World) ->
                 yield Cost(traffic.collective, step.axes, bool(backward), sent, seconds)
 
 
-def inside_costs(found: Iterable[Inside], mesh: Mesh, element_bytes: int, world: World) -> Iterator[Cost]:
+def inside_costs(
+    found: Iterable[Inside], mesh: Mesh, element_bytes: int, world: World
+) -> Iterator[Cost]:
     """Every collective inside a sharded implementation."""
     for traffic, axes, backward in found:
-        sent, seconds = collective_cost(traffic, math.prod(mesh.sizes[a] for a in axes), element_bytes, world)
+        sent, seconds = collective_cost(
+            traffic, math.prod(mesh.sizes[a] for a in axes), element_bytes, world
+        )
         yield Cost(traffic.collective, axes, backward, sent, seconds)
 
 
 def path_seconds(path: Iterable[Step], grad: bool, element_bytes: int, world: World) -> float:
-    """Seconds of all collectives of a path, plus what slicing and padding in memory cost (so that ties go to fewer steps)."""
+    """Seconds of all collectives of a path, plus what slicing and padding in memory cost (so that
+    ties go to fewer steps).
+    """
     total = 0.0
     for step in path:
-        total += max(step.before.local_size, step.after.local_size) * element_bytes / world.device.memory_bytes_per_s
+        total += (
+            max(step.before.local_size, step.after.local_size)
+            * element_bytes
+            / world.device.memory_bytes_per_s
+        )
     return total + sum(cost.seconds for cost in costs(path, grad, element_bytes, world))

@@ -1,4 +1,6 @@
-"""The small collectives inside the sharded implementations of ops (autopar/sharded), for the cost model and the table."""
+"""The small collectives inside the sharded implementations of ops (autopar/sharded), for the cost
+model and the table.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,29 @@ class Inside(NamedTuple):
 
 
 def inside(target: Any, operands: Sequence[Layout | None]) -> list[Inside]:
-    """The collectives that an op runs inside when its operands lie so; none where the dim that it works along is whole."""
+    """The collectives that an op runs inside when its operands lie so; none where the dim that it
+    works along is whole.
+    """
     find = _INSIDE.get(target)
     layout = operands[0] if operands else None
     return find(layout) if find is not None and layout is not None else []
 
 
-def _rows(layout: Layout, dim: int, forward: Sequence[int], backward: Sequence[int]) -> list[Inside]:
+def _rows(
+    layout: Layout, dim: int, forward: Sequence[int], backward: Sequence[int]
+) -> list[Inside]:
     """All-reduces of so many numbers per row each, over the axes of `dim`."""
     axes = tuple(digit.axis for digit in layout.digits(dim % len(layout.shape)))
     rows = layout.local_size // layout.local_shape[dim]
-    return [
-        Inside(Traffic("all_reduce", rows * numbers), axes, late)
-        for late, each in ((False, forward), (True, backward)) for numbers in each
-    ] if axes else []
+    return (
+        [
+            Inside(Traffic("all_reduce", rows * numbers), axes, late)
+            for late, each in ((False, forward), (True, backward))
+            for numbers in each
+        ]
+        if axes
+        else []
+    )
 
 
 def _cross_entropy(layout: Layout) -> list[Inside]:

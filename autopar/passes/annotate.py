@@ -1,4 +1,6 @@
-"""annotate: give every node its rule, and refine the dims of the whole graph into the atoms that all ops agree on."""
+"""annotate: give every node its rule, and refine the dims of the whole graph into the atoms that
+all ops agree on.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,16 @@ from ..program import Annotations, Atom, Program, Value
 from ..rules import Dims, Spec, bound, operands_of, results_of, shape_of
 
 aten = torch.ops.aten
-_RANDOM = {aten.dropout.default, aten.scaled_dot_product_attention.default}  # that every layout draws alike
+_RANDOM = {
+    aten.dropout.default,
+    aten.scaled_dot_product_attention.default,
+}  # that every layout draws alike
 
 
 def annotate(program: Program) -> Program:
-    """Attach `Annotations`: rules, atoms, and which values are searched and carry gradients. Raises PlanError for random ops."""
+    """Attach `Annotations`: rules, atoms, and which values are searched and carry gradients. Raises
+    PlanError for random ops.
+    """
     graph = program.module.graph
     _refuse_random(graph)
     specs, probed, unknown = _specs(graph)
@@ -31,7 +38,10 @@ def annotate(program: Program) -> Program:
     searched, gradient = _flow(program)
     annotations = Annotations(
         specs,
-        {value: tuple(refined.atoms(leaf) for leaf in dims) for value, dims in refined.values.items()},
+        {
+            value: tuple(refined.atoms(leaf) for leaf in dims)
+            for value, dims in refined.values.items()
+        },
         {
             name: {factor: refined.atoms(leaf) for factor, leaf in factors.items()}
             for name, factors in refined.factors.items()
@@ -46,7 +56,9 @@ def annotate(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: every call has a rule that fits its tensors, and every value's atoms multiply up to its shape."""
+    """The contract: every call has a rule that fits its tensors, and every value's atoms multiply
+    up to its shape.
+    """
     notes = program.annotations
     assert notes is not None, "annotate left no annotations"
     for node in program.module.graph.nodes:
@@ -68,13 +80,17 @@ def _refuse_random(graph: fx.Graph) -> None:
     if drawn:
         listed = "\n".join(f"  {node.target} {where(node)}" for node in drawn)
         raise PlanError(
-            f"the model draws random numbers, which would differ between ranks that must agree:\n{listed}\n"
+            "the model draws random numbers, which would differ between ranks that must "
+            f"agree:\n{listed}\n"
             f"draw them outside of the model and pass them as inputs, or use dropout"
         )
 
 
 def _draws(node: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()) or node.target in _RANDOM:
+    if (
+        torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+        or node.target in _RANDOM
+    ):
         return False
     values = bound(node)
     rate = next((values[name] for name in ("p", "dropout") if name in values), None)
@@ -98,9 +114,11 @@ def _specs(graph: fx.Graph) -> tuple[dict[str, Spec], tuple[str, ...], tuple[str
     return specs, tuple(sorted(probed)), tuple(sorted(unknown))
 
 
-# -- atoms -----------------------------------------------------------------------------------------------------------------
+# -- atoms -----------------------------------------------------------------------------------------
 class _Refinement:
-    """Union-find over dims and factors, where a leaf may be cut into smaller ones; cuts reach all that is tied to it."""
+    """Union-find over dims and factors, where a leaf may be cut into smaller ones; cuts reach all
+    that is tied to it.
+    """
 
     def __init__(self) -> None:
         self.parent: list[int] = []
@@ -139,7 +157,9 @@ class _Refinement:
         return tuple(Atom(a, self.size[a], self.opaque[a]) for a in self.expand([leaf]))
 
     def tie(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Make two lists of leaves of equal product one: cut the larger at each step; where no cut fits, the rest is opaque."""
+        """Make two lists of leaves of equal product one: cut the larger at each step; where no cut
+        fits, the rest is opaque.
+        """
         left, right = list(left), list(right)
         while True:
             a, b = self.expand(left), self.expand(right)
@@ -173,7 +193,9 @@ def _enter(node: fx.Node, spec: Spec | None, refined: _Refinement) -> None:
         refined.values[node.name, index] = tuple(refined.leaf(size) for size in shape_of(value))
     if spec is None:
         return
-    factors = refined.factors[node.name] = {name: refined.leaf(size) for name, size in spec.sizes.items()}
+    factors = refined.factors[node.name] = {
+        name: refined.leaf(size) for name, size in spec.sizes.items()
+    }
 
     def tie(dims: Dims, leaves: tuple[int, ...]) -> None:
         for names, leaf in zip(dims, leaves, strict=True):
@@ -188,7 +210,9 @@ def _enter(node: fx.Node, spec: Spec | None, refined: _Refinement) -> None:
 
 
 def _batch(program: Program, refined: _Refinement) -> Atom | None:
-    """The outermost atom of the first dim of the user's first tensor: by convention the samples of the batch."""
+    """The outermost atom of the first dim of the user's first tensor: by convention the samples of
+    the batch.
+    """
     for entry in program.signature.inputs:
         if entry.kind == "user" and refined.values[entry.node, 0]:
             atoms = refined.atoms(refined.values[entry.node, 0][0])
@@ -196,7 +220,7 @@ def _batch(program: Program, refined: _Refinement) -> Atom | None:
     return None
 
 
-# -- what is searched --------------------------------------------------------------------------------------------------------
+# -- what is searched ------------------------------------------------------------------------------
 def _flow(program: Program) -> tuple[frozenset[str], frozenset[Value]]:
     """Nodes whose values hang on a parameter, and values that carry a gradient."""
     kinds = {entry.node: entry for entry in program.signature.inputs}
@@ -221,5 +245,7 @@ def _flow_through(node: fx.Node, searched: set[str], gradient: set[Value]) -> No
     if not carried or node.target is aten.detach.default:
         return
     for index, value in enumerate(results_of(node)):
-        if isinstance(value, torch.Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex):
+        if isinstance(value, torch.Tensor) and (
+            value.dtype.is_floating_point or value.dtype.is_complex
+        ):
             gradient.add((node.name, index))

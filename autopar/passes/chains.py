@@ -1,4 +1,6 @@
-"""chains: the subgraphs whose layouts are chosen together and shown together: the matrix products under one module."""
+"""chains: the subgraphs whose layouts are chosen together and shown together: the matrix products
+under one module.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from ..program import Chain, Program
 
 
 def chains(program: Program) -> Program:
-    """Group the nodes by the module they belong to: the block's part ("blocks.3.mlp") or the model's ("head")."""
+    """Group the nodes by the module they belong to: the block's part ("blocks.3.mlp") or the
+    model's ("head").
+    """
     assert program.annotations is not None
     groups: dict[str, list[str]] = {}
     for node in program.module.graph.nodes:
@@ -17,7 +21,11 @@ def chains(program: Program) -> Program:
             groups.setdefault(chain_name(node), []).append(node.name)
     specs = program.annotations.specs
     found = tuple(
-        Chain(name, tuple(nodes), tuple(n for n in nodes if n in specs and specs[n].product is not None))
+        Chain(
+            name,
+            tuple(nodes),
+            tuple(n for n in nodes if n in specs and specs[n].product is not None),
+        )
         for name, nodes in groups.items()
     )
     return dataclasses.replace(program, chains=found)

@@ -1,4 +1,6 @@
-"""choose: the mesh and a layout for every node, of least modelled time. The search itself is in search.py."""
+"""choose: the mesh and a layout for every node, of least modelled time. The search itself is in
+search.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from ..world import World
 
 
 def choose(program: Program, world: World, layout: Layouts, redundant: bool = False) -> Program:
-    """The best plan over every mesh that `layout` allows on the ranks of `world`; ties go to the first mesh."""
+    """The best plan over every mesh that `layout` allows on the ranks of `world`; ties go to the
+    first mesh.
+    """
     rated = [
         search(program, mesh, world, constraint, redundant)
         for mesh, constraint in candidates(layout, world.ranks, program)
@@ -22,13 +26,17 @@ def choose(program: Program, world: World, layout: Layouts, redundant: bool = Fa
 
 
 def check(program: Program) -> None:
-    """The contract: every searched node has a choice whose layouts are of its tensors' shapes, on the plan's mesh."""
+    """The contract: every searched node has a choice whose layouts are of its tensors' shapes, on
+    the plan's mesh.
+    """
     assert program.plan is not None and program.annotations is not None
     for name in program.annotations.searched & program.annotations.specs.keys():
         assert name in program.plan.choices, f"choose left {name} without a layout"
     for entry in program.signature.inputs:
         if entry.kind == "parameter":
-            assert entry.node in program.plan.stored, f"choose left parameter {entry.target} without a stored layout"
+            assert entry.node in program.plan.stored, (
+                f"choose left parameter {entry.target} without a stored layout"
+            )
     for name, choice in program.plan.choices.items():
         for layout, value in zip(choice.results, _shapes(program, name), strict=True):
             assert layout.shape == value and layout.mesh == program.plan.mesh, (name, layout, value)

@@ -12,9 +12,11 @@ from ..program import Input, Program
 
 
 def emit(program: Program) -> Program:
-    """The program with what nothing uses removed, and tensors made in the graph put on each rank's own device.
+    """The program with what nothing uses removed, and tensors made in the graph put on each rank's
+    own device.
 
-    Export writes the traced device with its number into the graph; on several ranks that number would be the same on all.
+    Export writes the traced device with its number into the graph; on several ranks that number
+    would be the same on all.
     """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
@@ -34,10 +36,14 @@ def emit(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders are what the signature says, every call is used, and no tensor is made on a numbered device."""
+    """The contract: placeholders are what the signature says, every call is used, and no tensor is
+    made on a numbered device.
+    """
     program.module.graph.lint()
     names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], "placeholders and signature differ"
+    assert names == [entry.node for entry in program.signature.inputs], (
+        "placeholders and signature differ"
+    )
     for node in program.module.graph.nodes:
         assert node.op != "call_function" or node.users, f"nothing uses {node.name}"
         device = node.kwargs.get("device")
@@ -45,8 +51,12 @@ def check(program: Program) -> None:
 
 
 def _used(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input, ...]:
-    """The inputs less the coordinates and the seed that nothing uses; their placeholders are removed."""
-    unused = {node.name: node for node in graph.nodes if node.op == "placeholder" and not node.users}
+    """The inputs less the coordinates and the seed that nothing uses; their placeholders are
+    removed.
+    """
+    unused = {
+        node.name: node for node in graph.nodes if node.op == "placeholder" and not node.users
+    }
     gone = {e.node for e in inputs if e.kind in ("coordinate", "seed") and e.node in unused}
     for name in gone:
         graph.erase_node(unused[name])

@@ -1,8 +1,10 @@
 """rewrite: the traced graph on one rank's shards, with every change of state a node of its own.
 
-Values that hang on parameters are made in the layouts of the plan and converted where a consumer wants another; each step of a conversion is
-made once per (value, layout) and shared. All other values (masks, positions, token ids) have no layout of their own: each consumer's
-wish is pushed back through their ops to the constants and inputs, so that they are never made whole where a slice is wanted.
+Values that hang on parameters are made in the layouts of the plan and converted where a consumer
+wants another; each step of a conversion is made once per (value, layout) and shared. All other
+values (masks, positions, token ids) have no layout of their own: each consumer's wish is pushed
+back through their ops to the constants and inputs, so that they are never made whole where a slice
+is wanted.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from ..pushback import pushed_back
 from ..rules import operands_of, results_of, shape_of, value_of
 from ..world import World
 
+
 def rewrite(program: Program, world: World) -> Program:
-    """The distributed graph. Twice: the first run finds in which layout every input is wanted, the second takes it so."""
+    """The distributed graph. Twice: the first run finds in which layout every input is wanted, the
+    second takes it so.
+    """
     assert program.plan is not None
     wishes = _Rewriter(program, world, {}).run().wishes
     inputs = {value: _common(layouts) for value, layouts in wishes.items()}
@@ -35,17 +40,23 @@ def rewrite(program: Program, world: World) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: the graph is well formed, every kept layout is a legal one, and all outputs are where the plan wants them."""
+    """The contract: the graph is well formed, every kept layout is a legal one, and all outputs are
+    where the plan wants them.
+    """
     program.module.graph.lint()
     names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], "placeholders and signature differ"
+    assert names == [entry.node for entry in program.signature.inputs], (
+        "placeholders and signature differ"
+    )
     for output in program.signature.outputs:
         if output.node is not None:
             assert not program.layouts[output.node].axes_of("P"), f"output {output.node} is partial"
 
 
 def _common(layouts: list[Layout]) -> Layout:
-    """What all wishes for an input agree on: an axis that holds the same digit in each, else the whole value."""
+    """What all wishes for an input agree on: an axis that holds the same digit in each, else the
+    whole value.
+    """
     states = [
         found.pop() if len(found := set(column)) == 1 and next(iter(found)).kind == "S" else R
         for column in zip(*(layout.states for layout in layouts), strict=True)
@@ -79,7 +90,11 @@ class _Rewriter:
         self.coordinates = {name: self._coordinate(name) for name in self.mesh.names}
         self.seed: fx.Node | None = self._seed() if self._random() else None
         for node in self.source.module.graph.nodes:
-            if node.op == "call_function" and node.name in self.notes.specs and node.name in self.notes.searched:
+            if (
+                node.op == "call_function"
+                and node.name in self.notes.specs
+                and node.name in self.notes.searched
+            ):
                 self.chain = chain_name(node)
                 self._call(node)
         self._outputs()
@@ -96,15 +111,22 @@ class _Rewriter:
             self.source.signature, inputs=tuple(self.entries), outputs=tuple(self.outputs)
         )
         return dataclasses.replace(
-            self.source, module=module, signature=signature, plan=plan, layouts=self.layouts, dtypes=self.dtypes,
+            self.source,
+            module=module,
+            signature=signature,
+            plan=plan,
+            layouts=self.layouts,
+            dtypes=self.dtypes,
         )
 
-    # -- inputs ------------------------------------------------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.placeholder(node.name)
         new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         shape = shape_of(value_of(node))
-        layout = self.plan.stored.get(node.name) or self.inputs.get(node.name) or self._all(shape, R)
+        layout = (
+            self.plan.stored.get(node.name) or self.inputs.get(node.name) or self._all(shape, R)
+        )
         self._make((node.name, 0), layout, new)
         self.native[node.name, 0] = layout
         self.layouts[node.name] = layout
@@ -121,7 +143,8 @@ class _Rewriter:
 
     def _random(self) -> bool:
         return any(
-            node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            node.op == "call_function"
+            and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             for node in self.source.module.graph.nodes
         )
 
@@ -130,7 +153,7 @@ class _Rewriter:
         self.seeds += 1
         return self.graph.call_function(torch.ops.aten.add.Scalar, (self.seed, self.seeds))
 
-    # -- nodes -------------------------------------------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------
     def _call(self, node: fx.Node) -> None:
         choice = self.plan.choices[node.name]
         operands = [
@@ -150,10 +173,20 @@ class _Rewriter:
             self._make((node.name, 0), choice.results[0], new)
             self.native[node.name, 0] = choice.results[0]
 
-    def _emit(self, node: fx.Node, operands: Any, layouts: Any, results: tuple[Layout, ...]) -> fx.Node:
+    def _emit(
+        self, node: fx.Node, operands: Any, layouts: Any, results: tuple[Layout, ...]
+    ) -> fx.Node:
         last = next(reversed(self.graph.nodes))
         new = emit_local(
-            Call(self.graph, node, operands, layouts, results, self.coordinates.__getitem__, self._next_seed)
+            Call(
+                self.graph,
+                node,
+                operands,
+                layouts,
+                results,
+                self.coordinates.__getitem__,
+                self._next_seed,
+            )
         )
         made = last.next
         while made.op != "root":
@@ -179,7 +212,7 @@ class _Rewriter:
         self.made[value, layout] = node
         node.meta["value"] = value
 
-    # -- conversions -------------------------------------------------------------------------------------------------------
+    # -- conversions -------------------------------------------------------------------------------
     def _converted(self, value: Value, layout: Layout) -> fx.Node:
         """The value in this layout, from where it is nearest: as it was made, or from its copy."""
         if (value, layout) in self.made:
@@ -191,13 +224,19 @@ class _Rewriter:
             sources.append(self.plan.copies[value])
         gradient = value in self.notes.gradient
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
-        best = min(sources, key=lambda s: path_seconds(steps(s, layout), gradient, size, self.world))
+        best = min(
+            sources, key=lambda s: path_seconds(steps(s, layout), gradient, size, self.world)
+        )
         if best != self.native[value]:
             self._walk(value, self.native[value], best, gradient, size)
         return self._walk(value, best, layout, gradient, size)
 
-    def _walk(self, value: Value, source: Layout, target: Layout, gradient: bool, size: int) -> fx.Node:
-        """The steps from one layout of a value that is made to another; those that were made before are shared."""
+    def _walk(
+        self, value: Value, source: Layout, target: Layout, gradient: bool, size: int
+    ) -> fx.Node:
+        """The steps from one layout of a value that is made to another; those that were made before
+        are shared.
+        """
         for step in steps(source, target):
             if (value, step.after) not in self.made:
                 before = self.made[value, step.before]
@@ -210,7 +249,7 @@ class _Rewriter:
         self._describe(node, self.nodes[value[0]], step.after)
         node.meta.update(step=step, gradient=gradient, element_bytes=size)
 
-    # -- values without a layout of their own ------------------------------------------------------------------------------
+    # -- values without a layout of their own ------------------------------------------------------
     def _free(self, node: fx.Node, layout: Layout) -> fx.Node:
         """A value that hangs on no parameter, made in the layout that is wanted."""
         value = producer(node)
@@ -220,7 +259,10 @@ class _Rewriter:
         spec = self.notes.specs[source.name]
         results = [v for v in results_of(source) if isinstance(v, torch.Tensor)]
         reached, operand_layouts = pushed_back(
-            spec, layout, value[1], tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(source))
+            spec,
+            layout,
+            value[1],
+            tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(source)),
         )
         if (value, reached) not in self.made:
             operands = [
@@ -228,7 +270,8 @@ class _Rewriter:
                 for n, want in zip(operands_of(source), operand_layouts, strict=True)
             ]
             made = tuple(
-                reached if index == value[1] else self._all(shape_of(v), R) for index, v in enumerate(results)
+                reached if index == value[1] else self._all(shape_of(v), R)
+                for index, v in enumerate(results)
             )
             new = self._emit(source, operands, operand_layouts, made)
             if isinstance(value_of(source), list | tuple):
@@ -240,7 +283,7 @@ class _Rewriter:
     def _all(self, shape: tuple[int, ...], state: State) -> Layout:
         return Layout(self.mesh, shape, (state,) * len(self.mesh.axes))
 
-    # -- outputs -----------------------------------------------------------------------------------------------------------
+    # -- outputs -----------------------------------------------------------------------------------
     def _outputs(self) -> None:
         returned: list[fx.Node] = []
         self.outputs = []

@@ -259,16 +259,29 @@ def _refuse_strides(model: nn.Module, graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
         if node.args[0].target is not torch.ops.aten.contiguous.default:
             reason = "as_strided reads a tensor that is not contiguous by its place in memory"
-            raise refusal(model, reason, place(node), "Make it contiguous first, or use unfold, a slice or gather.")
+            raise refusal(
+                model,
+                reason,
+                place(node),
+                "Make it contiguous first, or use unfold, a slice or gather.",
+            )
 
 
 def check(program: Program) -> None:
-    """The contract: the graph's placeholders and outputs are those of the signature, and every node has a value."""
+    """The contract: the graph's placeholders and outputs are those of the signature, and every node
+    has a value.
+    """
     program.module.graph.lint()
     nodes = list(program.module.graph.nodes)
     names = [node.name for node in nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], "placeholders and signature differ"
+    assert names == [entry.node for entry in program.signature.inputs], (
+        "placeholders and signature differ"
+    )
     returned = [node.name for node in nodes[-1].args[0]]
-    assert returned == [o.node for o in program.signature.outputs if o.node is not None], "outputs and signature differ"
+    assert returned == [o.node for o in program.signature.outputs if o.node is not None], (
+        "outputs and signature differ"
+    )
     for node in nodes:
-        assert node.op in ("placeholder", "output") or "val" in node.meta, f"{node.name} has no value"
+        assert node.op in ("placeholder", "output") or "val" in node.meta, (
+            f"{node.name} has no value"
+        )

@@ -1,4 +1,6 @@
-"""A rewritten graph as text: one line a node, changes of state with their axes, grouped by the module they come from."""
+"""A rewritten graph as text: one line a node, changes of state with their axes, grouped by the
+module they come from.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ _HIDDEN = ("mesh", "coordinate")
 
 
 def listing(module: fx.GraphModule) -> str:
-    """The graph for people: `name = function(operands)   # layout`; a headline wherever the subgraph changes.
+    """The graph for people: `name = function(operands)   # layout`; a headline wherever the
+    subgraph changes.
 
     Communication stands out by `>>`. What every line repeats (the mesh) is left out.
     """
@@ -31,7 +34,9 @@ def _line(node: fx.Node) -> str:
     if node.op == "output":
         return f"\nreturn {_text(node.args[0])}"
     arguments = [_text(a) for a in node.args]
-    arguments += [f"{k}={_text(v)}" for k, v in node.kwargs.items() if k not in _HIDDEN and v is not None]
+    arguments += [
+        f"{k}={_text(v)}" for k, v in node.kwargs.items() if k not in _HIDDEN and v is not None
+    ]
     mark = ">> " if "step" in node.meta else "   "
     layout = node.meta.get("layout")
     note = f"   # {layout}" if layout is not None else ""

@@ -1,4 +1,6 @@
-"""The figures of a plan, read off the rewritten graph: what each subgraph moves, how long it takes, what a rank holds."""
+"""The figures of a plan, read off the rewritten graph: what each subgraph moves, how long it takes,
+what a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from ..program import Program
 from ..strategies import Strategy
 from ..world import World
 
-_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A", "broadcast": "B", "reduce": "Red"}
+_SHORT = {
+    "all_gather": "AG",
+    "reduce_scatter": "RS",
+    "all_reduce": "AR",
+    "all_to_all": "A2A",
+    "broadcast": "B",
+    "reduce": "Red",
+}
 
 
 def summarised(program: Program, world: World) -> Plan:
@@ -27,8 +36,12 @@ def summarised(program: Program, world: World) -> Plan:
     found = collectives(program, world)
     unsplit = (*plan.unsplit, *_unknown(program))
     return dataclasses.replace(
-        plan, collectives=found, comm_bytes=sum(c.bytes for c in found), peak_bytes=_peak(program),
-        rows=_rows(program, found, world), unsplit=unsplit,
+        plan,
+        collectives=found,
+        comm_bytes=sum(c.bytes for c in found),
+        peak_bytes=_peak(program),
+        rows=_rows(program, found, world),
+        unsplit=unsplit,
     )
 
 
@@ -37,7 +50,16 @@ def collectives(program: Program, world: World) -> tuple[Collective, ...]:
     made = []
     for node in program.module.graph.nodes:
         for cost in _node_costs(node, program, world):
-            made.append(Collective(node.meta["chain"], cost.kind, cost.axes, cost.backward, cost.bytes, cost.seconds))
+            made.append(
+                Collective(
+                    node.meta["chain"],
+                    cost.kind,
+                    cost.axes,
+                    cost.backward,
+                    cost.bytes,
+                    cost.seconds,
+                )
+            )
     return tuple(made)
 
 
@@ -45,7 +67,9 @@ def _node_costs(node: fx.Node, program: Program, world: World) -> Iterator[Cost]
     """What a node communicates: as a change of state, or inside a sharded implementation."""
     assert program.plan is not None
     if "step" in node.meta:
-        yield from costs([node.meta["step"]], node.meta["gradient"], node.meta["element_bytes"], world)
+        yield from costs(
+            [node.meta["step"]], node.meta["gradient"], node.meta["element_bytes"], world
+        )
     elif node.meta.get("inside"):
         yield from inside_costs(node.meta["inside"], program.plan.mesh, 4, world)
 
@@ -53,7 +77,10 @@ def _node_costs(node: fx.Node, program: Program, world: World) -> Iterator[Cost]
 def _unknown(program: Program) -> list[str]:
     notes = program.annotations
     assert notes is not None
-    return [f"{op} has no rule and could not be probed: it runs whole on every rank" for op in notes.unknown]
+    return [
+        f"{op} has no rule and could not be probed: it runs whole on every rank"
+        for op in notes.unknown
+    ]
 
 
 def _rows(program: Program, found: tuple[Collective, ...], world: World) -> tuple[Row, ...]:
@@ -93,11 +120,17 @@ def _joined(names: list[str]) -> str:
 
 
 def _layout_text(program: Program, chain: str) -> str:
-    """What the chain's products split on every axis, in the letters of Y[m,n] = X[m,k] · W[k,n]: "x→n k, y→m"."""
+    """What the chain's products split on every axis, in the letters of Y[m,n] = X[m,k] · W[k,n]:
+    "x→n k, y→m".
+    """
     plan = program.plan
     assert plan is not None
     members = next((c for c in program.chains if c.name == chain), None)
-    nodes = [n for n in (members.products or members.nodes[-1:]) if n in plan.choices] if members else []
+    nodes = (
+        [n for n in (members.products or members.nodes[-1:]) if n in plan.choices]
+        if members
+        else []
+    )
     texts = []
     for index, axis in enumerate(plan.mesh.axes):
         letters = [_letter(program, n, plan.choices[n].splits[index]) for n in nodes]
@@ -106,7 +139,9 @@ def _layout_text(program: Program, chain: str) -> str:
 
 
 def _letter(program: Program, name: str, split: str) -> str:
-    """A factor for people: its role in a product, the dim of the result that it is, or the state that all of the node shares."""
+    """A factor for people: its role in a product, the dim of the result that it is, or the state
+    that all of the node shares.
+    """
     assert program.annotations is not None
     spec = program.annotations.specs[name]
     if spec.product is not None:
@@ -122,7 +157,10 @@ def _letter(program: Program, name: str, split: str) -> str:
 
 def _collective_text(found: list[Collective]) -> str:
     counts = Counter((_SHORT[c.kind], "+".join(c.axes)) for c in found)
-    return ", ".join(f"{count} {kind} {axes}" for (kind, axes), count in sorted(counts.items())) or "none"
+    return (
+        ", ".join(f"{count} {kind} {axes}" for (kind, axes), count in sorted(counts.items()))
+        or "none"
+    )
 
 
 def _compute_seconds(program: Program, world: World) -> dict[str, float]:
@@ -130,7 +168,9 @@ def _compute_seconds(program: Program, world: World) -> dict[str, float]:
     assert plan is not None and notes is not None
     total: dict[str, float] = defaultdict(float)
     sizes = {
-        n.meta["source"]: n for n in program.module.graph.nodes if "source" in n.meta and "step" not in n.meta
+        n.meta["source"]: n
+        for n in program.module.graph.nodes
+        if "source" in n.meta and "step" not in n.meta
     }
     chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
     for name, choice in plan.choices.items():
@@ -150,7 +190,9 @@ def _parts(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
 
 
 def _peak(program: Program) -> float:
-    """Parameters with gradients and AdamW's moments, and every value that is kept for the backward pass."""
+    """Parameters with gradients and AdamW's moments, and every value that is kept for the backward
+    pass.
+    """
     stored = 0.0
     for entry in program.signature.inputs:
         if entry.kind == "parameter":
@@ -161,6 +203,7 @@ def _peak(program: Program) -> float:
     kept = [
         (layout, 4)
         for name, choice in program.plan.choices.items()
-        for index, layout in enumerate(choice.results) if (name, index) in notes.gradient
+        for index, layout in enumerate(choice.results)
+        if (name, index) in notes.gradient
     ]
     return stored + activation_bytes(kept)

@@ -1,4 +1,6 @@
-"""Attention with dropout: the plain formula, so that the mask of dropped weights does not depend on the layout."""
+"""Attention with dropout: the plain formula, so that the mask of dropped weights does not depend on
+the layout.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ def attention(
     digits_by_dim: Sequence[Sequence[Digit]],
     shape: Sequence[int],
 ) -> Tensor:
-    """softmax(query · keyᵀ · scale + mask) · value with dropout of the weights; query (…, heads, q, e), key and value (…, groups, k, ·).
+    """softmax(query · keyᵀ · scale + mask) · value with dropout of the weights; query (…, heads, q,
+    e), key and value (…, groups, k, ·).
 
-    `shape` is the global shape of the weights (…, heads, q, k); see `dropout` for `seed`, `coordinates`, `digits_by_dim`.
+    `shape` is the global shape of the weights (…, heads, q, k); see `dropout` for `seed`,
+    `coordinates`, `digits_by_dim`.
     """
     repeats = query.shape[-3] // key.shape[-3] if query.dim() > 2 else 1
     if repeats > 1:
