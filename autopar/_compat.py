@@ -1,4 +1,4 @@
-"""Every private torch API that autopar touches, in one place; tests/test_compat.py calls each one."""
+"""Every private torch API that autopar touches, in one place; tests/test_compat.py calls each."""
 
 from __future__ import annotations
 

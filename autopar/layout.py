@@ -160,7 +160,7 @@ class Layout:
         """The global value, from the local ones in the order of the ranks; where an axis repeats
         the value, index 0's.
         """
-        parts = {rank: value for rank, value in enumerate(locals_)}
+        parts = dict(enumerate(locals_))
         current = self
         while held := [
             (a, s) for a, s in zip(self.mesh.axes, current.states, strict=True) if s.kind in "SP"
@@ -308,7 +308,7 @@ def _try(layout: Layout, axis: str, state: State) -> Layout | None:
 
 
 def _make_room(current: Layout, target: Layout) -> Step:
-    """Gather one shard that stands in the way: the first that has to move and cannot move directly."""
+    """Gather one shard that stands in the way: the first that cannot move directly."""
     for axis in current.mesh.names:
         before, after = current.state(axis), target.state(axis)
         if before.kind == "S" and before != after:

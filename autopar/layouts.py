@@ -7,41 +7,14 @@ search does the rest, so that a named layout differs from "auto" in nothing but 
 
 from __future__ import annotations
 
-import fnmatch
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
+from .constraint import Constraint, Kinds, Role, has_weight, letter
 from .errors import LayoutError
-from .layout import Layout
 from .mesh import Axis, Mesh
-from .program import Annotations, Atom, Program
-from .rules import Spec
-from .strategies import Choice, Slot, Strategy, Through
-
-Factors = dict[str, tuple[Atom, ...]]
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one mesh axis may do.
-
-    `takes`: the loop dims of a product with a weight, among "mnk". `splits`: which atoms it may
-    split, "batch", "features" (what is neither batch nor sequence), "inner" (features less the
-    residual stream's), "unsequenced" (batch and features), "any". `elsewhere`: the same for ops
-    that are no product ("" is as `splits`), and "sequence": the residual stream is split on its
-    sequence, all else as "inner". `stored`: of parameters, "whole", "split", "any", or the loop dim
-    of their product that is split, "n" or "k". `spread`: ops that are no product split where they
-    can. `idle`: products without a weight (attention) may leave the axis idle.
-    """
-
-    takes: str = "mnk"
-    splits: str = "any"
-    elsewhere: str = ""
-    stored: str = "any"
-    spread: bool = False
-    idle: bool = False
+from .program import Annotations, Program
 
 
 @dataclass(frozen=True)
@@ -113,154 +86,6 @@ _ONE_AXIS = {
     "megatron-sp": ("tp", _SEQUENCE),
 }
 NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """Which atoms of a model are its batch, its sequence, and its residual stream: read off inputs
-    and parameters.
-    """
-
-    batch: frozenset[int] = frozenset()
-    sequence: frozenset[int] = frozenset()
-    residual: frozenset[int] = frozenset()
-
-    def allowed(self, splits: str, atom: Atom) -> bool:
-        number = atom.number
-        match splits:
-            case "batch":
-                return number in self.batch
-            case "features":
-                return number not in self.batch | self.sequence
-            case "unsequenced":
-                return number not in self.sequence
-            case "inner":
-                return number not in self.batch | self.sequence | self.residual
-        return True
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """What a layout asks of the nodes on a mesh: a role per axis, by module pattern (the first that
-    fits; none: free).
-
-    `apart`: in a product with a weight no two axes take the same loop dim. `first` (ATP): what axis
-    0 takes at the first product.
-    """
-
-    name: str
-    rules: tuple[tuple[str, tuple[Role, ...]], ...] = ()
-    apart: bool = False
-    kinds: Kinds = field(default_factory=Kinds)
-    letters: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # of every dim of a parameter, in its product
-    panels: tuple[str, ...] = ()  # row and column axis of SUMMA's panels
-
-    def roles(self, path: str) -> tuple[Role, ...] | None:
-        return next((roles for pattern, roles in self.rules if _fits(path, pattern)), None)
-
-    def narrow(
-        self, path: str, spec: Spec, factors: Factors, per_axis: Sequence[Sequence[Choice]]
-    ) -> list[list[Choice]]:
-        """The choices of each axis for a node that the layout leaves; all of them where it would
-        leave none.
-        """
-        roles = self.roles(path)
-        if roles is None:
-            return [list(choices) for choices in per_axis]
-        return [
-            self._narrow_one(role, spec, factors, choices) or list(choices)
-            for role, choices in zip(roles, per_axis, strict=True)
-        ]
-
-    def _narrow_one(
-        self, role: Role, spec: Spec, factors: Factors, choices: Sequence[Choice]
-    ) -> list[Choice]:
-        slots = [c for c in choices if isinstance(c, Slot)]
-        idle = [c for c in choices if not isinstance(c, Slot)]
-        atom = lambda slot: factors[slot.factor][slot.position]  # noqa: E731
-        if spec.product is not None:
-            allowed = [s for s in slots if self.kinds.allowed(role.splits, atom(s))]
-            if has_weight(spec):
-                return [s for s in allowed if letter(spec, s.factor) in role.takes] or idle
-            return [*allowed, *idle] if role.idle else allowed or idle
-        if role.elsewhere == "sequence" and self._on_residual(factors):
-            return [s for s in slots if atom(s).number in self.kinds.sequence] or idle
-        splits = "inner" if role.elsewhere == "sequence" else role.elsewhere or role.splits
-        allowed = [s for s in slots if self.kinds.allowed(splits, atom(s))]
-        if splits == "batch" and not allowed and math.prod(spec.sizes.values()) > 1:
-            return [
-                c for c in idle if not isinstance(c, Through)
-            ]  # sums over the batch are scalars by the time they travel
-        if splits == "batch" or role.spread:
-            return list(allowed) or idle
-        return [*allowed, *idle]
-
-    def _on_residual(self, factors: Factors) -> bool:
-        return any(
-            atom.number in self.kinds.residual for chain in factors.values() for atom in chain
-        )
-
-    def joint(self, path: str, spec: Spec, found: Sequence[Strategy]) -> list[Strategy]:
-        """The strategies in which the axes of a product with a weight stay apart; all of them where
-        none does.
-        """
-        if not self.apart or self.roles(path) is None or not has_weight(spec):
-            return list(found)
-        kept = []
-        for strategy in found:
-            letters = [letter(spec, slot.factor) for slot in strategy.slots if slot is not None]
-            planar = [x for x in letters if x in "nk"]
-            if len(set(planar)) == len(planar):
-                kept.append(strategy)
-        return kept or list(found)
-
-    def storage(self, name: str, path: str, found: Sequence[Layout]) -> list[Layout]:
-        """The stored layouts of a parameter that obey the layout: axis by axis, as far as its sizes
-        allow.
-        """
-        roles = self.roles(path)
-        kept = list(found)
-        for index, role in enumerate(roles or ()):
-            if role.stored == "whole":
-                kept = [x for x in kept if x.states[index].kind != "S"] or kept
-            elif role.stored == "split" and len(found[0].shape) > 1:
-                kept = [x for x in kept if x.states[index].kind == "S"] or kept
-            elif role.stored in ("n", "k") and name in self.letters:
-                kept = [x for x in kept if self._dim_letter(name, x, index) == role.stored] or kept
-        return kept
-
-    def _dim_letter(self, name: str, layout: Layout, index: int) -> str:
-        state = layout.states[index]
-        return self.letters[name][state.dim] if state.kind == "S" else ""
-
-    @property
-    def free(self) -> bool:
-        return not self.rules
-
-
-def has_weight(spec: Spec) -> bool:
-    """Whether a product has an operand without any dim of m: a weight."""
-    if spec.product is None or not spec.product[1]:
-        return False
-    rows = spec.product[0]
-    return any(
-        dims is not None
-        and not any(f in rows for dim in dims for f in dim)
-        and any(f in spec.product[1] for dim in dims for f in dim)
-        for dims in spec.operands
-    )
-
-
-def letter(spec: Spec, factor: str) -> str:
-    """The loop dim that a factor of a product belongs to."""
-    assert spec.product is not None
-    return next((x for x, role in zip("mnk", spec.product, strict=True) if factor in role), "")
-
-
-def _fits(path: str, pattern: str) -> bool:
-    return pattern == "*" or fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}.*")
 
 
 # -- from a layout to meshes -----------------------------------------------------------------------

@@ -87,10 +87,6 @@ def emit_local(call: Call) -> fx.Node:
     emit = _SPECIAL.get(call.node.target)
     if emit is not None:
         return emit(call)
-    if not isinstance(call.node.target, torch._ops.OpOverload):
-        return call.graph.call_function(
-            call.node.target, tuple(call.operands), dict(call.node.kwargs)
-        )  # type: ignore[arg-type]
     return call.again(call.values())
 
 
@@ -337,7 +333,7 @@ def _dropout(call: Call) -> fx.Node:
 
 @_for(aten.scaled_dot_product_attention.default)
 def _attention(call: Call) -> fx.Node:
-    """The fused kernel; with dropout the plain formula, whose mask does not depend on the layout."""
+    """The fused kernel; with dropout the plain formula, whose mask no layout changes."""
     values, layout = call.values(), call.results[0]
     if not values["dropout_p"]:
         return call.again(values)

@@ -1,4 +1,4 @@
-"""ParallelModule: the distributed graph with its parameters as DTensors under their original names."""
+"""ParallelModule: the distributed graph, its parameters DTensors under their original names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ParallelModule(nn.Module):
         self._program, self._device_mesh = program, device_mesh
         self._mesh: Mesh = program.plan.mesh
         self._coordinate = self._mesh.coordinate(rank)
-        self._run = run or program.module
+        self._run = program.module if run is None else run
         self._held: list[str | None] = []
         for entry in program.signature.inputs:
             self._hold(entry)

@@ -109,7 +109,10 @@ class Plan:
         for row in self.rows:
             megabytes, milliseconds = f"{row.bytes / 1e6:,.2f}", f"{row.seconds * 1e3:.2f}"
             table.add_row(row.subgraph, row.layout, row.collectives, megabytes, milliseconds)
-        legend = "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
+        legend = (
+            "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, "
+            "AR all-reduce, A2A all-to-all, B broadcast"
+        )
         table.caption = "\n".join(
             [legend, *(f"not split: {escape(reason)}" for reason in self.unsplit)]
         )
@@ -121,8 +124,9 @@ class Plan:
             json.dump(self.to_json(), file, indent=1)
 
     def to_json(self) -> dict[str, Any]:
-        # noqa: E731
-        layouts = lambda found: {name: _write(layout) for name, layout in found.items()}
+        def layouts(found: dict[str, Layout]) -> dict[str, Any]:
+            return {name: _write(layout) for name, layout in found.items()}
+
         return {
             "version": VERSION,
             "mesh": str(self.mesh),
@@ -171,7 +175,10 @@ class Plan:
                 f"{where} is version {found}, this autopar reads version {VERSION}: plan again"
             )
         mesh = Mesh.parse(data["mesh"])
-        read = lambda found: {name: _read(mesh, x) for name, x in found.items()}  # noqa: E731
+
+        def read(found: dict[str, Any]) -> dict[str, Layout]:
+            return {name: _read(mesh, x) for name, x in found.items()}
+
         choices = {
             name: Choice(
                 tuple(c["splits"]),

@@ -7,12 +7,12 @@ parentheses. If a mesh axis is given factor f, operands with f are sharded on it
 it replicated; results with f are sharded, results without it partial. What else an op allows is
 said by name:
 
-    sum      factors that results lack because they are summed: results are partial where they are split
+    sum      factors that results lack because they are summed: results are partial where split
     whole    factors that no axis may split
     shared   factors that a sharded implementation may split: results that lack them are invariant
     added    operands that are added once: partial where the result is partial
     linear   groups of operands ("0", "0 1") through which partial values pass together
-    index    operand -> factor that this operand indexes: it carries no gradient and is never partial
+    index    operand -> factor that this operand indexes: without gradient, never partial
     product  "m | n | k": the roles of the factors of a matrix product
 """
 
@@ -179,7 +179,7 @@ def _parse(text: str) -> list[tuple[str, ...]]:
 
 
 def _match(dims: list[tuple[str, ...]], shape: tuple[int, ...], sizes: dict[str, int]) -> Dims:
-    """The factors of every dim of a tensor of this shape; fills in and checks the factors' sizes."""
+    """The factors of every dim of a tensor of this shape; fills in and checks their sizes."""
     spread = [dim for dim in dims if dim == ("...",)]
     extra = len(shape) - (len(dims) - len(spread))
     if extra < 0 or (extra and not spread):
@@ -252,7 +252,7 @@ def _stretch(
 
 
 def _stretch_factors(walk: _Walk, whole: set[str], a: list[int], b: list[int]) -> None:
-    """Cut both sides at the suffix products of either that form one divisor chain with the other's."""
+    """Cut both sides at the suffix products of either that form one divisor chain."""
     total = math.prod(a)
     cuts = _chain(_suffixes(a) | _suffixes(b), total)
     names: list[tuple[str, int, int]] = []  # factor, unit, size; outer first

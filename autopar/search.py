@@ -24,13 +24,13 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from .constraint import Constraint
 from .cost.comm import inside_costs, path_seconds
 from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import HAVE_INSIDE, inside
 from .elimination import Memo, Table, minimise
 from .graphs import module_path, producer
 from .layout import I, Layout, R, steps
-from .layouts import Constraint
 from .mesh import Mesh
 from .plan import Choice, Plan
 from .program import Annotations, Program, Value
@@ -52,7 +52,7 @@ class _Options(NamedTuple):
 
 
 class _Want(NamedTuple):
-    """One use of a value: the variable that uses it, and the layout that each of its options wants."""
+    """One use of a value: the variable that uses it, and the layout that each option wants."""
 
     variable: int
     key: Hashable

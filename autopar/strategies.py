@@ -235,7 +235,7 @@ def _digit(axis: str, slot: Slot, dims: Dims, order: Taken, factors: Atoms, mesh
 def placements(
     dims: tuple[tuple[Atom, ...], ...], shape: tuple[int, ...], mesh: Mesh, whole: State = I
 ) -> list[Layout]:
-    """Every layout of a tensor in which each axis is `whole` (I or R) or holds a digit of some dim."""
+    """Every layout of a tensor in which each axis is `whole` (I or R) or holds a digit."""
     slots: Atoms = {str(dim): atoms for dim, atoms in enumerate(dims)}
     named: Dims = tuple((str(dim),) for dim in range(len(dims)))
     per_axis: list[list[Choice]] = []

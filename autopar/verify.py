@@ -7,6 +7,7 @@ the parameters after three steps of AdamW.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ class _Rank:
         return found
 
     def train(self, epsilon: float | None = None) -> _Trained:
-        """Three steps of AdamW, whose epsilon follows from the first gradients unless it is given."""
+        """Three steps of AdamW; its epsilon follows from the first gradients unless given."""
         parameters = {n: t for n, t in self.held.items() if t.requires_grad}
         outputs = self._step()
         leaves = {**parameters, **{n: t for n, t in self.inputs.items() if t.requires_grad}}
@@ -280,9 +281,7 @@ def _compare_nodes(
         with torch.no_grad():
             for node, result in _interpret(program, own):
                 if isinstance(result, Tensor) and "value" in node.meta:
-                    lockstep.meet(
-                        rank, result.detach(), lambda parts, node=node: compare_one(node, parts)
-                    )
+                    lockstep.meet(rank, result.detach(), functools.partial(compare_one, node))
 
     lockstep.run(mesh, rank_fn)
     return count
@@ -355,18 +354,16 @@ def _gradient_errors(
     largest = _largest(expected.gradients)
     errors = {}
     for name, gradient in expected.gradients.items():
-        parts = [rank.gradients[name] for rank in ranks]
-        if gradient is None or any(part is None for part in parts):
+        found = [rank.gradients[name] for rank in ranks]
+        parts = [part for part in found if part is not None]
+        if gradient is None or len(parts) < len(found):
             wrong = [p for p in (gradient, *parts) if p is not None and bool(p.any())]
             errors[name] = float("inf") if wrong else 0.0
             continue
         layout = program.layouts[name]
         floor = gradient.abs().clamp(min=max(1e-6 * largest, 1e-300))
-        errors[name] = max(
-            float(((layout.join(parts) - gradient).abs() / floor).max()),  # type: ignore[arg-type]
-            *_copies_differ(program, layout, parts),
-            0.0,  # type: ignore[arg-type]
-        )
+        difference = (layout.join(parts) - gradient).abs() / floor
+        errors[name] = max([float(difference.max()), *_copies_differ(program, layout, parts)])
     return errors
 
 

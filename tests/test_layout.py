@@ -193,7 +193,7 @@ def test_sums_come_before_gathers_and_slices_before_sums() -> None:
 
 
 def test_elements_that_a_change_moves() -> None:
-    """The ring formulas' B, the whole value on the axes of the change: a joint one counts it once."""
+    """The ring formulas' B, the whole value on the axes: a joint change counts it once."""
     mesh = Mesh.parse("x2.y4.z2")
     layout = Layout(mesh, (8, 16), (P, P, S(0, 4)))
 

@@ -24,14 +24,14 @@ def launched(folder: Path, ranks: int, *tasks: str) -> dict[str, Any]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
         [*start, str(script), str(out), *tasks],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        process.send_signal(signal.SIGTERM)  # torchrun ends the ranks, which have sessions of their own
+        output, _ = process.communicate(timeout=60)
         pytest.fail(f"{ranks} ranks did not end within {SECONDS} s:\n{output[-4000:]}")
     assert process.returncode == 0, output[-6000:]
     return json.loads(out.read_text())
@@ -47,7 +47,7 @@ def test_training_equals_one_device(tmp_path: Path, ranks: int) -> None:
 
 
 def one_layout(facts: dict[str, Any], where: str) -> None:
-    for what in ("loss", "own part's loss", "logits", "full logits"):
+    for what in ("loss", "own part's loss", "logits", "full logits", "all parameters"):
         assert facts[what] < LIMIT, f"{where}{what}"
     for what in ("gradients", "parameters"):
         error, name = facts[what]
@@ -55,7 +55,7 @@ def one_layout(facts: dict[str, Any], where: str) -> None:
     for what in ("losses agree", "graphs agree", "plans agree", "own shapes"):
         assert facts[what], f"{where}{what}"
     found, expected = facts["names"]
-    assert found == expected, where
+    assert sorted(found) == sorted(expected), where
     assert facts["stored as"] == ["DTensor"], where
 
 
@@ -95,22 +95,22 @@ def test_deferred_saved_and_random(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_is_named_by_all(tmp_path: Path) -> None:
-    facts = launched(tmp_path, 3, "failing")["failing"]
+    facts = launched(tmp_path, 2, "failing")["failing"]
     alike = {  # what every rank raises, the same on each
         "another model": "RankError: the ranks hold different models: rank 0",
-        "a broken forward": "RankError: rank 1 of 3 failed while tracing: TraceError",
+        "a broken forward": "RankError: rank 1 of 2 failed while tracing: TraceError",
         "other inputs": "RankError: the ranks hold different models: rank 0",
-        "a resized parameter": "RankError: rank 1 of 3 failed while taking the parameters: PlanError",
+        "a resized parameter": "RankError: rank 1 of 2 failed while taking the parameters: PlanError",
         "another plan": "RankError: the ranks hold different plans: rank 0",
         "broken on all": "TraceError",
-        "an unknown layout": "LayoutError: unknown layout 'zero'",
+        "an unknown layout": "RankError: rank 0 of 2 failed while searching: LayoutError: unknown layout 'zero'",
         "a larger world": "WorldError",
-        "a larger plan": "WorldError: the plan is for 6 ranks (mesh",
+        "a larger plan": "WorldError: the plan is for 4 ranks (mesh",
     }
     for what, start in alike.items():
         seen = facts[what]["seen"]
         assert all(text.startswith(start) for text in seen), (what, seen)
         assert facts[what]["seconds"] < 20, what
     assert "rank 1 cannot" in facts["a broken forward"]["seen"][0]
-    assert "3 are running" in facts["a larger plan"]["seen"][0]
+    assert "2 are running" in facts["a larger plan"]["seen"][0]
     assert facts["afterwards"] < LIMIT

@@ -125,7 +125,7 @@ def bind(
 
 
 def _give_lasting_names(graph: fx.Graph) -> None:
-    """Names that every copy of the graph keeps: fx renames what Python has taken, such as `input`."""
+    """Names that every copy of the graph keeps: fx renames what Python has taken, as `input`."""
     copy = fx.Graph()
     for node in graph.find_nodes(op="placeholder"):
         node.name = copy.placeholder(node.name).name
