@@ -72,9 +72,9 @@ class ParallelModule(nn.Module):
         else:
             held = whole.detach().clone()
         for name in entry.names or (entry.target,):
-            self._register(name, held)
+            self._register(name, held, entry.persistent)
 
-    def _register(self, name: str, tensor: torch.Tensor) -> None:
+    def _register(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
         module: nn.Module = self
         *path, last = name.split(".")
         for part in path:
@@ -84,7 +84,7 @@ class ParallelModule(nn.Module):
         if isinstance(tensor, nn.Parameter):
             module.register_parameter(last, tensor)
         else:
-            module.register_buffer(last, tensor)
+            module.register_buffer(last, tensor, persistent=persistent)
 
     def _device(self) -> torch.device:
         tensors = list(self._program.tensors.values())

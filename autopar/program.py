@@ -35,6 +35,7 @@ class Input:
     names: tuple[str, ...] = ()
     trainable: bool = False
     position: int | None = None
+    persistent: bool = True  # of a buffer: whether the model's state_dict has it
 
 
 @dataclass(frozen=True)

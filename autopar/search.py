@@ -1,110 +1,36 @@
-"""The exact search on one mesh: (annotated program, mesh, world, constraint) -> Plan of least
-modelled time.
+"""The exact search on one mesh: (annotated program, mesh, world, constraint) -> Plan of least time.
 
 One variable per stored parameter and per output (its layouts), per region of nodes (their joint
 strategies), and per value with several consumers (a second layout in which it may be kept, so that
 consumers that want the same one share its conversion). Costs are tables over one to three
 variables; what looks alike shares its tables, which elimination.py turns into working each layer
 out once.
-
-A region is a node, or a node followed by ops that only carry its layout on (pointwise ops, views,
-pieces of a dim) and hang on that one value alone. Nothing is converted inside a region: to convert
-its input or its results costs no more.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import fx
 
 from .constraint import Constraint
-from .cost.comm import inside_costs, path_seconds
+from .conversions import Conversions, Facts, Want
+from .cost.comm import inside_costs
 from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import HAVE_INSIDE, inside
 from .elimination import Memo, Table, minimise
-from .graphs import module_path, producer
-from .layout import I, Layout, R, steps
+from .graphs import module_path, producer, where
+from .layout import I, Layout, R
 from .mesh import Mesh
 from .plan import Choice, Plan
 from .program import Annotations, Program, Value
+from .regions import Known, Options, Region, Regions
 from .rules import Spec, operands_of, results_of, shape_of, value_of
 from .strategies import Slot, Strategy, axis_choices, placements, strategies
 from .world import World
-
-Array = NDArray[np.float64]
-
-
-class _Options(NamedTuple):
-    """What one variable chooses from; nodes that look alike share the object, and so all tables
-    made of it.
-    """
-
-    key: int
-    items: tuple[Any, ...]
-    costs: Array
-
-
-class _Want(NamedTuple):
-    """One use of a value: the variable that uses it, and the layout that each option wants."""
-
-    variable: int
-    key: Hashable
-    layouts: tuple[Layout, ...]
-
-
-@dataclass(eq=False)
-class _Region:
-    """Nodes that choose together. `root`: the value from outside that carriers hang on (None: a
-    node by itself). An option is a strategy for each node; `uses` are the (node, operand) places
-    that take the root.
-    """
-
-    root: Value | None
-    nodes: list[str]
-    sources: list[list[Value | None]]
-    options: _Options
-    uses: list[tuple[int, int]] = field(default_factory=list)
-
-
-def _joined(
-    region: _Options, node: _Options, wiring: tuple[Any, ...], uses: list[tuple[int, int]]
-) -> tuple[list[tuple[Strategy, ...]], list[float]]:
-    """Every pair of an option of a region and a strategy of the next node that agree on the layouts
-    between them.
-    """
-    tied = [i for i, source in enumerate(wiring) if source is not None]
-    fitting: dict[tuple[Layout | None, ...], list[int]] = defaultdict(list)
-    for number, strategy in enumerate(node.items):
-        fitting[tuple(strategy.operands[i] for i in tied)].append(number)
-    items: list[tuple[Strategy, ...]] = []
-    seconds: list[float] = []
-    for item, cost in zip(region.items, region.costs, strict=True):
-        if uses:
-            root = item[uses[0][0]].operands[uses[0][1]]
-        elif (
-            "root" in wiring
-        ):  # the first use: every layout of the root will do, if all uses in this node agree
-            for number, strategy in enumerate(node.items):
-                if len({strategy.operands[i] for i in tied}) == 1:
-                    items.append((*item, strategy))
-                    seconds.append(cost + node.costs[number])
-            continue
-        else:
-            root = None
-        wanted = tuple(
-            root if wiring[i] == "root" else item[wiring[i][0]].results[wiring[i][1]] for i in tied
-        )
-        for number in fitting.get(wanted, ()):
-            items.append((*item, node.items[number]))
-            seconds.append(cost + node.costs[number])
-    return items, seconds
 
 
 def search(
@@ -122,19 +48,16 @@ class _Search:
         self.program, self.mesh, self.world = program, mesh, world
         self.constraint, self.redundant = constraint, redundant
         self.notes: Annotations = program.annotations
-        self.known: dict[Hashable, Any] = {}
-        self.variables: list[_Options] = []
+        self.known = Known()
+        self.regions = Regions(self.notes, self.known)
+        self.conversions = Conversions(world, self.known)
+        self.variables: list[Options] = []
         self.tables: list[Table] = []
         self.index: dict[str, int] = {}  # variable of a node, or of output number i as "output i"
         self.copies: dict[Value, int] = {}
-        self.native: dict[Value, _Want] = {}  # the layouts in which a value is made
-        self.wants: dict[Value, list[_Want]] = defaultdict(list)
-        self.regions: list[_Region] = []
-        self.region_of: dict[Value, _Region] = {}
-        self.fed_by: dict[
-            Value, _Region
-        ] = {}  # regions of carriers by the one value that they hang on
-        self.members: dict[int, _Region] = {}
+        self.native: dict[Value, Want] = {}  # the layouts in which a value is made
+        self.wants: dict[Value, list[Want]] = defaultdict(list)
+        self.members: dict[int, Region] = {}
 
     def solve(self) -> Plan:
         entries = {entry.node: entry for entry in self.program.signature.inputs}
@@ -160,30 +83,23 @@ class _Search:
                 and node.name in self.notes.searched
                 and node.name in self.notes.specs
             ):
-                self._place(node)
-        for region in self.regions:
+                sources = [None if n is None else producer(n) for n in operands_of(node)]
+                self.regions.place(node.name, sources, self._strategies(node))
+        for region in self.regions.all:
             self._enter(region)
         self._outputs()
         for value, wants in self.wants.items():
-            self._conversions(value, wants)
+            self._convert(value, wants)
         memo: Memo = {}
         seconds, values = minimise([len(v.items) for v in self.variables], self.tables, memo)
         return self._plan(seconds, values)
 
     # -- variables ---------------------------------------------------------------------------------
-    def _variable(self, name: str, options: _Options) -> int:
+    def _variable(self, name: str, options: Options) -> int:
         self.index[name] = len(self.variables)
         self.variables.append(options)
         self.tables.append(Table((self.index[name],), options.costs))
         return self.index[name]
-
-    def _options(self, key: Hashable, make: Any) -> _Options:
-        if key not in self.known:
-            items, costs = make()
-            self.known[key] = _Options(
-                len(self.known), tuple(items), np.array(costs, dtype=np.float64)
-            )
-        return self.known[key]
 
     def _gradient(self, value: Value) -> bool:
         return value in self.notes.gradient
@@ -207,13 +123,13 @@ class _Search:
             found = self.constraint.storage(node.name, path, found)
             return found, [optimizer_seconds(x, size, self.world) for x in found]
 
-        options = self._options(
+        options = self.known.options(
             ("stored", shape, signature, size, gradient, parameter, rules), make
         )
         variable = self._variable(node.name, options)
-        self.native[value] = _Want(variable, (options.key, 0), options.items)
+        self.native[value] = Want(variable, (options.key, 0), options.items)
 
-    def _call(self, node: fx.Node) -> _Options:
+    def _strategies(self, node: fx.Node) -> Options:
         """The strategies of one node."""
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         operands = operands_of(node)
@@ -245,7 +161,7 @@ class _Search:
             return found, [self._node_seconds(node, spec, s, size, gradient) for s in found]
 
         target = node.target if node.target in HAVE_INSIDE else None
-        return self._options(
+        return self.known.options(
             (
                 target,
                 _look(spec, factors),
@@ -267,74 +183,7 @@ class _Search:
             cost.seconds for cost in inside_costs(found, self.mesh, size, self.world)
         )
 
-    # -- regions -----------------------------------------------------------------------------------
-    def _place(self, node: fx.Node) -> None:
-        """Put a node into the region of what it hangs on, if it only carries that on; else it is a
-        region of its own.
-        """
-        options = self._call(node)
-        sources = [None if n is None else producer(n) for n in operands_of(node)]
-        searched = {s for s in sources if s is not None and s[0] in self.notes.searched}
-        region = self._carried_by(node, searched)
-        if region is None or not self._extend(region, node.name, sources, options):
-            region = _Region(None, [], [], _Options(-1, ((),), np.zeros(1)))
-            self.regions.append(region)
-            self._extend(region, node.name, sources, options)
-        for index in range(len(options.items[0].results)):
-            self.region_of[node.name, index] = region
-
-    def _carried_by(self, node: fx.Node, searched: set[Value]) -> _Region | None:
-        spec = self.notes.specs[node.name]
-        stops = {f for f in spec.whole if spec.sizes[f] > 1} - {"pieces"}
-        if spec.product or spec.sum or spec.shared or stops:
-            return None
-        homes = {self._home(value) for value in searched}
-        return homes.pop() if len(homes) == 1 else None
-
-    def _home(self, value: Value) -> _Region:
-        """The region that a carrier of this value belongs to: the one that makes it, if that is one
-        of carriers, else the one it feeds.
-        """
-        made_in = self.region_of.get(value)
-        if made_in is not None and made_in.root is not None:
-            return made_in
-        if value not in self.fed_by:
-            self.fed_by[value] = _Region(value, [], [], _Options(-1, ((),), np.zeros(1)))
-            self.regions.append(self.fed_by[value])
-        return self.fed_by[value]
-
-    def _extend(
-        self, region: _Region, name: str, sources: list[Value | None], options: _Options
-    ) -> bool:
-        """Join a node's strategies to the region's, where no conversion is needed between them;
-        False where there are none.
-        """
-        inside = {member: i for i, member in enumerate(region.nodes)}
-        wiring = tuple(
-            None
-            if s is None
-            else "root"
-            if s == region.root
-            else (inside[s[0]], s[1])
-            if s[0] in inside
-            else None
-            for s in sources
-        )
-
-        def make() -> tuple[list[Any], list[float]]:
-            return _joined(region.options, options, wiring, region.uses)
-
-        uses = tuple(region.uses)
-        joined = self._options(("region", region.options.key, options.key, wiring, uses), make)
-        if not joined.items:
-            return False
-        region.nodes.append(name)
-        region.sources.append(sources)
-        region.uses.extend((len(region.nodes) - 1, i) for i, w in enumerate(wiring) if w == "root")
-        region.options = joined
-        return True
-
-    def _enter(self, region: _Region) -> None:
+    def _enter(self, region: Region) -> None:
         """Make a region a variable: the layouts of all it makes, and what it wants of the values it
         takes from outside.
         """
@@ -346,7 +195,7 @@ class _Search:
         for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
             for index in range(len(items[0][position].results)):
                 layouts = tuple(item[position].results[index] for item in items)
-                self.native[name, index] = _Want(variable, (key, position, index), layouts)
+                self.native[name, index] = Want(variable, (key, position, index), layouts)
             for index, source in enumerate(sources):
                 if (
                     source is None
@@ -357,7 +206,7 @@ class _Search:
                 if source == region.root and (position, index) != region.uses[0]:
                     continue
                 layouts = tuple(item[position].operands[index] for item in items)
-                self.wants[source].append(_Want(variable, (key, position, -1 - index), layouts))
+                self.wants[source].append(Want(variable, (key, position, -1 - index), layouts))
 
     def _outputs(self) -> None:
         nodes = {node.name: node for node in self.program.module.graph.nodes}
@@ -378,90 +227,42 @@ class _Search:
                     found = found[:1]
                 return found, [0.0] * len(found)
 
-            options = self._options(("output", shape, signature, whole_only), make)
+            options = self.known.options(("output", shape, signature, whole_only), make)
             variable = self._variable(f"output {number}", options)
-            self.wants[value].append(_Want(variable, (options.key, 0), options.items))
+            self.wants[value].append(Want(variable, (options.key, 0), options.items))
 
     # -- conversions -------------------------------------------------------------------------------
-    def _conversions(self, value: Value, wants: list[_Want]) -> None:
+    def _convert(self, value: Value, wants: list[Want]) -> None:
         native = self.native[value]
-        if len(wants) > 1 and (copy := self._copy(value, native, wants)) is not None:
-            for want in wants:
-                self._shared(value, native, copy, want)
-            return
+        facts = Facts(self.element[value[0]][value[1]], self._gradient(value))
+        copy = self._copy(value, native, wants) if len(wants) > 1 else None
+        if copy is not None:
+            order = (native.variable, copy.variable)
+            self.tables.append(Table(order, self.conversions.copied(native, copy, facts)))
         for want in wants:
-            self.tables.append(
-                Table((native.variable, want.variable), self._matrix(value, native, want))
-            )
+            if copy is None:
+                costs = self.conversions.direct(native, want, facts)
+                self.tables.append(Table((native.variable, want.variable), costs))
+            else:
+                costs = self.conversions.nearer(native, copy, want, facts)
+                self.tables.append(Table((native.variable, copy.variable, want.variable), costs))
 
-    def _facts(self, value: Value) -> tuple[int, bool]:
-        return self.element[value[0]][value[1]], self._gradient(value)
-
-    def _matrix(self, value: Value, source: _Want, target: _Want) -> Array:
-        """Seconds to convert from each option of the source to each of the target."""
-        size, gradient = self._facts(value)
-        key = ("matrix", source.key, target.key, size, gradient)
-        if key not in self.known:
-            self.known[key] = self._between(source.layouts, target.layouts, size, gradient)
-        return self.known[key]
-
-    def _between(
-        self, sources: Sequence[Layout], targets: Sequence[Layout], size: int, gradient: bool
-    ) -> Array:
-        rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
-        columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
-        small = np.array([[self._seconds(a, b, size, gradient) for b in columns] for a in rows])
-        return small[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
-
-    def _seconds(self, source: Layout, target: Layout, size: int, gradient: bool) -> float:
-        key = (source, target, size, gradient)
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = path_seconds(
-                steps(source, target), gradient, size, self.world
-            )
-        return found
-
-    def _copy(self, value: Value, native: _Want, wants: list[_Want]) -> _Want | None:
-        """A variable for a second layout of the value; the first option, the native layout itself,
-        is no copy at all.
+    def _copy(self, value: Value, native: Want, wants: list[Want]) -> Want | None:
+        """A variable for a second layout of the value, one that two uses or more may want; its
+        first option is no copy at all. None where no layout is wanted twice.
         """
-        size, gradient = self._facts(value)
-        key = ("copy", native.key, tuple(want.key for want in wants), size, gradient)
 
         def make() -> tuple[list[Layout | None], list[float]]:
-            times: dict[Layout, int] = {}
-            for want in wants:
-                for layout in dict.fromkeys(want.layouts):
-                    times[layout] = times.get(layout, 0) + 1
+            times = Counter(layout for want in wants for layout in dict.fromkeys(want.layouts))
             shared = [layout for layout, count in times.items() if count > 1]
             return [None, *shared], [0.0] * (1 + len(shared))
 
-        options = self._options(key, make)
+        key = ("copy", native.key, tuple(want.key for want in wants))
+        options = self.known.options(key, make)
         if len(options.items) == 1:
             return None
-        variable = self._variable(f"copy {value}", options)
-        self.copies[value] = variable
-        kept = _Want(variable, (options.key, 0), options.items[1:])
-        if (cost_key := ("copied", *key)) not in self.known:
-            matrix = self._between(native.layouts, kept.layouts, size, gradient)
-            self.known[cost_key] = np.concatenate(
-                [np.zeros((len(native.layouts), 1)), matrix], axis=1
-            )
-        self.tables.append(Table((native.variable, variable), self.known[cost_key]))
-        return kept
-
-    def _shared(self, value: Value, native: _Want, copy: _Want, want: _Want) -> None:
-        """A use takes the value from where it is nearer: as it was made, or from its copy."""
-        size, gradient = self._facts(value)
-        key = ("shared", native.key, copy.key, want.key, size, gradient)
-        if key not in self.known:
-            direct = self._between(native.layouts, want.layouts, size, gradient)
-            through = self._between(copy.layouts, want.layouts, size, gradient)
-            nearer = np.minimum(direct[:, None, :], through[None, :, :])
-            self.known[key] = np.concatenate([direct[:, None, :], nearer], axis=1)
-        order = (native.variable, copy.variable, want.variable)
-        self.tables.append(Table(order, self.known[key]))
+        self.copies[value] = self._variable(f"copy {value}", options)
+        return Want(self.copies[value], (options.key, 0), options.items[1:])
 
     # -- the result --------------------------------------------------------------------------------
     def _plan(self, seconds: float, values: list[int]) -> Plan:
@@ -509,13 +310,14 @@ class _Search:
         spec, factors = self.notes.specs[name], self.notes.factors[name]
         if spec.product is None:
             return []
+        node = next(n for n in self.program.module.graph.nodes if n.name == name)
         sizes = ", ".join(
             f"{factor} = {' × '.join(str(a.size) for a in factors[factor])}"
             for factor in spec.sizes
             if spec.splittable(factor) and factors[factor]
         )
         return [
-            f"{name}: axis {axis.name} of {axis.size} divides none of {sizes}"
+            f"{where(node)}: axis {axis.name} of {axis.size} divides none of {sizes}"
             for axis, slot in zip(self.mesh.axes, strategy.slots, strict=True)
             if slot is None
         ]

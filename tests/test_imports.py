@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 ORDER = (
     "errors", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe", "program", "graphs",
     "simplify", "capture", "strategies", "pushback", "wire", "collectives", "conversion", "sharded", "local", "cost",
-    "constraint", "layouts", "elimination", "search", "lockstep", "passes", "ranks", "placement", "module", "verify",
+    "constraint", "layouts", "elimination", "regions", "conversions", "search", "lockstep", "passes", "ranks", "placement", "module", "verify",
     "report", "api", "cli", "",
 )  # fmt: skip
 

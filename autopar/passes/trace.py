@@ -210,7 +210,10 @@ def _held_inputs(
             continue
         aliases = tuple(names[id(value)])
         first[id(value)] = node
-        found[node] = Input(KINDS[spec.kind], node.name, aliases[0], aliases, value.requires_grad)
+        found[node] = Input(
+            KINDS[spec.kind], node.name, aliases[0], aliases, value.requires_grad,
+            persistent=spec.persistent is not False,
+        )  # fmt: skip
         tensors[aliases[0]] = value
     return found
 
