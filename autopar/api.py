@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -32,6 +32,7 @@ from .world import World
 
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
 Backend = str | Callable[..., Any] | None
+T = TypeVar("T")
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,12 +54,12 @@ class _Pipeline:
     def run(
         self,
         name: str,
-        program: Program,
-        step: Callable[[Program], Program],
+        given: T,
+        step: Callable[[T], Program],
         check: Callable[[Program], None],
     ) -> Program:
         start = time.perf_counter()
-        program = step(program)
+        program = step(given)
         check(program)
         self.graphs[name] = program.module
         self.seconds[name] = time.perf_counter() - start
@@ -102,7 +103,7 @@ def plan(
     """
     found = World.of(world)
     pipeline = _Pipeline()
-    source = pipeline.run("trace", _traced(model, inputs), lambda p: p, trace.check)
+    source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
     return _finished(
         pipeline, source, _planned(pipeline, _analysed(pipeline, source), found, layout), found
     )
@@ -188,15 +189,14 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
             "a plan from a file holds no graph: give apply the inputs too, so that it can trace "
             "the model again"
         )
-    source = _traced(model, inputs)
+    pipeline = _Pipeline()
+    source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
     if fingerprint(source) != plan.fingerprint:
         raise PlanError(
             f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives "
             f"{fingerprint(source)}: "
             f"plan again"
         )
-    pipeline = _Pipeline()
-    pipeline.graphs["trace"] = source.module
     program = dataclasses.replace(_analysed(pipeline, source), plan=plan)
     program = _rewritten(pipeline, program, World.of(max(1, plan.mesh.size)))
     return Ready(program if plan.mesh.axes else _on_one_rank(source, program), pipeline.graphs)
@@ -252,7 +252,10 @@ def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts
     never one inside another.
     """
     pipeline = _Pipeline()
-    source = ranks.together("tracing", lambda: _traced(model, inputs))
+    source = ranks.together(
+        "tracing",
+        lambda: pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check),
+    )
     ranks.agree("model", fingerprint(source))
     program = ranks.together("annotating", lambda: _analysed(pipeline, source))
     chosen: Program | None = None
@@ -269,7 +272,6 @@ def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts
         chosen.plan.to_json() if chosen is not None and chosen.plan is not None else None
     )
     program = dataclasses.replace(program, plan=Plan.from_json(data))
-    pipeline.graphs["trace"] = source.module
     return ranks.together(
         "rewriting",
         lambda: _finished(pipeline, source, _rewritten(pipeline, program, world), world),

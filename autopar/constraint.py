@@ -20,12 +20,13 @@ class Role:
     """What one mesh axis may do.
 
     `takes`: the loop dims of a product with a weight, among "mnk". `splits`: which atoms it may
-    split, "batch", "features" (what is neither batch nor sequence), "inner" (features less the
-    residual stream's), "unsequenced" (batch and features), "any". `elsewhere`: the same for ops
-    that are no product ("" is as `splits`), and "sequence": the residual stream is split on its
-    sequence, all else as "inner". `stored`: of parameters, "whole", "split", "any", or the loop dim
+    split, "batch", "features" (what is neither batch nor sequence), "residual" and "inner"
+    (features of the residual stream, and the others; a product with a weight that has none takes
+    any feature), "unsequenced" (batch and features), "any". `elsewhere`: the same for ops that are
+    no product ("" is as `splits`), and "sequence": the residual stream is split on its sequence,
+    all else as "inner". `stored`: of parameters, "whole", "split", "any", or the loop dim
     of their product that is split, "n" or "k". `spread`: ops that are no product split where they
-    can. `idle`: products without a weight (attention) may leave the axis idle.
+    can. `apart`: no other axis takes the same loop dim of a product with a weight.
     """
 
     takes: str = "mnk"
@@ -33,7 +34,7 @@ class Role:
     elsewhere: str = ""
     stored: str = "any"
     spread: bool = False
-    idle: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Kinds:
                 return number in self.batch
             case "sequence":
                 return number in self.sequence
+            case "residual":
+                return number in self.residual
             case "features":
                 return number not in self.batch | self.sequence
             case "unsequenced":
@@ -66,14 +69,10 @@ class Kinds:
 class Constraint:
     """What a layout asks of the nodes on a mesh: a role per axis, by module pattern (the first that
     fits; none: free).
-
-    `apart`: in a product with a weight no two axes take the same loop dim. `first` (ATP): what axis
-    0 takes at the first product.
     """
 
     name: str
-    rules: tuple[tuple[str, tuple[Role, ...]], ...] = ()
-    apart: bool = False
+    rules: tuple[tuple[str, tuple[Role, ...] | None], ...] = ()
     kinds: Kinds = field(default_factory=Kinds)
     letters: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict
@@ -112,10 +111,10 @@ class Constraint:
             ]
 
         if has_weight(spec):
-            return among(role.splits, role.takes) or idle
+            either = "features" if role.splits in ("residual", "inner") else role.splits
+            return among(role.splits, role.takes) or among(either, role.takes) or idle
         if spec.product is not None:
-            allowed = among(role.splits)
-            return [*allowed, *idle] if role.idle else allowed or idle
+            return among(role.splits) or idle
         if role.elsewhere == "sequence" and self._on_residual(factors):
             return among("sequence") or idle
         splits = "inner" if role.elsewhere == "sequence" else role.elsewhere or role.splits
@@ -133,18 +132,20 @@ class Constraint:
         )
 
     def joint(self, path: str, spec: Spec, found: Sequence[Strategy]) -> list[Strategy]:
-        """The strategies in which the axes of a product with a weight stay apart; all of them where
-        none does.
-        """
-        if not self.apart or self.roles(path) is None or not has_weight(spec):
+        """The strategies in which axes that shall stay apart do; all of them where none does."""
+        roles = self.roles(path)
+        if roles is None or not has_weight(spec):
             return list(found)
-        kept = []
-        for strategy in found:
-            letters = [letter(spec, slot.factor) for slot in strategy.slots if slot is not None]
-            planar = [x for x in letters if x in "nk"]
-            if len(set(planar)) == len(planar):
-                kept.append(strategy)
-        return kept or list(found)
+
+        def stay_apart(strategy: Strategy) -> bool:
+            letters = [slot and letter(spec, slot.factor) for slot in strategy.slots]
+            return all(
+                letters.count(taken) == 1
+                for taken, role in zip(letters, roles, strict=True)
+                if taken and role.apart
+            )
+
+        return [strategy for strategy in found if stay_apart(strategy)] or list(found)
 
     def storage(self, name: str, path: str, found: Sequence[Layout]) -> list[Layout]:
         """The stored layouts of a parameter that obey the layout: axis by axis, as far as its sizes

@@ -7,7 +7,6 @@ search does the rest, so that a named layout differs from "auto" in nothing but 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -74,8 +73,9 @@ _DATA = Role("m", "batch", stored="whole")
 _SHARDED_DATA = Role("m", "batch", stored="split")
 _TENSOR = Role("nk", "inner")
 _SEQUENCE = Role("nk", "inner", elsewhere="sequence")
-_PLANE = Role("nk", "features", idle=True)
-_CUBE = Role("mnk", "unsequenced", spread=True)
+_INNER = Role("nk", "inner", spread=True, apart=True)
+_OUTER = Role("nk", "residual", spread=True, apart=True)
+_CUBE = Role("mnk", "unsequenced", spread=True, apart=True)
 _SUMMA_ROW = Role("m", "batch", stored="k")
 _SUMMA_COLUMN = Role("n", "features", stored="n", spread=True)
 
@@ -102,13 +102,25 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
+    refused: LayoutError | None = None
+    fitting = False
     for grid in _grids(layout, ranks):
-        mesh, roles, apart = _mesh(grid, ranks)
-        _check_batch(layout, mesh, roles, kinds, program)
-        _check_inner(layout, mesh, roles, kinds, program)
-        name = layout if isinstance(layout, str) else str(layout)
-        panels = ("row", "col") if isinstance(grid, Grid25D) and grid.panels and grid.q > 1 else ()
-        yield mesh, Constraint(name, (("*", roles),), apart, kinds, letters, panels)
+        try:
+            mesh, roles = _mesh(grid, ranks)
+            _check_batch(grid, mesh, roles, kinds, program)
+            _check_inner(grid, mesh, roles, kinds, program)
+        except LayoutError as error:
+            refused = refused or error
+            continue
+        fitting = True
+        yield mesh, Constraint(str(layout), (("*", roles),), kinds, letters, _panels(grid))
+    if refused is not None and not fitting:
+        raise refused
+
+
+def _panels(grid: str | Grid) -> tuple[str, ...]:
+    """The axes of SUMMA's panels, where a layout has them."""
+    return ("row", "col") if isinstance(grid, Grid25D) and grid.panels and grid.q > 1 else ()
 
 
 def _meshes(ranks: int) -> Iterator[Mesh]:
@@ -168,27 +180,27 @@ def _factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...], bool]:
-    """The mesh of a layout, outer axis first, the role of each axis, and whether its axes stay
-    apart. Axes of size 1 are left out.
+def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...]]:
+    """The mesh of a layout, outer axis first, and the role of each axis. Axes of size 1 are left
+    out.
     """
-    apart = True
     match layout:
         case str():
             name, role = _ONE_AXIS[layout]
-            named, apart = [(name, ranks, role)], False
+            named = [(name, ranks, role)]
         case Grid2D():
             if layout.first not in ("column", "row"):
                 raise LayoutError(f"{layout}: `first` is 'column' or 'row'")
-            named = [("x", layout.d1, _PLANE), ("y", layout.d2, _PLANE)]
+            first, second = (_INNER, _OUTER) if layout.first == "column" else (_OUTER, _INNER)
+            named = [("x", layout.d1, first), ("y", layout.d2, second)]
         case Grid3D():
             named = [("x", layout.x, _CUBE), ("y", layout.y, _CUBE), ("z", layout.z, _CUBE)]
         case Grid4D():
             named = [
                 ("data", layout.data, _DATA),
                 ("z", layout.z, _SHARDED_DATA),
-                ("x", layout.x, _PLANE),
-                ("y", layout.y, _PLANE),
+                ("x", layout.x, _OUTER),
+                ("y", layout.y, _INNER),
             ]
         case Grid25D():
             if layout.q < layout.d:
@@ -209,7 +221,7 @@ def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...], bool]
             f"{layout} is for {sizes} = {mesh.size} ranks, the world has {ranks}: choose sizes "
             f"whose product is {ranks}"
         )
-    return mesh, tuple(role for *_, role in kept), apart
+    return mesh, tuple(role for *_, role in kept)
 
 
 def _hybrid(
@@ -232,20 +244,24 @@ def _hybrid(
     made = {pattern: _mesh(one, ranks) for pattern, one in layout.items() if one != "auto"}
     if not made:
         raise LayoutError("a dict with nothing but 'auto' says nothing; use layout='auto'")
-    mesh = max((m for m, _, _ in made.values()), key=lambda m: len(m.axes))
-    rules = []
-    for pattern, (own, roles, _) in made.items():
+    mesh = max((m for m, _ in made.values()), key=lambda m: len(m.axes))
+    rules: list[tuple[str, tuple[Role, ...] | None]] = []
+    for pattern, one in layout.items():
+        if pattern not in made:
+            rules.append((pattern, None))
+            continue
+        own, roles = made[pattern]
         if (own.names == mesh.names and own != mesh) or len(own.axes) not in (1, len(mesh.axes)):
             raise LayoutError(
-                f"layout {layout[pattern]} of {pattern!r} has mesh {own}, another one has {mesh}: "
+                f"layout {one} of {pattern!r} has mesh {own}, another one has {mesh}: "
                 "use grids of equal sizes"
             )
-        rules.append((pattern, roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)))
-        _check_batch(layout[pattern], mesh, rules[-1][1], kinds, program)
+        played = roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)
+        _check_batch(one, mesh, played, kinds, program)
+        rules.append((pattern, played))
     name = ", ".join(f"{pattern}: {one}" for pattern, one in layout.items())
-    return mesh, Constraint(
-        f"hybrid ({name})", tuple(rules), any(apart for *_, apart in made.values()), kinds, letters
-    )
+    panels = next((found for one in layout.values() if (found := _panels(one))), ())
+    return mesh, Constraint(f"hybrid ({name})", tuple(rules), kinds, letters, panels)
 
 
 # -- checks and facts ------------------------------------------------------------------------------
@@ -297,7 +313,7 @@ def _check_inner(
 
 def _kinds(program: Program, notes: Annotations) -> Kinds:
     """Batch: the outermost atom of the first input's first dim. Sequence: the second dim of token
-    ids. Residual: what most parameters have.
+    ids. Residual: see `_residual`.
     """
     sequence: set[int] = set()
     for entry in program.signature.inputs:
@@ -305,13 +321,32 @@ def _kinds(program: Program, notes: Annotations) -> Kinds:
         node = next(n for n in program.module.graph.nodes if n.name == entry.node)
         if entry.kind == "user" and len(dims) > 1 and not node.meta["val"].dtype.is_floating_point:
             sequence |= {atom.number for atom in dims[1]}
-    parameters = [entry.node for entry in program.signature.inputs if entry.kind == "parameter"]
-    counts = Counter(
-        atom.number for name in parameters for atoms in notes.dims[name, 0] for atom in atoms
-    )
     batch = frozenset() if notes.batch is None else frozenset({notes.batch.number})
-    residual = frozenset(number for number, _ in counts.most_common(1))
+    residual = _residual(program, notes)
     return Kinds(batch, frozenset(sequence) - residual, residual)
+
+
+def _residual(program: Program, notes: Annotations) -> frozenset[int]:
+    """Every second width in the chains of products, from the input of the first one on: that of the
+    residual stream, where there is one. A product that has the same kind of width on both sides
+    (BERT's head) changes nothing.
+    """
+    residual: set[int] = set()
+    inner: set[int] = set()
+    for node in program.module.graph.nodes:
+        spec = notes.specs.get(node.name)
+        if spec is None or not has_weight(spec):
+            continue
+        assert spec.product is not None
+        far, near = (
+            {atom.number for factor in role for atom in notes.factors[node.name][factor]}
+            for role in spec.product[1:]
+        )
+        if near & inner or (far & residual and not near & residual):
+            near, far = far, near
+        residual |= near - inner
+        inner |= far - residual
+    return frozenset(residual)
 
 
 def _letters(program: Program) -> dict[str, tuple[str, ...]]:

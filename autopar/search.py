@@ -311,16 +311,15 @@ class _Search:
         if spec.product is None:
             return []
         node = next(n for n in self.program.module.graph.nodes if n.name == name)
-        sizes = ", ".join(
-            f"{factor} = {' × '.join(str(a.size) for a in factors[factor])}"
-            for factor in spec.sizes
-            if spec.splittable(factor) and factors[factor]
-        )
-        return [
-            f"{where(node)}: axis {axis.name} of {axis.size} divides none of {sizes}"
-            for axis, slot in zip(self.mesh.axes, strategy.slots, strict=True)
-            if slot is None
-        ]
+        able = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
+        sizes = ", ".join(f"{f} = {' × '.join(str(a.size) for a in able[f])}" for f in able)
+        found = []
+        for axis, slot in zip(self.mesh.axes, strategy.slots, strict=True):
+            fits = any(a.size % axis.size == 0 for atoms in able.values() for a in atoms)
+            why = f"the layout leaves {sizes} to others" if fits else f"it divides none of {sizes}"
+            if slot is None:
+                found.append(f"{where(node)}: on axis {axis.name} of {axis.size} {why}")
+        return found
 
 
 def _look(spec: Spec, factors: dict[str, Any]) -> Hashable:

@@ -1,0 +1,70 @@
+"""Planning at full size: Llama-3-8B's widths on the meta device, without a process group or a GPU."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def plan(layers: int, ranks: int) -> None:
+    """Run in a process of its own, for its memory: prints what planning took and what was planned."""
+    import torch
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    import autopar
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        num_hidden_layers=layers,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(64, 4096, dtype=torch.int64)
+    started = time.process_time()
+    made = autopar.plan(model, ranks, {"input_ids": ids, "labels": ids.clone()})
+    facts = {
+        "seconds": time.process_time() - started,
+        "GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "ranks": made.mesh.size,
+        "passes": made.seconds_by_pass,
+        "parameters": len(made.stored),
+        "modelled": [made.seconds, made.comm_bytes, made.peak_bytes],
+        "group": torch.distributed.is_initialized(),
+        "meta": all(p.is_meta for p in model.parameters()),
+    }
+    print(json.dumps(facts))
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks"),
+    [(4, 8), *(pytest.param(32, ranks, marks=pytest.mark.slow) for ranks in (8, 64))],
+)
+def test_planning_a_model_on_meta(layers: int, ranks: int) -> None:
+    """Seconds of one core, and less than 2 GiB with torch and transformers in it."""
+    script = f"import test_planning; test_planning.plan({layers}, {ranks})"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {script}"],
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["seconds"] < 60, facts
+    assert facts["GiB"] < 2, facts
+    assert facts["ranks"] == ranks
+    assert facts["parameters"] == 3 + 9 * layers
+    assert min(facts["modelled"]) > 0
+    assert set(facts["passes"]) >= {"trace", "annotate", "chains", "choose", "rewrite", "emit"}
+    assert facts["passes"]["trace"] > 0.1
+    assert facts["meta"] and not facts["group"]
