@@ -229,6 +229,8 @@ def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
 def view(node: fx.Node) -> Spec:
     source = operands_of(node)[0]
     assert source is not None
+    if 0 in _shape(source):
+        return unsplit(node, found="rule")
     sizes, left, right, whole = view_factors(_shape(source), shape_of(value_of(node)))
     rest = (None,) * (len(operands_of(node)) - 1)
     return Spec((left, *rest), (right,), sizes, whole=whole, linear=(frozenset({0}),))

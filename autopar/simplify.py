@@ -197,6 +197,17 @@ def _item(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return node
 
 
+def _cat(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Empty tensors add nothing: what a rotary embedding of every feature leaves to the rest."""
+    parts, *rest = _args(node)
+    kept = [part for part in parts if part.meta["val"].numel()] or list(parts)[:1]
+    if len(kept) == 1 and _alike(kept[0].meta["val"], node.meta["val"]):
+        return kept[0]
+    if len(kept) < len(parts) and kept[0].meta["val"].dim() == node.meta["val"].dim():
+        node.args = (kept, *rest)
+    return node
+
+
 def _dropout(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
     """native_dropout gives (value, mask); where the mask is not used, one node; none if idle."""
     value, rate, training = _args(node)
@@ -224,6 +235,7 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten._unsafe_view.default: _reshape,
     aten.reshape.default: _same,
     aten.expand.default: _same,
+    aten.cat.default: _cat,
     aten.slice.Tensor: _same,
     aten._to_copy.default: _same,
     aten.type_as.default: _type_as,

@@ -214,7 +214,7 @@ def save(
     """plan.json, graph.txt (the rewritten graph to read) and loss.png."""
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.json")
-    (folder / "graph.txt").write_text(listing(par.graphs["rewrite"]), encoding="utf-8")
+    (folder / "graph.txt").write_text(listing(par.graph), encoding="utf-8")
     plot(folder / "loss.png", comparison)
 
 

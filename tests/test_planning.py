@@ -1,4 +1,4 @@
-"""Planning at full size: Llama-3-8B's widths on the meta device, without a process group or a GPU."""
+"""Planning at full size: Llama-3-8B's widths on the meta device, no process group, no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 def plan(layers: int, ranks: int) -> None:
-    """Run in a process of its own, for its memory: prints what planning took and what was planned."""
+    """Runs in a process of its own, for its memory: prints what planning took and gave."""
     import torch
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -53,11 +53,14 @@ def plan(layers: int, ranks: int) -> None:
 )
 def test_planning_a_model_on_meta(layers: int, ranks: int) -> None:
     """Seconds of one core, and less than 2 GiB with torch and transformers in it."""
-    script = f"import test_planning; test_planning.plan({layers}, {ranks})"
+    script = f"import sys; sys.path[:0] = {sys.path!r}; import test_planning; "
+    script += f"test_planning.plan({layers}, {ranks})"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {script}"],
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["seconds"] < 60, facts

@@ -1,4 +1,4 @@
-"""Ten seconds that say whether autopar works at all: plan, read, save, verify and run one small GPT."""
+"""Ten seconds that say whether autopar works at all: plan, read, save, verify, run one GPT."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gpt import GPT, Config
 
 import autopar
+from gpt import GPT, Config
 
 SMALL = Config(vocabulary=64, context=16, width=32, heads=4, layers=2)
 
@@ -33,7 +33,9 @@ def test_a_plan_needs_no_process_group(tmp_path: Path) -> None:
     assert autopar.Plan.load(tmp_path / "plan.json").to_json() == plan.to_json()
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("auto", 2), ("auto", 4), ("fsdp", 4), ("megatron", 4)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("auto", 2), ("auto", 4), ("fsdp", 4), ("megatron", 4)]
+)
 def test_several_ranks_compute_what_one_does(layout: str, ranks: int) -> None:
     model, inputs = small()
     check = autopar.verify(model, ranks, inputs, layout=layout)

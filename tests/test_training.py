@@ -1,4 +1,4 @@
-"""Real processes over gloo, float32, against one device: what each launch of train_ranks.py saw is held to the limits here."""
+"""Real gloo processes in float32 against one device: limits for what train_ranks.py saw."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ SECONDS = 180  # a launch that hangs is stopped after so many
 def launched(folder: Path, ranks: int, *tasks: str) -> dict[str, Any]:
     """What `ranks` processes of train_ranks.py saw in these tasks."""
     out = folder / "facts.json"
-    script = Path(__file__).with_name("train_ranks.py")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    here = Path(__file__).parent
+    paths = [str(here.parent), str(here), str(here.parent / "examples")]
+    environment = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.Popen(
-        [*start, str(script), str(out), *tasks],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
+        [*torchrun, "--nproc-per-node", str(ranks), str(here / "train_ranks.py"), str(out), *tasks],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment},
+    )
     try:
         output, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun ends the ranks, which have sessions of their own
+        process.send_signal(signal.SIGTERM)  # torchrun then ends its ranks
         output, _ = process.communicate(timeout=60)
         pytest.fail(f"{ranks} ranks did not end within {SECONDS} s:\n{output[-4000:]}")
     assert process.returncode == 0, output[-6000:]
@@ -100,10 +109,10 @@ def test_a_rank_that_fails_is_named_by_all(tmp_path: Path) -> None:
         "another model": "RankError: the ranks hold different models: rank 0",
         "a broken forward": "RankError: rank 1 of 2 failed while tracing: TraceError",
         "other inputs": "RankError: the ranks hold different models: rank 0",
-        "a resized parameter": "RankError: rank 1 of 2 failed while taking the parameters: PlanError",
+        "a resized parameter": "RankError: rank 1 of 2 failed while taking the parameters: Plan",
         "another plan": "RankError: the ranks hold different plans: rank 0",
         "broken on all": "TraceError",
-        "an unknown layout": "RankError: rank 0 of 2 failed while searching: LayoutError: unknown layout 'zero'",
+        "an unknown layout": "RankError: rank 0 of 2 failed while searching: LayoutError: unknown",
         "a larger world": "WorldError",
         "a larger plan": "WorldError: the plan is for 4 ranks (mesh",
     }

@@ -1,6 +1,7 @@
-"""What test_training.py starts under torchrun: trains on real gloo ranks, compares with one device, and writes what it saw as JSON.
+"""What test_training.py starts: trains on real gloo ranks and compares with one device.
 
-    torchrun --standalone --nproc-per-node 2 tests/train_ranks.py OUT TASK...
+    PYTHONPATH=.:tests:examples torchrun --standalone --nproc-per-node 2 \\
+        tests/train_ranks.py OUT TASK...
 
 Rank 0 writes OUT: {task: facts}. A task asserts nothing; the test that started it does.
 """
@@ -16,9 +17,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-root = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(root), str(root / "tests"), str(root / "examples")]
 
 import torch
 import torch.distributed as dist
@@ -45,8 +43,10 @@ def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
     return (found[1], found[0]) if isinstance(found, tuple) else (found.loss, found.logits)
 
 
-# -- one step after the other, on one device and on all ranks ----------------------------------------------------------------
-def trained(module: nn.Module, inputs: Any, whole: Callable[[str, Tensor], Tensor]) -> tuple[Tensor, Tensor, dict, dict]:
+# -- one step after the other, on one device and on all ranks --------------------------------------
+def trained(
+    module: nn.Module, inputs: Any, whole: Callable[[str, Tensor], Tensor]
+) -> tuple[Tensor, Tensor, dict, dict]:
     """(first loss, first logits, first gradients, parameters after STEPS steps), all whole."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     first: tuple[Any, ...] = ()
@@ -55,7 +55,8 @@ def trained(module: nn.Module, inputs: Any, whole: Callable[[str, Tensor], Tenso
         loss, logits = called(module, inputs)
         loss.backward()
         if not first:
-            gradients = {n: whole(n, p.grad) for n, p in module.named_parameters() if p.grad is not None}
+            grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+            gradients = {n: whole(n, grad) for n, grad in grads.items()}
             first = loss.detach().clone(), logits.detach(), gradients
         optimizer.step()
     return *first, {n: whole(n, p.detach()) for n, p in module.named_parameters()}  # type: ignore[return-value]
@@ -85,19 +86,23 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
 
 def together(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The error of all tensors as one long vector."""
-    return error(torch.cat([t.flatten() for t in found.values()]), torch.cat([expected[n].flatten() for n in found]))
+    flat = lambda tensors: torch.cat([tensors[n].flatten() for n in expected])  # noqa: E731
+    return error(flat(found), flat(expected))
 
 
 def told(parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters, zero where the gradient is rounding noise: AdamW takes a step of full length whatever the gradient's size, so
-    those entries go anywhere (the bias of attention's keys: softmax does not see it).
+    """The parameters, zero where the gradient is rounding noise: AdamW takes a step of full length
+    whatever the gradient's size, so those entries go anywhere (the bias of attention's keys, which
+    softmax does not see).
     """
-    largest = max(float(g.abs().max()) for g in gradients.values())
-    return {n: torch.where(gradients[n].abs() > 1e-6 * largest, p, 0.0) for n, p in parameters.items()}
+    least = 1e-6 * max(float(g.abs().max()) for g in gradients.values())
+    return {n: torch.where(gradients[n].abs() > least, p, 0.0) for n, p in parameters.items()}
 
 
 def compared(single: tuple[Any, ...], found: tuple[Any, ...]) -> Facts:
-    """Relative errors of what `trained` returned; gradients and parameters one by one, the worst with its name, and all in one."""
+    """Relative errors of what `trained` returned: of gradients and parameters the worst one with
+    its name, and all parameters in one.
+    """
     loss, _, gradients, parameters = found
     return {
         "loss": abs(float(loss - single[0]) / float(single[0])),
@@ -118,9 +123,9 @@ def sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# -- tasks -------------------------------------------------------------------------------------------------------------------
+# -- tasks -----------------------------------------------------------------------------------------
 def parity(name: str) -> Facts:
-    """Each layout against one device: what the design of the issue promises of real processes."""
+    """Each layout against one device."""
     model, inputs = example(name)
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     before = {n: p.detach().clone() for n, p in model.state_dict().items()}
@@ -147,7 +152,9 @@ def one_layout(model: nn.Module, inputs: Any, layout: str, single: tuple[Any, ..
         "full logits": error(full, single[1]),
         "names": names,
         "stored as": sorted(set(stored.values())),
-        "own shapes": all(tuple(p.to_local().shape) == par.layout(n).local_shape for n, p in par.named_parameters()),
+        "own shapes": all(
+            p.to_local().shape == par.layout(n).local_shape for n, p in par.named_parameters()
+        ),
         "graphs agree": len(set(everywhere(sha(par.graph.code + str(par.graph.graph))))) == 1,
         "plans agree": len(set(everywhere(sha(json.dumps(par.plan.to_json()))))) == 1,
     }
@@ -217,10 +224,10 @@ def dropout() -> Facts:
 
 
 def failing() -> Facts:
-    """What every rank raises, and after how many seconds, where rank 1 alone is wrong, or all are."""
+    """What every rank raises, after how many seconds, where rank 1 alone is wrong or all are."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model, inputs = example("gpt")
-    odd = dict(layers=3) if rank == 1 else {}
+    odd = {"layers": 3} if rank == 1 else {}
     other = models.Gpt(**odd)
 
     class Broken(models.Gpt):
@@ -256,7 +263,7 @@ def failing() -> Facts:
 
 
 def caught(work: Callable[[], Any]) -> str:
-    """"Type: message" of the ValueError that this raises; "" where it raises none."""
+    """ "Type: message" of the ValueError that this raises; "" where it raises none."""
     try:
         work()
     except ValueError as error:

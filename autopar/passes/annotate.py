@@ -71,7 +71,7 @@ def check(program: Program) -> None:
                     product = 1
                     for atom in atoms:
                         product *= atom.size
-                    assert product == size, f"{node.name}: atoms {atoms} for a dim of {size}"
+                    assert product == size or not size, f"{node.name}: atoms {atoms} for a dim of {size}"
 
 
 def _refuse_random(graph: fx.Graph) -> None:

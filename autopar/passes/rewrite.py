@@ -127,8 +127,7 @@ class _Rewriter:
         layout = (
             self.plan.stored.get(node.name) or self.inputs.get(node.name) or self._all(shape, R)
         )
-        self._make((node.name, 0), layout, new)
-        self.native[node.name, 0] = layout
+        self._born((node.name, 0), layout, new)
         self.layouts[node.name] = layout
         self.dtypes[node.name] = value_of(node).dtype
 
@@ -166,12 +165,10 @@ class _Rewriter:
             for index, layout in enumerate(choice.results):
                 item = self.graph.call_function(operator.getitem, (new, index))
                 self._describe(item, node, layout)
-                self._make((node.name, index), layout, item)
-                self.native[node.name, index] = layout
+                self._born((node.name, index), layout, item)
         else:
             assert len(values) == 1
-            self._make((node.name, 0), choice.results[0], new)
-            self.native[node.name, 0] = choice.results[0]
+            self._born((node.name, 0), choice.results[0], new)
 
     def _emit(
         self, node: fx.Node, operands: Any, layouts: Any, results: tuple[Layout, ...]
@@ -202,8 +199,16 @@ class _Rewriter:
                 new.meta[key] = node.meta[key]
         new.meta["source"], new.meta["layout"], new.meta["chain"] = node.name, layout, self.chain
 
+    def _plain(self, value: Value, layout: Layout) -> Layout:
+        """Where no gradient flows, I and R are the same state: it is called R."""
+        if value in self.notes.gradient or not layout.axes_of("I"):
+            return layout
+        states = tuple(R if state.kind == "I" else state for state in layout.states)
+        return Layout(layout.mesh, layout.shape, states)
+
     def _value(self, node: fx.Node, layout: Layout) -> fx.Node:
         value = producer(node)
+        layout = self._plain(value, layout)
         if value in self.native:
             return self._converted(value, layout)
         return self._free(node, layout)
@@ -211,6 +216,11 @@ class _Rewriter:
     def _make(self, value: Value, layout: Layout, node: fx.Node) -> None:
         self.made[value, layout] = node
         node.meta["value"] = value
+
+    def _born(self, value: Value, layout: Layout, node: fx.Node) -> None:
+        """Enter a value in the layout in which it is made."""
+        self.native[value] = self._plain(value, layout)
+        self._make(value, self.native[value], node)
 
     # -- conversions -------------------------------------------------------------------------------
     def _converted(self, value: Value, layout: Layout) -> fx.Node:
@@ -221,7 +231,7 @@ class _Rewriter:
             self.wishes.setdefault(value[0], []).append(layout)
         sources = [self.native[value]]
         if value in self.plan.copies:
-            sources.append(self.plan.copies[value])
+            sources.append(self._plain(value, self.plan.copies[value]))
         gradient = value in self.notes.gradient
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
         best = min(
