@@ -24,7 +24,7 @@ from .module import ParallelModule
 from .passes import annotate, chains, choose, emit, rewrite, trace
 from .passes import pipeline as panels
 from .plan import Plan
-from .program import Program
+from .program import Input, Program
 from .report.summary import summarised
 from .rules import shape_of
 from .verify import Check, compare, widened
@@ -41,7 +41,14 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
-    return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if not isinstance(inputs, tuple | list):
+        raise InputError(
+            "inputs are a tuple of positional arguments, a dict of keyword arguments, or one "
+            f"tensor, not {type(inputs).__name__}"
+        )
+    return tuple(inputs), {}
 
 
 class _Pipeline:
@@ -175,9 +182,10 @@ def apply(
     device_mesh = connect(mesh, device.type) if mesh.axes else None
     run = program.module if backend is None else torch.compile(program.module, backend=backend)
     program = dataclasses.replace(program, tensors=tensors)
+    seed = ranks.from_rank_0(torch.initial_seed())  # ranks that hold the same must drop the same
     return ranks.together(
         "placing the parameters",
-        lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), run),
+        lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), seed, run),
     )
 
 
@@ -214,16 +222,30 @@ def _current(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
     for entry in program.signature.inputs:
         if entry.kind not in ("parameter", "buffer"):
             continue
-        shape = program.layouts[entry.node].shape
         now = held.get(entry.target)
-        if now is None or tuple(now.shape) != shape:
-            found = "is gone" if now is None else f"is {tuple(now.shape)} now"
+        planned = _facts(program.layouts[entry.node].shape, program.dtypes[entry.node], entry)
+        found = "gone" if now is None else _facts(tuple(now.shape), now.dtype, entry, now)
+        if now is None or found != planned:
             raise PlanError(
-                f"{entry.kind} {entry.target} was {shape} when the model was planned and {found}: "
-                "plan again"
+                f"{entry.kind} {entry.target} was {planned} when the model was planned and is "
+                f"{found} now: plan again"
+            )
+        if any(held.get(name) is not now for name in entry.names):
+            raise PlanError(
+                f"{', '.join(entry.names)} were one tensor when the model was planned and are no "
+                "longer: plan again"
             )
         tensors[entry.target] = now
     return tensors
+
+
+def _facts(
+    shape: tuple[int, ...], dtype: torch.dtype, entry: Input, now: torch.Tensor | None = None
+) -> str:
+    """What the graph was made for, in words; of a parameter also whether it is trained."""
+    trained = entry.trainable if now is None else now.requires_grad
+    frozen = ", frozen" if entry.kind == "parameter" and not trained else ""
+    return f"{shape} {dtype}{frozen}"
 
 
 def parallelize(

@@ -64,7 +64,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         assert len(self.states) == len(self.mesh.axes), (self.states, str(self.mesh))
-        for dim in {state.dim for state in self.states if state.kind == "S"}:
+        for dim in self._digits:
             self._check_dim(dim)
 
     def _check_dim(self, dim: int) -> None:
@@ -89,12 +89,18 @@ class Layout:
 
     def digits(self, dim: int) -> tuple[Digit, ...]:
         """The digits that axes hold of `dim`, outermost first."""
-        found = [
-            Digit(axis.name, state.stride, axis.size)
-            for axis, state in zip(self.mesh.axes, self.states, strict=True)
-            if state.kind == "S" and state.dim == dim
-        ]
-        return tuple(sorted(found, key=lambda digit: -digit.stride))
+        return self._digits.get(dim, ())
+
+    @cached_property
+    def _digits(self) -> dict[int, tuple[Digit, ...]]:
+        found: dict[int, list[Digit]] = {}
+        for axis, state in zip(self.mesh.axes, self.states, strict=True):
+            if state.kind == "S":
+                found.setdefault(state.dim, []).append(Digit(axis.name, state.stride, axis.size))
+        return {
+            dim: tuple(sorted(digits, key=lambda digit: -digit.stride))
+            for dim, digits in found.items()
+        }
 
     def state(self, axis: str) -> State:
         return self.states[self.mesh.names.index(axis)]
@@ -107,7 +113,7 @@ class Layout:
                 shape[state.dim] //= axis.size
         return tuple(shape)
 
-    @property
+    @cached_property
     def local_size(self) -> int:
         return math.prod(self.local_shape)
 
@@ -269,19 +275,16 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     their joint group.
     """
     assert source.shape == target.shape and source.mesh == target.mesh
-    path: list[Step] = []
-    current = source
-    while current != target:
-        step = _next_step(current, target)
-        path.append(step)
-        current = step.after
-    return tuple(path)
+    if source == target:
+        return ()
+    step = _next_step(source, target)
+    return (step, *steps(step.after, target))
 
 
 def _next_step(current: Layout, target: Layout) -> Step:
     changes: dict[str, list[str]] = {}
-    for axis in current.mesh.names:
-        before, after = current.state(axis), target.state(axis)
+    names, pairs = current.mesh.names, zip(current.states, target.states, strict=True)
+    for axis, (before, after) in zip(names, pairs, strict=True):
         if before != after:
             kind = f"{before.kind}->{after.kind}"
             if kind == "S->S" and before.dim == after.dim:
@@ -300,7 +303,9 @@ def _next_step(current: Layout, target: Layout) -> Step:
     return _make_room(current, target)
 
 
+@lru_cache(maxsize=1 << 18)
 def _try(layout: Layout, axis: str, state: State) -> Layout | None:
+    """The layout with another state of one axis; None where that is no legal one."""
     try:
         return layout.with_state(axis, state)
     except LayoutError:

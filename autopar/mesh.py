@@ -60,6 +60,13 @@ class Mesh:
         if len(set(self.names)) != len(self.axes):
             raise WorldError(f"mesh {self} names an axis twice; give every axis its own name")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.axes)
+
     @staticmethod
     def parse(text: str) -> Mesh:
         """The mesh that `str(mesh)` gives, such as "data2.x2"; "" is the mesh of one rank. Raises

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._compat import pytree
-from .errors import InputError
+from .errors import InputError, PlanError
 from .layout import Layout
 from .mesh import Mesh
 from .placement import placements
@@ -19,6 +19,7 @@ from .plan import Plan
 from .program import Input, Program
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
+_OWN = ("graph", "graphs", "plan")
 
 
 class ParallelModule(nn.Module):
@@ -35,6 +36,7 @@ class ParallelModule(nn.Module):
         graphs: Mapping[str, fx.GraphModule],
         device_mesh: DeviceMesh | None,
         rank: int,
+        seed: int,
         run: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
@@ -49,7 +51,8 @@ class ParallelModule(nn.Module):
         self._held: list[str | None] = []
         for entry in program.signature.inputs:
             self._hold(entry)
-        self._seed = torch.initial_seed() % (1 << 62)
+        self._seed = seed % (1 << 62)
+        self.train(program.signature.training)
 
     # -- what it holds -----------------------------------------------------------------------------
     def _hold(self, entry: Input) -> None:
@@ -77,6 +80,9 @@ class ParallelModule(nn.Module):
     def _register(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
         module: nn.Module = self
         *path, last = name.split(".")
+        root = name.split(".")[0]
+        if hasattr(ParallelModule, root) or root in _OWN:
+            raise PlanError(f"a ParallelModule has a {root!r} of its own: rename {name} in the model")
         for part in path:
             if not hasattr(module, part):
                 module.add_module(part, nn.Module())
@@ -125,6 +131,12 @@ class ParallelModule(nn.Module):
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training != self._program.signature.training:
+            planned, called = ("eval", "train") if self.training else ("train", "eval")
+            raise InputError(
+                f"the model was planned in {planned} mode and is called in {called} mode, but the "
+                f"mode is part of the graph: plan again after model.{called}()"
+            )
         leaves, _ = self._leaves(args, kwargs)
         values = [self._feed(entry, leaves) for entry in self._program.signature.inputs]
         return self._returned(self._run(*values))
@@ -192,8 +204,18 @@ class ParallelModule(nn.Module):
                 f"detach it"
             )
         if isinstance(given, DTensor):
+            self._check_place(entry, given)
             return given.to_local()
         return layout.cut(given, self._coordinate) if layout.axes_of("S") else given
+
+    def _check_place(self, entry: Input, given: DTensor) -> None:
+        wanted = placements(self._program.layouts[entry.node])
+        if given.device_mesh != self._device_mesh or given.placements != wanted:
+            raise InputError(
+                f"input {entry.target} is a DTensor with placements {given.placements} on "
+                f"{given.device_mesh}, the plan wants {wanted} on {self._device_mesh}: give the "
+                "global tensor, or what `shard` makes of it"
+            )
 
     # -- what it returns ---------------------------------------------------------------------------
     def _returned(self, results: Any) -> Any:

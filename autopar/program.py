@@ -59,6 +59,7 @@ class Signature:
     fixed: tuple[
         tuple[int, Any], ...
     ] = ()  # (position, value) of the inputs that are no tensors: part of the trace
+    training: bool = True  # the model's mode, which is part of the trace too
 
 
 Value = tuple[str, int]  # a tensor of the graph: (node, index of the result)

@@ -28,6 +28,7 @@ import models
 from autopar.layout import Layout
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
+ON_FOUR = ("4d", "2.5d")  # these need several axes
 STEPS = 3
 Facts = dict[str, Any]
 
@@ -129,7 +130,8 @@ def parity(name: str) -> Facts:
     model, inputs = example(name)
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     before = {n: p.detach().clone() for n, p in model.state_dict().items()}
-    facts: Facts = {layout: one_layout(model, inputs, layout, single) for layout in LAYOUTS}
+    layouts = LAYOUTS + (ON_FOUR if dist.get_world_size() == 4 else ())
+    facts: Facts = {layout: one_layout(model, inputs, layout, single) for layout in layouts}
     facts["model untouched"] = all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     return facts
 

@@ -69,6 +69,7 @@ def trace(
         in_spec=pytree.tree_structure((args, kwargs)),
         out_spec=exported.call_spec.out_spec,
         fixed=fixed,
+        training=model.training,
     )
     return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
 

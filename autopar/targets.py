@@ -1,0 +1,345 @@
+"""What the command line plans and verifies: named models, and functions that return (model, inputs)."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import AutoparError
+
+
+class TargetError(AutoparError):
+    """A target of the command line that cannot be found, built or given such a batch."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model with its inputs, as `autopar.plan` takes them, and what to call it."""
+
+    name: str
+    model: nn.Module
+    inputs: Any
+
+    @property
+    def parameters(self) -> int:
+        """Their number; tied ones count once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of so many tokens each: the global batch of one step."""
+
+    samples: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.samples}x{self.sequence}"
+
+    @staticmethod
+    def parse(text: str) -> Batch:
+        """Reads "samples x sequence", as "64x4096". Raises TargetError for anything else."""
+        parts = text.lower().replace("×", "x").split("x")
+        if len(parts) != 2 or not all(part.strip().isdigit() and int(part) for part in parts):
+            raise TargetError(f"batch {text!r}: write samples x sequence, for example 64x4096")
+        return Batch(int(parts[0]), int(parts[1]))
+
+
+# -- the models ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Sizes:
+    """A decoder's sizes. `key_heads` and `inner` are Llama's; a GPT has as many key heads as heads
+    and an inner width of 4 · width.
+    """
+
+    family: str  # "gpt" or "llama"
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    context: int
+    key_heads: int = 0
+    inner: int = 0
+    tied: bool = False  # the output's weight is the embedding's
+
+    def small(self) -> Sizes:
+        """The same architecture in a size that one machine can train in float64: all the heads, but
+        of 4 features, two layers, a vocabulary with the same remainder to 256.
+        """
+        width = 4 * self.heads
+        return replace(
+            self,
+            layers=2,
+            width=width,
+            vocabulary=256 + self.vocabulary % 256,
+            inner=self.inner * width // self.width,
+        )
+
+
+def _gpt(layers: int, width: int, heads: int) -> Sizes:
+    return Sizes("gpt", layers, width, heads, 51200, 2048)
+
+
+def _llama(layers: int, width: int, heads: int, inner: int) -> Sizes:
+    return Sizes("llama", layers, width, heads, 128256, 8192, key_heads=8, inner=inner)
+
+
+# GPT-2: Radford et al. 2019. Llama 3: arXiv 2407.21783, table 3. GPTs of 5 to 640 billion
+# parameters: AxoNN's weak scaling (arXiv 2502.08145), with the vocabulary padded to 51,200.
+NAMED = {
+    "gpt2": Sizes("gpt", 12, 768, 12, 50257, 1024, tied=True),
+    "llama3-8b": _llama(32, 4096, 32, 14336),
+    "llama3-70b": _llama(80, 8192, 64, 28672),
+    "llama3-405b": _llama(126, 16384, 128, 53248),
+    "gpt-5b": _gpt(24, 4096, 32),
+    "gpt-10b": _gpt(32, 5120, 40),
+    "gpt-20b": _gpt(32, 7168, 56),
+    "gpt-40b": _gpt(38, 9216, 72),
+    "gpt-60b": _gpt(56, 9216, 72),
+    "gpt-80b": _gpt(42, 12288, 96),
+    "gpt-160b": _gpt(84, 12288, 96),
+    "gpt-320b": _gpt(96, 16384, 128),
+    "gpt-640b": _gpt(192, 16384, 128),
+}
+
+
+class GptAttention(nn.Module):
+    """Causal self-attention of (batch, sequence, width); query, key and value in one product."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads = sizes.heads
+        self.qkv = nn.Linear(sizes.width, 3 * sizes.width)
+        self.out = nn.Linear(sizes.width, sizes.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class GptBlock(nn.Module):
+    """One pre-norm layer of a GPT."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(sizes.width)
+        self.attention = GptAttention(sizes)
+        self.mlp_norm = nn.LayerNorm(sizes.width)
+        self.up = nn.Linear(sizes.width, 4 * sizes.width)
+        self.down = nn.Linear(4 * sizes.width, sizes.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    """GPT-2's architecture: `model(tokens, targets)` is the mean cross-entropy in nats."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.token = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.position = nn.Embedding(sizes.context, sizes.width)
+        self.blocks = nn.ModuleList(GptBlock(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        if sizes.tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """`tokens` and `targets` are int64 (batch, sequence); sequence is at most the context."""
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return _loss(self.head(self.norm(x)), targets)
+
+
+class LlamaAttention(nn.Module):
+    """Causal grouped-query attention of (batch, sequence, width) with rotary positions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.heads, self.key_heads = sizes.heads, sizes.key_heads
+        size = sizes.width // sizes.heads
+        self.q = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.k = nn.Linear(sizes.width, sizes.key_heads * size, bias=False)
+        self.v = nn.Linear(sizes.width, sizes.key_heads * size, bias=False)
+        self.out = nn.Linear(sizes.width, sizes.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q = _rotated(_heads(self.q(x), self.heads), cos, sin)
+        k = _rotated(_heads(self.k(x), self.key_heads), cos, sin)
+        v = _heads(self.v(x), self.key_heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class LlamaBlock(nn.Module):
+    """One pre-norm layer of Llama, with a gated feed-forward net."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.width, eps=1e-5)
+        self.attention = LlamaAttention(sizes)
+        self.mlp_norm = nn.RMSNorm(sizes.width, eps=1e-5)
+        self.gate = nn.Linear(sizes.width, sizes.inner, bias=False)
+        self.up = nn.Linear(sizes.width, sizes.inner, bias=False)
+        self.down = nn.Linear(sizes.inner, sizes.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """Llama 3's architecture: `model(tokens, targets)` is the mean cross-entropy in nats."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.head_size = sizes.width // sizes.heads
+        self.token = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(LlamaBlock(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width, eps=1e-5)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """`tokens` and `targets` are int64 (batch, sequence)."""
+        x = self.token(tokens)
+        angles = _angles(tokens.shape[1], self.head_size, tokens.device)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return _loss(self.head(self.norm(x)), targets)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """(batch, sequence, heads · size) to (batch, heads, sequence, size)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _angles(sequence: int, size: int, device: torch.device, base: float = 500_000.0) -> Tensor:
+    """The angle of every position and feature, (sequence, size); each half of the features has all
+    of the frequencies (arXiv 2104.09864, in the order that Llama's released weights have).
+    """
+    exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
+    angles = torch.arange(sequence, device=device).unsqueeze(1) * base**-exponents
+    return torch.cat((angles, angles), dim=-1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# -- from text to a target -------------------------------------------------------------------------
+def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) -> Target:
+    """The target that `text` names: one of NAMED, or "package.module:function".
+
+    A named model has bfloat16 parameters on the meta device. Where values are needed (`real`), it
+    is `Sizes.small` of it instead, in float32 on the CPU, and its name says so. `batch` None:
+    `samples` of the model's whole context (of 16 tokens where `real`). A function that takes
+    `batch` and `sequence` is given them. Raises TargetError.
+
+    >>> resolve("gpt2", Batch(8, 1024), 8).parameters
+    124439808
+    """
+    sizes = NAMED.get(text.lower())
+    if sizes is not None:
+        return _named(text.lower(), sizes, batch, samples, real)
+    if ":" not in text:
+        raise TargetError(
+            f"unknown target {text!r}: write package.module:function, a function that returns "
+            f"(model, inputs), or one of {', '.join(NAMED)}"
+        )
+    return _called(text, _function(text), batch)
+
+
+def _named(name: str, sizes: Sizes, batch: Batch | None, samples: int, real: bool) -> Target:
+    if real:
+        sizes = sizes.small()
+        name += f" cut down to {sizes.layers} layers of width {sizes.width}"
+    batch = batch or Batch(samples, 16 if real else sizes.context)
+    if batch.sequence > sizes.context:
+        raise TargetError(
+            f"batch {batch}: {name} reads at most {sizes.context} tokens, not {batch.sequence}"
+        )
+    family = {"gpt": Gpt, "llama": Llama}[sizes.family]
+    torch.manual_seed(0)
+    shape = (batch.samples, batch.sequence)
+    with torch.device("cpu" if real else "meta"):
+        model = family(sizes) if real else family(sizes).to(torch.bfloat16)
+        tokens, targets = (torch.randint(0, sizes.vocabulary, shape) for _ in range(2))
+    return Target(f"{name}, batch {batch}", model, (tokens, targets))
+
+
+def _function(text: str) -> Callable[..., Any]:
+    """Imports it, from the current folder too."""
+    path, _, name = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        missing = f"it imports {error.name!r}, which is not installed"
+        if error.name and (path == error.name or path.startswith(error.name + ".")):
+            missing = f"there is no module {error.name!r} here or among what is installed"
+        raise TargetError(f"target {text!r}: {missing}") from None
+    except Exception as error:
+        raise _blamed(text, f"importing {path}", error) from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        known = [n for n, v in vars(sys.modules[path]).items() if inspect.isfunction(v)]
+        names = ", ".join(n for n in known if not n.startswith("_")) or "none"
+        raise TargetError(f"target {text!r}: {path} has no function {name!r}; it has {names}")
+    return found
+
+
+def _called(text: str, function: Callable[..., Any], batch: Batch | None) -> Target:
+    arguments: dict[str, int] = {}
+    if batch is not None:
+        arguments = {"batch": batch.samples, "sequence": batch.sequence}
+        if not arguments.keys() <= inspect.signature(function).parameters.keys():
+            raise TargetError(
+                f"target {text!r} makes its own batch: leave --batch out, or let the function "
+                "take `batch` and `sequence`"
+            )
+    try:
+        result = function(**arguments)
+    except Exception as error:
+        raise _blamed(text, "calling it", error) from error
+    if (
+        not isinstance(result, tuple)
+        or len(result) != 2
+        or not isinstance(result[0], nn.Module)
+        or not isinstance(result[1], tuple | list | Mapping | Tensor)
+    ):
+        parts = result if isinstance(result, tuple) else (result,)
+        found = ", ".join(type(part).__name__ for part in parts)
+        raise TargetError(
+            f"target {text!r} returned ({found}): return (model, inputs), an nn.Module and a tuple "
+            "of positional or a dict of keyword arguments"
+        )
+    return Target(text if batch is None else f"{text}, batch {batch}", *result)
+
+
+def _blamed(text: str, doing: str, error: Exception) -> TargetError:
+    """The target's own error with the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return TargetError(f"target {text!r}: {doing} gave {type(error).__name__}: {error}{place}")
