@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .constraint import Constraint, Kinds, Role, has_weight, letter
+from .constraint import Constraint, Kinds, Role, atoms_of, kinds_of, letters_of, weighted
 from .errors import LayoutError
+from .graphs import module_path
 from .mesh import Axis, Mesh
-from .program import Annotations, Program
+from .program import Atom, Program
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         for mesh in _meshes(ranks):
             yield mesh, Constraint("auto")
         return
-    kinds, letters = _kinds(program, program.annotations), _letters(program)
+    kinds, letters = kinds_of(program), letters_of(program)
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
@@ -108,14 +109,14 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         try:
             mesh, roles = _mesh(grid, ranks)
             _check_batch(grid, mesh, roles, kinds, program)
-            _check_inner(grid, mesh, roles, kinds, program)
+            _check_products(grid, mesh, roles, kinds, program)
         except LayoutError as error:
             refused = refused or error
             continue
         fitting = True
         yield mesh, Constraint(str(layout), (("*", roles),), kinds, letters, _panels(grid))
     if refused is not None and not fitting:
-        raise refused
+        raise refused if layout == grid else LayoutError(f"no grid of {layout!r} fits: {refused}")
 
 
 def _panels(grid: str | Grid) -> tuple[str, ...]:
@@ -151,11 +152,7 @@ def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
         case "4d":
             found = [Grid4D(*sizes) for sizes in _factorings(ranks, 4)]
         case "2.5d":
-            found = [
-                Grid25D(q, ranks // q**2)
-                for q in range(1, ranks + 1)
-                if ranks % q**2 == 0 and q >= ranks // q**2
-            ]
+            found = [*_tesseracts(ranks)]
         case _:
             raise LayoutError(
                 f"unknown layout {layout!r}; known ones: {', '.join(NAMES)}, a Grid…, or a dict "
@@ -167,6 +164,15 @@ def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
             "4, 8, 9, 16, 18, 27 or 32"
         )
     return found
+
+
+def _tesseracts(ranks: int) -> list[Grid25D]:
+    """Every 2.5D grid of so many ranks."""
+    return [
+        Grid25D(q, ranks // q**2)
+        for q in range(1, ranks + 1)
+        if ranks % q**2 == 0 and q >= ranks // q**2
+    ]
 
 
 def _factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
@@ -184,6 +190,7 @@ def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...]]:
     """The mesh of a layout, outer axis first, and the role of each axis. Axes of size 1 are left
     out.
     """
+    named: list[tuple[str, int, Role]]
     match layout:
         case str():
             name, role = _ONE_AXIS[layout]
@@ -204,15 +211,23 @@ def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...]]:
             ]
         case Grid25D():
             if layout.q < layout.d:
+                fitting = ", ".join(f"Grid25D({one.q}, {one.d})" for one in _tesseracts(ranks))
                 raise LayoutError(
-                    f"{layout}: q must be at least d, or the copies outweigh what they save; use "
-                    f"Grid25D({layout.d}, {layout.q})"
+                    f"{layout}: q must be at least d, or the copies outweigh what they save; for "
+                    f"{ranks} ranks use {fitting or 'another layout'}"
                 )
             named = [
                 ("depth", layout.d, _DATA),
                 ("row", layout.q, _SUMMA_ROW),
                 ("col", layout.q, _SUMMA_COLUMN),
             ]
+        case _:
+            raise LayoutError(
+                f"{layout!r} is no layout: a name ({', '.join(NAMES)}), a Grid…, or a dict from "
+                "module pattern to these"
+            )
+    if any(not isinstance(size, int) or size < 1 for _, size, _ in named):
+        raise LayoutError(f"{layout}: sizes are whole numbers, 1 or more")
     kept = [(name, size, role) for name, size, role in named if size > 1]
     mesh = Mesh(tuple(Axis(name, size) for name, size, _ in kept))
     if mesh.size != ranks:
@@ -284,91 +299,41 @@ def _check_batch(
         )
 
 
-def _check_inner(
+def _check_products(
     layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program
 ) -> None:
-    """An axis that splits weights must divide a size of some weight."""
-    notes = program.annotations
-    assert notes is not None
-    parameters = [entry.node for entry in program.signature.inputs if entry.kind == "parameter"]
-    atoms = {
-        atom.number: atom for name in parameters for chain in notes.dims[name, 0] for atom in chain
-    }
+    """An axis must divide what it would split of more than half of the products with a weight, and
+    of the weights as they are stored.
+    """
+    products = [(module_path(node), atoms_of(program, node)) for node, _ in weighted(program)]
     for axis, role in zip(mesh.axes, roles, strict=True):
-        able = [
-            atom
-            for atom in atoms.values()
-            if role.takes != "m" and kinds.allowed(role.splits, atom)
-        ]
-        if role.takes != "m" and not any(
-            atom.size % axis.size == 0 and not atom.opaque for atom in able
-        ):
-            listed = ", ".join(str(atom.size) for atom in able) or "none"
+        unfit = [(path, sides) for path, sides in products if not _fits(axis, role, kinds, sides)]
+        if unfit and 2 * len(unfit) >= len(products):
+            listed = [
+                f"{path or 'the model'} (k = {_text(sides['k'])}, n = {_text(sides['n'])})"
+                for path, sides in unfit
+            ]
+            more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
             raise LayoutError(
                 f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on rows or columns "
-                f"of weights, but {axis.size} divides "
-                f"none of their sizes ({listed}): use fewer ranks on that axis or layout 'auto'"
+                f"of weights, but {axis.size} divides none that it could split in {len(unfit)} of "
+                f"{len(products)} products: {', '.join(listed[:3])}{more}; use an axis size that "
+                "divides them, other sizes in the model, or layout 'auto'"
             )
 
 
-def _kinds(program: Program, notes: Annotations) -> Kinds:
-    """Batch: the outermost atom of the first input's first dim. Sequence: the second dim of token
-    ids. Residual: see `_residual`.
-    """
-    sequence: set[int] = set()
-    for entry in program.signature.inputs:
-        dims = notes.dims.get((entry.node, 0), ())
-        node = next(n for n in program.module.graph.nodes if n.name == entry.node)
-        if entry.kind == "user" and len(dims) > 1 and not node.meta["val"].dtype.is_floating_point:
-            sequence |= {atom.number for atom in dims[1]}
-    batch = frozenset() if notes.batch is None else frozenset({notes.batch.number})
-    residual = _residual(program, notes)
-    return Kinds(batch, frozenset(sequence) - residual, residual)
+def _fits(axis: Axis, role: Role, kinds: Kinds, sides: Mapping[str, tuple[Atom, ...]]) -> bool:
+    """Whether an axis can split a product as its role asks, and its weight as it stores it."""
+
+    def able(atom: Atom) -> bool:
+        return atom.size % axis.size == 0 and not atom.opaque
+
+    used = [a for x in role.takes for a in sides[x] if kinds.allowed(role.splits, a)]
+    stored = sides[role.stored] if role.stored in ("n", "k") else ()
+    return (role.takes == "m" or any(able(a) for a in used)) and (
+        not stored or any(able(a) for a in stored)
+    )
 
 
-def _residual(program: Program, notes: Annotations) -> frozenset[int]:
-    """Every second width in the chains of products, from the input of the first one on: that of the
-    residual stream, where there is one. A product that has the same kind of width on both sides
-    (BERT's head) changes nothing.
-    """
-    residual: set[int] = set()
-    inner: set[int] = set()
-    for node in program.module.graph.nodes:
-        spec = notes.specs.get(node.name)
-        if spec is None or not has_weight(spec):
-            continue
-        assert spec.product is not None
-        far, near = (
-            {atom.number for factor in role for atom in notes.factors[node.name][factor]}
-            for role in spec.product[1:]
-        )
-        if near & inner or (far & residual and not near & residual):
-            near, far = far, near
-        residual |= near - inner
-        inner |= far - residual
-    return frozenset(residual)
-
-
-def _letters(program: Program) -> dict[str, tuple[str, ...]]:
-    """For every parameter that is the weight of a product: the loop dim of each of its dims."""
-    from .graphs import producer
-    from .rules import operands_of
-
-    assert program.annotations is not None
-    found: dict[str, tuple[str, ...]] = {}
-    parameters = {entry.node for entry in program.signature.inputs if entry.kind == "parameter"}
-    for node in program.module.graph.nodes:
-        spec = program.annotations.specs.get(node.name)
-        if spec is None or not has_weight(spec):
-            continue
-        for operand, dims in zip(operands_of(node), spec.operands, strict=True):
-            if (
-                operand is not None
-                and dims is not None
-                and producer(operand)[0] in parameters
-                and len(dims) > 1
-            ):
-                found[producer(operand)[0]] = tuple(
-                    letter(spec, dim[0]) if dim else "" for dim in dims
-                )
-    return found
+def _text(atoms: tuple[Atom, ...]) -> str:
+    return " × ".join(str(atom.size) for atom in atoms) or "1"

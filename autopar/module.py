@@ -48,7 +48,7 @@ class ParallelModule(nn.Module):
         self._mesh: Mesh = program.plan.mesh
         self._coordinate = self._mesh.coordinate(rank)
         self._run = program.module if run is None else run
-        self._held: list[str | None] = []
+        self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
         for entry in program.signature.inputs:
             self._hold(entry)
         self._seed = seed % (1 << 62)
@@ -82,7 +82,7 @@ class ParallelModule(nn.Module):
         *path, last = name.split(".")
         root = name.split(".")[0]
         if hasattr(ParallelModule, root) or root in _OWN:
-            raise PlanError(f"a ParallelModule has a {root!r} of its own: rename {name} in the model")
+            raise PlanError(f"a ParallelModule has its own {root!r}: rename {name} in the model")
         for part in path:
             if not hasattr(module, part):
                 module.add_module(part, nn.Module())
@@ -171,7 +171,8 @@ class ParallelModule(nn.Module):
         if entry.kind in ("coordinate", "constant"):
             return self.get_buffer(entry.node)
         if entry.kind == "buffer":
-            return self.get_buffer(entry.target)
+            now = self.get_buffer(entry.target)  # what the backward saves must not be written over
+            return now.clone() if entry.target in self._mutated else now
         held = self.get_parameter(entry.target)
         return held.to_local(grad_placements=held.placements) if isinstance(held, DTensor) else held
 

@@ -316,9 +316,9 @@ class _Search:
         found = []
         for axis, slot in zip(self.mesh.axes, strategy.slots, strict=True):
             fits = any(a.size % axis.size == 0 for atoms in able.values() for a in atoms)
-            why = f"the layout leaves {sizes} to others" if fits else f"it divides none of {sizes}"
+            why = f"may split none of {sizes} here" if fits else f"divides none of {sizes}"
             if slot is None:
-                found.append(f"{where(node)}: on axis {axis.name} of {axis.size} {why}")
+                found.append(f"{where(node)}: axis {axis.name} of {axis.size} {why}")
         return found
 
 

@@ -1,4 +1,6 @@
-"""What the command line plans and verifies: named models, and functions that return (model, inputs)."""
+"""What the command line plans and verifies: named models, and functions that return (model,
+inputs).
+"""
 
 from __future__ import annotations
 
@@ -304,10 +306,16 @@ def _function(text: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        known = [n for n, v in vars(sys.modules[path]).items() if inspect.isfunction(v)]
-        names = ", ".join(n for n in known if not n.startswith("_")) or "none"
+        names = ", ".join(_functions(path)) or "none"
         raise TargetError(f"target {text!r}: {path} has no function {name!r}; it has {names}")
     return found
+
+
+def _functions(path: str) -> list[str]:
+    """The public functions that a module itself defines, those that come first in it."""
+    found = inspect.getmembers(sys.modules[path], inspect.isfunction)
+    own = [f for name, f in found if f.__module__ == path and not name.startswith("_")]
+    return [f.__name__ for f in sorted(own, key=lambda f: f.__code__.co_firstlineno)][:8]
 
 
 def _called(text: str, function: Callable[..., Any], batch: Batch | None) -> Target:

@@ -11,10 +11,11 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe", "program", "graphs",
-    "simplify", "capture", "strategies", "pushback", "wire", "collectives", "conversion", "sharded", "local", "cost",
-    "constraint", "layouts", "elimination", "regions", "conversions", "search", "lockstep", "passes", "ranks", "placement", "module", "verify",
-    "report", "api", "cli", "",
+    "errors", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe", "program",
+    "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives", "conversion",
+    "sharded", "local", "cost", "constraint", "layouts", "elimination", "regions", "conversions",
+    "search", "lockstep", "passes", "ranks", "placement", "module", "verify", "report", "api",
+    "targets", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

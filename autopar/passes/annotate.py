@@ -71,7 +71,8 @@ def check(program: Program) -> None:
                     product = 1
                     for atom in atoms:
                         product *= atom.size
-                    assert product == size or not size, f"{node.name}: atoms {atoms} for a dim of {size}"
+                    fits = product == size or not size
+                    assert fits, f"{node.name}: atoms {atoms} for a dim of {size}"
 
 
 def _refuse_random(graph: fx.Graph) -> None:

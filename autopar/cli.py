@@ -1,0 +1,370 @@
+"""The command line: plan, verify and show, for people or (--json) for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from . import api
+from .errors import AutoparError, LayoutError, PlanError, WorldError
+from .layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from .plan import Plan
+from .targets import NAMED, Batch, Target, resolve
+from .world import World
+
+T = TypeVar("T")
+
+PATIENCE_S = 2.0  # what takes longer says that it is at work
+QUIET_S = 30.0  # between two such lines where nobody watches a terminal
+LOCKSTEP_RANKS = 8  # that verify runs where none are named
+WIDTH = 118  # columns of what goes to a file or a pipe
+GRIDS = {"atp": Grid2D, "3d": Grid3D, "4d": Grid4D, "2.5d": Grid25D}
+
+app = typer.Typer(
+    name="autopar",
+    help="The fastest layout of a PyTorch model on many devices, planned and proved on one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="package.module:function, a function that returns (model, inputs), or one of "
+        + ", ".join(NAMED),
+    ),
+]
+WorldOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WORLD", help="A preset's name or a JSON file; machines like this one if left out."
+    ),
+]
+RanksOption = Annotated[
+    int | None, typer.Option(min=1, help="Devices; left out: those of the world, 8 to verify.")
+]
+BatchOption = Annotated[
+    str | None,
+    typer.Option(metavar="SAMPLESxSEQUENCE", help="The global batch of one step, as 64x4096."),
+]
+LayoutOption = Annotated[
+    str,
+    typer.Option(
+        metavar="LAYOUT",
+        help="auto, ddp, fsdp, megatron, megatron-sp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, "
+        "3d:2,2,2, 4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2.",
+    ),
+]
+SaveOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the plan there, as JSON.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no more.")]
+PlanArgument = Annotated[
+    Path, typer.Argument(metavar="PLAN", help="A file that plan --save wrote.")
+]
+
+
+@app.command()
+def plan(
+    target: TargetArgument,
+    world: WorldOption = None,
+    ranks: RanksOption = None,
+    batch: BatchOption = None,
+    layout: LayoutOption = "auto",
+    save: SaveOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Choose a mesh and a layout for TARGET and say what a step costs. Needs no GPU, no memory for
+    the parameters.
+
+    Example: autopar plan llama3-8b --ranks 8 --batch 64x4096 --save plan.json
+    """
+    with _reporting(as_json):
+        if save is not None and not save.parent.is_dir():
+            raise FileNotFoundError(f"--save {save}: there is no folder {save.parent}")
+        found, wanted = read_world(world, ranks), read_layout(layout)
+        chosen = _target(target, batch, found.ranks)
+        start = time.perf_counter()
+        doing = f"planning {chosen.name} on {_ranks(found)}"
+        made = _watched(doing, lambda: api.plan(chosen.model, found, chosen.inputs, wanted))
+        seconds = time.perf_counter() - start
+        if save is not None:
+            made.save(save)
+        if as_json:
+            _print_json(_facts(made) | {"target": chosen.name, "parameters": chosen.parameters})
+            return
+        out = _console()
+        _line(out, "model", f"{chosen.name}: {_count(chosen.parameters)} parameters")
+        _show(out, made, found)
+        _line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
+
+
+@app.command()
+def verify(
+    target: TargetArgument,
+    world: WorldOption = None,
+    ranks: RanksOption = None,
+    batch: BatchOption = None,
+    layout: LayoutOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Prove a layout of TARGET: every rank in this one process, in float64, against the original.
+
+    A named model is cut down to two layers of all its heads, but narrow ones. Example: autopar
+    verify gpt2 --ranks 8 --layout 4d
+    """
+    with _reporting(as_json):
+        given = LOCKSTEP_RANKS if world is None and ranks is None else ranks
+        found, wanted = read_world(world, given), read_layout(layout)
+        chosen = _target(target, batch, max(16, found.ranks), real=True)
+        _refuse_meta(chosen)
+        doing = f"verifying {chosen.name} on {_ranks(found)}"
+        check = _watched(doing, lambda: api.verify(chosen.model, found, chosen.inputs, wanted))
+        if as_json:
+            facts = dataclasses.asdict(check) | {"layout": layout, "verified": True}
+            _print_json(facts | {"target": chosen.name, "parameters": chosen.parameters})
+            return
+        out = _console()
+        _line(out, "model", f"{chosen.name}: {_count(chosen.parameters)} parameters")
+        _line(out, "layout", layout)
+        out.print(f"[bold green]equal[/]    {escape(str(check))}", soft_wrap=True)
+
+
+@app.command()
+def show(path: PlanArgument, as_json: JsonOption = False) -> None:
+    """Print the table of a saved plan.
+
+    Example: autopar show plan.json
+    """
+    with _reporting(as_json):
+        made = _load(path)
+        if as_json:
+            _print_json(_facts(made))
+        else:
+            _show(_console(), made, None)
+
+
+def main() -> None:
+    """The entry of the `autopar` command and of `python -m autopar`."""
+    app()
+
+
+# -- what the options mean -------------------------------------------------------------------------
+def read_world(text: str | None, ranks: int | None) -> World:
+    """The world that --world and --ranks name together. Raises WorldError."""
+    if text is None:
+        here = World.of(ranks)
+        gpus = torch.cuda.device_count()
+        return World.of(gpus) if ranks is None and here.ranks == 1 < gpus else here
+    if text.endswith(".json") or Path(text).is_file():
+        world = _world_method("load")(text)
+        if ranks not in (None, world.ranks):
+            raise WorldError(
+                f"--ranks {ranks}: the world of {text} has {world.ranks} ranks; leave --ranks out"
+            )
+        return world
+    preset = _world_method("preset")
+    return preset(text) if ranks is None else preset(text, ranks=ranks)
+
+
+def _world_method(name: str) -> Callable[..., World]:
+    found = getattr(World, name, None)
+    if found is None:
+        raise WorldError("this autopar has no presets or files of worlds: leave --world out")
+    return found
+
+
+def read_layout(text: str) -> Layouts:
+    """A layout's name, or a grid as "4d:x=2,y=2", "atp:4,2". Raises LayoutError.
+
+    >>> read_layout("4d:x=2,data=4")
+    Grid4D(x=2, y=1, z=1, data=4)
+    """
+    name, colon, sizes = text.partition(":")
+    if text in NAMES:
+        return text
+    grid = GRIDS.get(name)
+    if not colon or grid is None:
+        raise LayoutError(
+            f"unknown layout {text!r}; known ones: {', '.join(NAMES)}, and with sizes "
+            f"{', '.join(GRIDS)}, as 4d:x=2,y=2"
+        )
+    fields = [field for field in dataclasses.fields(grid) if field.type in ("int", "str")]
+    names = [field.name for field in fields]
+    values: dict[str, Any] = {}
+    for position, part in enumerate(sizes.split(",")):
+        key, equals, value = (piece.strip() for piece in part.rpartition("="))
+        if not equals:
+            key = names[position] if position < len(names) else value
+        if key not in names or key in values:
+            raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage(names)}")
+        values[key] = _size(text, part, value) if key != "first" else value
+    missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
+    if missing:
+        raise LayoutError(f"layout {text!r} lacks {', '.join(missing)}{_usage(names)}")
+    return grid(**values)
+
+
+def _usage(names: list[str]) -> str:
+    return f"; it takes {', '.join(names)}, by position or as {names[0]}=2"
+
+
+def _size(text: str, part: str, value: str) -> int:
+    if not re.fullmatch("[0-9]+", value) or int(value) < 1:
+        raise LayoutError(f"layout {text!r}: {part!r} is no whole number of ranks from 1 on")
+    return int(value)
+
+
+def _target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
+    given = None if batch is None else Batch.parse(batch)
+    return _watched(f"building {text}", lambda: resolve(text, given, samples, real))
+
+
+def _refuse_meta(target: Target) -> None:
+    if any(p.is_meta for p in target.model.parameters()):
+        raise AutoparError(
+            f"{target.name} has parameters on the meta device: verify computes, so let the "
+            "function return a model with values, a small one"
+        )
+
+
+def _load(path: Path) -> Plan:
+    try:
+        return Plan.load(path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{path} is no plan, or is cut short: {error!r}; plan again") from None
+
+
+# -- what is printed -------------------------------------------------------------------------------
+def _console(stderr: bool = False) -> Console:
+    """On this moment's stdout or stderr (tracing puts another one in its place for a while); a file
+    is given columns enough for the table.
+    """
+    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+    if not console.is_terminal:
+        console.width = max(WIDTH, console.width)
+    return console
+
+
+def _line(out: Console, name: str, text: str) -> None:
+    out.print(f"[bold]{name:8}[/] {escape(text)}", soft_wrap=True)
+
+
+def _show(out: Console, made: Plan, world: World | None) -> None:
+    """The plan with its world; a warning where a step does not fit the memory of a device."""
+    _line(out, "world", str(world) if world is not None else made.world)
+    _line(out, "layout", made.layout)
+    out.print(made.table())
+    moved = f"{_amount(made.comm_bytes)}B"
+    _line(out, "modelled", f"{_time(made.seconds)} a step; a rank sends {moved}")
+    memory = f"{_memory(made.peak_bytes)} at the peak on each device"
+    if world is not None and made.peak_bytes > world.device.memory_bytes:
+        memory += f", [red]which has {_memory(world.device.memory_bytes)}: too little[/]"
+    out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
+
+
+def _facts(made: Plan) -> dict[str, Any]:
+    """What a program wants to know of a plan; every layout in it is in the file of --save."""
+    names = ("layout", "world", "fingerprint", "seconds", "comm_bytes", "peak_bytes")
+    facts = {name: getattr(made, name) for name in names}
+    return facts | {
+        "mesh": made.mesh.sizes,
+        "ranks": made.mesh.size,
+        "rows": [dataclasses.asdict(row) for row in made.rows],
+        "unsplit": list(made.unsplit),
+        "meshes": [{"mesh": mesh, "seconds": seconds} for mesh, seconds in made.meshes],
+        "seconds_by_pass": made.seconds_by_pass,
+    }
+
+
+def _print_json(facts: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+
+
+def _ranks(world: World) -> str:
+    return f"{world.ranks:,} rank{'s' if world.ranks > 1 else ''}"
+
+
+def _count(parameters: int) -> str:
+    return _amount(parameters).replace("G", "B").strip()
+
+
+def _amount(count: float) -> str:
+    """A number with the prefix of its thousands, as "8.03 G"."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {prefix}"
+    return f"{count:.0f} "
+
+
+def _memory(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+@contextmanager
+def _reporting(as_json: bool) -> Iterator[None]:
+    """A user's mistake: one red message and exit status 2; with --json on stdout, too."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (AutoparError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        if as_json:
+            _print_json({"error": type(error).__name__, "message": text})
+        message = f"[bold red]{type(error).__name__}:[/] [red]{escape(text)}[/]"
+        _console(stderr=True).print(message, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _watched(doing: str, work: Callable[[], T]) -> T:
+    """The result of `work`; after two seconds stderr says what is being done, and for how long.
+    What a model prints goes to stderr, too: stdout is for results.
+    """
+    done = threading.Event()
+    arguments = (doing, done, _console(stderr=True))
+    watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
+    watcher.start()
+    try:
+        with redirect_stdout(sys.stderr):
+            return work()
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _watch(doing: str, done: threading.Event, console: Console) -> None:
+    start = time.perf_counter()
+    if done.wait(PATIENCE_S):
+        return
+    if not console.is_terminal:
+        console.print(f"{escape(doing)} …", soft_wrap=True)
+        while not done.wait(QUIET_S):
+            seconds = time.perf_counter() - start
+            console.print(f"{escape(doing)} … {seconds:.0f} s", soft_wrap=True)
+        return
+    with console.status(escape(doing)) as status:
+        while not done.wait(0.5):
+            status.update(f"{escape(doing)} … {time.perf_counter() - start:.0f} s")

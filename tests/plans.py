@@ -1,0 +1,95 @@
+"""What tests of the whole pipeline share: plans drawn at random, and a model held against eager."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopar import api, search
+from autopar._compat import pytree
+from autopar.constraint import Constraint
+from autopar.conversions import Conversions
+from autopar.mesh import Mesh
+from autopar.passes import choose, trace
+from autopar.program import Program
+from autopar.verify import Check, compare, widened
+from autopar.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model that is traced once and verified under many plans."""
+
+    model: nn.Module
+    inputs: Any
+    program: Program
+    single: Program
+
+    def named(self, ranks: int, layout: str) -> Check:
+        """Verified under a named layout; raises LayoutError where it does not fit."""
+        world = World.of(ranks)
+        return self._compared(api._planned(api._Pipeline(), self.program, world, layout))
+
+    def at_random(self, mesh: str, seed: int) -> Check:
+        """Verified under a plan that draws one legal layout for every tensor and op."""
+        world = World.of(Mesh.parse(mesh).size)
+        plan = random_plan(self.program, mesh, world, seed)
+        program = dataclasses.replace(self.program, plan=plan)
+        return self._compared(api._rewritten(api._Pipeline(), program, world))
+
+    def _compared(self, several: Program) -> Check:
+        return compare(several, self.single, pytree.tree_leaves(api._arguments(self.inputs)), 1e-9)
+
+
+def subject(model: nn.Module, inputs: Any) -> Subject:
+    program = api._analysed(api._Pipeline(), widened(api._traced(model, inputs)))
+    one = World.of(1)
+    single = api._rewritten(api._Pipeline(), choose.choose(program, one, "auto"), one)
+    return Subject(model, inputs, program, single)
+
+
+def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:
+    """The search with the dice in the place of the minimum."""
+    draw = np.random.default_rng(seed)
+
+    def thrown(sizes: Any, *rest: Any) -> tuple[float, list[int]]:
+        return 0.0, [int(draw.integers(size)) for size in sizes]
+
+    def free(
+        _: Any, sources: Any, targets: Any, facts: Any
+    ) -> Any:  # the dice do not look at costs
+        return np.zeros((len(sources), len(targets)))
+
+    with (
+        mock.patch.object(search, "minimise", thrown),
+        mock.patch.object(Conversions, "_between", free),
+    ):
+        return search.search(program, Mesh.parse(mesh), world, Constraint("auto"), redundant=True)
+
+
+def assert_equal_to_eager(subject: Subject) -> None:
+    """The traced graph in float64 gives what the model gives: verify compares with the graph."""
+    model = copy.deepcopy(subject.model).double()
+    args, kwargs = pytree.tree_map(_double, api._arguments(subject.inputs))
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = {name: tensor.detach().clone() for name, tensor in held.items()}
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        wanted = model(*args, **kwargs)
+        found = trace.run(subject.program, args, kwargs, held)
+    finally:
+        torch.set_default_dtype(default)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def _double(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().double()
+    return value

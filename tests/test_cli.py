@@ -1,0 +1,310 @@
+"""The command line: what it prints for people and for programs, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from autopar import cli
+from autopar.errors import LayoutError, WorldError
+from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.targets import NAMED, Batch, TargetError, resolve
+from autopar.world import World
+from models import Mlp as MseMlp
+
+RED = "\x1b[31m"
+
+
+# -- targets that the tests name as "test_cli:..." -------------------------------------------------
+class Mlp(MseMlp):
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        y = self.down(nn.functional.gelu(self.up(x)))
+        return (y - target).square().mean()
+
+
+def tiny() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    print("a model that talks")
+    return Mlp(), (torch.randn(16, 64), torch.randn(16, 64))
+
+
+def tiny_of(batch: int, sequence: int) -> tuple[nn.Module, Any]:
+    return Mlp(sequence), {"x": torch.randn(batch, sequence), "target": torch.randn(1, sequence)}
+
+
+def on_meta() -> tuple[nn.Module, Any]:
+    with torch.device("meta"):
+        return Mlp(), (torch.randn(16, 64), torch.randn(16, 64))
+
+
+def broken() -> tuple[nn.Module, Any]:
+    raise RuntimeError("no weights today")
+
+
+def no_pair() -> nn.Module:
+    return Mlp()
+
+
+def run(*arguments: str, status: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    assert result.exit_code == status, (result.exception, result.output)
+    return result
+
+
+def refused(*arguments: str) -> str:
+    """The message of a refusal: one line on stderr after any progress, no traceback."""
+    result = run(*arguments, status=2)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr.strip().splitlines()[-1]
+
+
+# -- plan, show ------------------------------------------------------------------------------------
+def test_plan_prints_a_table_and_saves_what_show_prints(tmp_path: Path) -> None:
+    saved = str(tmp_path / "plan.json")
+    printed = run("plan", "gpt2", "--ranks", "8", "--batch", "8x128", "--save", saved).stdout
+    assert "gpt2, batch 8x128: 124 M parameters" in printed
+    assert "8 ranks of" in printed
+    assert "blocks.0-11.up" in printed
+    assert " at the peak on each device" in printed
+    shown = run("show", saved).stdout
+    assert table(shown) == table(printed)
+    assert len(table(shown)) > 10
+    facts = json.loads(run("show", saved, "--json").stdout)
+    assert facts["ranks"] == 8
+    assert facts["seconds"] > 0
+    assert any(row["subgraph"] == "blocks.0-11.up" for row in facts["rows"])
+
+
+def table(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("│")]
+
+
+def test_plan_as_json_is_all_of_stdout() -> None:
+    arguments = ("plan", "test_cli:tiny", "--ranks", "4", "--layout", "ddp", "--json")
+    result = run(*arguments)
+    facts = json.loads(result.stdout)
+    assert facts["target"] == "test_cli:tiny"
+    assert facts["parameters"] == 64 * 256 * 2 + 64 + 256
+    assert facts["mesh"] == {"data": 4}
+    # a ring sends 2 · 3/4 of every gradient, and of the loss
+    gradients = 2 * 3 / 4 * 4 * facts["parameters"]
+    assert facts["comm_bytes"] == pytest.approx(gradients, rel=0.001)
+    assert set(facts["seconds_by_pass"]) >= {"trace", "choose", "emit"}
+    assert "a model that talks" in result.stderr
+
+
+def test_plan_takes_a_grid_and_a_batch() -> None:
+    arguments = ("--ranks", "4", "--layout", "4d:x=2,y=2", "--batch", "8x64", "--json")
+    facts = json.loads(run("plan", "test_cli:tiny_of", *arguments).stdout)
+    assert facts["mesh"] == {"x": 2, "y": 2}
+    assert facts["target"] == "test_cli:tiny_of, batch 8x64"
+
+
+def test_a_plan_needs_no_values() -> None:
+    facts = json.loads(run("plan", "test_cli:on_meta", "--ranks", "2", "--json").stdout)
+    assert facts["ranks"] == 2
+
+
+# -- verify ----------------------------------------------------------------------------------------
+def test_verify_a_function() -> None:
+    printed = run("verify", "test_cli:tiny", "--ranks", "8", "--layout", "4d").stdout
+    assert "8 ranks equal one" in printed
+
+
+@pytest.mark.parametrize(("name", "layout"), [("gpt2", "4d:x=2,y=2"), ("llama3-8b", "megatron")])
+def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
+    arguments = ("verify", name, "--ranks", "4", "--layout", layout, "--json")
+    facts = json.loads(run(*arguments).stdout)
+    assert facts["verified"] is True
+    assert facts["ranks"] == 4
+    assert facts["target"].startswith(f"{name} cut down to 2 layers of width ")
+    assert max(facts["loss_error"], facts["grad_error"], facts["step_error"]) < 1e-9
+    assert facts["nodes"] > 50
+
+
+# -- refusals --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "gpt9"), "TargetError: unknown target 'gpt9': write package.module:function"),
+        (("plan", "no_such:f"), "there is no module 'no_such' here"),
+        (
+            ("plan", "test_cli:nothing"),
+            "test_cli has no function 'nothing'; it has tiny, tiny_of, on_meta, broken",
+        ),
+        (("plan", "test_cli:broken"), "calling it gave RuntimeError: no weights today at "),
+        (("plan", "test_cli:no_pair"), "returned (Mlp): return (model, inputs)"),
+        (("plan", "test_cli:tiny", "--batch", "8x8"), "makes its own batch: leave --batch out"),
+        (("plan", "gpt2", "--batch", "8"), "batch '8': write samples x sequence"),
+        (("plan", "gpt2", "--batch", "8x0"), "batch '8x0': write samples x sequence"),
+        (("plan", "gpt2", "--batch", "8x2048"), "gpt2 reads at most 1024 tokens, not 2048"),
+        (("plan", "gpt2", "--layout", "5d"), "LayoutError: unknown layout '5d'; known ones: auto"),
+        (("plan", "gpt2", "--world", "no/such.json"), "Error: "),
+        (("verify", "test_cli:on_meta"), "parameters on the meta device"),
+        (("verify", "test_cli:tiny", "--ranks", "3", "--layout", "ddp"), "a batch of 16"),
+        (("show", "no_such_plan.json"), "no_such_plan.json: No such file or directory"),
+        (("plan", "gpt2", "--save", "no_such_folder/x.json"), "there is no folder no_such_folder"),
+    ],
+)
+def test_a_mistake_is_one_clean_message(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def test_a_message_is_red_on_a_terminal() -> None:
+    environment = {"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": ""}
+    result = CliRunner().invoke(cli.app, ["plan", "gpt9"], env=environment, color=True)
+    assert result.exit_code == 2
+    assert RED in result.stderr
+
+
+def test_a_mistake_as_json() -> None:
+    facts = json.loads(run("plan", "gpt9", "--json", status=2).stdout)
+    assert facts["error"] == "TargetError"
+    assert facts["message"].startswith("unknown target 'gpt9'")
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"version": 1}', "[1]", "no json", '{"version": 1, "mesh": 3}']
+)
+def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    assert "PlanError: " in refused("show", str(tmp_path / "plan.json"))
+
+
+# -- the world -------------------------------------------------------------------------------------
+def test_a_world_by_name_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = staticmethod(lambda name, ranks=2: World.of(ranks))
+    monkeypatch.setattr(World, "preset", preset, raising=False)
+    monkeypatch.setattr(World, "load", staticmethod(lambda path: World.of(6)), raising=False)
+    assert cli.read_world("dgx-h100", 16).ranks == 16
+    assert cli.read_world("dgx-h100", None).ranks == 2
+    assert cli.read_world("world.json", None).ranks == cli.read_world("world.json", 6).ranks == 6
+    with pytest.raises(WorldError, match="--ranks 8: the world of world"):
+        cli.read_world("world.json", 8)
+    assert cli.read_world(None, 8) == World.of(8)
+
+
+# -- the parts -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("auto", "auto"),
+        ("2.5d", "2.5d"),
+        ("4d:x=2,y=2,z=2,data=2", Grid4D(2, 2, 2, 2)),
+        ("4d:2,data=4", Grid4D(2, data=4)),
+        ("2.5d:q=2,d=2", Grid25D(2, 2)),
+        ("atp:4,2", Grid2D(4, 2)),
+        ("atp:4, 2, first=row", Grid2D(4, 2, "row")),
+        ("3d:2,2,2", Grid3D(2, 2, 2)),
+    ],
+)
+def test_layouts_as_text(text: str, layout: Any) -> None:
+    assert cli.read_layout(text) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ddp:2", "unknown layout 'ddp:2'"),
+        ("4d:w=2", "'w=2' is no size of 4d; it takes x, y, z, data"),
+        ("4d:x=2,x=2", "'x=2' is no size of 4d"),
+        ("4d:x=two", "'x=two' is no whole number of ranks"),
+        ("4d:", "'' is no whole number"),
+        ("3d:2,2", "lacks z"),
+        ("3d:2,2,2,2", "'2' is no size of 3d"),
+    ],
+)
+def test_layouts_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        cli.read_layout(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt2", 0.124), ("llama3-8b", 8.03), ("llama3-70b", 70.6), ("llama3-405b", 405.9)],
+)
+def test_published_sizes(name: str, billions: float) -> None:
+    target = resolve(name, Batch(2, 16), 1)
+    assert target.parameters / 1e9 == pytest.approx(billions, rel=0.005)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in target.model.parameters())
+    assert [tuple(t.shape) for t in target.inputs] == [(2, 16), (2, 16)]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMED if name.startswith("gpt-")])
+def test_the_sizes_of_axonn_are_their_names(name: str) -> None:
+    billions = float(name.removeprefix("gpt-").removesuffix("b"))
+    assert resolve(name, None, 1).parameters / 1e9 == pytest.approx(billions, rel=0.07)
+
+
+def test_llama_is_the_published_architecture() -> None:
+    """The same numbers as transformers' Llama with the same weights."""
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    ours = resolve("llama3-8b", Batch(2, 16), 1, real=True)
+    sizes = NAMED["llama3-8b"].small()
+    config = LlamaConfig(
+        hidden_size=sizes.width, num_attention_heads=sizes.heads, num_hidden_layers=sizes.layers,
+        num_key_value_heads=sizes.key_heads, intermediate_size=sizes.inner, rms_norm_eps=1e-5,
+        vocab_size=sizes.vocabulary, max_position_embeddings=sizes.context,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(config)
+    theirs.load_state_dict({their_name(n): t for n, t in ours.model.state_dict().items()})
+    tokens, targets = ours.inputs
+    logits = theirs(tokens).logits
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert ours.model(tokens, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def their_name(name: str) -> str:
+    pairs = {
+        "blocks.": "model.layers.", "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm", "attention.out": "self_attn.o_proj",
+        "gate.": "mlp.gate_proj.", "up.": "mlp.up_proj.", "down.": "mlp.down_proj.",
+        "token.": "model.embed_tokens.", "head.": "lm_head.",
+    }  # fmt: skip
+    for letter in "qkv":
+        pairs[f"attention.{letter}."] = f"self_attn.{letter}_proj."
+    if name.startswith("norm."):
+        return f"model.{name}"
+    for ours, theirs in pairs.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def test_batches_as_text() -> None:
+    assert Batch.parse("64x4096") == Batch.parse("64 × 4096") == Batch(64, 4096)
+    with pytest.raises(TargetError, match="64x4096"):
+        Batch.parse("64x4096x2")
+
+
+def test_progress_after_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.PATIENCE_S == 2.0
+    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
+    assert cli._watched("counting", lambda: time.sleep(0.5) or 3) == 3
+    assert cli._watched("resting", lambda: 4) == 4
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "counting …\n"
+
+
+def test_python_m_autopar() -> None:
+    command = [sys.executable, "-m", "autopar", "plan", "gpt9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("TargetError: unknown target 'gpt9'")
+    assert len(done.stderr.splitlines()) == 1
