@@ -173,8 +173,8 @@ def apply(
     mesh = plan.mesh
     if ranks.running() != max(1, mesh.size):
         raise WorldError(
-            f"the plan is for {mesh.size} ranks (mesh {mesh or 'of one rank'}), {ranks.running()} "
-            "are running: plan for "
+            f"the plan is for {mesh.size} ranks (mesh {str(mesh) or 'of one rank'}), "
+            f"{ranks.running()} are running: plan for "
             f"{ranks.running()}, or start {mesh.size} with torchrun and call "
             "torch.distributed.init_process_group"
         )

@@ -7,6 +7,7 @@ search does the rest, so that a named layout differs from "auto" in nothing but 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -323,16 +324,16 @@ def _check_products(
 
 
 def _fits(axis: Axis, role: Role, kinds: Kinds, sides: Mapping[str, tuple[Atom, ...]]) -> bool:
-    """Whether an axis can split a product as its role asks, and its weight as it stores it."""
+    """Whether the sizes allow an axis to split a product as its role asks, and its weight as it is
+    stored. (Heads that are too few for the axis are no error: attention is then computed whole.)
+    """
 
-    def able(atom: Atom) -> bool:
-        return atom.size % axis.size == 0 and not atom.opaque
+    def divided(letter: str, splits: str) -> bool:
+        size = math.prod(a.size for a in sides[letter] if kinds.allowed(splits, a))
+        return size % axis.size == 0
 
-    used = [a for x in role.takes for a in sides[x] if kinds.allowed(role.splits, a)]
-    stored = sides[role.stored] if role.stored in ("n", "k") else ()
-    return (role.takes == "m" or any(able(a) for a in used)) and (
-        not stored or any(able(a) for a in stored)
-    )
+    used = role.takes == "m" or any(divided(letter, role.splits) for letter in role.takes)
+    return used and (role.stored not in ("n", "k") or divided(role.stored, "any"))
 
 
 def _text(atoms: tuple[Atom, ...]) -> str:

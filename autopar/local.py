@@ -200,6 +200,23 @@ def _mean(call: Call) -> fx.Node:
     return mean if local == whole else call.emit(aten.mul.Tensor, mean, local / whole)
 
 
+@_for(
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy_with_logits.default,
+)
+def _elementwise_loss(call: Call) -> fx.Node:
+    loss, values = call.again(call.values()), bound(call.node)
+    if _REDUCTIONS[values["reduction"]] != "mean":
+        return loss
+    layouts = [layout for layout in call.operand_layouts if layout is not None]
+    split = {axis for layout in layouts for axis in layout.axes_of("S")}
+    parts = math.prod(layouts[0].mesh.sizes[axis] for axis in split)
+    return loss if parts == 1 else call.emit(aten.mul.Tensor, loss, 1 / parts)
+
+
 # -- sharded implementations -----------------------------------------------------------------------
 def _axes(layout: Layout | None, dim: int) -> tuple[str, ...]:
     assert layout is not None

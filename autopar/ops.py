@@ -177,7 +177,11 @@ def pointwise(node: fx.Node) -> Spec:
     """Right-aligned broadcast: a dim of the result is a factor of every operand that has it at full
     size.
     """
-    shape = shape_of(results_of(node)[0])
+    return _entries(node, shape_of(results_of(node)[0]))
+
+
+def _entries(node: fx.Node, shape: tuple[int, ...]) -> Spec:
+    """The rule of an op that makes each entry of a tensor of this shape for itself."""
     sizes: dict[str, int] = {}
     result = tuple(_named(shape, sizes))
     operands: list[Dims | None] = []
@@ -436,6 +440,26 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> Spec:
 def summed(node: fx.Node) -> Spec:
     """A sum is partial over a split dim that it sums; so is a mean, once scaled (see local.py)."""
     return _reduction(node, summed=True)
+
+
+@spec(
+    (
+        aten.mse_loss.default,
+        aten.l1_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.huber_loss.default,
+        aten.binary_cross_entropy_with_logits.default,
+    )
+)
+def elementwise_loss(node: fx.Node) -> Spec:
+    """A loss entry by entry, then kept, summed, or averaged over all entries (see local.py)."""
+    shapes = [_shape(n) for n in operands_of(node)[:2] if n is not None]
+    if shapes[0] != shapes[1]:
+        return unsplit(node)  # torch.nn.functional expands them first, so this is rare
+    entries = dataclasses.replace(_entries(node, shapes[0]), linear=())
+    if bound(node)["reduction"] == 0:
+        return entries
+    return dataclasses.replace(entries, results=((),), sum=frozenset(entries.sizes))
 
 
 @spec(

@@ -100,7 +100,9 @@ class Plan:
 
     def table(self) -> Table:
         """The plan for people: one line a subgraph. Print it with rich."""
-        title = f"mesh {self.mesh or 'of one rank'}, {self.seconds * 1e3:.1f} ms a step modelled"
+        title = (
+            f"mesh {str(self.mesh) or 'of one rank'}, {self.seconds * 1e3:.1f} ms a step modelled"
+        )
         table = Table(title=title, title_justify="left", caption_justify="left")
         for name in ("subgraph", "layout", "collectives"):
             table.add_column(name, overflow="fold")

@@ -291,6 +291,28 @@ REDUCTIONS = [
         for f in (aten.amax.default, aten.amin.default, aten.var.correction, aten.var.dim)
     ),
     call(aten.amax.default, real(6, 12), note="all"),
+    *(
+        call(f, real(6, 12), real(6, 12), reduction, note=str(reduction))
+        for f in (
+            aten.mse_loss.default,
+            aten.l1_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+        )
+        for reduction in (0, 1, 2)
+    ),
+    *(
+        call(
+            aten.binary_cross_entropy_with_logits.default,
+            real(6, 12),
+            real(6, 12),
+            None,
+            real(12),
+            reduction,
+            note=str(reduction),
+        )
+        for reduction in (0, 1, 2)
+    ),
     call(aten.var.correction, real(6, 12), correction=0, keepdim=True, note="all"),
     call(aten.argmax.default, real(6, 12), -1, note="last"),
     *(call(f, flags(6, 12), 1) for f in (aten.any.dim, aten.all.dim)),
