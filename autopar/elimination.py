@@ -52,6 +52,7 @@ def minimise(
     for tables that fit in memory.
     """
     memo = {} if memo is None else memo
+    tables = _without_settled(tables)
     held: list[dict[int, Table]] = [{} for _ in sizes]
     count = itertools.count()
 
@@ -80,6 +81,22 @@ def minimise(
     for variable, neighbours, best in reversed(eliminated):
         values[variable] = int(best[tuple(values[n] for n in neighbours)])
     return constant, values
+
+
+def _without_settled(tables: Sequence[Table]) -> list[Table]:
+    """The tables without variables of one value only: those tie nothing together, though all layers
+    may hang on one (on rotary angles, say), and an array has at most 64 dims.
+    """
+    known: dict[int, NDArray[np.float64]] = {}  # by identity, which the layers share
+    found = []
+    for variables, costs in tables:
+        open_variables = tuple(
+            v for v, size in zip(variables, costs.shape, strict=True) if size > 1
+        )
+        if len(open_variables) < len(variables):
+            costs = known.setdefault(id(costs), costs.squeeze())
+        found.append(Table(open_variables, costs))
+    return found
 
 
 def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:

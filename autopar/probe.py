@@ -110,9 +110,13 @@ def _sample(value: Tensor, seed: int, positive: bool) -> Tensor:
     return torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128) if x.is_complex() else x.double()
+
+
 def _equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(
-        a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-12, atol=1e-12)
+        a.shape == b.shape and torch.allclose(_wide(a), _wide(b), rtol=1e-12, atol=1e-12)
         for a, b in zip(found, expected, strict=True)
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar import api, search
+from autopar import LayoutError, api, search
 from autopar._compat import pytree
 from autopar.constraint import Constraint
 from autopar.conversions import Conversions
@@ -52,6 +52,17 @@ def subject(model: nn.Module, inputs: Any) -> Subject:
     one = World.of(1)
     single = api._rewritten(api._Pipeline(), choose.choose(program, one, "auto"), one)
     return Subject(model, inputs, program, single)
+
+
+def named_or_refused(model_subject: Subject, ranks: int, layout: str) -> None:
+    """Verified, or refused by an error that says which axis does not fit."""
+    try:
+        model_subject.named(ranks, layout)
+    except LayoutError as error:
+        said = str(error)
+    else:
+        return
+    assert f"layout {layout!r} puts axis" in said and f"{ranks} ranks" in said
 
 
 def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:

@@ -1,17 +1,5 @@
 """Each layout moves what the literature says, and nothing else: every call that goes over the wire
-in one training step, against lists that were derived by hand.
-
-The lists are (phase, kind, axes, words, times). Words are those of the whole value on its axes (the
-B of design.md, section 6): what an all-gather makes, what a reduce-scatter takes, what an all-reduce
-takes and makes. The sizes: m rows (batch · sequence), h and i widths, v words in the vocabulary.
-
-Both models begin with an embedding, so that the first product has a dX and its X is no user's input,
-and end with a mean square, through which partial sums cannot pass.
-
-chain: x += down(gelu(up(x))), twice, no biases: products (m, h→i) and (m, i→h).
-block: x += out(attention(qkv(norm(x)))); x += down(gelu(up(norm(x)))), biases everywhere: products
-       (m, h→3h), (m, h→h), (m, h→4h), (m, 4h→h). A norm over a split h sums 2 numbers a row forward
-       (its mean, then its variance), and 2 at once backward.
+in one training step, against the lists that golden.py derives by hand, and against the plan.
 """
 
 from __future__ import annotations
@@ -21,22 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+import models
 from autopar import lockstep
 from autopar._compat import pytree
-from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.plan import Plan
 from autopar.verify import _Rank
-
-BATCH, SEQUENCE = 16, 32
-m, h, i, v = BATCH * SEQUENCE, 64, 128, 1024
-FORWARD, BACKWARD = "forward", "backward"
+from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, h, i, m, v
 
 
 class Call(NamedTuple):
@@ -46,9 +31,6 @@ class Call(NamedTuple):
     kind: str
     axes: str
     words: float
-
-
-Line = tuple[str, str, str, float, int]
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -163,259 +145,8 @@ def same_as_derived(calls: list[Call], expected: Iterable[Line]) -> None:
     wanted: Counter[Call] = Counter()
     for *call, times in expected:
         wanted[Call(*call)] += times  # type: ignore[arg-type, call-arg]
-    assert not {c: n for c, n in (found - wanted).items()}, "runs, but is not on the list"
-    assert not {c: n for c, n in (wanted - found).items()}, "is on the list, but does not run"
-
-
-def mirrored(lines: Iterable[Line]) -> list[Line]:
-    """Gathers and scatters with those of the backward pass: a gathered value's gradient is
-    scattered, a scattered one's is gathered.
-    """
-    other = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
-    lines = list(lines)
-    return [*lines, *((BACKWARD, other[kind], *rest) for _, kind, *rest in lines)]  # type: ignore[misc]
-
-
-def loss(axes: str) -> Line:
-    """The mean over rows and columns that these axes split: one number."""
-    return FORWARD, "all_reduce", axes, 1, 1
-
-
-# -- one axis --------------------------------------------------------------------------------------
-CHAIN_WEIGHTS = [(h * i, 4), (v * h, 1)]
-BLOCK_WEIGHTS = [(3 * h * h, 1), (h * h, 1), (4 * h * h, 2), (v * h, 1)]
-BLOCK_VECTORS = [(3 * h, 1), (4 * h, 1), (h, 6)]  # biases of qkv and up; norms and other biases
-
-
-def ddp(parameters: list[tuple[int, int]]) -> list[Line]:
-    """All ranks split m, weights are whole: nothing forward, a sum of every gradient backward."""
-    sums = [(BACKWARD, "all_reduce", "data", size, n) for size, n in parameters]
-    return [*sums, loss("data")]
-
-
-def fsdp(parameters: list[tuple[int, int]]) -> list[Line]:
-    """All ranks split m, weights are stored split: gathered before use, gradients scattered. What
-    was gathered is kept for the backward pass.
-    """
-    gathers = [(FORWARD, "all_gather", "data", size, n) for size, n in parameters]
-    return [*mirrored(gathers), loss("data")]
-
-
-def megatron(products: int) -> list[Line]:
-    """Of every two products the first splits n, the second k: one sum of Y forward, one of dX
-    backward for each pair. The embedding, which has no inner width but v, is whole on all ranks.
-    """
-    return [(phase, "all_reduce", "tp", m * h, products // 2) for phase in (FORWARD, BACKWARD)]
-
-
-def megatron_sp(products: int, norm_vectors: int) -> list[Line]:
-    """Megatron, but the residual stream is split on its sequence: each sum becomes a scatter and a
-    gather. Embedding and norms see every rank's part of the rows, so theirs is FSDP's traffic.
-    """
-    gathers: list[Line] = [
-        (FORWARD, "all_gather", "tp", m * h, products // 2),
-        (FORWARD, "reduce_scatter", "tp", m * h, products // 2),
-        (FORWARD, "all_gather", "tp", v * h, 1),
-        (FORWARD, "all_gather", "tp", h, norm_vectors),
-    ]
-    return [*mirrored(line for line in gathers if line[-1]), loss("tp")]
-
-
-# -- two axes --------------------------------------------------------------------------------------
-def plane(outer: str, inner: str, o: int, n: int, rows: float = m) -> dict[str, list[Line]]:
-    """ATP's and 4D's part in the plane: axis `outer` (size o) splits h, axis `inner` (size n) the
-    widths within, i or 3h or 4h. A product is summed over the axis of its k: Y of up over outer, of
-    down over inner. dX is summed over the axis of n: of up over inner, of down over outer. So each
-    sum is of rows · width / (size of the other axis). The embedding's v lies on inner: one sum.
-    Attention splits its heads over inner, and is repeated over outer.
-    """
-    wide, narrow = rows * h / n, rows * h / o  # of a width h within, and of the residual stream
-    of_i = rows * i / n
-    embedding: Line = (FORWARD, "all_reduce", inner, narrow, 1)
-    return {
-        "chain": [
-            embedding,
-            (FORWARD, "all_reduce", outer, of_i, 2),  # Y of up
-            (FORWARD, "all_reduce", inner, narrow, 2),  # Y of down
-            (BACKWARD, "all_reduce", outer, of_i, 2),  # dX of down
-            (BACKWARD, "all_reduce", inner, narrow, 2),  # dX of up
-        ],
-        "block": [
-            embedding,
-            (FORWARD, "all_reduce", outer, 3 * wide, 1),  # Y of qkv
-            (FORWARD, "all_reduce", outer, 4 * wide, 1),  # Y of up
-            (FORWARD, "all_reduce", inner, narrow, 2),  # Y of out and down
-            (BACKWARD, "all_reduce", inner, narrow, 2),  # dX of qkv and up
-            (BACKWARD, "all_reduce", outer, wide, 1),  # dX of out
-            (BACKWARD, "all_reduce", outer, 4 * wide, 1),  # dX of down
-            (FORWARD, "all_reduce", outer, rows, 4),  # norms
-            (BACKWARD, "all_reduce", outer, 2 * rows, 2),
-        ],
-    }
-
-
-def atp(d1: int, d2: int, first: str, model: str) -> list[Line]:
-    """Column first: d1 (axis x) takes n at the first product, so d2 (y) holds the residual stream;
-    row first: the other way round. Parameters lie where they are used: nothing moves.
-    """
-    column = first == "column"
-    outer, inner = ("y", "x") if column else ("x", "y")
-    sizes = (d2, d1) if column else (d1, d2)
-    return [*plane(outer, inner, *sizes)[model], loss(outer)]
-
-
-# -- three axes ------------------------------------------------------------------------------------
-def three_d(x: int, y: int, z: int, model: str) -> list[Line]:
-    """x splits m throughout. Up: y splits k, z splits n; down the other way round. All three
-    matrices are spread over all axes, so each product gathers X over the axis of n, W over the axis
-    of m, and scatters Y over the axis of k; dX, dW and dY mirror that.
-
-    The stream lies on rows by x and on h by y and z: so do the norms, which sum m / x rows over y
-    and z. Vectors of norms are gathered over x; a bias is added once, its gradient is summed over x.
-    The embedding splits v on x: its rows are parts of sums, scattered over x.
-    """
-    stream, within = m * h / (x * y), m * h / (x * z)
-    embedding: Line = (FORWARD, "reduce_scatter", "x", m * h / (y * z), 1)
-    if model == "chain":
-        lines: list[Line] = [
-            embedding,
-            (FORWARD, "all_gather", "z", stream, 2),  # X of up
-            (FORWARD, "all_gather", "x", h * i / (y * z), 4),  # W
-            (FORWARD, "reduce_scatter", "y", m * i / (x * z), 2),  # Y of up
-            (FORWARD, "all_gather", "y", m * i / (x * z), 2),  # X of down
-            (FORWARD, "reduce_scatter", "z", stream, 2),  # Y of down
-        ]
-        return [*mirrored(lines), loss("x+y+z")]
-    lines = [
-        embedding,
-        (FORWARD, "all_gather", "z", stream, 2),  # X of qkv and up
-        *((FORWARD, "all_gather", "x", size / (y * z), n) for size, n in BLOCK_WEIGHTS[:3]),
-        (FORWARD, "reduce_scatter", "y", 3 * within, 1),  # Y of qkv
-        (FORWARD, "all_gather", "y", within, 1),  # X of out
-        (FORWARD, "reduce_scatter", "y", 4 * within, 1),  # Y of up
-        (FORWARD, "all_gather", "y", 4 * within, 1),  # X of down
-        (FORWARD, "reduce_scatter", "z", stream, 2),  # Y of out and down
-        (FORWARD, "all_gather", "x", h / (y * z), 4),  # vectors of norms
-    ]
-    return [
-        *mirrored(lines),
-        *((BACKWARD, "all_reduce", "x", size / (y * z), n) for size, n in BLOCK_VECTORS[:2]),
-        (BACKWARD, "all_reduce", "x", h / (y * z), 2),  # biases of out and down
-        (FORWARD, "all_reduce", "y+z", m / x, 4),  # norms
-        (BACKWARD, "all_reduce", "y+z", 2 * m / x, 2),
-        loss("x+y+z"),
-    ]
-
-
-# -- four axes -------------------------------------------------------------------------------------
-def four_d(x: int, y: int, z: int, data: int, model: str) -> list[Line]:
-    """z and data split m, x and y are a plane as ATP's (x on k at the first product). Weights, split
-    over the plane, are split over z too: gathered before use, gradients scattered over z, then
-    summed over data (design.md, section 6: AG_z kn / (Gx·Gy), AR_x mn / (Gz·Gdata·Gy), AR_y
-    mk / (Gz·Gdata·Gx), AR_data kn / (Gx·Gy·Gz)).
-
-    Small parameters: a bias is added once, before the sum over the axis of k, so that this axis,
-    too, stores a part of it; its gradient is summed over data and z at once. The vectors of norms
-    lie on x, are used whole on y, and take what sends less: stored over z like a weight (1/2 + 1/2 +
-    1/2 of h / x at z = data = 2), or stored over y, gathered, and their gradient, of which each of y
-    knows all, summed in parts over data and z (1/2 + 3/4).
-    """
-
-    def parameter(size: int, over: int, split: int, times: int) -> list[Line]:
-        """Gathered over z to `size` / `over` words; the gradient's `split`-th part is summed."""
-        gathered: list[Line] = [(FORWARD, "all_gather", "z", size / over, times)]
-        return [*mirrored(gathered), (BACKWARD, "all_reduce", "data", size / split, times)]
-
-    if model == "chain":
-        weights, vectors = CHAIN_WEIGHTS, []
-    else:
-        weights = BLOCK_WEIGHTS
-        biases = [(h, 2), (3 * h, 1), (4 * h, 1)]
-        over_y: list[Line] = [
-            (FORWARD, "all_gather", "y", h / x, 4),
-            (BACKWARD, "all_reduce", "data+z", h / (x * y), 4),
-        ]
-        vectors = [
-            *(over_y if z > 1 and data > 1 else parameter(h, x, x * z, 4)),
-            *((BACKWARD, "all_reduce", "data+z", size / (x * y), n) for size, n in biases),
-        ]
-    held = [line for size, n in weights for line in parameter(size, x * y, x * y * z, n)]
-    lines = [*plane("x", "y", x, y, m / (z * data))[model], *held, *vectors, loss("data+z+x")]
-    return _without({"z": z, "data": data}, lines)
-
-
-def _without(sizes: dict[str, int], lines: list[Line]) -> list[Line]:
-    """The lines less the axes of size 1."""
-    kept = []
-    for phase, kind, axes, *rest in lines:
-        names = "+".join(axis for axis in axes.split("+") if sizes.get(axis) != 1)
-        if names:
-            kept.append((phase, kind, names, *rest))
-    return kept  # type: ignore[return-value]
-
-
-# -- 2.5D ------------------------------------------------------------------------------------------
-def two_and_a_half_d(q: int, d: int, model: str) -> list[Line]:
-    """Depth and row split m, col splits k of X and n; W is split on k over row and on n over col.
-    Forward q panels of X go along the rows of ranks (over col), q of W along the columns (over row).
-    Backward both go again, and as many words of dX and dW come back; dW is summed over depth.
-    Norms sum m / (d·q) rows over col. The embedding and vectors lie on col, gathered over row.
-    """
-    lines: list[Line] = []
-    if model == "chain":
-        products = [(h, i), (i, h)] * 2
-        held = [(v * h, q, 1)]
-    else:
-        products = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
-        held = [(v * h, q, 1), *((size, q, n) for size, n in BLOCK_VECTORS)]
-        lines += [
-            (FORWARD, "all_reduce", "col", m / (d * q), 4),
-            (BACKWARD, "all_reduce", "col", 2 * m / (d * q), 2),
-        ]
-    for k, n in products:
-        for axis, words in (("col", m * k / (d * q) / q), ("row", k * n / q / q)):
-            for phase, kind in (
-                (FORWARD, "broadcast"),
-                (BACKWARD, "broadcast"),
-                (BACKWARD, "reduce"),
-            ):
-                lines.append((phase, kind, axis, words, q))
-        if d > 1:
-            lines.append((BACKWARD, "all_reduce", "depth", k * n / q**2, 1))
-    for size, over, times in held:
-        lines += mirrored([(FORWARD, "all_gather", "row", size / over, times)])
-        if d > 1:
-            lines.append((BACKWARD, "all_reduce", "depth", size / over / q, times))
-    return [*lines, loss("depth+row+col" if d > 1 else "row+col")]
-
-
-CASES: list[tuple[str, int, Layouts, list[Line]]] = [
-    ("chain", 4, "ddp", ddp(CHAIN_WEIGHTS)),
-    ("block", 4, "ddp", ddp(BLOCK_WEIGHTS + BLOCK_VECTORS)),
-    ("chain", 4, "fsdp", fsdp(CHAIN_WEIGHTS)),
-    ("block", 4, "fsdp", fsdp(BLOCK_WEIGHTS + BLOCK_VECTORS)),
-    ("chain", 4, "megatron", megatron(4)),
-    ("block", 4, "megatron", megatron(4)),
-    ("chain", 4, "megatron-sp", megatron_sp(4, 0)),
-    ("block", 4, "megatron-sp", megatron_sp(4, 4)),
-    *(
-        (model, 8, Grid2D(d1, d2, first), atp(d1, d2, first, model))
-        for model in ("chain", "block")
-        for d1, d2, first in ((4, 2, "column"), (2, 4, "column"), (4, 2, "row"))
-    ),
-    ("chain", 8, Grid3D(2, 2, 2), three_d(2, 2, 2, "chain")),
-    ("block", 8, Grid3D(2, 2, 2), three_d(2, 2, 2, "block")),
-    *(
-        (model, 16, Grid4D(*sizes), four_d(*sizes, model))
-        for model in ("chain", "block")
-        for sizes in ((2, 2, 2, 2), (4, 2, 2, 1), (2, 4, 1, 2))
-    ),
-    *(
-        (model, d * q * q, Grid25D(q, d), two_and_a_half_d(q, d, model))
-        for model in ("chain", "block")
-        for q, d in ((2, 1), (2, 2), (4, 1))
-    ),
-]
+    assert not found - wanted, "runs, but is not on the list"
+    assert not wanted - found, "is on the list, but does not run"
 
 
 @pytest.mark.parametrize(
@@ -452,3 +183,64 @@ def test_atp_moves_what_its_paper_says(layout: Grid2D, units: float, wire_calls:
     assert {call.kind for call in large} == {"all_reduce"}
     large.remove(next(c for c in large if c.axes == "x" and c.phase == FORWARD))  # the embedding's
     assert sum(sent(plan, call) for call in large) / (4 * m * h) == pytest.approx(units, rel=1e-12)
+
+
+# -- whole models ----------------------------------------------------------------------------------
+def whole_model(name: str) -> tuple[nn.Module, Any]:
+    model, args, kwargs = getattr(models, name)()
+    return model, args or kwargs
+
+
+FOUR_D = {("all_gather", "z"), ("reduce_scatter", "z")} | {
+    ("all_reduce", axes) for axes in ("x", "y", "data", "data+z")
+}
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "t5"])
+def test_4d_on_whole_models_moves_nothing_else(name: str, wire_calls: Any) -> None:
+    """No activation is ever gathered, neither for norms nor between products: the only gathers are
+    those of parameters over z.
+    """
+    model, inputs = whole_model(name)
+    plan, _ = planned(model, 16, Grid4D(2, 2, 2, 2), inputs)
+    calls = wire_calls(plan, inputs)
+    same_as_modelled(plan, calls)
+    over_y = {("all_gather", "y")}  # small parameters of norms, stored over y: see `four_d`
+    assert {(c.kind, c.axes) for c in calls} - over_y <= FOUR_D
+    assert all(c.words <= models.HIDDEN for c in calls if (c.kind, c.axes) in over_y)
+
+
+def test_4d_on_an_odd_chain_swaps_once(wire_calls: Any) -> None:
+    """BERT's head has one product whose X and Y are both of the stream's width: its Y, of which x
+    holds parts of sums and y slices, is gathered over y and scattered over x, and its gradient,
+    which x holds in slices and y needs in slices, is gathered over x.
+    """
+    model, inputs = whole_model("bert")
+    plan, _ = planned(model, 16, Grid4D(2, 2, 2, 2), inputs)
+    calls = wire_calls(plan, inputs)
+    same_as_modelled(plan, calls)
+    large = [c for c in calls if c.words > models.HIDDEN and (c.kind, c.axes) not in FOUR_D]
+    stream = models.BATCH * models.SEQUENCE / 4 * models.HIDDEN
+    assert large == [
+        Call(FORWARD, "all_gather", "y", stream),
+        Call(FORWARD, "reduce_scatter", "x", stream),
+        Call(BACKWARD, "all_gather", "x", stream),
+    ]
+
+
+def test_products_that_share_an_operand_gather_it_once(wire_calls: Any) -> None:
+    """Llama's q, k and v take one X, its gate and up another: 2.5D gathers each once, and scatters
+    the sum of their gradients once; so does 4D sum it once.
+    """
+    model, inputs = whole_model("llama")
+    plan, _ = planned(model, 8, Grid25D(2, 2), inputs)
+    rows, layers = models.BATCH * models.SEQUENCE, models.LAYERS
+    counts = Counter(wire_calls(plan, inputs))
+    x = rows * models.HIDDEN / 4
+    assert counts[Call(FORWARD, "all_gather", "col", x)] == 2 * layers
+    assert counts[Call(BACKWARD, "reduce_scatter", "col", x)] == 2 * layers
+
+    plan, _ = planned(model, 16, Grid4D(2, 2, 2, 2), inputs)
+    counts = Counter(wire_calls(plan, inputs))
+    x = rows * models.HIDDEN / (2 * 2) / 2
+    assert counts[Call(BACKWARD, "all_reduce", "y", x)] == 2 * layers + 1  # and the head's

@@ -166,3 +166,9 @@ def test_too_entangled_is_refused_before_memory_is_taken() -> None:
     ):
         minimise([100] * 6, tables)
     assert minimise([100] * 3, [t for t in tables if max(t.variables) < 3]) == (0.0, [0, 0, 0])
+
+
+def test_a_variable_of_one_value_may_be_tied_to_any_number_of_others() -> None:
+    costs = np.array([[[1.0], [3.0]], [[2.0], [0.5]]])
+    tables = [Table((i, i + 1, 100), costs) for i in range(99)]
+    assert minimise([*[2] * 100, 1], tables) == (0.5 * 99, [*[1] * 100, 0])

@@ -231,7 +231,9 @@ def test_parity_of_random_plans(name: str, mesh: str, draw: Callable[[str, str],
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["x4", "x2.y2", "x4.y2", "x2.y4.z2", "w2.x2.y2.z2"])
 @pytest.mark.parametrize("name", MODELS + MORE_MODELS)
-def test_parity_of_many_random_plans(name: str, mesh: str, draw: Callable[[str, str], None]) -> None:
+def test_parity_of_many_random_plans(
+    name: str, mesh: str, draw: Callable[[str, str], None]
+) -> None:
     for seed in range(5):
         draw(f"{name} {mesh} {seed}", mesh)
         holds(name, Mesh.parse(mesh).size, "auto")

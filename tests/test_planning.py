@@ -11,7 +11,7 @@ import time
 import pytest
 
 
-def plan(layers: int, ranks: int) -> None:
+def plan(layers: int, ranks: int, layout: str) -> None:
     """Runs in a process of its own, for its memory: prints what planning took and gave."""
     import torch
     from transformers.models.llama.configuration_llama import LlamaConfig
@@ -33,7 +33,8 @@ def plan(layers: int, ranks: int) -> None:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(64, 4096, dtype=torch.int64)
     started = time.process_time()
-    made = autopar.plan(model, ranks, {"input_ids": ids, "labels": ids.clone()})
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    made = autopar.plan(model, ranks, inputs, layout=layout)
     facts = {
         "seconds": time.process_time() - started,
         "GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
@@ -47,14 +48,22 @@ def plan(layers: int, ranks: int) -> None:
     print(json.dumps(facts))
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("layers", "ranks"),
-    [(4, 8), *(pytest.param(32, ranks, marks=pytest.mark.slow) for ranks in (8, 64))],
+    ("layers", "ranks", "layout"),
+    [
+        (4, 8, "auto"),
+        pytest.param(32, 8, "auto", marks=slow),
+        pytest.param(32, 64, "auto", marks=slow),
+        pytest.param(32, 64, "fsdp", marks=slow),
+    ],
 )
-def test_planning_a_model_on_meta(layers: int, ranks: int) -> None:
+def test_planning_a_model_on_meta(layers: int, ranks: int, layout: str) -> None:
     """Seconds of one core, and less than 2 GiB with torch and transformers in it."""
     script = f"import sys; sys.path[:0] = {sys.path!r}; import test_planning; "
-    script += f"test_planning.plan({layers}, {ranks})"
+    script += f"test_planning.plan({layers}, {ranks}, {layout!r})"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         capture_output=True,

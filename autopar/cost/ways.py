@@ -1,0 +1,119 @@
+"""The ways to run a collective over a group, each seconds = start + per byte · bytes of the whole.
+
+On a group of p ranks, with B the bytes of the whole value on its axes (Thakur, Rabenseifner, Gropp
+2005): a ring passes (p-1)/p·B over every edge in an all-gather or a reduce-scatter, twice that in
+an all-reduce, in p-1 or 2(p-1) hops; a double binary tree (Sanders, Speck, Träff 2009) sums 2·B in
+twice its depth; an exchange sends B/p² to everyone in an all-to-all. Two levels: scatter inside,
+the same collective across on B/inside, gather inside; each of the three again in its best way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..world import World
+from .load import load
+from .pattern import Pattern, halves, size
+
+
+class Way(NamedTuple):
+    """One algorithm: "ring", "tree", "exchange" or "two-level" with so many ranks `inside` (else
+    1); seconds that it takes for nothing, and per byte of the whole value.
+    """
+
+    algorithm: str
+    inside: int
+    start_s: float
+    s_per_byte: float
+
+    def seconds(self, whole_bytes: float) -> float:
+        return self.start_s + self.s_per_byte * whole_bytes
+
+
+FREE = Way("ring", 1, 0.0, 0.0)
+
+
+@lru_cache(maxsize=1 << 16)
+def ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
+    """The ways that are the fastest for some size, from the one for the smallest on."""
+    if not digits:
+        return (FREE,)
+    factor = world.factor(kind)
+    flat = [
+        Way(name, 1, factor * (world.launch_s + start), factor * rate)
+        for name, start, rate in _flat(world, kind, digits)
+    ]
+    return _best([*flat, *_two_level(world, kind, digits)])
+
+
+def _flat(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float, float]]:
+    """(algorithm, seconds of latency, seconds per byte)."""
+    ranks, on = size(digits), load(world, digits)
+    part = (ranks - 1) / ranks
+    around, passed = part * on.ring_hops, part * on.ring
+    gloo = world.backend == "gloo"
+    match kind:
+        case "all_reduce":
+            yield "ring", 2 * around, 2 * passed
+            if not gloo:  # it has rings only
+                yield "tree", 2 * on.tree_hops, 2 * on.ring
+        case "reduce_scatter" if gloo:  # an all-to-all and a local sum of the parts: see wire.py
+            added = (ranks + 1) / ranks / world.device.memory_bytes_per_s
+            yield "exchange", on.exchange_hops, on.exchange / ranks + added
+        case "all_gather" | "reduce_scatter":
+            yield "ring", around, passed
+        case "all_to_all":
+            yield "exchange", on.exchange_hops, on.exchange / ranks**2
+        case "broadcast" | "reduce":  # one of B/p from or to each rank in turn
+            yield "tree", ranks * on.tree_hops + (ranks - 1) * world.launch_s, passed
+        case _:
+            raise AssertionError(kind)
+
+
+def _two_level(world: World, kind: str, digits: Pattern) -> Iterator[Way]:
+    if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
+        return
+    for inside, across in halves(digits):
+        stages = [ways(world, kind, across)]
+        ranks = size(inside)
+        if kind != "all_gather":
+            stages.append(ways(world, "reduce_scatter", inside))
+        if kind != "reduce_scatter":
+            stages.append(ways(world, "all_gather", inside))
+        made = [(0.0, 0.0)]
+        for index, stage in enumerate(stages):
+            scale = 1 if index else 1 / ranks  # what goes across is the part that a rank has
+            made = [(s + w.start_s, r + w.s_per_byte * scale) for s, r in made for w in stage]
+        yield from (Way("two-level", ranks, start, rate) for start, rate in made)
+
+
+def _best(candidates: Iterable[Way]) -> tuple[Way, ...]:
+    """The lower envelope of lines; of equal ones the first, which is the simplest."""
+    kept: list[Way] = []
+    for way in candidates:
+        if not any(_beats(other, way) for other in kept):
+            kept = [other for other in kept if not _beats(way, other)] + [way]
+    kept.sort(key=lambda way: way.start_s)
+    hull: list[Way] = []
+    for way in kept:
+        while len(hull) > 1 and _overtakes(hull[-2], way) <= _overtakes(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(way)
+    return tuple(hull)
+
+
+def _beats(one: Way, other: Way) -> bool:
+    """As fast or faster at every size, but for rounding."""
+    return all(
+        mine <= theirs * (1 + 1e-9)
+        for mine, theirs in ((one.start_s, other.start_s), (one.s_per_byte, other.s_per_byte))
+    )
+
+
+def _overtakes(early: Way, late: Way) -> float:
+    """Bytes from which on the one that starts slower is the faster."""
+    gain = early.s_per_byte - late.s_per_byte
+    return (late.start_s - early.start_s) / gain if gain > 0 else math.inf

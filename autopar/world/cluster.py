@@ -1,0 +1,181 @@
+"""The world: devices and the links between them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import networkx as nx
+
+from ..errors import WorldError
+from . import detect as detection
+from . import files
+from .hardware import KINDS, STRICT, Device, Level, Link, check_number
+from .presets import preset
+
+
+@dataclass(frozen=True)
+class World:
+    """A cluster: one device a rank, joined either by `levels` of links, innermost first, or by the
+    `links` of an irregular network. Ranks are numbered from the inside out: neighbours share a node.
+
+    `launch_s`: seconds to start any collective. `factors`: how much longer than modelled each kind
+    of collective takes on this `backend`, where calibration has found out. `version`: of the file.
+    Raises WorldError where the parts contradict one another.
+
+    Example: World((Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank")), device, "nccl") is 4
+    nodes of 8 GPUs. World.preset, World.load, World.detect and World.from_graph make one for you.
+    """
+
+    __pydantic_config__ = STRICT
+    levels: tuple[Level, ...]
+    device: Device
+    backend: str = "gloo"
+    name: str = ""
+    launch_s: float = 0.0
+    factors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    links: tuple[Link, ...] = ()
+    version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        check_number("World.launch_s", self.launch_s)
+        for kind, factor in self.factors.items():
+            if kind not in KINDS:
+                known = ", ".join(KINDS)
+                raise WorldError(f"World.factors names {kind!r}; the collectives are {known}")
+            check_number(f"World.factors[{kind!r}]", factor, above=True)
+        if bool(self.levels) == bool(self.links):
+            raise WorldError("a world has either levels or links: give one of the two")
+        if self.links:
+            _check_network(self.network)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.levels, self.device, self.backend, self.links, self.launch_s))
+
+    @cached_property
+    def ranks(self) -> int:
+        if self.links:
+            return sum(isinstance(node, int) for node in self.network)
+        return math.prod(level.ranks for level in self.levels)
+
+    @cached_property
+    def network(self) -> nx.Graph:
+        """The irregular network: ranks are numbers, switches names; links have `bytes_per_s` each
+        way and `latency_s`. Without `links` it is empty.
+        """
+        graph = nx.Graph()
+        for link in self.links:
+            if graph.has_edge(link.a, link.b):
+                raise WorldError(f"links has {link.a!r} – {link.b!r} twice: add their bytes_per_s")
+            graph.add_edge(link.a, link.b, bytes_per_s=link.bytes_per_s, latency_s=link.latency_s)
+        return graph
+
+    def factor(self, kind: str) -> float:
+        return self.factors.get(kind, 1.0)
+
+    def __str__(self) -> str:
+        device = self.device
+        text = (
+            f"{self.ranks} rank{'s' if self.ranks > 1 else ''} of {device.name} "
+            f"({device.flops / 1e12:.3g} TFLOP/s, {device.memory_bytes / 2**30:.3g} GiB each), "
+            f"{self.backend}"
+        )
+        text = f"{self.name}: {text}" if self.name else text
+        if self.links:
+            slowest = min(link.bytes_per_s for link in self.links)
+            return f"{text}; {len(self.links)} links of {slowest / 1e9:.3g} GB/s or more"
+        links = [_describe(level) for level in self.levels if level.ranks > 1]
+        return text + (f"; links: {', '.join(links)}" if links else "")
+
+    # -- making one --------------------------------------------------------------------------------
+    @staticmethod
+    def of(given: World | int | Any | None) -> World:
+        """A world from what a user may give: a World, a number of ranks like these here, a
+        DeviceMesh, or None for what runs.
+        """
+        if isinstance(given, World):
+            return given
+        if given is None:
+            return World.detect()
+        if isinstance(given, int) and not isinstance(given, bool):
+            if given < 1:
+                raise WorldError(f"a world of {given} ranks: at least 1 is needed")
+            return World(*_parts(detection.like_here(given)))
+        if hasattr(given, "mesh") and hasattr(given, "mesh_dim_names"):
+            return World.of(given.mesh.numel())
+        raise WorldError(
+            f"a world is a World, a number of ranks or a DeviceMesh, not {type(given).__name__} "
+            f"{given!r}"
+        )
+
+    @staticmethod
+    def detect() -> World:
+        """What runs: ranks of the process group, else of torchrun's environment, else this process
+        alone; the GPU by its name; NVLink where the GPUs reach one another. What cannot be seen
+        (the network between nodes) is nominal: `save`, edit and `load`, or calibrate.
+        """
+        return World(*_parts(detection.like_here(*detection.running())))
+
+    @staticmethod
+    def preset(name: str, ranks: int | None = None) -> World:
+        """A machine by name; `autopar.world.PRESETS` says which there are and whose figures they
+        are. Raises WorldError for another name, and where the ranks fill no whole nodes.
+
+        >>> World.preset("dgx-h100", ranks=1024).levels[1].ranks
+        128
+        """
+        made = preset(name)
+        levels = made.levels(name, made.ranks if ranks is None else ranks)
+        return World(levels, made.device, made.backend, name, made.launch_s)
+
+    @staticmethod
+    def from_graph(
+        graph: nx.Graph, device: Device, backend: str = "nccl", launch_s: float = 0.0
+    ) -> World:
+        """An irregular network: nodes 0 to ranks-1 are ranks, others switches, named by strings;
+        every edge has `bytes_per_s`, its capacity each way, and may have `latency_s`.
+        """
+        links = []
+        for a, b, facts in graph.edges(data=True):
+            if "bytes_per_s" not in facts:
+                raise WorldError(f"the link {a!r} – {b!r} has no bytes_per_s")
+            links.append(Link(a, b, facts["bytes_per_s"], facts.get("latency_s", 0.0)))
+        return World((), device, backend, launch_s=launch_s, links=tuple(links))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> World:
+        """The world in a JSON file. Raises WorldError with the fields that are wrong."""
+        return files.read(World, Path(path))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the world as JSON, for `load`, and to edit by hand."""
+        files.write(World, self, Path(path))
+
+
+def _parts(found: detection.Found) -> tuple[Any, ...]:
+    return found.levels, found.device, found.backend, "", found.launch_s
+
+
+def _describe(level: Level) -> str:
+    rate = f"{level.ranks} at {level.bytes_per_s / 1e9:.3g} GB/s"
+    how = (" a rank" if level.per == "rank" else "") + (
+        " over direct wires" if level.direct else ""
+    )
+    return f"{rate}{how} and {level.latency_s * 1e6:.3g} µs"
+
+
+def _check_network(graph: nx.Graph) -> None:
+    ranks = sorted(node for node in graph if isinstance(node, int))
+    if ranks != list(range(len(ranks))) or not ranks:
+        raise WorldError(f"links join the ranks {ranks}: they must be 0, 1, … without a gap")
+    if not nx.is_connected(graph):
+        raise WorldError("links leave some ranks without a way to the others")

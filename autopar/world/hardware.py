@@ -1,0 +1,129 @@
+"""The facts that a world is made of: a device, a level of links, one link of an irregular network.
+
+Raises WorldError where a fact cannot be: a rate that is not positive, a name that is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from pydantic import ConfigDict
+
+from ..errors import WorldError
+
+# The collectives that cost factors may be given for (autopar.layout.Traffic names the same).
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
+STRICT = ConfigDict(extra="forbid")  # of files: a name that nothing reads is a mistake
+
+
+def positive(owner: object, *names: str) -> None:
+    """Raise WorldError unless these fields of `owner` are finite and above 0."""
+    for name in names:
+        check_number(f"{type(owner).__name__}.{name}", getattr(owner, name), above=True)
+
+
+def check_number(name: str, value: float, above: bool = False) -> None:
+    """Raise WorldError unless the number is finite and at least 0 (`above`: more than 0)."""
+    if not (math.isfinite(value) and (value > 0 if above else value >= 0)):
+        raise WorldError(
+            f"{name} is {value}: give a finite number {'above' if above else 'from'} 0"
+        )
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device: FLOP/s by dtype ("bfloat16", "float32"; dense, of matrix products),
+    memory in bytes, memory bandwidth in bytes/s.
+
+    >>> Device("H100", {"bfloat16": 989e12, "float32": 67e12}, 80e9, 3.35e12).rate(torch.float32)
+    67000000000000.0
+    """
+
+    __pydantic_config__ = STRICT
+    name: str
+    flop_per_s: Mapping[str, float] = field(hash=False)
+    memory_bytes: float
+    memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        positive(self, "memory_bytes", "memory_bytes_per_s")
+        if not self.flop_per_s:
+            raise WorldError(f"Device.flop_per_s of {self.name!r} names no dtype; add 'float32'")
+        for dtype, rate in self.flop_per_s.items():
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise WorldError(f"Device.flop_per_s: torch has no dtype {dtype!r}")
+            check_number(f"Device.flop_per_s[{dtype!r}]", rate, above=True)
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s where the dtype does not matter: of bfloat16, else float32, else the highest."""
+        found = self.flop_per_s.get("bfloat16") or self.flop_per_s.get("float32")
+        return found or max(self.flop_per_s.values())
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s of matrix products in this dtype; the two half precisions stand in for one
+        another, float32 for what is not listed.
+        """
+        halves = ("bfloat16", "float16")
+        name = str(dtype).removeprefix("torch.")
+        for stand_in in (name, *(halves if name in halves else ()), "float32"):
+            if stand_in in self.flop_per_s:
+                return self.flop_per_s[stand_in]
+        return self.flops
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of links: it joins `ranks` members, which are ranks at the innermost level and
+    whole groups of the level below further out; `latency_s` is of one hop.
+
+    `bytes_per_s`, each way: `per` "uplink", of the one link that all ranks of a member share (a
+    node's network cards together); `per` "rank", of each rank's own (its card), which the ranks of
+    a member pool. `direct`: no switch, a member's bytes/s are those of its wires to all the other
+    members together, one wire each (four A100 or GH200 in a node).
+
+    Example: Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank"): 4 nodes of 8, a node's cards
+    carry 400 GB/s.
+    """
+
+    __pydantic_config__ = STRICT
+    ranks: int
+    bytes_per_s: float
+    latency_s: float
+    per: Literal["uplink", "rank"] = "uplink"
+    direct: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise WorldError(f"Level.ranks is {self.ranks}: a level joins 1 or more")
+        positive(self, "bytes_per_s")
+        check_number("Level.latency_s", self.latency_s)
+        if self.per not in ("uplink", "rank"):
+            raise WorldError(f"Level.per is {self.per!r}: bytes/s are per 'uplink' or per 'rank'")
+
+    def uplink(self, ranks: int) -> float:
+        """bytes/s each way between a member of so many ranks and the others."""
+        return self.bytes_per_s * (ranks if self.per == "rank" else 1)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One link of an irregular network, `bytes_per_s` each way. Ends are ranks, which are numbers,
+    or switches, which are names.
+    """
+
+    __pydantic_config__ = STRICT
+    a: int | str
+    b: int | str
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive(self, "bytes_per_s")
+        check_number("Link.latency_s", self.latency_s)
+        if self.a == self.b:
+            raise WorldError(f"Link joins {self.a!r} to itself")
