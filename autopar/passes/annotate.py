@@ -63,8 +63,9 @@ def check(program: Program) -> None:
     assert notes is not None, "annotate left no annotations"
     for node in program.module.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
-            spec = notes.specs[node.name]
-            assert len(spec.results) == len(results_of(node)), (node.name, node.target)
+            assert node.name in notes.specs, f"{node.name} has no rule"
+            found, wanted = len(notes.specs[node.name].results), len(results_of(node))
+            assert found == wanted, f"the rule of {node.name} has {found} results, not {wanted}"
         for index, value in enumerate(results_of(node)) if node.op != "output" else ():
             if isinstance(value, torch.Tensor) and node.target is not operator.getitem:
                 for atoms, size in zip(notes.dims[node.name, index], shape_of(value), strict=True):

@@ -39,7 +39,10 @@ def check(program: Program) -> None:
             )
     for name, choice in program.plan.choices.items():
         for layout, value in zip(choice.results, _shapes(program, name), strict=True):
-            assert layout.shape == value and layout.mesh == program.plan.mesh, (name, layout, value)
+            assert layout.shape == value and layout.mesh == program.plan.mesh, (
+                f"{name} of shape {value} is to lie as ({layout}) of {layout.shape} on mesh "
+                f"{layout.mesh}, the plan's is {program.plan.mesh}"
+            )
 
 
 def _shapes(program: Program, name: str) -> list[tuple[int, ...]]:

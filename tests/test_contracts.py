@@ -1,0 +1,270 @@
+"""Every pass's contract, each broken once; the runner checks each one and keeps what it made."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import autopar
+import models
+from autopar import api, collectives, report
+from autopar.layout import I, Layout, P, R
+from autopar.mesh import Mesh
+from autopar.passes import annotate, chains, choose, emit, pipeline, rewrite, trace
+from autopar.program import Program
+from autopar.world import World
+
+aten = torch.ops.aten
+PASSES = {
+    "trace": trace,
+    "annotate": annotate,
+    "chains": chains,
+    "choose": choose,
+    "rewrite": rewrite,
+    "pipeline": pipeline,
+    "emit": emit,
+}
+
+
+@cache
+def programs() -> dict[str, Program]:
+    """What every pass makes of the GPT for a layout in 2.5D, which the pipeline pass rewrites."""
+    model, args, _ = models.gpt()
+    world = World.of(4)
+    made = {"trace": trace.trace(model, args)}
+    made["annotate"] = annotate.annotate(made["trace"])
+    made["chains"] = chains.chains(made["annotate"])
+    made["choose"] = choose.choose(made["chains"], world, autopar.Grid25D(q=2, d=1))
+    made["rewrite"] = rewrite.rewrite(made["choose"], world)
+    made["pipeline"] = pipeline.pipeline(made["rewrite"])
+    made["emit"] = emit.emit(made["pipeline"])
+    return made
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_keeps_its_contract(name: str) -> None:
+    PASSES[name].check(programs()[name])
+
+
+def changed(program: Program, **changes: Any) -> Program:
+    """The program with other signature fields, or with its graph changed by `graph`."""
+    edit: Callable[[fx.Graph], None] | None = changes.pop("graph", None)
+    if edit is not None:
+        module = copy.deepcopy(program.module)
+        for new, old in zip(module.graph.nodes, program.module.graph.nodes, strict=True):
+            new.meta = dict(old.meta)
+        edit(module.graph)
+        program = dataclasses.replace(program, module=module)
+    return dataclasses.replace(program, signature=dataclasses.replace(program.signature, **changes))
+
+
+def noted(program: Program, **changes: Any) -> Program:
+    notes = dataclasses.replace(program.annotations, **changes)
+    return dataclasses.replace(program, annotations=notes)
+
+
+def planned(program: Program, **changes: Any) -> Program:
+    return dataclasses.replace(program, plan=dataclasses.replace(program.plan, **changes))
+
+
+def without(table: dict[Any, Any], key: Any) -> dict[Any, Any]:
+    return {k: v for k, v in table.items() if k != key}
+
+
+def first_call(graph: fx.Graph, target: Any) -> fx.Node:
+    return next(node for node in graph.nodes if node.target is target)
+
+
+def one_input_less(program: Program) -> Program:
+    return changed(program, inputs=program.signature.inputs[1:])
+
+
+# -- one function for every way in which a contract can break --------------------------------------
+
+
+def output_dropped(program: Program) -> Program:
+    return changed(program, outputs=program.signature.outputs[:-1])
+
+
+def value_forgotten(program: Program) -> Program:
+    return changed(program, graph=lambda g: first_call(g, aten.gelu.default).meta.pop("val"))
+
+
+def not_annotated(program: Program) -> Program:
+    return dataclasses.replace(program, annotations=None)
+
+
+def rule_forgotten(program: Program) -> Program:
+    return noted(program, specs=without(program.annotations.specs, "gelu"))
+
+
+def rule_of_two_results(program: Program) -> Program:
+    specs = program.annotations.specs
+    spec = dataclasses.replace(specs["gelu"], results=specs["gelu"].results * 2)
+    return noted(program, specs={**specs, "gelu": spec})
+
+
+def atoms_of_another_size(program: Program) -> Program:
+    dims = program.annotations.dims
+    first, *rest = dims["gelu", 0]
+    twice = (dataclasses.replace(first[0], size=2 * first[0].size), *first[1:])
+    return noted(program, dims={**dims, ("gelu", 0): (twice, *rest)})
+
+
+def node_in_two_chains(program: Program) -> Program:
+    return dataclasses.replace(program, chains=(*program.chains, program.chains[0]))
+
+
+def node_in_no_chain(program: Program) -> Program:
+    return dataclasses.replace(program, chains=program.chains[1:])
+
+
+def choice_forgotten(program: Program) -> Program:
+    return planned(program, choices=without(program.plan.choices, "gelu"))
+
+
+def parameter_stored_nowhere(program: Program) -> Program:
+    return planned(program, stored=without(program.plan.stored, "p_ln_weight"))
+
+
+def choice_on_another_mesh(program: Program) -> Program:
+    choice = program.plan.choices["gelu"]
+    other = Layout(Mesh.parse("z8"), choice.results[0].shape, (I,))
+    wrong = dataclasses.replace(choice, results=(other,))
+    return planned(program, choices={**program.plan.choices, "gelu": wrong})
+
+
+def partial_output(program: Program) -> Program:
+    name = program.signature.outputs[-1].node
+    mesh = program.plan.mesh
+    layout = Layout(mesh, (), (P, *[R] * (len(mesh.axes) - 1)))
+    return dataclasses.replace(program, layouts={**program.layouts, name: layout})
+
+
+def panels_of_a_gathered_weight(program: Program) -> Program:
+    def gather(graph: fx.Graph) -> None:
+        product = next(
+            n for n in graph.nodes if getattr(n.target, "__name__", "") == "panel_linear"
+        )
+        axis = product.args[3]
+        where = {"axis": axis, "dim": 0, "mesh": str(program.plan.mesh)}
+        with graph.inserting_before(product):
+            gathered = graph.call_function(collectives.all_gather, (product.args[1],), where)
+        product.args = (product.args[0], gathered, *product.args[2:])
+
+    return changed(program, graph=gather)
+
+
+def call_that_nothing_uses(program: Program) -> Program:
+    def add(graph: fx.Graph) -> None:
+        used = first_call(graph, aten.gelu.default)
+        with graph.inserting_after(used):
+            graph.call_function(aten.neg.default, (used,)).meta["val"] = None
+
+    return changed(program, graph=add)
+
+
+def tensor_on_a_numbered_device(program: Program) -> Program:
+    def place(graph: fx.Graph) -> None:
+        first_call(graph, aten.arange.default).kwargs = {"device": torch.device("cuda:1")}
+
+    return changed(program, graph=place)
+
+
+def use_before_it_is_made(program: Program) -> Program:
+    def move(graph: fx.Graph) -> None:
+        node = first_call(graph, aten.gelu.default)
+        next(iter(node.users)).append(node)
+
+    return changed(program, graph=move)
+
+
+BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
+    ("trace", one_input_less, "placeholders and signature differ"),
+    ("trace", output_dropped, "outputs and signature differ"),
+    ("trace", value_forgotten, "gelu has no value"),
+    ("annotate", not_annotated, "annotate left no annotations"),
+    ("annotate", rule_forgotten, "gelu has no rule"),
+    ("annotate", rule_of_two_results, "the rule of gelu has 2 results, not 1"),
+    ("annotate", atoms_of_another_size, r"gelu: atoms .*size=32.* for a dim of 16"),
+    ("chains", node_in_two_chains, "a node is in two chains"),
+    ("chains", node_in_no_chain, "a searched node is in no chain"),
+    ("choose", choice_forgotten, "choose left gelu without a layout"),
+    ("choose", parameter_stored_nowhere, "parameter ln.weight without a stored layout"),
+    ("choose", choice_on_another_mesh, r"gelu of shape \(16, 16, 256\) .* on mesh z8, the plan's"),
+    ("rewrite", one_input_less, "placeholders and signature differ"),
+    ("rewrite", partial_output, "output .* is partial"),
+    ("pipeline", one_input_less, "placeholders and signature differ"),
+    ("pipeline", panels_of_a_gathered_weight, r"takes \['all_gather.*'\], which are gathered"),
+    ("emit", one_input_less, "placeholders and signature differ"),
+    ("emit", call_that_nothing_uses, "nothing uses neg"),
+    ("emit", tensor_on_a_numbered_device, "arange.* is made on cuda:1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "breaks", "says"), BROKEN, ids=[f"{n}-{b.__name__}" for n, b, _ in BROKEN]
+)
+def test_a_broken_contract_is_noticed(
+    name: str, breaks: Callable[[Program], Program], says: str
+) -> None:
+    with pytest.raises(AssertionError, match=says):
+        PASSES[name].check(breaks(programs()[name]))
+
+
+@pytest.mark.parametrize("name", ["trace", "rewrite", "pipeline", "emit"])
+def test_a_graph_out_of_order_is_noticed(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"gelu.* used before it has been defined"):
+        PASSES[name].check(use_before_it_is_made(programs()[name]))
+
+
+# -- the runner ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in PASSES if n != "trace"])
+def test_the_runner_checks_what_every_pass_makes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that hands on what it was given, less an input or a chain, is caught right after."""
+
+    def broken(program: Program, *rest: Any) -> Program:
+        made = honest(program, *rest)
+        return noted(made, specs={}) if name == "annotate" else spoil(made)
+
+    spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
+    honest = getattr(PASSES[name], name)
+    monkeypatch.setattr(PASSES[name], name, broken)
+    model, args, _ = models.gpt()
+    with pytest.raises(AssertionError):
+        autopar.plan(model, 4, args, layout="ddp")
+
+
+def test_every_graph_is_kept_and_prints() -> None:
+    model, args, _ = models.mlp()
+    par = autopar.parallelize(model, 1, args)
+    assert list(par.graphs) == list(PASSES)
+    assert set(par.plan.seconds_by_pass) == set(PASSES)
+    for graph in par.graphs.values():
+        assert "linear" in str(graph.graph) and "linear" in report.listing(graph)
+    ready = autopar.plan(model, 4, args, layout="megatron").ready
+    text = report.listing(ready.graphs["rewrite"])
+    assert ">> all_reduce" in text and "# up" in text and "tp:P" in text
+    assert "all_reduce" not in str(ready.graphs["trace"].graph)
+
+
+def test_passes_do_not_change_what_they_are_given() -> None:
+    made = programs()
+    before = [str(program.module.graph) for program in made.values()]
+    annotate.annotate(made["trace"])
+    chains.chains(made["annotate"])
+    rewrite.rewrite(made["choose"], World.of(4))
+    emit.emit(pipeline.pipeline(made["rewrite"]))
+    assert before == [str(program.module.graph) for program in made.values()]
+    assert api.fingerprint(made["trace"]) == api.fingerprint(trace.trace(*models.gpt()[:2]))

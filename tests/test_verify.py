@@ -1,0 +1,200 @@
+"""verify finds what is wrong, and says where: rules, adjoints and ranks broken on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar import VerificationError, collectives, local
+from autopar.rules import TABLE, Spec
+from odd_models import ODD, Simple, rows, sequences
+
+aten = torch.ops.aten
+verify_module = importlib.import_module("autopar.verify")
+
+
+def normed() -> tuple[nn.Module, tuple[Tensor]]:
+    """A block whose softmax and norm run over what megatron splits."""
+
+    def body(model: Any, x: Tensor) -> Tensor:
+        return model.down(model.norm(model.up(x)).softmax(-1)).square().sum()
+
+    torch.manual_seed(0)
+    return Simple(body, norm=nn.LayerNorm(48)), (sequences(),)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, target: Any, **changes: Any) -> None:
+    """Changes fields of an op's rule."""
+    build = TABLE[target]
+
+    def lie(node: fx.Node) -> Spec:
+        return dataclasses.replace(build(node), **changes)
+
+    monkeypatch.setitem(TABLE, target, lie)
+
+
+def refused(model: nn.Module, ranks: int, inputs: Any, layout: str) -> str:
+    with pytest.raises(VerificationError) as caught:
+        autopar.verify(model, ranks, inputs, layout=layout)
+    return str(caught.value)
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def test_a_sum_that_a_rule_forgets_is_found_at_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = normed()
+    autopar.verify(model, 2, inputs, layout="megatron")
+    none = frozenset[str]()
+    broken(monkeypatch, aten.linear.default, sum=none, shared=frozenset("k"), added=none)
+    message = refused(model, 2, inputs, "megatron")
+    assert message.startswith("the first wrong node is linear")
+    assert " in down " in message and 'File "' in message
+    assert "aten.linear.default of layout (whole), shape (12, 6, 24), relative error " in message
+
+
+def test_an_op_without_its_sharded_implementation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = normed()
+    monkeypatch.delitem(local._SPECIAL, aten.softmax.int)
+    message = refused(model, 3, inputs, "megatron")
+    assert message.startswith("the first wrong node is softmax")
+    assert "aten.softmax.int of layout (tp:S(2)), shape (12, 6, 48)" in message
+
+
+def test_a_mean_by_the_local_count_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(local._SPECIAL, aten.mean.default)
+    model = Simple(lambda m, x: m.down(m.up(x).relu()).square().mean())
+    message = refused(model, 2, (rows(),), "ddp")
+    assert message.startswith("the first wrong node is mean")
+    assert "of layout (data:P), shape (), relative error 1.00e+00" in message
+
+
+def test_a_wrong_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unscaled(call: local.Call) -> fx.Node:
+        return call.again(call.values())
+
+    monkeypatch.setitem(local._SPECIAL, aten.slice.Tensor, unscaled)
+    model = Simple(lambda m, x: m.up(x)[:, :24].relu().square().sum())
+    message = refused(model, 2, (rows(),), "megatron")
+    assert message.startswith("the first wrong node is slice")
+    assert "its shape is (12, 24), its layout (tp:S(1)) of (12, 24) makes it (12, 12)" in message
+
+
+def test_ranks_that_should_agree_and_do_not_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout of a whole value whose seed differs by rank."""
+    feed = verify_module._Rank.feed
+
+    def own_seed(rank: Any, entry: Any) -> Any:
+        value = feed(rank, entry)
+        return value + sum(rank.coordinate.values()) if entry.kind == "seed" else value
+
+    monkeypatch.setattr(verify_module._Rank, "feed", own_seed)
+    model = Simple(lambda m, x: m.down(m.up(x)).sum() + F.dropout(m.up.weight, 0.5).sum())
+    assert "the first wrong node is dropout" in refused(model, 2, (rows(),), "ddp")
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def identity(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return grad, None, None
+
+
+def test_a_broken_adjoint_is_found_and_names_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are right, but gradients of the ranks' parts of the batch are not added."""
+    model, inputs = normed()
+    monkeypatch.setattr(collectives._Replicate, "backward", staticmethod(identity))
+    message = refused(model, 2, inputs, "ddp")
+    assert message.startswith("grad_error is ") and "past the tolerance 1e-09" in message
+    assert "on mesh data2 with layout ddp" in message
+    worst = message.partition("worst gradients ")[2]
+    assert worst.count("p_") == 3 and "(whole)" in worst
+
+
+def test_a_sum_made_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P -> I whose backward sums the gradients, which are equal: twice too much."""
+
+    def summed(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return 2 * grad, None, None
+
+    monkeypatch.setattr(collectives._AllReduceToInvariant, "backward", staticmethod(summed))
+    model, inputs = normed()
+    message = refused(model, 2, inputs, "fsdp")
+    assert message.startswith("grad_error is ") and "(data:S(" in message
+
+
+def test_gradients_of_inputs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, _ = ODD["inputs_that_require_gradients"]()
+    autopar.verify(model, 2, inputs, layout="ddp")
+
+    def own_part(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        dim, inner, size, _ = ctx.facts
+        return torch.cat([grad] * size, dim), None, None, None, None, None
+
+    monkeypatch.setattr(collectives._SliceOfInvariant, "backward", staticmethod(own_part))
+    message = refused(model, 2, inputs, "ddp")
+    assert message.startswith("grad_error is ") and "worst gradients args_0 (whole)" in message
+
+
+def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detach that is lost on the way."""
+    model, inputs, _ = ODD["a_branch_that_is_detached"]()
+
+    def lose(call: local.Call) -> fx.Node:
+        return call.emit(aten.alias.default, call.operands[0])
+
+    emit = autopar.passes.emit.emit
+
+    def only_several(program: Any) -> Any:
+        made = emit(program)
+        if program.plan.mesh.axes:
+            for node in made.module.graph.nodes:
+                if node.target is aten.detach.default:
+                    node.target = aten.alias.default
+            made.module.recompile()
+        return made
+
+    monkeypatch.setattr(autopar.passes.emit, "emit", only_several)
+    assert refused(model, 2, inputs, "ddp").startswith("grad_error is ")
+
+
+# -- what it leaves and what it says ---------------------------------------------------------------
+
+
+def test_a_check_says_what_was_compared() -> None:
+    model, inputs = normed()
+    check = autopar.verify(model, 4, inputs)
+    assert check.ranks == 4 and check.nodes >= 10
+    assert max(check.loss_error, check.grad_error, check.step_error) < 1e-12
+    assert str(check).startswith(f"4 ranks equal one: {check.nodes} nodes, loss to ")
+
+
+def test_verify_leaves_the_model_the_inputs_and_torch_as_they_were() -> None:
+    model, inputs, _ = ODD["batch_norm"]()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    autopar.verify(model, 2, inputs)
+    assert torch.get_default_dtype() is torch.float32 and torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert inputs[0].dtype is torch.float32 and inputs[0].grad is None
+
+
+def test_the_tolerance_is_the_users() -> None:
+    model, inputs = normed()
+    with pytest.raises(VerificationError, match="past 1e-30"):
+        autopar.verify(model, 4, inputs, tolerance=1e-30)
+
+
+def test_what_is_zero_but_for_rounding_raises_no_alarm() -> None:
+    """A bias before a batch norm has no gradient; AdamW would scale its noise up to whole steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 6))
+    assert autopar.verify(model, 4, (rows(),), layout="ddp").step_error < 1e-9
