@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -11,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "FakeTensorMode",
+    "OpOverload",
     "StridedShard",
     "backend_name",
     "fake_mode",

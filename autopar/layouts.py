@@ -59,8 +59,8 @@ class Grid25D:
     """d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on n; q at
     least d.
 
-    `panels`: products broadcast their operands in q panels, and no rank holds more than two of
-    them; else operands are gathered whole. The numbers are equal, and so are the words that move.
+    `panels`: products broadcast their operands in q panels, in the backward pass again, and no rank
+    holds more than two of them; else operands are gathered whole and kept. The numbers are equal.
     """
 
     q: int

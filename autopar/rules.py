@@ -24,8 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
+
+from ._compat import OpOverload
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of every dim of one tensor, outer first
 
@@ -75,7 +76,7 @@ def value_of(node: fx.Node) -> Any:
 
 def bound(node: fx.Node) -> dict[str, Any]:
     """The node's arguments by the names of its op's schema, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    assert isinstance(node.target, OpOverload), node.target
     values: dict[str, Any] = {}
     for position, argument in enumerate(node.target._schema.arguments):
         if position < len(node.args):
@@ -91,7 +92,7 @@ def operands_of(node: fx.Node) -> list[fx.Node | None]:
     """The tensors that a node takes, in the order of its schema; lists are laid out flat, absent
     optional ones are None.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return [argument for argument in node.args if isinstance(argument, fx.Node)]
     found: list[fx.Node | None] = []
     values = bound(node)

@@ -8,6 +8,7 @@ the parameters after three steps of AdamW.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,8 +140,8 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
         )
     check = Check(
         _output_error(program, ranks, expected),
-        _gradient_error(program, ranks, expected),
-        _step_error(program, ranks, expected),
+        max(_gradient_errors(program, ranks, expected).values(), default=0.0),
+        max(_step_errors(program, ranks, expected).values(), default=0.0),
         nodes,
         mesh.size,
     )
@@ -290,19 +291,21 @@ def _compare_nodes(
 def _check_node(
     node: fx.Node, layout: Layout, parts: list[Tensor], expected: Tensor, tolerance: float
 ) -> None:
+    called = node.target.__name__ if inspect.isfunction(node.target) else node.target
+    what = f"the first wrong node is {where(node)}: {called} of layout ({layout}), shape "
+    what += f"{layout.shape}, "
     if parts[0].shape != layout.local_shape:
-        raise VerificationError(
-            f"the first wrong node is {where(node)}: its shape is {tuple(parts[0].shape)}, its "
-            f"layout ({layout}) of {layout.shape} "
-            f"makes it {layout.local_shape}"
-        )
+        found = tuple(parts[0].shape)
+        raise VerificationError(f"{what}is {found} on a rank, not {layout.local_shape}")
     error = _relative(layout.join(parts), expected)
     if not error <= tolerance:
-        raise VerificationError(
-            f"the first wrong node is {where(node)}: {node.target} of layout ({layout}), shape "
-            f"{layout.shape}, "
-            f"relative error {error:.2e} past {tolerance:.0e}"
-        )
+        raise VerificationError(f"{what}relative error {error:.2e} past {tolerance:.0e}")
+    for rank, first in _copies(layout, "IR"):
+        error = _relative(parts[rank], parts[first])
+        if not error <= tolerance:
+            raise VerificationError(
+                f"{what}the copies on ranks {first} and {rank} differ by {error:.2e}"
+            )
 
 
 def _relative(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
@@ -326,19 +329,24 @@ def _output_error(program: Program, ranks: list[_Trained], expected: _Trained) -
     for index, layout in enumerate(_output_layouts(program)):
         parts = [rank.outputs[index] for rank in ranks]
         errors.append(_relative(layout.join(parts), expected.outputs[index]))
-        errors.extend(_copies_differ(program, layout, parts))
+        errors.extend(_copies_differ(layout, parts))
     return max(errors)
 
 
-def _copies_differ(program: Program, layout: Layout, parts: list[Tensor]) -> list[float]:
-    """On an axis that repeats a value, every rank must hold the same."""
-    errors = []
-    for axis in layout.axes_of("I"):
-        for rank, part in enumerate(parts):
-            first = parts[layout.mesh.group((axis,), rank)[0]]
-            if part is not first:
-                errors.append(_relative(part, first))
-    return errors
+def _copies_differ(layout: Layout, parts: list[Tensor]) -> list[float]:
+    """How far apart the gradients of copies are, which must be the same on every invariant axis."""
+    return [_relative(parts[rank], parts[first]) for rank, first in _copies(layout, "I")]
+
+
+def _copies(layout: Layout, kinds: str) -> list[tuple[int, int]]:
+    """(rank, another one that holds the same) on every axis whose state is one of `kinds`."""
+    pairs = [
+        (rank, layout.mesh.group((axis,), rank)[0])
+        for kind in kinds
+        for axis in layout.axes_of(kind)
+        for rank in range(layout.mesh.size)
+    ]
+    return [(rank, first) for rank, first in pairs if rank != first]
 
 
 def _largest(gradients: dict[str, Tensor | None]) -> float:
@@ -363,12 +371,8 @@ def _gradient_errors(
         layout = program.layouts[name]
         floor = gradient.abs().clamp(min=max(1e-6 * largest, 1e-300))
         difference = (layout.join(parts) - gradient).abs() / floor
-        errors[name] = max([float(difference.max()), *_copies_differ(program, layout, parts)])
+        errors[name] = max([float(difference.max()), *_copies_differ(layout, parts)])
     return errors
-
-
-def _gradient_error(program: Program, ranks: list[_Trained], expected: _Trained) -> float:
-    return max(_gradient_errors(program, ranks, expected).values(), default=0.0)
 
 
 def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
@@ -379,10 +383,6 @@ def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) ->
         )
         for name, parameter in expected.parameters.items()
     }
-
-
-def _step_error(program: Program, ranks: list[_Trained], expected: _Trained) -> float:
-    return max(_step_errors(program, ranks, expected).values(), default=0.0)
 
 
 def _worst(program: Program, ranks: list[_Trained], expected: _Trained) -> str:

@@ -307,7 +307,7 @@ REDUCTIONS = [
             real(6, 12),
             real(6, 12),
             None,
-            real(12),
+            None,  # torch gives a weight of the positive ones no gradient, so it is no operand here
             reduction,
             note=str(reduction),
         )

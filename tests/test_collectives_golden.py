@@ -60,8 +60,8 @@ class Block(nn.Module):
 
 def world(ranks: int) -> autopar.World:
     """Links of so little latency that at these small sizes, too, words are what counts."""
-    device = autopar.Device("test", 1e15, 80e9, 1e15)
-    return autopar.World(ranks, device, (autopar.Level(ranks, 1e11, 1e-11),))
+    device = autopar.Device("test", {"float32": 1e15}, 80e9, 1e15)
+    return autopar.World((autopar.Level(ranks, 1e11, 1e-11),), device)
 
 
 def planned(model: nn.Module, ranks: int, layout: Layouts, inputs: Any = None) -> tuple[Plan, Any]:

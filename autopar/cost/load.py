@@ -99,8 +99,8 @@ def _counted(world: World, digits: Pattern) -> Load:
         here, there = groups // block, after // block
         held = _held(here)  # ranks that a group has in the member where this one is
         rate = level.uplink(block) if level.ranks > 1 else math.inf
-        flows = np.bincount(here[here != there], minlength=1).max()
-        pairs = np.bincount(here.ravel(), weights=(count - held).ravel()).max()
+        flows = float(np.bincount(here[here != there], minlength=1).max())
+        pairs = float(np.bincount(here.ravel(), weights=(count - held).ravel()).max())
         ring, exchange = max(ring, flows / rate), max(exchange, pairs / rate)
         edge_latency = np.where(here != there, level.latency_s, edge_latency)
         block *= level.ranks

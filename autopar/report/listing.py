@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
+
+from .._compat import OpOverload
 
 _HIDDEN = ("mesh", "coordinate")
 
@@ -44,7 +45,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.name.removeprefix("aten::")
     return getattr(target, "__name__", str(target))
 

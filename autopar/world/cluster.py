@@ -22,7 +22,8 @@ from .presets import preset
 @dataclass(frozen=True)
 class World:
     """A cluster: one device a rank, joined either by `levels` of links, innermost first, or by the
-    `links` of an irregular network. Ranks are numbered from the inside out: neighbours share a node.
+    `links` of an irregular network. Ranks are numbered from the inside out: neighbours share a
+    node.
 
     `launch_s`: seconds to start any collective. `factors`: how much longer than modelled each kind
     of collective takes on this `backend`, where calibration has found out. `version`: of the file.

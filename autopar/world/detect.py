@@ -15,6 +15,7 @@ from .presets import (
     CPU_BYTES_PER_S,
     CPU_FLOP_PER_S,
     GLOO_BYTES_PER_S,
+    GLOO_LAUNCH_S,
     GLOO_NETWORK_S,
     GLOO_S,
     LAUNCH_S,
@@ -64,7 +65,9 @@ def like_here(ranks: int, per_node: int | None = None) -> Found:
     backend = "nccl" if gpu else "gloo"
     if dist.is_available() and dist.is_initialized():
         backend = dist.get_backend()
-    return Found(tuple(levels), _gpu() if gpu else _cpu(per_node), backend, LAUNCH_S * gpu)
+    if gpu:
+        return Found(tuple(levels), _gpu(), backend, LAUNCH_S)
+    return Found(tuple(levels), _cpu(per_node), backend, GLOO_LAUNCH_S)
 
 
 def _gpu() -> Device:

@@ -15,9 +15,10 @@ from .gpus import GPUS, PCIE_BYTES_PER_S
 from .hardware import Device, Level
 
 NVLINK_S, PCIE_S, NETWORK_S, LAUNCH_S = 1e-6, 2e-6, 5e-6, 5e-6
-# gloo on two cores, measured: an all-reduce of a few bytes takes 0.7 ms in a node and 1.9 across
-# two, two hops each.
-GLOO_BYTES_PER_S, GLOO_S, GLOO_NETWORK_S = 1.5e9, 0.35e-3, 0.95e-3
+# gloo on two cores, measured: an all-reduce of a few bytes takes 0.7 ms between two ranks of a node
+# (two hops), 1.9 ms between two nodes (two hops), 3.4 ms over 2 × 2 (three hops of either kind).
+GLOO_BYTES_PER_S = 1.5e9
+GLOO_LAUNCH_S, GLOO_S, GLOO_NETWORK_S = 0.25e-3, 0.225e-3, 0.825e-3
 CPU_FLOP_PER_S, CPU_BYTES_PER_S = 4e10, 1e10  # of one thread of a server core, float32
 
 
@@ -144,7 +145,7 @@ PRESETS = {
         "gloo between processes of one machine, measured on two cores; 16 GB over four; 1 Gb/s "
         "Ethernet between machines",
         "gloo",
-        0.0,
+        GLOO_LAUNCH_S,
     ),
 }
 

@@ -1,0 +1,63 @@
+"""What the rules of all ops share: entering them in the table, and naming the dims of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..rules import TABLE, Dims, Spec, operands_of, results_of, shape_of, value_of
+
+aten = torch.ops.aten
+
+
+def spec(target: Any) -> Callable[[Callable[[fx.Node], Spec]], Callable[[fx.Node], Spec]]:
+    """Enter a function as the rule of one op or of several."""
+
+    def enter(build: Callable[[fx.Node], Spec]) -> Callable[[fx.Node], Spec]:
+        for one in target if isinstance(target, tuple) else (target,):
+            TABLE[one] = build
+        return build
+
+    return enter
+
+
+def unsplit(node: fx.Node, found: str = "none") -> Spec:
+    """The rule of an op that nothing is known of: every dim is whole."""
+    operands = operands_of(node)
+    shapes = [None if n is None else operand_shape(n) for n in operands]
+    outputs = [shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor)]
+    sizes: dict[str, int] = {}
+
+    def dims(shape: tuple[int, ...]) -> Dims:
+        made = []
+        for size in shape:
+            sizes[name := f"w{len(sizes)}"] = size
+            made.append((name,))
+        return tuple(made)
+
+    operand_dims = tuple(None if s is None else dims(s) for s in shapes)
+    result_dims = tuple(dims(s) for s in outputs)
+    return Spec(operand_dims, result_dims, sizes, whole=frozenset(sizes), found=found)
+
+
+def operand_shape(node: fx.Node) -> tuple[int, ...]:
+    value = value_of(node)
+    assert isinstance(value, torch.Tensor), (node, value)
+    return shape_of(value)
+
+
+def named(
+    shape: tuple[int, ...], sizes: dict[str, int], prefix: str = "d"
+) -> list[tuple[str, ...]]:
+    dims: list[tuple[str, ...]] = []
+    for i, size in enumerate(shape):
+        sizes[f"{prefix}{i}"] = size
+        dims.append((f"{prefix}{i}",))
+    return dims
+
+
+def floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point

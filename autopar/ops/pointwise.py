@@ -1,0 +1,141 @@
+"""Rules of ops that make each entry for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from ..rules import Dims, Spec, bound, operands_of, results_of, shape_of, value_of
+from .common import aten, floating, named, operand_shape, spec, unsplit
+
+_JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
+
+
+_LINEAR_EACH = {aten.mul.Tensor}
+
+
+_LINEAR_FIRST = {
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.mul.Scalar,
+    aten.neg.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.contiguous.default,
+    aten._to_copy.default,
+    aten.dropout.default,
+    aten.lift_fresh_copy.default,
+    aten.to.dtype,
+}
+
+
+@spec(
+    (
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten._to_copy.default,
+        aten.lift_fresh_copy.default,
+        aten.to.dtype,
+        aten.dropout.default,
+        aten.ones_like.default,
+        aten.zeros_like.default,
+        aten.full_like.default,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.where.self,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.where.Scalar,
+        aten.relu.default,
+        aten.silu.default,
+        aten.gelu.default,
+        aten.softplus.default,
+        aten.hardtanh.default,
+        aten.leaky_relu.default,
+        aten.elu.default,
+        aten.clamp.default,
+        aten.add.Scalar,
+        aten.mul.Scalar,
+        aten.div.Scalar,
+        aten.sub.Scalar,
+        aten.copy.default,
+        aten.selu.default,
+        aten.mish.default,
+        aten.log_sigmoid.default,
+        aten.relu6.default,
+        aten.hardswish.default,
+        aten.__and__.Tensor,
+        aten.__or__.Tensor,
+        aten.__xor__.Tensor,
+        aten.bitwise_not.default,
+    )
+)
+def pointwise(node: fx.Node) -> Spec:
+    """Right-aligned broadcast: a dim of the result is a factor of every operand that has it at full
+    size.
+    """
+    return entries_of(node, shape_of(results_of(node)[0]))
+
+
+def entries_of(node: fx.Node, shape: tuple[int, ...]) -> Spec:
+    """The rule of an op that makes each entry of a tensor of this shape for itself."""
+    sizes: dict[str, int] = {}
+    result = tuple(named(shape, sizes))
+    operands: list[Dims | None] = []
+    for operand in operands_of(node):
+        if operand is None:
+            operands.append(None)
+            continue
+        own = operand_shape(operand)
+        aligned = result[len(result) - len(own) :]
+        operands.append(tuple(() if s == 1 else dim for s, dim in zip(own, aligned, strict=True)))
+    return Spec(
+        tuple(operands), (result,) * len(results_of(node)), sizes, linear=_linear_groups(node)
+    )
+
+
+def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
+    tensors = [i for i, n in enumerate(operands_of(node)) if n is not None]
+    if not all(floating(v) for v in results_of(node)):
+        return ()
+    first = operands_of(node)[0]
+    if first is not None and node.target in _LINEAR_FIRST and floating(value_of(first)):
+        return (frozenset({0}),)
+    if node.target in _JOINTLY_LINEAR and len(tensors) == 2:
+        return (frozenset({0, 1}),)
+    if node.target in _LINEAR_EACH:
+        return tuple(frozenset({i}) for i in tensors)
+    if node.target is aten.where.self:
+        return (frozenset({1, 2}),)
+    if node.target is aten.masked_fill.Scalar and bound(node)["value"] == 0:
+        return (frozenset({0}),)
+    return ()
+
+
+def expand_like_identity(node: fx.Node) -> Spec:
+    made = pointwise(node)
+    return Spec(made.operands, made.results, made.sizes, linear=(frozenset({0}),))
+
+
+@spec(
+    (
+        aten.mse_loss.default,
+        aten.l1_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.huber_loss.default,
+        aten.binary_cross_entropy_with_logits.default,
+    )
+)
+def elementwise_loss(node: fx.Node) -> Spec:
+    """A loss entry by entry, then kept, summed, or averaged over all entries (see local.py)."""
+    shapes = [operand_shape(n) for n in operands_of(node)[:2] if n is not None]
+    if shapes[0] != shapes[1]:
+        return unsplit(node)  # torch.nn.functional expands them first, so this is rare
+    entries = dataclasses.replace(entries_of(node, shapes[0]), linear=())
+    if bound(node)["reduction"] == 0:
+        return entries
+    return dataclasses.replace(entries, results=((),), sum=frozenset(entries.sizes))

@@ -1,0 +1,178 @@
+"""Rules of matrix products, convolutions and attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import fx
+
+from ..rules import Dims, Spec, bound, operands_of, rule, shape_of, value_of
+from .common import aten, named, operand_shape, spec, unsplit
+
+rule(
+    aten.linear.default,
+    "... k, n k, n -> ... n",
+    sum="k",
+    added="2",
+    linear=("0 2", "1 2"),
+    product="... | n | k",
+)
+
+
+rule(aten.mm.default, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m | n | k")
+
+
+rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear=("0", "1"), product="b m | n | k")
+
+
+@spec(aten.matmul.default)
+def matmul(node: fx.Node) -> Spec:
+    left, right = (n for n in operands_of(node) if n is not None)
+    a, b = operand_shape(left), operand_shape(right)
+    sizes: dict[str, int] = {"k": a[-1]}
+    result: list[tuple[str, ...]] = []
+    batch = shape_of(value_of(node))[: max(len(a), len(b)) - 2]
+    for i, size in enumerate(batch):
+        sizes[f"b{i}"] = size
+        result.append((f"b{i}",))
+    left_dims, right_dims = broadcast(a[:-2], result), broadcast(b[:-2], result)
+    rows: list[tuple[str, ...]] = []
+    columns: list[tuple[str, ...]] = []
+    if len(a) > 1:
+        sizes["m"] = a[-2]
+        rows = [("m",)]
+    if len(b) > 1:
+        sizes["n"] = b[-1]
+        columns = [("n",)]
+    batch_names = frozenset(f"b{i}" for i in range(len(batch)))
+    return Spec(
+        ((*left_dims, *rows, ("k",)), (*right_dims, ("k",), *columns)),
+        ((*result, *rows, *columns),),
+        sizes,
+        sum=frozenset({"k"}),
+        linear=(frozenset({0}), frozenset({1})),
+        flops=2.0 * math.prod(sizes.values()),
+        product=(
+            batch_names | ({"m"} if rows else set()),
+            frozenset({"n"} if columns else ()),
+            frozenset({"k"}),
+        ),
+    )
+
+
+def aligned(
+    shape: tuple[int, ...], result: Sequence[tuple[str, ...]]
+) -> list[tuple[int, tuple[str, ...]]]:
+    return list(zip(shape, result[len(result) - len(shape) :], strict=True))
+
+
+def broadcast(shape: tuple[int, ...], result: Sequence[tuple[str, ...]]) -> Dims:
+    """The dims of an operand that is broadcast to dims with these factors, aligned on the right."""
+    return tuple(() if size == 1 else dim for size, dim in aligned(shape, result))
+
+
+@spec(aten.addmm.default)
+def addmm(node: fx.Node) -> Spec:
+    """n, m k, k n -> m n: what is added may also be (m, n), or have dims of 1."""
+    added, left, right = (n for n in operands_of(node) if n is not None)
+    (m, k), n = operand_shape(left), operand_shape(right)[1]
+    result = (("m",), ("n",))
+    return Spec(
+        (broadcast(operand_shape(added), result), (("m",), ("k",)), (("k",), ("n",))),
+        (result,),
+        {"m": m, "n": n, "k": k},
+        sum=frozenset({"k"}),
+        added=frozenset({0}),
+        linear=(frozenset({0, 1}), frozenset({0, 2})),
+        flops=2.0 * m * n * k,
+        product=(frozenset({"m"}), frozenset({"n"}), frozenset({"k"})),
+    )
+
+
+@spec(
+    (
+        aten.conv1d.default,
+        aten.conv2d.default,
+        aten.conv3d.default,
+        aten.conv1d.padding,
+        aten.conv2d.padding,
+        aten.conv3d.padding,
+    )
+)
+def convolution(node: fx.Node) -> Spec:
+    """b (g c) h w, (g o) c i j, (g o) -> b (g o) y z: pixels stay whole, groups may be split like
+    samples.
+    """
+    source, weight, _ = operands_of(node)
+    assert source is not None and weight is not None
+    outputs, channels, *kernel = operand_shape(weight)
+    groups = bound(node)["groups"]
+    shape, pixels = operand_shape(source), shape_of(value_of(node))[-len(kernel) :]
+    sizes = {"g": groups, "c": channels, "o": outputs // groups}
+    batch = named(shape[: -len(kernel) - 1], sizes, "b")
+    flops = 2.0 * math.prod((*shape[: -len(kernel) - 1], outputs, channels, *kernel, *pixels))
+    before = named(shape[-len(kernel) :], sizes, "h")
+    window, after = named(tuple(kernel), sizes, "i"), named(pixels, sizes, "y")
+    whole = frozenset(name for (name,) in (*before, *window, *after))
+    return Spec(
+        ((*batch, ("g", "c"), *before), (("g", "o"), ("c",), *window), (("g", "o"),)),
+        ((*batch, ("g", "o"), *after),),
+        sizes,
+        sum=frozenset({"c"}),
+        whole=whole,
+        added=frozenset({2}),
+        linear=(frozenset({0, 2}), frozenset({1, 2})),
+        flops=flops,
+        product=(
+            frozenset({"g", *(name for (name,) in batch)}),
+            frozenset({"o"}),
+            frozenset({"c"}),
+        ),
+    )
+
+
+@spec(aten.scaled_dot_product_attention.default)
+def attention(node: fx.Node) -> Spec:
+    """b (g r) q e, b g k e, b g k v -> b (g r) q v: the keys stay whole; the queries may be split
+    where no offset is needed.
+    """
+    query, key, value, mask = operands_of(node)
+    assert query is not None and key is not None and value is not None
+    q, k, v, out = (
+        operand_shape(query),
+        operand_shape(key),
+        operand_shape(value),
+        shape_of(value_of(node)),
+    )
+    if q[-3:-2] != out[-3:-2] or k[-3:-2] != v[-3:-2]:
+        return unsplit(
+            node
+        )  # heads that are broadcast, other than those of keys and values together
+    sizes: dict[str, int] = {"q": q[-2], "e": q[-1], "k": k[-2], "v": v[-1]}
+    leading = named(out[:-3], sizes, "b")
+    heads: list[tuple[str, ...]] = []
+    key_heads: list[tuple[str, ...]] = []
+    if len(q) > 2:
+        sizes["g"], sizes["r"] = k[-3], q[-3] // k[-3]
+        heads, key_heads = [("g", "r")], [("g",)]
+    mask_dims = (
+        None if mask is None else broadcast(operand_shape(mask), [*leading, *heads, ("q",), ("k",)])
+    )
+    causal = bool(bound(node)["is_causal"])
+    whole = {"e", "k", "v"} | ({"q"} if causal else set())
+    pairs = math.prod(out[:-1]) * k[-2]
+    return Spec(
+        (
+            (*broadcast(q[:-3], leading), *heads, ("q",), ("e",)),
+            (*broadcast(k[:-3], leading), *key_heads, ("k",), ("e",)),
+            (*broadcast(v[:-3], leading), *key_heads, ("k",), ("v",)),
+            mask_dims,
+        ),
+        ((*leading, *heads, ("q",), ("v",)),),
+        sizes,
+        whole=frozenset(whole),
+        linear=(frozenset({2}),),
+        product=(frozenset(sizes) - {"e", "k", "v"}, frozenset(), frozenset()),
+        flops=2.0 * pairs * (q[-1] + v[-1]) / (2 if causal else 1),
+    )

@@ -1,0 +1,59 @@
+"""Rules of views: the same entries in another shape or order."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..rules import Spec, bound, operands_of, shape_of, value_of, view_factors
+from .common import aten, named, operand_shape, spec, unsplit
+from .pointwise import pointwise
+
+
+@spec(
+    (
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze.default,
+        aten.unsqueeze.default,
+        aten.view_as.default,
+    )
+)
+def view(node: fx.Node) -> Spec:
+    source = operands_of(node)[0]
+    assert source is not None
+    if 0 in operand_shape(source):
+        return unsplit(node, found="rule")
+    sizes, left, right, whole = view_factors(operand_shape(source), shape_of(value_of(node)))
+    rest = (None,) * (len(operands_of(node)) - 1)
+    return Spec((left, *rest), (right,), sizes, whole=whole, linear=(frozenset({0}),))
+
+
+@spec((aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default))
+def permutation(node: fx.Node) -> Spec:
+    source = operands_of(node)[0]
+    assert source is not None
+    shape = operand_shape(source)
+    sizes: dict[str, int] = {}
+    dims = named(shape, sizes)
+    values = bound(node)
+    order = list(range(len(shape)))
+    if node.target is aten.permute.default:
+        order = [d % len(shape) for d in values["dims"]]
+    elif node.target is aten.transpose.int:
+        a, b = values["dim0"] % len(shape), values["dim1"] % len(shape)
+        order[a], order[b] = order[b], order[a]
+    else:
+        order.reverse()
+    return Spec((tuple(dims),), (tuple(dims[d] for d in order),), sizes, linear=(frozenset({0}),))
+
+
+@spec((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default))
+def expand(node: fx.Node) -> Spec:
+    made = pointwise(node)
+    rest = (None,) * (len(made.operands) - 1)
+    return Spec((made.operands[0], *rest), made.results, made.sizes, linear=(frozenset({0}),))

@@ -1,0 +1,136 @@
+"""Every private torch API that autopar/_compat.py passes on still does what we need it for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from autopar import _compat
+
+TESTED: set[str] = set()
+T = TypeVar("T")
+
+
+def covers(*names: str) -> Callable[[T], T]:
+    TESTED.update(names)
+    return lambda test: test
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A gloo group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@covers("fake_mode", "FakeTensorMode")
+def test_fake_tensors_have_a_shape_and_no_storage() -> None:
+    with _compat.fake_mode() as mode:
+        x = torch.empty(1 << 20, 1 << 20)
+        y = x @ x.mT
+    assert isinstance(mode, _compat.FakeTensorMode) and y.shape == (1 << 20, 1 << 20)
+    with mode:
+        symbol = torch.empty((), dtype=torch.int64).item()
+        assert isinstance(symbol, torch.SymInt)
+        mixed = torch.empty(3) + torch.ones(3)
+    assert mixed.fake_mode is mode
+
+
+@covers("pytree")
+def test_trees_are_flattened_with_paths_and_put_together_again() -> None:
+    tree = {"a": [1, (2, None)], "b": 3}
+    leaves, spec = _compat.pytree.tree_flatten(tree)
+    assert leaves == [1, 2, None, 3] and _compat.pytree.tree_unflatten(leaves, spec) == tree
+    assert spec == _compat.pytree.tree_structure(tree)
+    assert spec != _compat.pytree.tree_structure({"a": [1, 2], "b": 3})
+    paths = [
+        _compat.pytree.keystr(path) for path, _ in _compat.pytree.tree_flatten_with_path(tree)[0]
+    ]
+    assert paths == ["['a'][0]", "['a'][1][0]", "['a'][1][1]", "['b']"]
+    assert _compat.pytree.tree_leaves(tree) == leaves
+    doubled = _compat.pytree.tree_map_only(int, lambda number: 2 * number, tree)
+    assert doubled == {"a": [2, (4, None)], "b": 6}
+    assert _compat.pytree.SequenceKey(0) == _compat.pytree.SequenceKey(0)
+
+
+@covers("StridedShard")
+def test_a_strided_shard_places_every_second_block(group: dist.ProcessGroup) -> None:
+    placement = _compat.StridedShard(0, split_factor=2)
+    assert placement.dim == 0 and placement.split_factor == 2
+    assert placement.is_shard() or isinstance(placement, _compat.StridedShard)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    x = torch.arange(4.0)
+    placed = DTensor.from_local(x, mesh, (placement,), run_check=False, shape=x.shape, stride=(1,))
+    assert placed.placements == (placement,) and torch.equal(placed.to_local(), x)
+
+
+@covers("register_process_group", "unregister_process_group", "process_group", "backend_name")
+def test_groups_are_found_by_the_names_that_we_give_them(group: dist.ProcessGroup) -> None:
+    name = "autopar/test"
+    assert _compat.backend_name(name, "cpu") == ""
+    with pytest.raises(RuntimeError):
+        _compat.process_group(name)
+    _compat.register_process_group(name, group)
+    assert _compat.process_group(name) is group or _compat.process_group(name).size() == 1
+    assert _compat.backend_name(name, "cpu") == "gloo"
+    x = torch.ones(3)
+    y = torch.ops._c10d_functional.all_reduce(x, "sum", name)
+    assert torch.equal(torch.ops._c10d_functional.wait_tensor(y), x)
+    _compat.unregister_process_group(name)
+    assert _compat.backend_name(name, "cpu") == ""
+    _compat.unregister_process_group(name)
+
+
+@covers("register_work")
+def test_wait_tensor_waits_for_work_that_we_started(group: dist.ProcessGroup) -> None:
+    x = torch.ones(3)
+    work = dist.broadcast(x, 0, async_op=True)
+    _compat.register_work(x, work)
+    assert torch.ops._c10d_functional.wait_tensor(x) is x or work.is_completed()
+    assert work.is_completed()
+
+
+def test_private_names_of_torch_are_used_nowhere_else() -> None:
+    """Attributes and imports of torch that start with one underscore; operators apart."""
+    found = []
+    for path in sorted(Path(_compat.__file__).parent.rglob("*.py")):
+        if path.name != "_compat.py":
+            found += [
+                f"{path.name}: {name}" for name in _private_names(ast.parse(path.read_text()))
+            ]
+    assert not found
+
+
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            names = text.split(".") if text.startswith("torch.") else []
+        if names[1:2] != ["ops"]:
+            yield from (name for name in names if name[:1] == "_" and name[:2] != "__")
+
+
+@covers("OpOverload")
+def test_operators_know_their_schema_and_their_tags() -> None:
+    linear = torch.ops.aten.linear.default
+    assert isinstance(linear, _compat.OpOverload) and not isinstance(torch.add, _compat.OpOverload)
+    assert [a.name for a in linear._schema.arguments] == ["input", "weight", "bias"]
+    assert torch.Tag.pointwise in torch.ops.aten.relu.default.tags
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.rand_like.default.tags
+
+
+def test_every_name_is_tested_here() -> None:
+    assert set(_compat.__all__) == TESTED
