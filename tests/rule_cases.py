@@ -306,9 +306,7 @@ REDUCTIONS = [
             aten.binary_cross_entropy_with_logits.default,
             real(6, 12),
             real(6, 12),
-            None,
-            None,  # torch gives a weight of the positive ones no gradient, so it is no operand here
-            reduction,
+            reduction=reduction,
             note=str(reduction),
         )
         for reduction in (0, 1, 2)

@@ -1,0 +1,350 @@
+"""Bad input gets a ValueError that says what, where, which sizes and what to do; the model stays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autopar
+from autopar import InputError, LayoutError, PlanError, RankError, TraceError, WorldError, ranks
+from odd_models import BATCH, HIDDEN, Simple, rows
+
+
+def two_layers() -> Simple:
+    torch.manual_seed(0)
+    return Simple(lambda m, x: m.down(m.up(x).relu()).square().mean())
+
+
+@contextmanager
+def refused(kind: type[Exception], *says: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Raises `kind`, a ValueError, whose text has all of `says`; the model is as it was."""
+    before = None if model is None else _picture(model)
+    with pytest.raises(kind) as caught:
+        yield
+    assert isinstance(caught.value, autopar.AutoparError) and isinstance(caught.value, ValueError)
+    for text in says:
+        assert text in str(caught.value), f"{text!r} is not in {caught.value}"
+    assert model is None or before == _picture(model)
+
+
+def _picture(model: nn.Module) -> list[Any]:
+    """All that a model holds, tensors by identity and value."""
+    found: list[Any] = []
+    for module in model.modules():
+        names = ("_parameters", "_buffers", "_modules", "_forward_hooks")
+        found += [(name, dict(module.__dict__[name]).keys()) for name in names]
+        found += [(name, id(value)) for name, value in module.__dict__.items()]
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    found += [(n, id(t), str(t.device), t.requires_grad, t.tolist()) for n, t in tensors]
+    return found
+
+
+# -- what cannot be one graph ----------------------------------------------------------------------
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y if y.sum() > 0 else -y  # the line to be named
+
+
+CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "plan": lambda model, inputs: autopar.plan(model, 4, inputs),
+    "verify": lambda model, inputs: autopar.verify(model, 4, inputs),
+    "parallelize": lambda model, inputs: autopar.parallelize(model, 1, inputs),
+    "first call": lambda model, inputs: autopar.parallelize(model, 1)(*inputs),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_model_that_cannot_be_traced_is_told_its_own_line(call: str) -> None:
+    model = Branch()
+    line = Path(__file__).read_text().splitlines().index(
+        "        return y if y.sum() > 0 else -y  # the line to be named"
+    )  # fmt: skip
+    says = (
+        "Branch cannot be one graph: a branch or a shape depends on the values of a tensor",
+        f'File "{__file__}", line {line + 1}, in forward',
+        "torch.where",
+    )
+    with refused(TraceError, *says, model=model):
+        CALLS[call](model, (torch.ones(3, 4),))
+
+
+@pytest.mark.parametrize("inputs", [None, 7, "text"])
+def test_inputs_of_no_known_kind(inputs: Any) -> None:
+    model = two_layers()
+    with refused(InputError, "a tuple of positional arguments, a dict", model=model):
+        autopar.plan(model, 2, inputs)
+
+
+def test_a_first_call_by_position_and_by_name_at_once() -> None:
+    par = autopar.parallelize(two_layers(), 1)
+    with refused(InputError, "all inputs by position or all by name"):
+        par(rows(), scale=2)
+    with refused(InputError, "the parameters are known after the first call"):
+        list(par.parameters())
+
+
+# -- worlds and layouts ----------------------------------------------------------------------------
+
+
+def test_worlds_that_are_none() -> None:
+    model = two_layers()
+    with refused(WorldError, "a world of 0 ranks", model=model):
+        autopar.plan(model, 0, (rows(),))
+    with refused(WorldError, "not str 'eight'", "a number of ranks", model=model):
+        autopar.plan(model, "eight", (rows(),))
+
+
+def test_a_world_that_is_not_the_one_that_runs() -> None:
+    model = two_layers()
+    plan = autopar.plan(model, 4, (rows(),))
+    with refused(WorldError, "for 4 ranks", "1 are running", "torchrun", model=model):
+        autopar.apply(model, plan)
+    with refused(WorldError, "4 ranks", "1 ", model=model):
+        autopar.parallelize(model, 4, (rows(),))
+
+
+def test_an_unknown_layout_lists_the_known_ones() -> None:
+    model = two_layers()
+    names = ("unknown layout 'megatorn'", "auto", "ddp", "fsdp", "megatron", "4d", "2.5d")
+    with refused(LayoutError, *names, model=model):
+        autopar.plan(model, 4, (rows(),), layout="megatorn")
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_batch_that_the_ranks_do_not_divide(layout: str) -> None:
+    model = two_layers()
+    says = (f"layout {layout!r}", "axis data of 5 ranks", "a batch of 12", "use a batch that 5")
+    with refused(LayoutError, *says, model=model):
+        autopar.plan(model, 5, (rows(),), layout=layout)
+
+
+def test_weights_that_the_ranks_do_not_divide() -> None:
+    model = two_layers()
+    says = ("layout 'megatron'", "axis tp of 7 ranks", "7 divides none of their sizes", "48")
+    with refused(LayoutError, *says, model=model):
+        autopar.plan(model, 7, (rows(),), layout="megatron")
+
+
+def test_grids_that_do_not_fit_the_world() -> None:
+    model = two_layers()
+    with refused(LayoutError, "8", "4 ", model=model):
+        autopar.plan(model, 4, (rows(),), layout=autopar.Grid4D(x=2, y=2, z=2))
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def saved(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "plan.json"
+    autopar.plan(two_layers(), 1, (rows(),)).save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return path
+
+
+def test_a_saved_plan_is_for_the_model_that_it_was_made_for(tmp_path: Path) -> None:
+    plan = autopar.Plan.load(saved(tmp_path))
+    model = two_layers()
+    with refused(InputError, "holds no graph", "give apply the inputs", model=model):
+        autopar.apply(model, plan)
+    with refused(PlanError, "this model with these inputs gives", "plan again", model=model):
+        autopar.apply(model, plan, (rows(BATCH, 3, HIDDEN),))
+    x = rows()
+    torch.testing.assert_close(autopar.apply(model, plan, (x,))(x), model(x))
+
+
+def test_files_that_are_no_plans(tmp_path: Path) -> None:
+    with refused(PlanError, "is version 99, this autopar reads version", "plan again"):
+        autopar.Plan.load(saved(tmp_path, version=99))
+    (tmp_path / "plan.json").write_text("no json")
+    with refused(PlanError, "plan.json is no plan"):
+        autopar.Plan.load(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text("[]")
+    with refused(PlanError, "is version list"):
+        autopar.Plan.load(tmp_path / "plan.json")
+
+
+def resized(model: Simple) -> None:
+    model.down = nn.Linear(48, 30)
+
+
+def halved(model: Simple) -> None:
+    model.down.half()
+
+
+def frozen(model: Simple) -> None:
+    model.down.weight.requires_grad_(False)
+
+
+def removed(model: Simple) -> None:
+    model.down.bias = None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (resized, "parameter down.weight was (24, 48) torch.float32 when the model was planned and "
+         "is (30, 48) torch.float32 now: plan again"),
+        (halved, "down.weight was (24, 48) torch.float32 when the model was planned and is "
+         "(24, 48) torch.float16 now"),
+        (frozen, "is (24, 48) torch.float32, frozen now"),
+        (removed, "parameter down.bias was (24,) torch.float32 when the model was planned and is "
+         "gone now"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_model_that_changed_after_planning(change: Callable[[Simple], None], says: str) -> None:
+    model = two_layers()
+    plan = autopar.plan(model, 1, (rows(),))
+    change(model)
+    with refused(PlanError, says, model=model):
+        autopar.apply(model, plan)
+
+
+def test_weights_that_were_tied_when_planned() -> None:
+    model = two_layers()
+    model.again = nn.Linear(24, 48)
+    model.again.weight = model.up.weight
+    plan = autopar.plan(model, 1, (rows(),))
+    model.again.weight = nn.Parameter(model.up.weight.detach().clone())
+    says = ("up.weight, again.weight were one tensor when the model was planned", "plan again")
+    with refused(PlanError, *says, model=model):
+        autopar.apply(model, plan)
+
+
+def test_names_that_a_parallel_module_has_itself() -> None:
+    model = Simple(lambda m, x: m.plan(m.down(m.up(x))).sum(), plan=nn.Linear(24, 24))
+    with refused(PlanError, "has its own 'plan': rename plan.weight", model=model):
+        autopar.parallelize(model, 1, (rows(),))
+
+
+def test_outputs_and_outcomes_that_verify_cannot_make_equal() -> None:
+    """A random op is refused with its line before anything is searched."""
+    model = Simple(lambda m, x: m.down(m.up(x) + torch.randn(48)).sum())
+    with refused(PlanError, "draws random numbers", "aten.randn.default", model=model):
+        autopar.verify(model, 4, (rows(),))
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as rank 0 of two, which agree with each other and never answer."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    monkeypatch.setattr(ranks, "_gathered", lambda value: [value, value])
+    monkeypatch.setattr(ranks, "from_rank_0", lambda value: value)
+    yield
+    dist.destroy_process_group()
+
+
+class Options(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, scale: float = 1.0, mode: str = "sum") -> Tensor:
+        y = self.linear(x) * scale
+        return y.sum() if mode == "sum" else y.mean()
+
+
+def parallel(model: nn.Module, inputs: Any, layout: str = "ddp") -> Any:
+    return autopar.parallelize(model, 2, inputs, layout=layout)
+
+
+def test_batches_of_other_shapes_and_dtypes(two_ranks: None) -> None:
+    model = Options()
+    par = parallel(model, {"x": rows(), "scale": 2.0})
+    planned = "the plan is for (12, 24) torch.float32: plan again for other shapes or dtypes"
+    with refused(InputError, "input kwargs['x'] is (6, 24) torch.float32", planned, model=model):
+        par(x=rows()[:6], scale=2.0)
+    with refused(InputError, "is (12, 24) torch.float64", planned):
+        par(x=rows().double(), scale=2.0)
+    with refused(InputError, "input kwargs['x'] is 3, the plan is for (12, 24)"):
+        par(x=3, scale=2.0)
+    with refused(InputError, "3.0", "planned was 2.0", "plan again"):
+        par(x=rows(), scale=3.0)
+    with refused(InputError, "call it with the same arguments, or plan again"):
+        par(rows(), 2.0)
+    with refused(InputError, "call it with the same arguments, or plan again"):
+        par(x=rows(), scale=2.0, mode="mean")
+    with refused(InputError, "is (6, 24) torch.float32"):
+        par.shard(x=rows()[:6], scale=2.0)
+
+
+def test_gradients_of_inputs_that_were_not_planned(two_ranks: None) -> None:
+    model = two_layers()
+    par = parallel(model, (rows(),))
+    says = ("input args[0] requires a gradient", "plan again", "detach it")
+    with refused(InputError, *says, model=model):
+        par(rows().requires_grad_())
+    parallel(model, (rows().requires_grad_(),))._own  # planned with one: both are welcome
+
+
+def test_distributed_inputs_that_lie_otherwise(two_ranks: None) -> None:
+    par = parallel(two_layers(), (rows(),))
+    mesh: DeviceMesh = par._device_mesh
+    whole = DTensor.from_local(rows(), mesh, [Replicate()], run_check=False)
+    with refused(InputError, "placements (Replicate(),)", "wants (Shard(dim=0),)", "`shard`"):
+        par(whole)
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
+    part = DTensor.from_local(rows()[:6], other, [Shard(0)], run_check=False)
+    with refused(InputError, "input args[0] is a DTensor"):
+        par(part)
+    part = DTensor.from_local(rows()[:6], mesh, [Shard(0)], run_check=False)
+    assert par._own(par._user_inputs()[0], part).shape == (6, 24)
+    torch.testing.assert_close(par.shard(rows().fill_(2)).to_local(), torch.full((6, 24), 2.0))
+
+
+def test_the_mode_of_the_model_is_part_of_the_plan(two_ranks: None) -> None:
+    model = nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.5)).train()
+    par = parallel(model, (rows(),))
+    assert par.training
+    with refused(InputError, "planned in train mode and is called in eval mode", "model.eval()"):
+        par.eval()(rows())
+    par = parallel(model.eval(), (rows(),))
+    assert not par.training
+    with refused(InputError, "planned in eval mode and is called in train mode", "model.train()"):
+        par.train()(rows())
+
+
+def test_a_parameter_that_is_not_there(two_ranks: None) -> None:
+    par = parallel(two_layers(), (rows(),))
+    assert str(par.layout("up.weight")) == "whole"
+    with refused(InputError, "no parameter 'up.wieght'"):
+        par.layout("up.wieght")
+
+
+# -- ranks that disagree ---------------------------------------------------------------------------
+
+
+def test_all_ranks_name_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_gathered", lambda value: [value, ("KeyError", "'x'")])
+    with refused(RankError, "rank 1 of 2 failed while tracing: KeyError: 'x'"):
+        autopar.parallelize(two_layers(), 1, (rows(),))
+
+
+def test_ranks_with_different_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(value: Any) -> list[Any]:
+        return [value, value if value is None else "another"]
+
+    monkeypatch.setattr(ranks, "_gathered", gathered)
+    with refused(RankError, "the ranks hold different models", "rank 1 another"):
+        autopar.parallelize(two_layers(), 1, (rows(),))
