@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from .constraint import Constraint
-from .conversions import Conversions, Facts, Want
+from .conversion_costs import Conversions, Facts, Want
 from .cost.comm import inside_costs
 from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import HAVE_INSIDE, inside

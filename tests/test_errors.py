@@ -1,4 +1,4 @@
-"""Bad input gets a ValueError that says what, where, which sizes and what to do; the model stays."""
+"""Bad input gets a ValueError: what, where, which sizes, what to do. The model is as it was."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ def test_a_batch_that_the_ranks_do_not_divide(layout: str) -> None:
 
 def test_weights_that_the_ranks_do_not_divide() -> None:
     model = two_layers()
-    says = ("layout 'megatron'", "axis tp of 7 ranks", "7 divides none of their sizes", "48")
+    says = ("layout 'megatron'", "axis tp of 7 ranks", "7 divides none", "down (k = 48, n = 24)")
     with refused(LayoutError, *says, model=model):
         autopar.plan(model, 7, (rows(),), layout="megatron")
 
 
 def test_grids_that_do_not_fit_the_world() -> None:
     model = two_layers()
-    with refused(LayoutError, "8", "4 ", model=model):
+    with refused(LayoutError, "Grid4D", "= 8 ranks, the world has 4: choose sizes", model=model):
         autopar.plan(model, 4, (rows(),), layout=autopar.Grid4D(x=2, y=2, z=2))
 
 
@@ -235,8 +235,7 @@ def test_names_that_a_parallel_module_has_itself() -> None:
         autopar.parallelize(model, 1, (rows(),))
 
 
-def test_outputs_and_outcomes_that_verify_cannot_make_equal() -> None:
-    """A random op is refused with its line before anything is searched."""
+def test_verify_refuses_random_numbers_too() -> None:
     model = Simple(lambda m, x: m.down(m.up(x) + torch.randn(48)).sum())
     with refused(PlanError, "draws random numbers", "aten.randn.default", model=model):
         autopar.verify(model, 4, (rows(),))
@@ -295,7 +294,10 @@ def test_gradients_of_inputs_that_were_not_planned(two_ranks: None) -> None:
     says = ("input args[0] requires a gradient", "plan again", "detach it")
     with refused(InputError, *says, model=model):
         par(rows().requires_grad_())
-    parallel(model, (rows().requires_grad_(),))._own  # planned with one: both are welcome
+    planned = parallel(model, (rows().requires_grad_(),))
+    (entry,) = planned._user_inputs()
+    for x in (rows(), rows().requires_grad_()):  # planned with one: both are welcome
+        assert planned._own(entry, x) is x
 
 
 def test_distributed_inputs_that_lie_otherwise(two_ranks: None) -> None:
@@ -337,7 +339,7 @@ def test_a_parameter_that_is_not_there(two_ranks: None) -> None:
 
 def test_all_ranks_name_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_gathered", lambda value: [value, ("KeyError", "'x'")])
-    with refused(RankError, "rank 1 of 2 failed while tracing: KeyError: 'x'"):
+    with refused(RankError, "rank 1 of 2 failed while reading the world: KeyError: 'x'"):
         autopar.parallelize(two_layers(), 1, (rows(),))
 
 
