@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent / "autopar"
 ORDER = (
     "errors", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe", "program",
     "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives", "conversion",
-    "sharded", "local", "cost", "constraint", "layouts", "elimination", "regions", "conversion_costs",
-    "search", "lockstep", "passes", "ranks", "placement", "module", "verify", "report", "api",
+    "sharded", "local", "cost", "constraint", "layouts", "elimination", "regions",
+    "conversion_costs", "search", "lockstep", "passes", "ranks", "placement", "module", "verify", "report", "api",
     "targets", "cli", "__main__", "",
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ unequal numbers on the shards of any layout that splits rows.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,7 +93,7 @@ class Products(nn.Module):
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
-        pairs = zip(widths, widths[1:])
+        pairs = itertools.pairwise(widths)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -220,7 +221,13 @@ def test_4d_with_an_odd_chain_and_with_an_uneven_weight(name: str, grid: Layouts
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(8, "megatron"), (8, "megatron-sp"), (8, Grid2D(4, 2)), (16, Grid4D(2, 4, 2, 1)), (16, Grid25D(4))],
+    [
+        (8, "megatron"),
+        (8, "megatron-sp"),
+        (8, Grid2D(4, 2)),
+        (16, Grid4D(2, 4, 2, 1)),
+        (16, Grid25D(4)),
+    ],
     ids=str,
 )
 def test_fewer_heads_of_keys_than_ranks(ranks: int, layout: Layouts) -> None:
@@ -325,7 +332,12 @@ def test_ignored_tokens_are_unequal(name: str) -> None:
         (
             12,
             Grid4D(3, 2, 2, 1),
-            ["axis x of 3 ranks", "9 of 9 products", "qkv (k = 64, n = 3 × 8 × 8)", "; use an axis"],
+            [
+                "axis x of 3 ranks",
+                "9 of 9 products",
+                "qkv (k = 64, n = 3 × 8 × 8)",
+                "; use an axis",
+            ],
         ),
         (3, "megatron", ["axis tp of 3 ranks", "blocks.0.up (k = 64, n = 256)", "other sizes"]),
         (6, "atp", ["no grid of 'atp' fits", "Grid2D(d1=1, d2=6", "other sizes in the model"]),

@@ -1,4 +1,4 @@
-"""Odd models on two gloo ranks in float32: outputs, gradients, buffers and names of the original."""
+"""Odd models on two gloo ranks in float32: outputs, gradients, buffers and names."""
 
 from __future__ import annotations
 
