@@ -18,7 +18,7 @@ from . import ranks
 from ._compat import pytree
 from .errors import InputError, PlanError, WorldError
 from .layout import Layout
-from .layouts import Layouts
+from .layouts import Layouts, candidates
 from .mesh import Mesh, connect
 from .module import ParallelModule
 from .passes import annotate, chains, choose, emit, rewrite, trace
@@ -182,10 +182,11 @@ def apply(
     device_mesh = connect(mesh, device.type) if mesh.axes else None
     run = program.module if backend is None else torch.compile(program.module, backend=backend)
     program = dataclasses.replace(program, tensors=tensors)
+    order = list(_held(model))
     seed = ranks.from_rank_0(torch.initial_seed())  # ranks that hold the same must drop the same
     return ranks.together(
         "placing the parameters",
-        lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), seed, run),
+        lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), seed, order, run),
     )
 
 
@@ -210,14 +211,19 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
     return Ready(program if plan.mesh.axes else _on_one_rank(source, program), pipeline.graphs)
 
 
+def _held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters, then its buffers, by every name."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
 def _current(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
     """The model's parameters and buffers as they are now. Raises PlanError where one is gone or has
     another shape.
     """
-    held = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    held = _held(model)
     tensors = dict(program.tensors)
     for entry in program.signature.inputs:
         if entry.kind not in ("parameter", "buffer"):
@@ -280,6 +286,7 @@ def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts
     )
     ranks.agree("model", fingerprint(source))
     program = ranks.together("annotating", lambda: _analysed(pipeline, source))
+    ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
     chosen: Program | None = None
 
     def search() -> None:

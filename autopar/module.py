@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class ParallelModule(nn.Module):
         device_mesh: DeviceMesh | None,
         rank: int,
         seed: int,
+        order: Sequence[str],
         run: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
@@ -49,24 +50,27 @@ class ParallelModule(nn.Module):
         self._coordinate = self._mesh.coordinate(rank)
         self._run = program.module if run is None else run
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
-        for entry in program.signature.inputs:
-            self._hold(entry)
+        named = dict(pair for entry in program.signature.inputs for pair in self._hold(entry))
+        for name in sorted(named, key=list(order).index):  # optimizer states go by this order
+            self._register(name, *named[name])
         self._seed = seed % (1 << 62)
         self.train(program.signature.training)
 
     # -- what it holds -----------------------------------------------------------------------------
-    def _hold(self, entry: Input) -> None:
-        """Register a parameter or buffer under every name that the original model has for it."""
+    def _hold(self, entry: Input) -> list[tuple[str, tuple[torch.Tensor, bool]]]:
+        """A parameter or buffer, and whether it is saved, for every name the original model has for
+        it. Coordinates and constants are registered at once.
+        """
         if entry.kind == "coordinate":
             place = torch.tensor([self._coordinate[entry.target]], device=self._device())
             self.register_buffer(entry.node, place, persistent=False)
-            return
+            return []
         if entry.kind not in ("parameter", "buffer", "constant"):
-            return
+            return []
         whole = self._program.tensors[entry.target]
         if entry.kind == "constant":
             self.register_buffer(entry.node, whole.detach().clone(), persistent=False)
-            return
+            return []
         held: torch.Tensor
         if entry.kind == "parameter":
             layout = self._program.layouts[entry.node]
@@ -74,8 +78,7 @@ class ParallelModule(nn.Module):
             held = nn.Parameter(self._distributed(local, layout), requires_grad=entry.trainable)
         else:
             held = whole.detach().clone()
-        for name in entry.names or (entry.target,):
-            self._register(name, held, entry.persistent)
+        return [(name, (held, entry.persistent)) for name in entry.names or (entry.target,)]
 
     def _register(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
         module: nn.Module = self
@@ -154,9 +157,10 @@ class ParallelModule(nn.Module):
                 f"plan again with these"
             )
         for position, value in signature.fixed:
-            if leaves[position] != value:
+            given = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
+            if type(given) is not type(value) or given != value:
                 raise InputError(
-                    f"input {position} is {leaves[position]!r}, planned was {value!r}; what is no "
+                    f"input {position} is {given!r}, planned was {value!r}; what is no "
                     "tensor is part of the plan: plan again"
                 )
         return leaves, spec

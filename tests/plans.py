@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar import LayoutError, api, search
 from autopar._compat import pytree
 from autopar.constraint import Constraint
-from autopar.conversions import Conversions
+from autopar.conversion_costs import Conversions
 from autopar.mesh import Mesh
 from autopar.passes import choose, trace
 from autopar.program import Program

@@ -278,8 +278,9 @@ def test_batches_of_other_shapes_and_dtypes(two_ranks: None) -> None:
         par(x=rows().double(), scale=2.0)
     with refused(InputError, "input kwargs['x'] is 3, the plan is for (12, 24)"):
         par(x=3, scale=2.0)
-    with refused(InputError, "3.0", "planned was 2.0", "plan again"):
-        par(x=rows(), scale=3.0)
+    for scale in (3.0, 2, torch.full((2,), 2.0)):
+        with refused(InputError, "input 1 is ", "planned was 2.0", "plan again"):
+            par(x=rows(), scale=scale)
     with refused(InputError, "call it with the same arguments, or plan again"):
         par(rows(), 2.0)
     with refused(InputError, "call it with the same arguments, or plan again"):

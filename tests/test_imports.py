@@ -14,8 +14,8 @@ ORDER = (
     "errors", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe", "program",
     "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives", "conversion",
     "sharded", "local", "cost", "constraint", "layouts", "elimination", "regions",
-    "conversion_costs", "search", "lockstep", "passes", "ranks", "placement", "module", "verify", "report", "api",
-    "targets", "cli", "__main__", "",
+    "conversion_costs", "search", "lockstep", "passes", "ranks", "placement", "module",
+    "verify", "report", "api", "targets", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

@@ -91,12 +91,11 @@ def _worker(rank: int, folder: str) -> None:
     method = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS)
     failed = []
-    for name in NAMES:
-        for layout in ("auto", "fsdp"):
-            try:
-                _compare(name, layout)
-            except Exception as error:
-                failed.append(f"{name} {layout}: {type(error).__name__}: {error}")
+    for number, name in enumerate(NAMES):
+        try:
+            _compare(name, ("auto", "fsdp")[number % 2])
+        except Exception as error:
+            failed.append(f"{name}: {type(error).__name__}: {error}")
     Path(folder, str(rank)).write_text("\n".join(failed))
     dist.barrier()
     dist.destroy_process_group()

@@ -26,9 +26,17 @@ from torch.distributed.tensor import DTensor
 import autopar
 import models
 from autopar.layout import Layout
+from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
 ON_FOUR = ("4d", "2.5d")  # these need several axes
+ON_EIGHT: tuple[Layouts, ...] = (
+    Grid4D(2, 2, 2, 1),
+    Grid25D(2, 2),
+    Grid2D(4, 2),
+    Grid2D(2, 4),
+    "megatron-sp",
+)
 STEPS = 3
 Facts = dict[str, Any]
 
@@ -137,7 +145,14 @@ def parity(name: str) -> Facts:
     return facts
 
 
-def one_layout(model: nn.Module, inputs: Any, layout: str, single: tuple[Any, ...]) -> Facts:
+def grids() -> Facts:
+    """Layouts of several axes against one device, on eight ranks."""
+    model, inputs = example("gpt")
+    single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
+    return {str(layout): one_layout(model, inputs, layout, single) for layout in ON_EIGHT}
+
+
+def one_layout(model: nn.Module, inputs: Any, layout: Layouts, single: tuple[Any, ...]) -> Facts:
     par = autopar.parallelize(model, None, inputs, layout=layout)
     whole_logits = joined(called(par, inputs)[1].detach(), output_layout(par))
     own = par.shard(*inputs) if isinstance(inputs, tuple) else par.shard(**inputs)[1]
@@ -277,6 +292,7 @@ def caught(work: Callable[[], Any]) -> str:
 TASKS: dict[str, Callable[[], Facts]] = {
     "gpt": lambda: parity("gpt"),
     "llama": lambda: parity("llama"),
+    "grids": grids,
     "aot_eager": lambda: compiled("gpt", "aot_eager"),
     "inductor": lambda: compiled("gpt", "inductor"),
     "deferred": deferred,
