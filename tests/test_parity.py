@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar import api, conversions, search
+from autopar import api, conversion_costs, search
 from autopar.layout import Layout
 from autopar.layouts import Constraint
 from autopar.mesh import Mesh
@@ -214,7 +214,7 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         monkeypatch.setattr(search, "node_seconds", lambda *_: rng.random())
         monkeypatch.setattr(search, "optimizer_seconds", lambda *_: rng.random())
         convert = lambda path, *_: 1e-3 + weight * rng.random() if path else 0.0  # noqa: E731
-        monkeypatch.setattr(conversions, "path_seconds", convert)
+        monkeypatch.setattr(conversion_costs, "path_seconds", convert)
         monkeypatch.setattr(choose, "candidates", candidates)
 
     return from_seed

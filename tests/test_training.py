@@ -113,7 +113,7 @@ def test_a_rank_that_fails_is_named_by_all(tmp_path: Path) -> None:
         "a resized parameter": "RankError: rank 1 of 2 failed while taking the parameters: Plan",
         "another plan": "RankError: the ranks hold different plans: rank 0",
         "broken on all": "TraceError",
-        "an unknown layout": "RankError: rank 0 of 2 failed while searching: LayoutError: unknown",
+        "an unknown layout": "LayoutError: unknown layout",
         "a larger world": "WorldError",
         "a larger plan": "WorldError: the plan is for 4 ranks (mesh",
     }
