@@ -159,7 +159,7 @@ class Constraint:
         for index, role in enumerate(roles or ()):
             if role.stored == "whole":
                 kept = [x for x in kept if x.states[index].kind != "S"] or kept
-            elif role.stored == "split" and len(found[0].shape) > 1:
+            elif role.stored == "every" or (role.stored == "split" and len(found[0].shape) > 1):
                 kept = [x for x in kept if x.states[index].kind == "S"] or kept
             elif role.stored in ("n", "k") and name in self.letters:
                 kept = [x for x in kept if self._dim_letter(name, x, index) == role.stored] or kept

@@ -83,7 +83,7 @@ _SUMMA_COLUMN = Role("n", "features", stored="n", spread=True)
 
 _ONE_AXIS = {
     "ddp": ("data", _DATA),
-    "fsdp": ("data", _SHARDED_DATA),
+    "fsdp": ("data", Role("m", "batch", stored="every")),
     "megatron": ("tp", _TENSOR),
     "megatron-sp": ("tp", _SEQUENCE),
 }
