@@ -29,7 +29,8 @@ class Role:
     no product ("" is as `splits`), and "sequence": the residual stream is split on its sequence,
     all else as "inner". `stored`: of parameters, "whole", "every" (all are split), "split" (all but
     vectors), "any", or the loop dim of their product that is split, "n" or "k". `spread`: ops that
-    are no product split where they can. `apart`: no other axis takes the same loop dim of a product with a weight.
+    are no product split where they can. `apart`: no other axis takes the same loop dim of
+    a product with a weight.
     """
 
     takes: str = "mnk"
