@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.comm import Price, collective_cost, costs, inside_costs, path_seconds
-from autopar.cost.inside import Inside
+from autopar.cost.inside import Part, moving
 from autopar.cost.load import Load, _counted, load
 from autopar.cost.pattern import Pattern, halves, members, pattern, size, within
 from autopar.cost.ways import ways
@@ -396,9 +396,9 @@ def test_a_joint_sum_is_one_group() -> None:
 
 
 def test_collectives_inside_an_op() -> None:
-    (found,) = inside_costs(
-        [Inside(Traffic("all_reduce", 100), ("l",), True)], Mesh.parse("n2.l2"), 4, EMULATED
-    )
+    mesh = Mesh.parse("n2.l2")
+    part = Part(0, Layout(mesh, (100, 8), (I, I)), (0,))
+    (found,) = inside_costs([moving("all_reduce", part, ("l",), True)], mesh, 4, EMULATED)
     assert found.seconds == price(EMULATED, "n2.l2", "l", "all_reduce", 400).seconds
 
 

@@ -81,8 +81,8 @@ def inside_costs(
     found: Iterable[Inside], mesh: Mesh, element_bytes: int, world: World
 ) -> Iterator[Cost]:
     """Every collective inside a sharded implementation."""
-    for traffic, axes, backward in found:
-        yield _cost(traffic, axes, backward, mesh, element_bytes, world)
+    for one in found:
+        yield _cost(one.traffic, one.axes, one.backward, mesh, element_bytes, world)
 
 
 def _cost(

@@ -4,6 +4,7 @@ model and the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +15,42 @@ from ..layout import Layout, Traffic
 aten = torch.ops.aten
 
 
+class Part(NamedTuple):
+    """Where the elements of a collective come from: `times` · the local sizes of these dims of an
+    op's operand, as it lies; formulas are read off this.
+    """
+
+    operand: int
+    layout: Layout
+    dims: tuple[int, ...]
+    times: int = 1
+
+    @staticmethod
+    def all(operand: int, layout: Layout) -> Part:
+        return Part(operand, layout, tuple(range(len(layout.shape))))
+
+    @property
+    def elements(self) -> int:
+        return self.times * math.prod(self.layout.local_shape[dim] for dim in self.dims)
+
+
 class Inside(NamedTuple):
-    """One collective inside an op: what moves, over which axes, forward or backward."""
+    """One collective inside an op: what moves, over which axes, forward or backward, and which part
+    of an operand that is. Sharded ops reckon in float32 (sharded/precision.py): 4 bytes an element.
+    """
 
     traffic: Traffic
     axes: tuple[str, ...]
     backward: bool
+    part: Part
+    element_bytes: int = 4
+
+
+def moving(
+    kind: Any, part: Part, axes: tuple[str, ...], backward: bool, element_bytes: int = 4
+) -> Inside:
+    """A collective of this part."""
+    return Inside(Traffic(kind, part.elements), axes, backward, part, element_bytes)
 
 
 def inside(target: Any, operands: Sequence[Layout | None]) -> list[Inside]:
@@ -36,10 +67,10 @@ def _rows(
 ) -> list[Inside]:
     """All-reduces of so many numbers per row each, over the axes of `dim`."""
     axes = tuple(digit.axis for digit in layout.digits(dim % len(layout.shape)))
-    rows = layout.local_size // layout.local_shape[dim]
+    rows = tuple(d for d in range(len(layout.shape)) if d != dim % len(layout.shape))
     return (
         [
-            Inside(Traffic("all_reduce", rows * numbers), axes, late)
+            moving("all_reduce", Part(0, layout, rows, numbers), axes, late)
             for late, each in ((False, forward), (True, backward))
             for numbers in each
         ]
@@ -53,7 +84,8 @@ def _cross_entropy(layout: Layout) -> list[Inside]:
     found = _rows(layout, class_dim, (1, 2), ())
     classes = {digit.axis for digit in layout.digits(class_dim)}
     tokens = tuple(axis for axis in layout.axes_of("S") if axis not in classes)
-    return [*found, Inside(Traffic("all_reduce", 1), tokens, False)] if tokens else found
+    counted = moving("all_reduce", Part(0, layout, ()), tokens, False)
+    return [*found, counted] if tokens else found
 
 
 def _along(layout: Layout) -> list[Inside]:

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from .. import collectives, sharded
-from ..cost.inside import Inside
-from ..layout import Layout, Traffic
+from ..cost.inside import Part, moving
+from ..layout import Layout
 from ..program import Program
 
 aten = torch.ops.aten
@@ -119,12 +119,15 @@ def _replace(
         arguments = (x, weight, product.bias, *axes, mesh, coordinates, product.transposed)
         new = graph.call_function(sharded.panel_linear, arguments)
     new.meta = dict(node.meta)
+    places = (1, 2) if product.transposed else (0, 1)  # of X and W among the operands
     moved = [
-        (product.x.meta["step"].after.local_size, axes[1]),
-        (product.weight.meta["step"].after.local_size, axes[0]),
+        (Part.all(place, gathered.meta["step"].after), axis, gathered.meta["element_bytes"])
+        for place, gathered, axis in zip(places, (product.x, product.weight), reversed(axes))
     ]
     new.meta["inside"] = [
-        Inside(Traffic(kind, size), (axis,), late) for kind, late in _MOVES for size, axis in moved
+        moving(kind, part, (axis,), late, size)
+        for kind, late in _MOVES
+        for part, axis, size in moved
     ]
     node.replace_all_uses_with(new)
     graph.erase_node(node)

@@ -7,13 +7,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 
-from torch import fx
-
-from ..cost.comm import Cost, costs, inside_costs
+from ..cost.comm import collective_cost
 from ..cost.compute import node_seconds
 from ..cost.memory import activation_bytes, stored_bytes
+from ..cost.moves import moves
 from ..plan import Collective, Plan, Row
 from ..program import Program
 from ..strategies import Strategy
@@ -47,31 +45,23 @@ def summarised(program: Program, world: World) -> Plan:
 
 def collectives(program: Program, world: World) -> tuple[Collective, ...]:
     """Every collective of a training step, in the order of the forward graph."""
-    made = []
-    for node in program.module.graph.nodes:
-        for cost in _node_costs(node, program, world):
-            made.append(
-                Collective(
-                    node.meta["chain"],
-                    cost.kind,
-                    cost.axes,
-                    cost.backward,
-                    cost.bytes,
-                    cost.seconds,
-                )
-            )
-    return tuple(made)
-
-
-def _node_costs(node: fx.Node, program: Program, world: World) -> Iterator[Cost]:
-    """What a node communicates: as a change of state, or inside a sharded implementation."""
     assert program.plan is not None
-    if "step" in node.meta:
-        yield from costs(
-            [node.meta["step"]], node.meta["gradient"], node.meta["element_bytes"], world
+    made = []
+    for move in moves(program):
+        price = collective_cost(
+            move.traffic, move.axes, program.plan.mesh, move.element_bytes, world
         )
-    elif node.meta.get("inside"):
-        yield from inside_costs(node.meta["inside"], program.plan.mesh, 4, world)
+        made.append(
+            Collective(
+                move.chain,
+                move.traffic.collective,
+                move.axes,
+                move.backward,
+                price.bytes,
+                price.seconds,
+            )
+        )
+    return tuple(made)
 
 
 def _unknown(program: Program) -> list[str]:

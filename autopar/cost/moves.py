@@ -1,0 +1,69 @@
+"""The collectives of an emitted program: what every node moves, forward and backward, read off the
+graph in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import fx
+
+from ..layout import Layout, Step, Traffic
+from ..program import Atom, Program
+from .inside import Inside
+
+
+class Move(NamedTuple):
+    """One collective. Its elements are `times` · the local sizes of these dims of a tensor that
+    lies so, and for an all-to-all times the ranks of its group; `atoms` are those of each dim.
+
+    `inside`: within a sharded implementation.
+    """
+
+    node: fx.Node
+    traffic: Traffic
+    axes: tuple[str, ...]
+    backward: bool
+    element_bytes: int
+    inside: bool
+    layout: Layout
+    dims: tuple[int, ...]
+    atoms: tuple[tuple[Atom, ...], ...]
+    times: int = 1
+
+    @property
+    def chain(self) -> str:
+        return str(self.node.meta["chain"])
+
+
+def moves(program: Program) -> Iterator[Move]:
+    """Every collective of a training step."""
+    for node in program.module.graph.nodes:
+        if "step" in node.meta:
+            yield from _of_step(node, node.meta["step"], program)
+        for one in node.meta.get("inside", ()):
+            yield _of_inside(node, one, program)
+
+
+def _of_step(node: fx.Node, step: Step, program: Program) -> Iterator[Move]:
+    assert program.annotations is not None
+    layout = max(step.before, step.after, key=lambda layout: layout.local_size)
+    dims = tuple(range(len(layout.shape)))
+    atoms = program.annotations.dims[node.meta["value"]]
+    size = node.meta["element_bytes"]
+    for backward, traffic in enumerate(step.traffic(node.meta["gradient"])):
+        if traffic is not None:
+            late = bool(backward)
+            yield Move(node, traffic, step.axes, late, size, False, layout, dims, atoms)
+
+
+def _of_inside(node: fx.Node, found: Inside, program: Program) -> Move:
+    assert program.annotations is not None
+    index, layout, dims, times = found.part
+    source = node.meta["source"]
+    factors = program.annotations.factors[source]
+    operand = program.annotations.specs[source].operands[index]
+    assert operand is not None
+    atoms = tuple(tuple(atom for name in dim for atom in factors[name]) for dim in operand)
+    return Move(node, *found[:3], found.element_bytes, True, layout, dims, atoms, times)
