@@ -1,16 +1,46 @@
-"""Memory: what a rank holds at the end of the forward pass, in bytes."""
+"""Memory: what a rank stores of parameters, and what is held at the peak of a step, in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..errors import PlanError
 from ..layout import Layout
 
-_COPIES_TRAINED = 4  # parameter, gradient, two moments of AdamW
+STATES = {
+    "adamw": 2,
+    "adam": 2,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "sgd-momentum": 1,
+    "sgd": 0,
+}  # numbers that an optimizer keeps for every trained one, each in the dtype of the parameter
+
+Optimizer = str | float  # one of STATES, or bytes of state for every trained number
 
 
-def stored_bytes(layout: Layout, element_bytes: int, trainable: bool) -> float:
-    return (_COPIES_TRAINED if trainable else 1) * layout.local_size * element_bytes
+def stored_bytes(
+    layout: Layout, element_bytes: int, trainable: bool, optimizer: Optimizer = "adamw"
+) -> float:
+    """A parameter on one rank with its gradient and the optimizer's states."""
+    copies = (2 if trainable else 1) * layout.local_size * float(element_bytes)
+    return copies + (optimizer_bytes(layout, element_bytes, optimizer) if trainable else 0.0)
+
+
+def optimizer_bytes(layout: Layout, element_bytes: int, optimizer: Optimizer) -> float:
+    """The optimizer's states of one trained parameter on one rank. Raises PlanError for an
+    optimizer of another name than those in STATES.
+
+    A bfloat16 parameter with a float32 copy of itself and two float32 moments is `optimizer=12`.
+    """
+    if isinstance(optimizer, str):
+        if optimizer not in STATES:
+            raise PlanError(
+                f"unknown optimizer {optimizer!r}: it is one of {', '.join(STATES)}, or a number, "
+                "the bytes of state for every trained number"
+            )
+        return float(STATES[optimizer] * element_bytes * layout.local_size)
+    return float(optimizer * layout.local_size)
 
 
 def activation_bytes(values: Iterable[tuple[Layout, int]]) -> float:

@@ -1,0 +1,107 @@
+"""What nodes are said to keep for the backward is what autograd keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import models
+from autopar import PlanError, api
+from autopar.cost.memory import optimizer_bytes, stored_bytes
+from autopar.cost.saved import Saved, SavedOf, inside_bytes, saved_bytes
+from autopar.graphs import producer
+from autopar.layout import I, Layout, S
+from autopar.mesh import Mesh
+from autopar.passes import trace
+from autopar.program import Program, Value
+from autopar.rules import operands_of, results_of
+from autopar.strategies import Strategy
+
+
+def modelled(program: Program) -> float:
+    """Bytes that the whole graph keeps on one device: every memory once, parameters apart."""
+    assert program.annotations is not None
+    of = SavedOf(program.annotations.gradient)
+    base: dict[Value, Value] = {}  # the value whose memory a view shares
+    kept: set[Value] = set()
+    size: dict[Value, int] = {}
+    inside = 0.0
+    for node in program.module.graph.nodes:
+        values = results_of(node) if node.op != "output" else []
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                size[node.name, index] = value.numel() * value.element_size()
+        if node.op != "call_function" or node.name not in program.annotations.specs:
+            continue
+        found, operands = of(node), operands_of(node)
+        sources = [None if n is None else producer(n) for n in operands]
+        own = {i: base.get(s, s) for i, s in enumerate(sources) if s is not None}
+        for index, viewed in enumerate(found.views):
+            if viewed is not None:
+                base[node.name, index] = own[viewed]
+        kept |= {own[i] for i in found.operands}
+        kept |= {base.get((node.name, i), (node.name, i)) for i in found.results}
+        inside += found.inside_bytes
+    placed = {e.node for e in program.signature.inputs}
+    return inside + sum(size[value] for value in kept if value[0] not in placed)
+
+
+def measured(program: Program, args: Any, kwargs: Any) -> float:
+    held = {name: tensor.clone() for name, tensor in program.tensors.items()}
+    for entry in program.signature.inputs:
+        if entry.kind == "parameter":
+            held[entry.target].requires_grad_(entry.trainable)
+    kept: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with saved_tensors_hooks(keep, keep):
+        trace.run(program, args, kwargs, held)
+    given = [*held.values(), *args, *kwargs.values()]
+    outside = {t.untyped_storage().data_ptr() for t in given}
+    inside = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return float(sum(size for key, size in inside.items() if key not in outside))
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "gpt2", "llama", "bert", "t5"])
+def test_the_parts_add_up_to_what_autograd_keeps(name: str) -> None:
+    model, args, kwargs = getattr(models, name)()
+    program = api._analysed(api._Pipeline(), api._traced(model, kwargs or args))
+    assert modelled(program) == pytest.approx(measured(program, args, kwargs), rel=0.02)
+
+
+def test_strategies_divide_what_is_kept() -> None:
+    mesh = Mesh.parse("x2.y2")
+    x, weight = Layout(mesh, (8, 6), (S(0, 4), I)), Layout(mesh, (4, 6), (I, S(0, 2)))
+    result = Layout(mesh, (8, 4), (S(0, 4), S(1, 2)))
+    strategy = Strategy((), (x, weight, None), (result,), 4)
+    found = Saved(frozenset({0, 1}), frozenset({0}), 64.0, (None,), (4, 4, 0), (2,))
+    assert inside_bytes(found, strategy) == 32  # as x is divided
+    assert saved_bytes(found, strategy) == 32 + 4 * 24 + 4 * 12 + 2 * 8
+
+
+def test_stored_parameters() -> None:
+    layout = Layout(Mesh.parse("x2"), (8, 6), (S(0, 4),))
+    assert stored_bytes(layout, 2, trainable=True) == 24 * 2 * 4
+    assert stored_bytes(layout, 2, trainable=False) == 24 * 2
+    assert stored_bytes(layout, 2, trainable=True, optimizer="sgd") == 24 * 2 * 2
+    assert stored_bytes(layout, 2, trainable=True, optimizer=12) == 24 * (2 * 2 + 12)
+    with pytest.raises(PlanError, match="unknown optimizer 'adan'"):
+        optimizer_bytes(layout, 2, "adan")
+
+
+def test_a_frozen_weight_lets_go_of_its_input() -> None:
+    model, args, _ = models.mlp()
+    model.up.weight.requires_grad_(False)  # type: ignore[union-attr]
+    model.down.weight.requires_grad_(False)  # type: ignore[union-attr]
+    program = api._analysed(api._Pipeline(), api._traced(model, args))
+    assert program.annotations is not None
+    products = [n for n in program.module.graph.nodes if n.target == torch.ops.aten.linear.default]
+    first, second = (SavedOf(program.annotations.gradient)(n) for n in products)
+    assert not first.operands and second.operands == {1}
