@@ -152,6 +152,19 @@ class Ready:
     program: Program
     graphs: dict[str, fx.GraphModule]
 
+    def formula(self, pattern: str) -> Any:
+        """See Plan.formula."""
+        from .cost.formula import formula  # sympy: only where it is asked for
+
+        own = tuple(
+            e for e in self.program.signature.inputs if e.kind not in ("coordinate", "seed")
+        )
+        signature = dataclasses.replace(self.program.signature, inputs=own)
+        traced = dataclasses.replace(
+            self.program, module=self.graphs["annotate"], signature=signature
+        )
+        return formula(traced, self.program, pattern)
+
 
 def apply(
     model: nn.Module, plan: Plan, inputs: Inputs | None = None, backend: Backend = None

@@ -120,6 +120,22 @@ class Plan:
         )
         return table
 
+    def formula(self, pattern: str = "*") -> Any:
+        """What subgraphs move, as a closed form in the model's sizes and the axes': a
+        `cost.formula.Formula`, to print and to evaluate at arrays of sizes.
+
+        `pattern` names subgraphs as `table` does: "blocks.*.mlp"; what lies below counts too.
+        Raises PlanError where it names none, and for a plan from a file, which holds no graph.
+
+        Example: print(plan.formula("blocks.*.mlp")); plan.formula().bytes(Gx=[1, 2, 4])
+        """
+        if self.ready is None:
+            raise PlanError(
+                "a plan from a file holds no graph to read formulas off: plan again in this "
+                "process, with autopar.plan(model, world, inputs, layout)"
+            )
+        return self.ready.formula(pattern)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
         with open(path, "w", encoding="utf-8") as file:

@@ -5,7 +5,7 @@ What is counted:
 
 - Words that ONE rank receives (a rank sends as many), by ring collectives. With B the words of the
   whole value on the axes of the collective and p their ranks: all-gather and reduce-scatter
-  (p-1)/p · B, all-reduce twice that (Thakur, Rabenseifner, Gropp 2005). Broadcasts of q panels,
+  (p-1)/p · B, all-reduce twice that (autopar.cost.comm.sent). Broadcasts of q panels,
   each from another root, move what an all-gather of them moves; reductions to q roots what a
   reduce-scatter moves.
 - From X, W, Y as stored to X, W, Y as stored: Y ends as the next product's input lies, dX as X
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import sympy
 from sympy import Expr, Integer, Rational, symbols
 
+from autopar.cost.comm import sent
+
 m, k, n = symbols("m k n", positive=True)
 P, d1, d2, x, y, z, data, q, d = symbols("P d1 d2 x y z data q d", positive=True)
 on_m, on_n, on_k = symbols("on_m on_n on_k", positive=True)  # the three axes of 3D
@@ -32,15 +34,15 @@ ZERO, ONE = Integer(0), Integer(1)
 
 def all_gather(whole: Expr, ranks: Expr) -> Expr:
     """Words a rank receives where `whole` words end on every one of the ranks."""
-    return (1 - 1 / ranks) * whole
+    return sent("all_gather", ranks) * whole
 
 
 def reduce_scatter(whole: Expr, ranks: Expr) -> Expr:
-    return (1 - 1 / ranks) * whole
+    return sent("reduce_scatter", ranks) * whole
 
 
 def all_reduce(whole: Expr, ranks: Expr) -> Expr:
-    return 2 * (1 - 1 / ranks) * whole
+    return sent("all_reduce", ranks) * whole
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 ORDER = (
     "errors", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe", "program",
     "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives", "conversion",
-    "sharded", "local", "cost", "constraint", "layouts", "elimination", "regions",
+    "sharded", "local", "constraint", "cost", "layouts", "elimination", "regions",
     "conversion_costs", "search", "lockstep", "passes", "ranks", "placement", "module",
     "verify", "report", "api", "targets", "cli", "__main__", "",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..layout import Step, Traffic
 from ..mesh import Mesh
@@ -48,10 +48,23 @@ def collective_cost(
     over data takes 20 ms: 1e9 bytes over a rank's card of 50 GB/s; over x 3.9 ms on NVLink. Raises
     WorldError where the mesh is larger than the world.
     """
-    sent, found = _found(world, mesh, axes, traffic.collective)
+    part, found = _found(world, mesh, axes, traffic.collective)
     whole = traffic.elements * element_bytes
     way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole))
-    return Price(sent * whole, way.start_s + way.s_per_byte * whole, way)
+    return Price(part * whole, way.start_s + way.s_per_byte * whole, way)
+
+
+def sent(kind: str, ranks: Any) -> Any:
+    """Bytes a rank sends per byte of the whole, in a group of so many ranks: a number, an array or
+    a sympy expression, as `ranks` is. Source: Thakur, Rabenseifner, Gropp 2005.
+
+    >>> sent("all_reduce", 4)
+    1.5
+    """
+    part = (ranks - 1) / ranks
+    if kind == "all_to_all":
+        part = part / ranks
+    return 2 * part if kind == "all_reduce" else part
 
 
 @lru_cache(maxsize=1 << 16)
@@ -60,11 +73,7 @@ def _found(
 ) -> tuple[float, tuple[Way, ...]]:
     """(bytes that a rank sends per byte of the whole, the ways to do so)."""
     digits = pattern(mesh, axes)
-    ranks = size(digits)
-    sent = (ranks - 1) / ranks
-    if kind == "all_to_all":
-        sent /= ranks
-    return sent * (2 if kind == "all_reduce" else 1), ways(world, kind, digits)
+    return sent(kind, size(digits)), ways(world, kind, digits)
 
 
 def costs(path: Iterable[Step], grad: bool, element_bytes: int, world: World) -> Iterator[Cost]:
@@ -93,8 +102,8 @@ def _cost(
     element_bytes: int,
     world: World,
 ) -> Cost:
-    sent, seconds, way = collective_cost(traffic, axes, mesh, element_bytes, world)
-    return Cost(traffic.collective, axes, backward, sent, seconds, way.algorithm)
+    price = collective_cost(traffic, axes, mesh, element_bytes, world)
+    return Cost(traffic.collective, axes, backward, price.bytes, price.seconds, price.way.algorithm)
 
 
 def path_seconds(path: Iterable[Step], grad: bool, element_bytes: int, world: World) -> float:

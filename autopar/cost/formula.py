@@ -1,0 +1,276 @@
+"""What a plan moves, as a closed form in the sizes of the model and of the mesh's axes.
+
+Every collective of the emitted graph sends a part of a whole that is a product of local sizes, so
+its bytes are the ring's part (comm.sent) times that product: 2·(1 - 1/Gx)·e·b·s·h/(Gdata·Gz·Gy) is
+the all-reduce over x of a product's result. Equal ones are added up, over layers too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+from rich.table import Table
+from sympy import Expr, Integer, Symbol
+
+from ..errors import PlanError
+from ..layout import Layout
+from ..program import Program
+from .comm import sent
+from .moves import Move, moves
+from .names import Names, meaning
+
+Sizes = Mapping[str, Any]
+ELEMENT = Symbol("e", positive=True)
+
+
+def ranks_of(axis: str) -> Symbol:
+    """The symbol of an axis' size: Gx."""
+    return Symbol(f"G{axis}", positive=True)
+
+
+def group_of(axes: Iterable[str]) -> Expr:
+    """The ranks of a group over these axes."""
+    return sympy.prod([ranks_of(axis) for axis in axes])
+
+
+@dataclass(frozen=True)
+class Term:
+    """Equal collectives: `count` of them, each of `elements` (the ring formulas' whole) of
+    `element_bytes`, over `axes`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    backward: bool
+    elements: Expr
+    element_bytes: Expr
+    count: int = 1
+
+    @property
+    def bytes(self) -> Expr:
+        """What a rank sends in all of them."""
+        return (
+            self.count * sent(self.kind, group_of(self.axes)) * self.elements * self.element_bytes
+        )
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The bytes a rank sends in a training step, for the subgraphs that `pattern` names.
+
+    `sizes` are the plan's own: what every symbol of `terms` is there. The formula holds wherever
+    the same layout does; at sizes that do not divide, it gives what no plan could do.
+
+    Example: plan.formula("blocks.*.mlp").bytes(Gx=[1, 2, 4], Gy=[4, 2, 1])
+    """
+
+    pattern: str
+    chains: tuple[str, ...]
+    terms: tuple[Term, ...]
+    sizes: dict[Symbol, int]
+
+    @property
+    def forward(self) -> Expr:
+        return sympy.Add(*(term.bytes for term in self.terms if not term.backward))
+
+    @property
+    def backward(self) -> Expr:
+        return sympy.Add(*(term.bytes for term in self.terms if term.backward))
+
+    @property
+    def total(self) -> Expr:
+        return self.forward + self.backward
+
+    def bytes(self, **sizes: Any) -> NDArray[np.float64]:
+        """Bytes a rank sends, at these sizes: numbers or arrays that broadcast; the plan's own for
+        what is not named. Raises PlanError for a name that the formula does not have.
+        """
+        every = self.each(**sizes)
+        shape = np.broadcast_shapes(*(np.shape(size) for size in sizes.values()))
+        return sum(
+            (term.count * sent for term, sent in zip(self.terms, every, strict=True)),
+            np.zeros(shape),
+        )
+
+    def each(self, **sizes: Any) -> list[NDArray[np.float64]]:
+        """As `bytes`, of one collective of every term."""
+        values = self._values(sizes)
+        wholes = self._wholes(*values.values())
+        return [
+            np.asarray(sent(term.kind, math.prod(values[ranks_of(a)] for a in term.axes)) * whole)
+            for term, whole in zip(self.terms, wholes, strict=True)
+        ]
+
+    def _values(self, sizes: Sizes) -> dict[Symbol, NDArray[np.float64]]:
+        named = {symbol.name: symbol for symbol in self.sizes}
+        unknown = [name for name in sizes if name not in named]
+        if unknown:
+            raise PlanError(
+                f"the formula of {self.pattern} has no size {', '.join(unknown)}; it has "
+                f"{', '.join(named)}"
+            )
+        given = {named[name]: size for name, size in sizes.items()}
+        return {s: np.asarray(given.get(s, own), np.float64) for s, own in self.sizes.items()}
+
+    @cached_property
+    def _wholes(self) -> Any:
+        """The whole bytes of one collective of every term, from the sizes."""
+        wholes = [term.elements * term.element_bytes for term in self.terms]
+        return sympy.lambdify(list(self.sizes), wholes, "numpy")
+
+    # -- for people --------------------------------------------------------------------------------
+    def lines(self) -> Iterator[tuple[bool, str, tuple[str, ...], int, str]]:
+        """(backward, kind, axes, how many, the closed form of their bytes), in the order of the
+        step; what sharded ops sum inside has lines of its own, in float32.
+        """
+        grouped: dict[tuple[bool, str, tuple[str, ...], Expr], list[Term]] = {}
+        for term in sorted(self.terms, key=lambda term: term.backward):
+            key = (term.backward, term.kind, term.axes, term.element_bytes)
+            grouped.setdefault(key, []).append(term)
+        for (backward, kind, axes, size), terms in grouped.items():
+            whole = _sum([term.count * term.elements for term in terms], list(self.sizes))
+            text = f"{_part(kind, axes)}*{size}*{whole}"
+            yield backward, kind, axes, sum(term.count for term in terms), text
+
+    def _legend(self) -> str:
+        said = {symbol: f" {meaning(symbol)}" for symbol in self.sizes if meaning(symbol)}
+        said[ELEMENT] = " bytes an element"
+        return ", ".join(f"{s} = {size}{said.get(s, '')}" for s, size in self.sizes.items())
+
+    def _heading(self) -> str:
+        where = f"{len(self.chains)} × {self.pattern}" if len(self.chains) > 1 else self.chains[0]
+        return f"bytes a rank sends in a step: {where}"
+
+    def _sums(self) -> str:
+        values = self._values({})
+        own = [float(part.subs(values)) / 1e6 for part in (self.forward, self.backward)]
+        return f"{own[0]:.3f} MB forward + {own[1]:.3f} MB backward = {sum(own):.3f} MB"
+
+    def __str__(self) -> str:
+        lines = [self._heading()]
+        for backward, kind, axes, count, text in self.lines():
+            which = "backward" if backward else "forward "
+            lines.append(f"  {which} {count:3d} {kind} {'+'.join(axes)}: {text}")
+        return "\n".join([*lines, f"  sum: {self._sums()}", f"  where {self._legend()}"])
+
+    def __rich__(self) -> Table:
+        table = Table(title=self._heading(), title_justify="left", caption_justify="left")
+        for name in ("", "collectives", "bytes"):
+            table.add_column(name, overflow="fold")
+        for backward, kind, axes, count, text in self.lines():
+            which = "backward" if backward else "forward"
+            table.add_row(which, f"{count} {kind} {'+'.join(axes)}", text)
+        table.caption = f"sum: {self._sums()}\nwhere {self._legend()}"
+        return table
+
+
+def _part(kind: str, axes: tuple[str, ...]) -> str:
+    """The ring's part, as people write it."""
+    group = _one(group_of(axes))
+    twice = "2*" if kind == "all_reduce" else ""
+    return f"{twice}(1 - 1/{group})" + (f"/{group}" if kind == "all_to_all" else "")
+
+
+def _one(expression: Expr) -> str:
+    """As the right side of a division."""
+    return str(expression) if expression.is_Symbol else f"({expression})"
+
+
+def _sum(parts: Iterable[Expr], order: list[Symbol]) -> str:
+    """A sum of products of sizes, with what shares a denominator over one."""
+    over: dict[Expr, Expr] = {}
+    for part in parts:
+        numerator, denominator = part.as_numer_denom()
+        over[denominator] = over.get(denominator, Integer(0)) + numerator
+    texts = []
+    for denominator, numerator in over.items():
+        number, below = denominator.as_coeff_Mul()
+        text = _product(sympy.factor_terms(numerator / number), order)
+        texts.append(text if below == 1 else f"{text}/{_one(below)}")
+    return texts[0] if len(texts) == 1 else f"({' + '.join(texts)})"
+
+
+def _product(expression: Expr, order: list[Symbol]) -> str:
+    """A product with its symbols in this order, b*s*h; the order of sympy is the alphabet's."""
+
+    def place(factor: Expr) -> tuple[int, str]:
+        base = factor.as_base_exp()[0]
+        known = base in order
+        return (order.index(base) if known else len(order) if base.is_Add else -1), str(factor)
+
+    if expression.is_Add:
+        return "(" + " + ".join(_product(part, order) for part in expression.args) + ")"
+    factors = sorted(sympy.Mul.make_args(expression), key=place)
+    return "*".join(_product(f, order) if f.is_Add else str(f) for f in factors)
+
+
+# -- from a program --------------------------------------------------------------------------------
+def formula(source: Program, program: Program, pattern: str = "*") -> Formula:
+    """What the subgraphs that `pattern` names move; one that ends in a module's name means all
+    below it.
+
+    `source` is the traced and annotated program, `program` what was emitted for its plan. Raises
+    PlanError where the pattern names no subgraph.
+    """
+    chains = [name for name in _chains(program) if _fits(name, pattern)]
+    if not chains:
+        known = ", ".join(_chains(program))
+        raise PlanError(f"{pattern!r} names no subgraph of the plan; there are {known}")
+    names = Names(source)
+    found: dict[Term, int] = {}
+    sizes = [move.element_bytes for move in moves(program) if not move.inside]
+    usual = max(set(sizes), key=sizes.count, default=4)
+    for move in moves(program):
+        if move.chain in chains:
+            term = _term(move, names, usual)
+            found[term] = found.get(term, 0) + 1
+    terms = tuple(
+        Term(t.kind, t.axes, t.backward, t.elements, t.element_bytes, count)
+        for t, count in found.items()
+    )
+    return Formula(pattern, tuple(chains), terms, _own_sizes(terms, names, program, usual))
+
+
+def _chains(program: Program) -> list[str]:
+    return list(dict.fromkeys([c.name for c in program.chains] + [m.chain for m in moves(program)]))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")
+
+
+def _term(move: Move, names: Names, usual: int) -> Term:
+    """`inside` an op the bytes of an element are numbers: they are not the model's."""
+    elements: Expr = Integer(move.times)
+    for dim in move.dims:
+        elements *= _local(move.layout, dim, names.size(move.atoms[dim]))
+    if move.traffic.collective == "all_to_all":
+        elements *= group_of(move.axes)
+    plain = move.element_bytes == usual and not move.inside
+    size: Expr = ELEMENT if plain else Integer(move.element_bytes)
+    return Term(move.traffic.collective, move.axes, move.backward, elements, size)
+
+
+def _local(layout: Layout, dim: int, whole: Expr) -> Expr:
+    """What a rank has of a dim of this size."""
+    return whole / group_of(digit.axis for digit in layout.digits(dim))
+
+
+def _own_sizes(
+    terms: Iterable[Term], names: Names, program: Program, usual: int
+) -> dict[Symbol, int]:
+    assert program.plan is not None
+    used: set[Any] = set()
+    for term in terms:
+        used |= term.bytes.free_symbols
+    axes = {ranks_of(axis.name): axis.size for axis in program.plan.mesh.axes}
+    every = {**names.sizes, **axes, ELEMENT: usual}
+    return {symbol: size for symbol, size in every.items() if symbol in used or symbol in axes}

@@ -1,0 +1,141 @@
+"""Names for the sizes of a model, as formulas use them: batch b, sequence s, residual width h,
+inner width f, vocabulary v, attention heads, their size d.
+
+They are read off the roles that atoms play: what the inputs' dims are, what the loop dims of the
+products with a weight are, and what attention, embeddings and cross-entropy do with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from sympy import Expr, Integer, Symbol
+
+from ..constraint import atoms_of, kinds_of, weighted
+from ..program import Atom, Program
+from ..rules import Spec
+
+_LITERAL = 4  # a size up to this that plays no role, such as the 3 of a fused qkv, is a number
+_ATTENTION = {"g", "r", "q", "e", "k", "v"}  # the factors of scaled_dot_product_attention
+
+MEANING = {
+    "b": "batch",
+    "s": "sequence",
+    "h": "residual width",
+    "f": "inner width",
+    "v": "vocabulary",
+    "c": "rows of another table",
+    "heads": "attention heads",
+    "g": "key heads",
+    "r": "heads a key head",
+    "d": "head size",
+    "n": "a size without a role",
+}
+
+
+class Names:
+    """What every atom of a traced and annotated program is called.
+
+    `of`: an expression for each atom, by its number; `sizes`: what its symbols stand for. Stretches
+    of one dim that are cut apart keep the dim's name: the halves of a rotated head are 2 · (d/2).
+    """
+
+    def __init__(self, source: Program) -> None:
+        self.of: dict[int, Expr] = {}
+        self.sizes: dict[Symbol, int] = {}
+        self._symbols: dict[tuple[str, int], Symbol] = {}
+        for name, atoms in _roles(source):
+            self._assign(name, atoms)
+
+    def size(self, atoms: Iterable[Atom]) -> Expr:
+        """The product of these atoms."""
+        found: Expr = Integer(1)
+        for atom in atoms:
+            if atom.number not in self.of:
+                self._assign("n", (atom,))
+            found *= self.of[atom.number]
+        return found
+
+    def _assign(self, name: str, atoms: tuple[Atom, ...]) -> None:
+        new = [atom for atom in atoms if atom.number not in self.of]
+        largest = max(new, key=lambda atom: atom.size, default=None)
+        if largest is None:
+            return
+        for atom in new:
+            self.of[atom.number] = Integer(atom.size)
+        if largest.size > _LITERAL or (name != "n" and len(new) == len(atoms)):
+            others = math.prod(atom.size for atom in new) // largest.size
+            self.of[largest.number] = self._symbol(name, largest.size * others) / others
+
+    def _symbol(self, name: str, size: int) -> Symbol:
+        """The same one wherever a role and a size are the same: layers share their names."""
+        if (name, size) not in self._symbols:
+            count = sum(role == name for role, _ in self._symbols)
+            symbol = Symbol(f"{name}{count + 1}" if count else name, positive=True)
+            self._symbols[name, size] = symbol
+            self.sizes[symbol] = size
+        return self._symbols[name, size]
+
+
+def meaning(symbol: Symbol) -> str:
+    """What a symbol stands for, in words: "f2" is another inner width."""
+    return MEANING.get(symbol.name.rstrip("0123456789"), "")
+
+
+def _roles(source: Program) -> Iterator[tuple[str, tuple[Atom, ...]]]:
+    """(name, the atoms that carry it), what is surer first."""
+    notes = source.annotations
+    assert notes is not None
+    yield "b", () if notes.batch is None else (notes.batch,)
+    yield from (("s", dims) for dims in _token_dims(source))
+    specs = [(spec, notes.factors[name]) for name, spec in notes.specs.items()]
+    for spec, factors in specs:
+        yield from _of_attention(spec, factors)
+    yield from _of_tables(specs)
+    yield from _of_products(source)
+
+
+def _token_dims(source: Program) -> Iterator[tuple[Atom, ...]]:
+    """The second dim of what a user passes, where it is the sequence."""
+    assert source.annotations is not None
+    sequence = kinds_of(source).sequence
+    for entry in source.signature.inputs:
+        dims = source.annotations.dims.get((entry.node, 0), ())
+        if entry.kind == "user" and len(dims) > 1 and sequence & {a.number for a in dims[1]}:
+            yield dims[1]
+
+
+def _of_attention(
+    spec: Spec, factors: dict[str, tuple[Atom, ...]]
+) -> Iterator[tuple[str, tuple[Atom, ...]]]:
+    if not spec.sizes.keys() >= _ATTENTION:
+        return
+    grouped = spec.sizes["r"] > 1
+    yield ("g" if grouped else "heads"), factors["g"]
+    for factor, name in (("r", "r"), ("q", "s"), ("k", "s"), ("v", "d"), ("e", "d")):
+        yield name, factors[factor]
+
+
+def _of_tables(
+    specs: list[tuple[Spec, dict[str, tuple[Atom, ...]]]],
+) -> Iterator[tuple[str, tuple[Atom, ...]]]:
+    """Classes and rows that tokens index: the largest are the vocabulary."""
+    tables = []
+    for spec, factors in specs:
+        if spec.index:
+            tables += [(spec.sizes[f], factors[f]) for f in (*spec.shared, *spec.sum & {"v"})]
+    largest = max((size for size, _ in tables), default=0)
+    for size, atoms in tables:
+        yield ("v" if size == largest else "c"), atoms
+
+
+def _of_products(source: Program) -> Iterator[tuple[str, tuple[Atom, ...]]]:
+    residual = kinds_of(source).residual
+    sides = [atoms_of(source, node) for node, _ in weighted(source)]
+    for side in sides:
+        for letter in "kn":
+            yield "h", tuple(atom for atom in side[letter] if atom.number in residual)
+    for side in sides:
+        for letter in "kn":
+            yield "f", side[letter]
