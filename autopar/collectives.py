@@ -29,13 +29,14 @@ Arguments that mean the same everywhere:
     inner       the axis holds one digit of the dim; `inner` is the number of LOCAL elements of the
                 dim to the right of that digit. None: the outermost digit, that is contiguous slices
     coordinate  the rank's own place on the axis: int64 of shape (1,), a tensor so that graphs are
-                the same on all ranks
+                the same on all ranks; for several axes one of each, in mesh order
 
 Every communication goes through `autopar.wire`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -44,6 +45,8 @@ from torch.autograd.function import once_differentiable
 
 from autopar import wire
 from autopar.wire import Axes
+
+Coordinate = Tensor | Sequence[Tensor]
 
 # -- the changes of state --------------------------------------------------------------------------
 
@@ -54,7 +57,7 @@ def all_gather(
     dim: int,
     mesh: str,
     inner: int | None = None,
-    coordinate: Tensor | None = None,
+    coordinate: Coordinate | None = None,
     to: Literal["R", "I"] = "R",
 ) -> Tensor:
     """S → R or I: the dim grows by the axis size. `coordinate` is needed for I, whose backward
@@ -70,7 +73,8 @@ def all_gather(
     assert coordinate is not None, (
         "all_gather to I takes its own slice in the backward: pass `coordinate`"
     )
-    return _AllGatherToInvariant.apply(x, coordinate, dim, inner, size, group)
+    place = _joint(coordinate, axis, mesh)
+    return _AllGatherToInvariant.apply(x, place, dim, inner, size, group)
 
 
 def reduce_scatter(x: Tensor, axis: Axes, dim: int, mesh: str, inner: int | None = None) -> Tensor:
@@ -112,7 +116,7 @@ def partial(x: Tensor, axis: Axes, mesh: str, of: Literal["I", "R"] = "I") -> Te
 
 def take_slice(
     x: Tensor,
-    coordinate: Tensor,
+    coordinate: Coordinate,
     axis: Axes,
     dim: int,
     mesh: str,
@@ -124,20 +128,22 @@ def take_slice(
     """
     size, group, dim = wire.size_of(axis, mesh), wire.group_of(axis, mesh), dim % x.dim()
     inner = x.shape[dim] // size if inner is None else inner
+    own = _joint(coordinate, axis, mesh)
     if of == "I":
-        return _SliceOfInvariant.apply(x, coordinate, dim, inner, size, group)
-    return _SliceOfReplicated.apply(x, coordinate, dim, inner, size)
+        return _SliceOfInvariant.apply(x, own, dim, inner, size, group)
+    return _SliceOfReplicated.apply(x, own, dim, inner, size)
 
 
 def place(
-    x: Tensor, coordinate: Tensor, axis: Axes, dim: int, mesh: str, inner: int | None = None
+    x: Tensor, coordinate: Coordinate, axis: Axes, dim: int, mesh: str, inner: int | None = None
 ) -> Tensor:
     """S → P: zeros but for the own slice; the dim grows by the axis size, `inner` as for
     `all_gather`.
     """
     dim = dim % x.dim()
     inner = x.shape[dim] if inner is None else inner
-    return _Place.apply(x, coordinate, dim, inner, wire.size_of(axis, mesh))
+    own = _joint(coordinate, axis, mesh)
+    return _Place.apply(x, own, dim, inner, wire.size_of(axis, mesh))
 
 
 def all_to_all(
@@ -160,6 +166,16 @@ def all_to_all(
     from_inner = x.shape[from_dim] if from_inner is None else from_inner
     to_inner = x.shape[to_dim] // size if to_inner is None else to_inner
     return _AllToAll.apply(x, from_dim, to_dim, from_inner, to_inner, size, group)
+
+
+def _joint(coordinate: Coordinate, axis: Axes, mesh: str) -> Tensor:
+    """The place in the common group of several axes, from that on each."""
+    if isinstance(coordinate, Tensor):
+        return coordinate
+    own, *others = coordinate
+    for place, size in zip(others, wire.sizes_of(axis, mesh)[1:], strict=True):
+        own = own * size + place
+    return own
 
 
 # -- autograd --------------------------------------------------------------------------------------

@@ -19,17 +19,23 @@ def emit_step(
     `coordinate` gives the rank's own place on an axis; it is asked only where the step needs it.
     """
     function, args, kwargs = _moving(step) or _placing(step, coordinate)
-    axes = step.axes[0] if len(step.axes) == 1 else step.axes
-    where = {"axis": axes, "mesh": str(step.before.mesh)}
+    where = {"axis": _one_or_all(step.axes), "mesh": str(step.before.mesh)}
     return graph.call_function(function, (x, *args), {**where, **kwargs})
 
 
-_Call = tuple[Callable[..., Any], tuple[fx.Node, ...], dict[str, Any]]
+_Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def _one_or_all(found: tuple[Any, ...]) -> Any:
+    return found[0] if len(found) == 1 else found
+
+
+# The digits of several axes are one, jointly: the last axis has its right end.
 
 
 def _moving(step: Step) -> _Call | None:
     """The changes that are the same on every rank."""
-    axis = step.axes[0]
+    axis = step.axes[-1]
     before, after = step.before.state(axis), step.after.state(axis)
     match step.kind:
         case "I->R":
@@ -54,9 +60,9 @@ def _moving(step: Step) -> _Call | None:
 
 def _placing(step: Step, coordinate: Callable[[str], fx.Node]) -> _Call:
     """The changes that depend on the rank's own place."""
-    axis = step.axes[0]
+    axis = step.axes[-1]
     before, after = step.before.state(axis), step.after.state(axis)
-    place = coordinate(axis)
+    place = _one_or_all(tuple(coordinate(name) for name in step.axes))
     match step.kind:
         case "I->S" | "R->S":
             digit = {"dim": after.dim, "inner": step.after.inner(axis)}

@@ -41,6 +41,13 @@ def size_of(axis: Axes, mesh: str) -> int:
 
 
 @torch.compiler.assume_constant_result
+def sizes_of(axis: Axes, mesh: str) -> tuple[int, ...]:
+    """The number of ranks on each of these axes, in mesh order."""
+    parsed = Mesh.parse(mesh)
+    return tuple(parsed.sizes[name] for name in parsed.ordered(axis))
+
+
+@torch.compiler.assume_constant_result
 def group_of(axis: Axes, mesh: str) -> str:
     """The name of the process group over `axis`."""
     return _participants(axis if isinstance(axis, str) else tuple(axis), mesh)[1]

@@ -8,16 +8,19 @@ of SUMMA count as the gather or scatter that they are, p broadcasts or reduces o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..layout import Step, Traffic
 from ..mesh import Mesh
 from ..world import World
 from .inside import Inside
-from .pattern import pattern, size
-from .ways import Way, ways
+from .pattern import Pattern, pattern, size
+from .ways import Way, flat_ways, ways
 
 
 class Price(NamedTuple):
@@ -39,16 +42,26 @@ class Cost(NamedTuple):
     algorithm: str = "ring"
 
 
+Levels = tuple[int, ...]
+_Find = Callable[[World, str, Pattern], tuple[Way, ...]]
+
+
 def collective_cost(
-    traffic: Traffic, axes: tuple[str, ...], mesh: Mesh, element_bytes: int, world: World
+    traffic: Traffic,
+    axes: tuple[str, ...],
+    mesh: Mesh,
+    element_bytes: int,
+    world: World,
+    find: _Find = ways,
 ) -> Price:
-    """One collective over these axes of the mesh, run by all of their groups at once.
+    """One collective over these axes of the mesh, run by all of their groups at once, in the
+    fastest of the ways that `find` gives.
 
     Example: on World.preset("dgx-h100", 16) and Mesh.parse("data2.x8"), an all-reduce of 1e9 bytes
     over data takes 20 ms: 1e9 bytes over a rank's card of 50 GB/s; over x 3.9 ms on NVLink. Raises
     WorldError where the mesh is larger than the world.
     """
-    part, found = _found(world, mesh, axes, traffic.collective)
+    part, found = _found(world, mesh, axes, traffic.collective, find)
     whole = traffic.elements * element_bytes
     way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole))
     return Price(part * whole, way.start_s + way.s_per_byte * whole, way)
@@ -67,13 +80,26 @@ def sent(kind: str, ranks: Any) -> Any:
     return 2 * part if kind == "all_reduce" else part
 
 
+def seconds(
+    world: World, digits: Pattern, kind: str, whole_bytes: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """What `collective_cost` gives, for an array of bytes of the whole value at once: each in the
+    way that is the fastest for it. `digits` is `pattern(mesh, axes)`.
+    """
+    first, *others = ways(world, kind, digits)
+    fastest = first.start_s + first.s_per_byte * whole_bytes
+    for way in others:
+        fastest = np.minimum(fastest, way.start_s + way.s_per_byte * whole_bytes)
+    return fastest
+
+
 @lru_cache(maxsize=1 << 16)
 def _found(
-    world: World, mesh: Mesh, axes: tuple[str, ...], kind: str
+    world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, find: _Find
 ) -> tuple[float, tuple[Way, ...]]:
     """(bytes that a rank sends per byte of the whole, the ways to do so)."""
     digits = pattern(mesh, axes)
-    return sent(kind, size(digits)), ways(world, kind, digits)
+    return sent(kind, size(digits)), find(world, kind, digits)
 
 
 def costs(path: Iterable[Step], grad: bool, element_bytes: int, world: World) -> Iterator[Cost]:
@@ -86,12 +112,24 @@ def costs(path: Iterable[Step], grad: bool, element_bytes: int, world: World) ->
                 )
 
 
+def levels(step: Step, grad: bool, element_bytes: int, world: World) -> tuple[Levels, Levels]:
+    """How the collectives of a change are to go, forward and backward: `Way.inside`, () for in one
+    level or not at all.
+    """
+    mesh = step.before.mesh
+    forward, backward = (
+        collective_cost(t, step.axes, mesh, element_bytes, world).way.inside if t else ()
+        for t in step.traffic(grad)
+    )
+    return forward, backward
+
+
 def inside_costs(
     found: Iterable[Inside], mesh: Mesh, element_bytes: int, world: World
 ) -> Iterator[Cost]:
-    """Every collective inside a sharded implementation."""
+    """Every collective inside a sharded implementation; these go in one level."""
     for one in found:
-        yield _cost(one.traffic, one.axes, one.backward, mesh, element_bytes, world)
+        yield _cost(one.traffic, one.axes, one.backward, mesh, element_bytes, world, flat_ways)
 
 
 def _cost(
@@ -101,8 +139,9 @@ def _cost(
     mesh: Mesh,
     element_bytes: int,
     world: World,
+    find: _Find = ways,
 ) -> Cost:
-    price = collective_cost(traffic, axes, mesh, element_bytes, world)
+    price = collective_cost(traffic, axes, mesh, element_bytes, world, find)
     return Cost(traffic.collective, axes, backward, price.bytes, price.seconds, price.way.algorithm)
 
 

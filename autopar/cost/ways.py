@@ -20,12 +20,13 @@ from .pattern import Pattern, halves, size
 
 
 class Way(NamedTuple):
-    """One algorithm: "ring", "tree", "exchange" or "two-level" with so many ranks `inside` (else
-    1); seconds that it takes for nothing, and per byte of the whole value.
+    """One algorithm: "ring", "tree", "exchange" or "two-level" with so many ranks `inside`, then
+    inside what is left across, and so on (else ()); seconds that it takes for nothing, and per byte
+    of the whole value.
     """
 
     algorithm: str
-    inside: int
+    inside: tuple[int, ...]
     start_s: float
     s_per_byte: float
 
@@ -33,20 +34,25 @@ class Way(NamedTuple):
         return self.start_s + self.s_per_byte * whole_bytes
 
 
-FREE = Way("ring", 1, 0.0, 0.0)
+FREE = Way("ring", (), 0.0, 0.0)
 
 
 @lru_cache(maxsize=1 << 16)
 def ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
     """The ways that are the fastest for some size, from the one for the smallest on."""
+    return _best([*flat_ways(world, kind, digits), *_two_level(world, kind, digits)])
+
+
+@lru_cache(maxsize=1 << 16)
+def flat_ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
+    """Those in one level."""
     if not digits:
         return (FREE,)
     factor = world.factor(kind)
-    flat = [
-        Way(name, 1, factor * (world.launch_s + start), factor * rate)
+    return _best(
+        Way(name, (), factor * (world.launch_s + start), factor * rate)
         for name, start, rate in _flat(world, kind, digits)
-    ]
-    return _best([*flat, *_two_level(world, kind, digits)])
+    )
 
 
 def _flat(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float, float]]:
@@ -77,17 +83,15 @@ def _two_level(world: World, kind: str, digits: Pattern) -> Iterator[Way]:
     if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
         return
     for inside, across in halves(digits):
-        stages = [ways(world, kind, across)]
         ranks = size(inside)
-        if kind != "all_gather":
-            stages.append(ways(world, "reduce_scatter", inside))
-        if kind != "reduce_scatter":
-            stages.append(ways(world, "all_gather", inside))
-        made = [(0.0, 0.0)]
-        for index, stage in enumerate(stages):
-            scale = 1 if index else 1 / ranks  # what goes across is the part that a rank has
-            made = [(s + w.start_s, r + w.s_per_byte * scale) for s, r in made for w in stage]
-        yield from (Way("two-level", ranks, start, rate) for start, rate in made)
+        for way in ways(world, kind, across):  # what goes across is the part that a rank has
+            made = [(way.start_s, way.s_per_byte / ranks)]
+            for stage in ("reduce_scatter", "all_gather"):
+                if kind in (stage, "all_reduce"):
+                    once = flat_ways(world, stage, inside)
+                    made = [(s + w.start_s, r + w.s_per_byte) for s, r in made for w in once]
+            levels = (ranks, *way.inside)
+            yield from (Way("two-level", levels, start, rate) for start, rate in made)
 
 
 def _best(candidates: Iterable[Way]) -> tuple[Way, ...]:

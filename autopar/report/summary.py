@@ -12,6 +12,7 @@ from ..cost.comm import collective_cost
 from ..cost.compute import node_seconds
 from ..cost.memory import activation_bytes, stored_bytes
 from ..cost.moves import moves
+from ..cost.ways import flat_ways, ways
 from ..plan import Collective, Plan, Row
 from ..program import Program
 from ..strategies import Strategy
@@ -48,8 +49,9 @@ def collectives(program: Program, world: World) -> tuple[Collective, ...]:
     assert program.plan is not None
     made = []
     for move in moves(program):
+        find = flat_ways if move.inside else ways
         price = collective_cost(
-            move.traffic, move.axes, program.plan.mesh, move.element_bytes, world
+            move.traffic, move.axes, program.plan.mesh, move.element_bytes, world, find
         )
         made.append(
             Collective(
