@@ -9,12 +9,22 @@ import math
 import time
 
 import networkx as nx
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.comm import Price, collective_cost, costs, inside_costs, path_seconds
-from autopar.cost.inside import Part, moving
+from autopar.cost.comm import (
+    Price,
+    collective_cost,
+    costs,
+    inside_costs,
+    levels,
+    path_seconds,
+    seconds,
+)
+from autopar.cost.inside import Part, inside, moving
 from autopar.cost.load import Load, _counted, load
 from autopar.cost.pattern import Pattern, halves, members, pattern, size, within
 from autopar.cost.ways import ways
@@ -110,6 +120,33 @@ def test_a_sum_in_two_levels_wins_on_the_emulated_cluster() -> None:
     assert (found.way.algorithm, found.way.inside) == ("two-level", (2,))
     assert 0.17 < found.seconds < 0.21
     assert found.bytes == 1.5 * 8 * MIB
+
+
+def test_arrays_of_bytes_are_priced_as_each_is() -> None:
+    """From one byte to 100 MB: through all ways, each where it is the fastest."""
+    sizes = np.logspace(0, 8, 60)
+    digits = pattern(Mesh.parse("n2.l2"), ("n", "l"))
+    for kind in KINDS:
+        each = [price(EMULATED, "n2.l2", "n l", kind, count) for count in sizes.astype(int)]
+        found = seconds(EMULATED, digits, kind, sizes.astype(int).astype(float))
+        assert found.tolist() == [one.seconds for one in each]
+    assert seconds(EMULATED, (), "all_reduce", sizes).tolist() == [0.0] * 60
+
+
+def test_a_change_says_how_its_collectives_go() -> None:
+    """A weight's gather and its gradient's scatter over four ranks in two nodes, in two levels."""
+    whole, split = (Layout(Mesh.parse("x4"), (1 << 21,), (state,)) for state in (R, S(0, 1 << 19)))
+    (step,) = steps(split, whole)
+    for grad, backward in ((True, (2,)), (False, ())):
+        assert levels(step, grad, 4, EMULATED) == ((2,), backward)
+    assert levels(*steps(whole, split), True, 4, EMULATED) == ((), ())
+
+
+def test_collectives_inside_an_op_go_in_one_level() -> None:
+    x = Layout(Mesh.parse("x4"), (1 << 16, 64), (S(1, 16),))
+    found = list(inside_costs(inside(torch.ops.aten.rms_norm.default, [x]), x.mesh, 4, EMULATED))
+    assert {one.algorithm for one in found} == {"ring"}
+    assert price(EMULATED, "x4", "x", "all_reduce", 1 << 18).way.algorithm == "two-level"
 
 
 def test_gloo_scatters_sums_by_exchange() -> None:
