@@ -65,11 +65,11 @@ def test_the_ring_formulas(ranks: int) -> None:
         "all_reduce": (2 * part, 2 * part * whole / 1e9),
         "all_to_all": (part / ranks, part / ranks * whole / 1e9),
     }
-    for kind, (sent, seconds) in expected.items():
+    for kind, (sent, took) in expected.items():
         found = price(world, f"x{ranks}", "x", kind, whole)
         hops = (2 if kind == "all_reduce" else 1) * (ranks - 1)
         assert found.bytes == pytest.approx(sent * whole)
-        assert found.seconds == pytest.approx(seconds + 5e-5 + hops * 1e-5, rel=1e-9)
+        assert found.seconds == pytest.approx(took + 5e-5 + hops * 1e-5, rel=1e-9)
         assert found.way.algorithm == ("exchange" if kind == "all_to_all" else "ring")
 
 
