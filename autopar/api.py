@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from . import ranks
 from ._compat import pytree
+from .cost.timeline import Timeline, timeline
 from .errors import InputError, PlanError, WorldError
 from .layout import Layout
 from .layouts import Layouts, candidates
@@ -129,7 +130,7 @@ def _finished(pipeline: _Pipeline, source: Program, program: Program, world: Wor
     if not made.mesh.axes:
         program = _on_one_rank(source, program)
     ready = dataclasses.replace(program, plan=made)
-    return dataclasses.replace(made, ready=Ready(ready, pipeline.graphs))
+    return dataclasses.replace(made, ready=Ready(ready, pipeline.graphs, world))
 
 
 def _on_one_rank(source: Program, program: Program) -> Program:
@@ -151,6 +152,10 @@ class Ready:
 
     program: Program
     graphs: dict[str, fx.GraphModule]
+    world: World
+
+    def timeline(self, overlap: bool) -> Timeline:
+        return timeline(self.program, self.world, overlap)
 
     def formula(self, pattern: str) -> Any:
         """See Plan.formula."""
@@ -220,8 +225,10 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
             f"plan again"
         )
     program = dataclasses.replace(_analysed(pipeline, source), plan=plan)
-    program = _rewritten(pipeline, program, World.of(max(1, plan.mesh.size)))
-    return Ready(program if plan.mesh.axes else _on_one_rank(source, program), pipeline.graphs)
+    world = World.of(max(1, plan.mesh.size))
+    program = _rewritten(pipeline, program, world)
+    program = program if plan.mesh.axes else _on_one_rank(source, program)
+    return Ready(program, pipeline.graphs, world)
 
 
 def _held(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -136,6 +136,15 @@ class Plan:
             )
         return self.ready.formula(pattern)
 
+    def timeline(self, overlap: bool = True) -> Any:
+        """The modelled step, event by event: a `cost.timeline.Timeline` with `seconds`, what is
+        exposed and hidden, and `save(path)` for Perfetto. `overlap=False`: every collective is
+        waited for at once. Raises PlanError for a plan from a file.
+        """
+        if self.ready is None:
+            raise PlanError("a plan from a file holds no graph: plan again to see its timeline")
+        return self.ready.timeline(overlap)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
         with open(path, "w", encoding="utf-8") as file:

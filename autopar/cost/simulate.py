@@ -1,0 +1,357 @@
+"""A step simulated event by event: one compute stream, and a queue of collectives per lane whose
+heads share the links they run over.
+
+The same simulation decides the order of a scheduled graph (autopar/passes/schedule.py) and says
+what a layout would take (timeline.py). Nothing in it depends on the rank: the same events give the
+same order everywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+_SLACK = 1.0  # a prefetch is issued this many of its own durations before it would be too late
+_DEFER = (0, 2, 8)  # how many products that nothing hangs on may wait for an idle moment
+_WORTH = 0.002  # of the step: what a longer wait of theirs must gain
+_WINDOW = 256  # how many events past the first unfinished one may run while that one waits
+
+
+class Event(NamedTuple):
+    """One thing that takes time: an op on the compute stream, or a collective (`lane` is not "").
+
+    `after`: the events whose results it takes, all earlier ones. `lane`: the queue, that is the
+    process group, which runs one collective after the other. `link`: what it runs over; collectives
+    of several lanes share it. `ahead`: it hangs on nothing but stored tensors, so it can be issued
+    long before its use; `held_bytes` of it are then alive.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    after: tuple[int, ...]
+    phase: Literal["forward", "backward", "optimizer"] = "forward"
+    chain: str = ""
+    lane: str = ""
+    link: int = 0
+    bytes: float = 0.0
+    ahead: bool = False
+    held_bytes: float = 0.0
+
+
+class Action(NamedTuple):
+    """What the thread that runs the program does next: "run" an op, "issue" a collective."""
+
+    kind: Literal["run", "issue"]
+    event: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """When every event started and ended, seconds; for how long the compute stream stood still for
+    each collective; and the order in which ops were run and collectives issued.
+    """
+
+    start: list[float]
+    end: list[float]
+    exposed: dict[int, float]
+    order: list[Action]
+
+    @property
+    def seconds(self) -> float:
+        return max(self.end, default=0.0)
+
+
+def in_order(events: Sequence[Event]) -> Run:
+    """Every event after the one before it: collectives are waited for at once."""
+    start, end, exposed, now = [], [], {}, 0.0
+    for index, event in enumerate(events):
+        start.append(now)
+        now += event.seconds
+        end.append(now)
+        if event.lane:
+            exposed[index] = event.seconds
+    order = [Action("issue" if e.lane else "run", i) for i, e in enumerate(events)]
+    return Run(start, end, exposed, order)
+
+
+def overlapped(events: Sequence[Event], ahead_bytes: float = math.inf) -> Run:
+    """Collectives are issued as soon as their operands are there and waited for at their first use;
+    meanwhile the compute stream takes what else is ready, in the order given.
+
+    What can be issued ahead is issued as late as does no harm, with at most `ahead_bytes` of it
+    alive before its use (more only where the program would stop otherwise). Products that nothing
+    but a gradient hangs on may wait a little for a moment in which the stream would stand still.
+    """
+    later = _deferrable(events)
+    best = _run(events, ahead_bytes, later, 0)
+    for defer in _DEFER[1:]:
+        if not best.exposed or not later:
+            break
+        other = _run(events, ahead_bytes, later, defer)
+        if other.seconds < best.seconds * (1 - _WORTH):
+            best = other
+    return best
+
+
+def _run(events: Sequence[Event], ahead_bytes: float, later: set[int], defer: int) -> Run:
+    early = _Simulation(events, [0.0] * len(events), math.inf, later, defer).run()
+    if not any(event.ahead for event in events):
+        return early
+    latest = _latest(events, early)
+    return _Simulation(events, latest, ahead_bytes, later, defer).run()
+
+
+def _deferrable(events: Sequence[Event]) -> set[int]:
+    """The ops of the backward after which less is computed than in themselves."""
+    below = [0.0] * len(events)
+    found = set()
+    for index in range(len(events) - 1, -1, -1):
+        event = events[index]
+        if event.phase != "backward":
+            continue
+        if not event.lane and below[index] < event.seconds:
+            found.add(index)
+        total = below[index] + (0.0 if event.lane else event.seconds)
+        for needed in event.after:
+            below[needed] = max(below[needed], total)
+    return found
+
+
+def _latest(events: Sequence[Event], early: Run) -> list[float]:
+    """When each event that can go ahead should be issued at the latest, so that those on its link
+    still arrive in time one after the other.
+    """
+    uses = _first_uses(events, early.start)
+    found = [0.0] * len(events)
+    begins: dict[int, float] = defaultdict(lambda: math.inf)
+    ahead = [i for i, event in enumerate(events) if event.lane and event.ahead]
+    for index in sorted(ahead, key=lambda i: (uses[i], i), reverse=True):
+        event = events[index]
+        begin = min(uses[index], begins[event.link]) - event.seconds
+        begins[event.link] = begin
+        found[index] = begin - _SLACK * event.seconds
+    return found
+
+
+def _first_uses(events: Sequence[Event], start: Sequence[float]) -> list[float]:
+    """When the first op starts that takes each event's result, through other collectives too."""
+    uses = [math.inf] * len(events)
+    for index in range(len(events) - 1, -1, -1):
+        event = events[index]
+        wanted = uses[index] - event.seconds if event.lane else start[index]
+        for needed in event.after:
+            uses[needed] = min(uses[needed], wanted)
+    return uses
+
+
+class _Links:
+    """The collectives under way. The head of each lane's queue runs; heads on one link share it."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+        self.queues: dict[str, deque[int]] = defaultdict(deque)
+        self.left: dict[int, float] = {}  # seconds of the link alone that each head still needs
+        self.sharing: dict[int, int] = defaultdict(int)  # heads by link
+        self.now = 0.0
+        self.started: dict[int, float] = {}
+
+    def issue(self, index: int) -> None:
+        queue = self.queues[self.events[index].lane]
+        queue.append(index)
+        if len(queue) == 1:
+            self._begin(index)
+
+    def _begin(self, index: int) -> None:
+        self.left[index] = self.events[index].seconds
+        self.started[index] = self.now
+        self.sharing[self.events[index].link] += 1
+
+    def next_end(self) -> float:
+        """When the next collective ends if nothing else is issued; inf where none is under way."""
+        share = self.sharing
+        return self.now + min(
+            (left * share[self.events[i].link] for i, left in self.left.items()), default=math.inf
+        )
+
+    def advance(self, until: float) -> list[int]:
+        """Let time pass; the collectives that end, in their order."""
+        ended: list[int] = []
+        while self.left and (then := self.next_end()) <= until:
+            ended += self._pass(then)
+        if until > self.now:
+            ended += self._pass(until)
+        return ended
+
+    def _pass(self, then: float) -> list[int]:
+        passed, self.now = then - self.now, then
+        done = []
+        for index in self.left:
+            self.left[index] -= passed / self.sharing[self.events[index].link]
+            if self.left[index] <= 1e-12:
+                done.append(index)
+        for index in done:
+            del self.left[index]
+            event = self.events[index]
+            self.sharing[event.link] -= 1
+            queue = self.queues[event.lane]
+            queue.popleft()
+            if queue:
+                self._begin(queue[0])
+        return done
+
+
+class _Simulation:
+    def __init__(
+        self,
+        events: Sequence[Event],
+        not_before: Sequence[float],
+        ahead_bytes: float,
+        later: set[int],
+        defer: int,
+    ) -> None:
+        self.events, self.not_before, self.bound = events, not_before, ahead_bytes
+        self.later, self.defer = later if defer else set(), defer
+        self.deferred: deque[int] = deque()
+        count = len(events)
+        self.users: list[list[int]] = [[] for _ in range(count)]
+        self.missing = [0] * count
+        for index, event in enumerate(events):
+            needed = set(event.after)
+            self.missing[index] = len(needed)
+            for other in needed:
+                self.users[other].append(index)
+        self.links = _Links(events)
+        self.ready: list[int] = []  # ops
+        self.late: list[tuple[int, int]] = []  # collectives to issue: (first user, event)
+        self.held: list[tuple[int, int]] = []  # those that can wait
+        self.alive = 0.0  # bytes issued ahead of their use
+        self.unused: set[int] = set()  # of these events
+        self.start, self.end = [0.0] * count, [0.0] * count
+        self.done = [False] * count
+        self.first = 0  # the first event that is not done
+        self.exposed: dict[int, float] = defaultdict(float)
+        self.idle_since: float | None = None
+        self.idle_arrivals: list[int] = []
+        self.order: list[Action] = []
+
+    def run(self) -> Run:
+        for index, missing in enumerate(self.missing):
+            if not missing:
+                self._reachable(index)
+        while self.first < len(self.events):
+            self._issue()
+            if not self._compute():
+                self._wait()
+        self._blame()
+        return Run(self.start, self.end, dict(self.exposed), self.order)
+
+    def _reachable(self, index: int) -> None:
+        """All that the event takes is there."""
+        event = self.events[index]
+        if index in self.later:
+            self.deferred.append(index)
+            return
+        if not event.lane:
+            heapq.heappush(self.ready, index)
+            return
+        use = self.users[index][0] if self.users[index] else len(self.events)
+        heapq.heappush(self.held if event.ahead else self.late, (use, index))
+
+    def _issue(self) -> None:
+        while self.late:
+            self._send(heapq.heappop(self.late)[1])
+        while self.held and self._may_go(self.held[0][1]):
+            self._send(heapq.heappop(self.held)[1])
+
+    def _horizon(self) -> float:
+        """When something can be issued again: after the op that runs next."""
+        if self.ready:
+            return self.links.now + self.events[self.ready[0]].seconds
+        return self.links.next_end() if self.links.left else self.links.now
+
+    def _may_go(self, index: int) -> bool:
+        fits = self.alive == 0 or self.alive + self.events[index].held_bytes <= self.bound
+        return fits and self.not_before[index] < self._horizon()
+
+    def _send(self, index: int) -> None:
+        self.order.append(Action("issue", index))
+        if self.events[index].ahead:
+            self.alive += self.events[index].held_bytes
+            self.unused.add(index)
+        self.links.issue(index)
+
+    def _compute(self) -> bool:
+        """Run the next op that is ready; False where none is."""
+        index = self._next()
+        if index is None:
+            return False
+        self._blame()
+        self.order.append(Action("run", index))
+        self.start[index] = self.links.now
+        until = self.links.now + self.events[index].seconds
+        arrived = self.links.advance(until)
+        self._finish(index, until)
+        self._arrive(arrived)
+        return True
+
+    def _next(self) -> int | None:
+        ready = self.ready and self.ready[0] <= self.first + _WINDOW
+        if self.deferred and (not ready or len(self.deferred) > self.defer):
+            return self.deferred.popleft()
+        return heapq.heappop(self.ready) if ready else None
+
+    def _wait(self) -> None:
+        """Nothing to compute. The first event that is not done is then a collective: issue it if it
+        was held back, else stand still until one ends.
+        """
+        mine = next((entry for entry in self.held if entry[1] == self.first), None)
+        if mine is not None:
+            self.held.remove(mine)
+            heapq.heapify(self.held)
+            self._send(self.first)
+            return
+        before, then = self.links.now, self.links.next_end()
+        assert then < math.inf, f"nothing runs, but {self.events[self.first].name} is not done"
+        if self.idle_since is None:
+            self.idle_since = before
+        arrived = self.links.advance(then)
+        self.idle_arrivals += arrived
+        self._arrive(arrived)
+
+    def _blame(self) -> None:
+        """Computing goes on: which collectives it stood still for. The last one to arrive for as
+        long as that ran, for the time before it the one that arrived by then.
+        """
+        if self.idle_since is None:
+            return
+        until = self.links.now
+        for index in reversed(self.idle_arrivals):
+            if self.end[index] >= until - 1e-12:
+                since = max(self.idle_since, self.start[index])
+                self.exposed[index] += max(0.0, until - since)
+                until = min(until, since)
+        self.idle_since = None
+        self.idle_arrivals.clear()
+
+    def _arrive(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.start[index] = self.links.started[index]
+            self._finish(index, self.links.now)
+
+    def _finish(self, index: int, when: float) -> None:
+        self.end[index], self.done[index] = when, True
+        while self.first < len(self.events) and self.done[self.first]:
+            self.first += 1
+        for needed in self.events[index].after:
+            if needed in self.unused:  # its first use
+                self.unused.remove(needed)
+                self.alive -= self.events[needed].held_bytes
+        for user in self.users[index]:
+            self.missing[user] -= 1
+            if not self.missing[user]:
+                self._reachable(user)

@@ -1,0 +1,339 @@
+"""The timeline of a training step: every op and collective of a rewritten program, forward,
+backward and optimizer, with what hides under what.
+
+The backward is the forward graph read from its end: a change of state has the collective of its
+adjoint, a product has one product for the gradient of its input and one for that of its weight,
+anything else takes twice its forward. The optimizer starts when all gradients are there, as it does
+in torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from torch import fx
+
+from ..mesh import Mesh
+from ..program import Program
+from ..strategies import Strategy
+from ..world import World
+from .comm import collective_cost
+from .compute import node_seconds, optimizer_seconds
+from .moves import Move, moves
+from .pattern import pattern, size, within
+from .simulate import Event, Run, in_order, overlapped
+
+ROOTED = ("broadcast", "reduce")  # the panels' collectives
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step: events with their start and end in seconds. Get one from `plan.timeline()`
+    or `simulate`.
+    """
+
+    events: tuple[Event, ...]
+    run: Run
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.run.seconds
+
+    @cached_property
+    def communication(self) -> float:
+        """Seconds of all collectives, one after the other."""
+        return sum(event.seconds for event in self.events if event.lane)
+
+    @cached_property
+    def exposed_seconds(self) -> float:
+        """For how long the compute stream stands still."""
+        return sum(self.run.exposed.values())
+
+    @property
+    def hidden_seconds(self) -> float:
+        return max(0.0, self.communication - self.exposed_seconds)
+
+    @cached_property
+    def exposed(self) -> dict[str, float]:
+        """Seconds that the compute stream stands still for the collectives of each chain."""
+        found: dict[str, float] = defaultdict(float)
+        for index, seconds in self.run.exposed.items():
+            found[self.events[index].chain] += seconds
+        return dict(found)
+
+    def trace(self) -> dict[str, Any]:
+        """The timeline in Chrome's trace format; open it at ui.perfetto.dev."""
+        lanes = dict.fromkeys(event.lane for event in self.events)
+        rows = {lane: row for row, lane in enumerate(sorted(lanes))}
+        named = [
+            _entry("M", row, name="thread_name", args={"name": lane or "compute"})
+            for lane, row in rows.items()
+        ]
+        return {"traceEvents": [*named, *(self._shown(i, rows) for i in range(len(self.events)))]}
+
+    def _shown(self, index: int, rows: dict[str, int]) -> dict[str, Any]:
+        event, start = self.events[index], self.run.start[index]
+        facts: dict[str, Any] = {"chain": event.chain, "phase": event.phase}
+        if event.lane:
+            exposed = self.run.exposed.get(index, 0.0)
+            facts |= {"bytes": event.bytes, "exposed_us": exposed * 1e6}
+        moment = {"ts": start * 1e6, "dur": (self.run.end[index] - start) * 1e6}
+        return _entry("X", rows[event.lane], name=event.name, cat=event.kind, args=facts, **moment)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `trace()` as JSON."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.trace(), file)
+
+
+def _entry(phase: str, row: int, **more: Any) -> dict[str, Any]:
+    return {"ph": phase, "pid": 0, "tid": row, **more}
+
+
+def simulate(events: Iterable[Event], overlap: bool = True) -> Timeline:
+    """Run the events: one after the other, or with communication under computation as the
+    scheduler orders it.
+    """
+    listed = tuple(events)
+    return Timeline(listed, overlapped(listed) if overlap else in_order(listed))
+
+
+def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
+    """The modelled step of a program after `rewrite` or a later pass."""
+    return simulate(step_events(program, world), overlap)
+
+
+@lru_cache(maxsize=1 << 12)
+def link(world: World, mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """What the groups of these axes share with others: the outermost level of links that they
+    cross.
+    """
+    digits, block = pattern(mesh, axes), 1
+    for number, level in enumerate(world.levels):
+        block *= level.ranks
+        if within(digits, block) == size(digits):
+            return number
+    return len(world.levels)
+
+
+def step_events(program: Program, world: World) -> list[Event]:
+    """Every event of a training step, in the order in which torch runs them."""
+    return _Step(program, world).run()
+
+
+class _Step:
+    def __init__(self, program: Program, world: World) -> None:
+        assert program.plan is not None and program.annotations is not None
+        self.program, self.world = program, world
+        self.plan, self.notes = program.plan, program.annotations
+        self.nodes = [n for n in program.module.graph.nodes if n.op != "output"]
+        self.events: list[Event] = []
+        self.made: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value needs
+        self.ahead: set[fx.Node] = set()  # values that hang on stored tensors alone
+        self.last = {n.meta["source"]: n for n in self.nodes if _computes(n)}
+        self.entries = {entry.node: entry for entry in program.signature.inputs}
+        self.gradients: dict[fx.Node, tuple[int, ...]] = defaultdict(tuple)
+        self.carrying = self._carrying()
+        self.moved: dict[fx.Node, list[Move]] = defaultdict(list)
+        for move in moves(program):
+            self.moved[move.node].append(move)
+
+    def run(self) -> list[Event]:
+        for node in self.nodes:
+            self._forward(node)
+        for node in self.program.module.graph.output_node().all_input_nodes:
+            self.gradients[node] = self.made[node]
+        for node in reversed(self.nodes):
+            if node in self.carrying and self.gradients[node]:
+                self._backward(node)
+        self._optimizer()
+        return self.events
+
+    def _carrying(self) -> set[fx.Node]:
+        """The nodes whose values carry a gradient."""
+        sources = {name for name, _ in self.notes.gradient}
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            if node.op == "placeholder":
+                entry = self.entries.get(node.name)
+                carries = entry is not None and entry.trainable
+            elif "step" in node.meta:
+                carries = node.meta["gradient"]
+            else:
+                carries = node.meta.get("source") in sources
+            if carries and (node.op == "placeholder" or found & set(node.all_input_nodes)):
+                found.add(node)
+        return found
+
+    # -- forward -----------------------------------------------------------------------------------
+    def _forward(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            entry = self.entries[node.name]
+            if entry.kind not in ("user", "seed"):
+                self.ahead.add(node)
+            self.made[node] = ()
+            return
+        if node.all_input_nodes and self.ahead.issuperset(node.all_input_nodes):
+            self.ahead.add(node)
+        after = _joined(self.made[n] for n in node.all_input_nodes)
+        found = self.moved[node]
+        if "step" not in node.meta:
+            self.made[node] = self._work(node, self._seconds(node)[0], found, after, "forward")
+        else:
+            self.made[node] = self._collectives(node, found, after, "forward")
+
+    def _seconds(self, node: fx.Node) -> tuple[float, float]:
+        """Of the node's computation: forward, backward."""
+        source = node.meta.get("source", "")
+        choice = self.plan.choices.get(source)
+        if choice is None or self.last.get(source) is not node:
+            return 0.0, 0.0
+        spec = self.notes.specs[source]
+        strategy = Strategy((), choice.operands, choice.results, _parts(self, source))
+        forward = node_seconds(spec, strategy, 4, False, self.world)
+        if (source, 0) not in self.notes.gradient:
+            return forward, 0.0
+        return forward, node_seconds(spec, strategy, 4, True, self.world) - forward
+
+    def _work(
+        self,
+        node: fx.Node,
+        seconds: float,
+        found: Sequence[Move],
+        after: tuple[int, ...],
+        phase: Any,
+    ) -> tuple[int, ...]:
+        """An op with the collectives inside it, which follow it one by one; panels run beside the
+        product, one piece ahead.
+        """
+        found = [move for move in found if move.backward == (phase == "backward")]
+        rooted = [move for move in found if move.traffic.collective in ROOTED]
+        if rooted:
+            return self._panels(node, seconds, rooted, after, phase)
+        if seconds or (len(after) > 1 and not found):
+            after = (self._add(node, "compute", seconds, after, phase),)
+        return self._collectives(node, found, after, phase)
+
+    def _panels(
+        self,
+        node: fx.Node,
+        seconds: float,
+        found: Sequence[Move],
+        after: tuple[int, ...],
+        phase: Any,
+    ) -> tuple[int, ...]:
+        pieces = max(self.plan.mesh.sizes[axis] for move in found for axis in move.axes)
+        incoming = [move for move in found if move.traffic.collective == "broadcast"]
+        outgoing = [move for move in found if move.traffic.collective == "reduce"]
+        done: tuple[int, ...] = ()
+        left: tuple[int, ...] = ()
+        for _ in range(pieces):
+            came = tuple(self._send(node, m, after, phase, pieces) for m in incoming)
+            done = (self._add(node, "compute", seconds / pieces, (*done, *came), phase),)
+            left += tuple(self._send(node, m, done, phase, pieces) for m in outgoing)
+        return left or done
+
+    def _collectives(
+        self, node: fx.Node, found: Iterable[Move], after: tuple[int, ...], phase: Any
+    ) -> tuple[int, ...]:
+        for move in found:
+            if move.backward == (phase == "backward"):
+                after = (self._send(node, move, after, phase),)
+        return after
+
+    def _send(
+        self, node: fx.Node, move: Move, after: tuple[int, ...], phase: Any, pieces: int = 1
+    ) -> int:
+        aside = node in self.ahead
+        price = collective_cost(
+            move.traffic, move.axes, self.plan.mesh, move.element_bytes, self.world
+        )
+        lane = "+".join(move.axes) + (" aside" if aside else "")
+        layout = node.meta["layout"]
+        held = layout.local_size * node.meta["element_bytes"] if "step" in node.meta else 0.0
+        return self._add(
+            node,
+            move.traffic.collective,
+            price.seconds / pieces,
+            after,
+            phase,
+            lane=lane,
+            link=link(self.world, self.plan.mesh, move.axes),
+            bytes=price.bytes / pieces,
+            ahead=aside and phase == "forward",
+            held_bytes=held,
+        )
+
+    def _add(
+        self,
+        node: fx.Node,
+        kind: str,
+        seconds: float,
+        after: tuple[int, ...],
+        phase: Any,
+        **more: Any,
+    ) -> int:
+        name = node.name if kind == "compute" else f"{kind} {node.name}"
+        chain = node.meta.get("chain", "")
+        self.events.append(Event(name, kind, seconds, after, phase, chain, **more))
+        return len(self.events) - 1
+
+    # -- backward ----------------------------------------------------------------------------------
+    def _backward(self, node: fx.Node) -> None:
+        inputs = [n for n in node.all_input_nodes if n in self.carrying]
+        after, found = self.gradients[node], self.moved[node]
+        if node.op == "placeholder" or not inputs:
+            return
+        if "step" in node.meta:
+            self._credit(inputs, self._collectives(node, found, after, "backward"))
+            return
+        seconds = self._seconds(node)[1]
+        source = node.meta.get("source")
+        weights = [n for n in inputs if n in self.ahead]
+        others = [n for n in inputs if n not in self.ahead]
+        product = source in self.notes.specs and self.notes.specs[source].product is not None
+        if product and seconds and weights and others and not node.meta.get("inside"):
+            self._credit(others, (self._add(node, "compute", seconds / 2, after, "backward"),))
+            self._credit(weights, (self._add(node, "compute", seconds / 2, after, "backward"),))
+        else:
+            self._credit(inputs, self._work(node, seconds, found, after, "backward"))
+
+    def _credit(self, nodes: Iterable[fx.Node], events: tuple[int, ...]) -> None:
+        for node in nodes:
+            self.gradients[node] = tuple(dict.fromkeys((*self.gradients[node], *events)))
+
+    def _optimizer(self) -> None:
+        stored = [n for n in self.nodes if n.op == "placeholder" and self.gradients.get(n)]
+        gradients = _joined(self.gradients[n] for n in stored)
+        if not gradients:
+            return
+        arrived = (self._add(stored[0], "compute", 0.0, gradients, "optimizer"),)
+        for node in stored:
+            if self.entries[node.name].kind == "parameter":
+                layout = self.program.layouts[node.name]
+                width = self.program.dtypes[node.name].itemsize
+                seconds = optimizer_seconds(layout, width, self.world)
+                self._add(node, "compute", seconds, arrived, "optimizer")
+
+
+def _computes(node: fx.Node) -> bool:
+    return "source" in node.meta and "step" not in node.meta and node.op == "call_function"
+
+
+def _parts(step: _Step, source: str) -> int:
+    """Among how many ranks a node's work is divided."""
+    parts, sizes = 1, step.notes.specs[source].sizes
+    for axis, split in zip(step.plan.mesh.axes, step.plan.choices[source].splits, strict=True):
+        parts *= axis.size if split in sizes else 1
+    return parts
+
+
+def _joined(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(i for events in found for i in events))

@@ -1,0 +1,201 @@
+"""The simulated step: small cases by hand, bounds that every simulation keeps, whole models."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+import models
+from autopar.cost.simulate import Event, in_order, overlapped
+from autopar.cost.timeline import link, simulate
+from autopar.mesh import Mesh
+
+
+def op(seconds: float, *after: int, **more: Any) -> Event:
+    return Event("op", "compute", seconds, after, **more)
+
+
+def sent(seconds: float, *after: int, lane: str = "x", **more: Any) -> Event:
+    return Event("sum", "all_reduce", seconds, after, lane=lane, **more)
+
+
+def ends(events: Sequence[Event], **more: Any) -> list[float]:
+    return overlapped(events, **more).end
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+def test_in_order_is_the_sum() -> None:
+    run = in_order([op(2), sent(3, 0), op(2), op(1, 1)])
+    assert (run.seconds, run.exposed) == (8, {1: 3})
+
+
+def test_a_sum_runs_under_what_does_not_need_it() -> None:
+    run = overlapped([op(2), sent(3, 0), op(2), op(1, 1)])
+    assert run.end == [2, 5, 4, 6]
+    assert run.exposed == {1: 1}
+
+
+def test_what_stands_later_runs_while_the_next_op_waits() -> None:
+    """The product for dW stands behind the op that needs the sum."""
+    assert ends([op(2), sent(3, 0), op(1, 1), op(2)]) == [2, 5, 6, 4]
+
+
+def test_one_lane_is_a_queue_and_lanes_share_their_link() -> None:
+    assert ends([sent(2), sent(2), op(0, 0, 1)]) == [2, 4, 4]
+    assert ends([sent(2), sent(2, lane="y"), op(0, 0, 1)]) == [4, 4, 4]
+    assert ends([sent(2), sent(2, lane="y", link=1), op(0, 0, 1)]) == [2, 2, 2]
+    assert ends([sent(1), sent(3, lane="y"), op(0, 0, 1)]) == [2, 4, 4]  # shared until 2
+
+
+def test_gathers_are_issued_ahead_but_no_earlier_than_needed() -> None:
+    gathers = [sent(1, lane="z", ahead=True, held_bytes=8.0) for _ in range(3)]
+    events = [gathers[0], op(3, 0), gathers[1], op(3, 2), gathers[2], op(3, 4)]
+    run = overlapped(events)
+    assert run.seconds == 10  # the first gather alone is waited for
+    assert run.start[2] == 1  # under the first product
+    assert run.start[4] == 4  # under the second, not the first
+    assert run.exposed == {0: 1}
+
+
+def test_gathers_ahead_keep_the_memory_bound() -> None:
+    """Gathers slower than their products would all go at once."""
+    events = []
+    for i in range(4):
+        events += [sent(3, lane="z", ahead=True, held_bytes=8.0), op(1, 2 * i)]
+    free, bound = overlapped(events), overlapped(events, ahead_bytes=8.0)
+    assert free.seconds == 4 * 3 + 1
+    assert [a.event for a in free.order[:4]] == [0, 2, 4, 1]
+    assert bound.seconds == 4 * (3 + 1)
+
+
+def test_a_chained_collective_follows_at_once() -> None:
+    """A two-level sum: the second part is issued when the first one is done, not at its use."""
+    events = [op(1), sent(2, 0), sent(2, 1, lane="y"), op(2), op(2), op(1, 2)]
+    assert ends(events) == [1, 3, 5, 3, 5, 6]
+
+
+def test_products_for_weights_wait_for_a_gap() -> None:
+    """dX, dW, a norm, then the sum: dW moves under the sum."""
+    late = {"phase": "backward"}
+    events = [op(2, **late), op(2, **late), op(1, 0, **late), sent(3, 2, **late), op(2, 3, **late)]
+    events += [op(2, 3, **late), op(3, 4, **late)]
+    run = overlapped(events)
+    assert run.exposed[3] == 1
+    assert run.seconds == 2 + 1 + 3 + 2 + 2 + 3
+
+
+def test_what_is_waited_for_is_blamed_piece_by_piece() -> None:
+    run = overlapped([sent(2), sent(3, 0, lane="y"), op(1, 1)])
+    assert run.exposed == {0: 2, 1: 3}
+
+
+# -- whatever the events ---------------------------------------------------------------------------
+@st.composite
+def programs(draw: st.DrawFn) -> list[Event]:
+    events: list[Event] = []
+    for index in range(draw(st.integers(1, 24))):
+        after = tuple(draw(st.sets(st.integers(0, index - 1), max_size=3))) if index else ()
+        seconds = float(draw(st.integers(0, 4)))
+        lane = draw(st.sampled_from(["", "", "x", "y", "x aside"]))
+        ahead = bool(lane) and not after and draw(st.booleans())
+        phase = "backward" if index > 8 else "forward"
+        facts = {"lane": lane, "link": draw(st.integers(0, 1)) if lane else 0}
+        kind = "all_reduce" if lane else "compute"
+        events.append(Event("e", kind, seconds, after, phase, ahead=ahead, held_bytes=4.0, **facts))
+    return events
+
+
+@given(programs(), st.sampled_from([4.0, 8.0, math.inf]))
+def test_every_simulation_keeps_its_bounds(events: list[Event], bound: float) -> None:
+    run = overlapped(events, bound)
+    assert sorted(action.event for action in run.order) == list(range(len(events)))
+    for index, event in enumerate(events):
+        assert run.end[index] >= run.start[index] + event.seconds - 1e-9
+        assert all(run.end[other] <= run.start[index] + 1e-9 for other in event.after)
+    compute = sum(event.seconds for event in events if not event.lane)
+    assert compute - 1e-9 <= run.seconds <= in_order(events).seconds + 1e-9
+    assert sum(run.exposed.values()) == pytest.approx(run.seconds - compute)
+    assert run.order == overlapped(events, bound).order
+
+
+# -- models ----------------------------------------------------------------------------------------
+LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1), "2.5d", "auto"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_models(layout: Any, tmp_path: Path) -> None:
+    model, args, _ = models.gpt()
+    plan = autopar.plan(model, autopar.World.preset("perlmutter", 8), args, layout=layout)
+    alone, over = plan.timeline(overlap=False), plan.timeline()
+    assert alone.exposed_seconds == pytest.approx(alone.communication)
+    assert over.communication == pytest.approx(sum(c.seconds for c in plan.collectives))
+    assert sum(e.bytes for e in over.events) == pytest.approx(plan.comm_bytes)
+    assert over.seconds <= alone.seconds
+    if layout != "2.5d":  # whose plan counts on panels under products
+        assert alone.seconds == pytest.approx(plan.seconds, rel=0.01)
+    over.save(tmp_path / "trace.json")
+    shown = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in shown) == len(over.events)
+
+
+def test_a_plan_from_a_file_has_no_timeline(tmp_path: Path) -> None:
+    model, args, _ = models.gpt()
+    autopar.plan(model, 2, args, layout="ddp").save(tmp_path / "plan.json")
+    with pytest.raises(autopar.PlanError, match="holds no graph"):
+        autopar.Plan.load(tmp_path / "plan.json").timeline()
+
+
+def wide(layers: int, layout: Any) -> autopar.Plan:
+    with torch.device("meta"):
+        model = models.Gpt(vocabulary=4096, sequence=1024, hidden=2048, heads=16, layers=layers)
+        ids = torch.zeros(64, 1024, dtype=torch.long)
+    return autopar.plan(model, autopar.World.preset("dgx-h100", 16), (ids, ids), layout=layout)
+
+
+def test_gradients_and_gathers_hide_under_products() -> None:
+    for layout in ("ddp", "fsdp"):
+        found = wide(4, layout).timeline()
+        assert found.hidden_seconds > 0.6 * found.communication, layout
+
+
+def test_dx_is_summed_under_the_product_for_dw() -> None:
+    found = wide(2, "megatron").timeline()
+    sums = [
+        i
+        for i, e in enumerate(found.events)
+        if e.phase == "backward" and e.kind == "all_reduce" and "aside" not in e.lane
+    ]
+    hidden = [found.events[i].seconds - found.run.exposed.get(i, 0.0) for i in sums]
+    assert sum(h > 0 for h in hidden) >= len(hidden) - 1, hidden
+
+
+def test_links_are_those_of_the_outermost_level() -> None:
+    world, mesh = autopar.World.preset("dgx-h100", 64), Mesh.parse("data8.x8")
+    assert link(world, mesh, ("x",)) == 0
+    assert link(world, mesh, ("data",)) == link(world, mesh, ("data", "x")) == 1
+
+
+def test_thirty_thousand_events_take_about_a_second() -> None:
+    layer = [
+        sent(1.0, lane="z", ahead=True, held_bytes=1.0),
+        *(op(0.5) for _ in range(9)),
+        sent(2.0, 5),
+        op(1.0, 0, 10),
+    ]
+    events: list[Event] = []
+    while len(events) < 30_000:
+        base = len(events)
+        events += [e._replace(after=tuple(i + base for i in e.after)) for e in layer]
+    started = time.process_time()
+    simulate(events)
+    assert time.process_time() - started < 2.5  # 0.9 on a quiet core
