@@ -139,7 +139,7 @@ class _Search:
         gradient = any(self._gradient((node.name, i)) for i in range(len(results))) or any(
             n is not None and self._gradient(producer(n)) for n in operands
         )
-        size = results[0].dtype.itemsize
+        dtype = results[0].dtype
         path = module_path(node)
         everything = axis_choices(spec, factors, self.mesh, gradient)
         per_axis = self.constraint.narrow(path, spec, factors, everything)
@@ -158,7 +158,7 @@ class _Search:
                 ]
                 found = strategies(spec, factors, self.mesh, *shapes, eased, redundant)
             found = self.constraint.joint(path, spec, found)
-            return found, [self._node_seconds(node, spec, s, size, gradient) for s in found]
+            return found, [self._node_seconds(node, spec, s, dtype, gradient) for s in found]
 
         target = node.target if node.target in HAVE_INSIDE else None
         return self.known.options(
@@ -167,7 +167,7 @@ class _Search:
                 _look(spec, factors),
                 operand_shapes,
                 result_shapes,
-                size,
+                dtype,
                 gradient,
                 str(per_axis),
                 free,
@@ -176,11 +176,11 @@ class _Search:
         )
 
     def _node_seconds(
-        self, node: fx.Node, spec: Spec, strategy: Strategy, size: int, gradient: bool
+        self, node: fx.Node, spec: Spec, strategy: Strategy, dtype: torch.dtype, gradient: bool
     ) -> float:
         found = [x for x in inside(node.target, strategy.operands) if gradient or not x.backward]
-        return node_seconds(spec, strategy, size, gradient, self.world) + sum(
-            cost.seconds for cost in inside_costs(found, self.mesh, size, self.world)
+        return node_seconds(spec, strategy, dtype, gradient, self.world) + sum(
+            cost.seconds for cost in inside_costs(found, self.mesh, dtype.itemsize, self.world)
         )
 
     def _enter(self, region: Region) -> None:

@@ -109,7 +109,9 @@ def test_units_stand_in_the_names(tmp_path: Path) -> None:
     assert data["levels"][1] == {
         "ranks": 2, "bytes_per_s": 5e7, "latency_s": 1e-3, "per": "uplink", "direct": False,
     }  # fmt: skip
-    assert set(data["device"]) == {"name", "flop_per_s", "memory_bytes", "memory_bytes_per_s"}
+    assert set(data["device"]) == {
+        "name", "flop_per_s", "memory_bytes", "memory_bytes_per_s", "efficiency", "launch_s",
+    }  # fmt: skip
     assert data["factors"] == {"all_reduce": 1.1}
 
 

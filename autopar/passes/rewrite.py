@@ -198,6 +198,8 @@ class _Rewriter:
             if key in node.meta:
                 new.meta[key] = node.meta[key]
         new.meta["source"], new.meta["layout"], new.meta["chain"] = node.name, layout, self.chain
+        tensors = (v for v in results_of(node) if isinstance(v, torch.Tensor))
+        new.meta["dtype"] = next((v.dtype for v in tensors), torch.float32)
 
     def _plain(self, value: Value, layout: Layout) -> Layout:
         """Where no gradient flows, I and R are the same state: it is called R."""

@@ -170,7 +170,10 @@ def _compute_seconds(program: Program, world: World) -> dict[str, float]:
         strategy = Strategy((), choice.operands, choice.results, parts)
         gradient = (name, 0) in notes.gradient
         if name in sizes:
-            total[chain_of[name]] += node_seconds(notes.specs[name], strategy, 4, gradient, world)
+            dtype = sizes[name].meta["dtype"]
+            total[chain_of[name]] += node_seconds(
+                notes.specs[name], strategy, dtype, gradient, world
+            )
     return total
 
 

@@ -14,6 +14,7 @@ from .hardware import Device, Level
 from .presets import (
     CPU_BYTES_PER_S,
     CPU_FLOP_PER_S,
+    CPU_LAUNCH_S,
     GLOO_BYTES_PER_S,
     GLOO_LAUNCH_S,
     GLOO_NETWORK_S,
@@ -81,7 +82,7 @@ def _gpu() -> Device:
 def _cpu(ranks: int) -> Device:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
     rate = CPU_FLOP_PER_S * torch.get_num_threads()
-    return Device("cpu", {"float32": rate}, memory, CPU_BYTES_PER_S)
+    return Device("cpu", {"float32": rate}, memory, CPU_BYTES_PER_S, launch_s=CPU_LAUNCH_S)
 
 
 def _peers(ranks: int) -> Level:

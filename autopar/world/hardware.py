@@ -5,15 +5,18 @@ Raises WorldError where a fact cannot be: a rate that is not positive, a name th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import ConfigDict
 
 from ..errors import WorldError
+
+T = TypeVar("T")
 
 # The collectives that cost factors may be given for (autopar.layout.Traffic names the same).
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
@@ -39,6 +42,10 @@ class Device:
     """One rank's device: FLOP/s by dtype ("bfloat16", "float32"; dense, of matrix products),
     memory in bytes, memory bandwidth in bytes/s.
 
+    `efficiency`: by dtype, points (FLOPs of one rank's product, share of flop_per_s that it
+    reaches), with rising FLOPs; without any, flop_per_s itself is reached. `launch_s`: seconds to
+    start any op.
+
     >>> Device("H100", {"bfloat16": 989e12, "float32": 67e12}, 80e9, 3.35e12).rate(torch.float32)
     67000000000000.0
     """
@@ -48,15 +55,33 @@ class Device:
     flop_per_s: Mapping[str, float] = field(hash=False)
     memory_bytes: float
     memory_bytes_per_s: float
+    efficiency: Mapping[str, tuple[tuple[float, float], ...]] = field(
+        default_factory=dict, hash=False
+    )
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         positive(self, "memory_bytes", "memory_bytes_per_s")
+        check_number("Device.launch_s", self.launch_s)
         if not self.flop_per_s:
             raise WorldError(f"Device.flop_per_s of {self.name!r} names no dtype; add 'float32'")
         for dtype, rate in self.flop_per_s.items():
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise WorldError(f"Device.flop_per_s: torch has no dtype {dtype!r}")
             check_number(f"Device.flop_per_s[{dtype!r}]", rate, above=True)
+        for dtype, points in self.efficiency.items():
+            self._check_points(dtype, points)
+
+    def _check_points(self, dtype: str, points: tuple[tuple[float, float], ...]) -> None:
+        name = f"Device.efficiency[{dtype!r}]"
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise WorldError(f"Device.efficiency: torch has no dtype {dtype!r}")
+        for flops, share in points:
+            check_number(f"{name}: FLOPs", flops, above=True)
+            check_number(f"{name}: share", share, above=True)
+        sizes = [flops for flops, _ in points]
+        if any(after <= before for before, after in itertools.pairwise(sizes)):
+            raise WorldError(f"{name} has points at {sizes} FLOPs: write them in rising order")
 
     @property
     def flops(self) -> float:
@@ -68,12 +93,21 @@ class Device:
         """FLOP/s of matrix products in this dtype; the two half precisions stand in for one
         another, float32 for what is not listed.
         """
-        halves = ("bfloat16", "float16")
-        name = str(dtype).removeprefix("torch.")
-        for stand_in in (name, *(halves if name in halves else ()), "float32"):
-            if stand_in in self.flop_per_s:
-                return self.flop_per_s[stand_in]
-        return self.flops
+        found = _stand_in(self.flop_per_s, dtype)
+        return self.flops if found is None else found
+
+    def points(self, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
+        """`efficiency` in this dtype, with the same stand-ins as `rate`; () where not known."""
+        return _stand_in(self.efficiency, dtype) or ()
+
+
+def _stand_in(known: Mapping[str, T], dtype: torch.dtype) -> T | None:
+    halves = ("bfloat16", "float16")
+    name = str(dtype).removeprefix("torch.")
+    for other in (name, *(halves if name in halves else ()), "float32"):
+        if other in known:
+            return known[other]
+    return None
 
 
 @dataclass(frozen=True)

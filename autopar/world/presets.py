@@ -20,6 +20,7 @@ NVLINK_S, PCIE_S, NETWORK_S, LAUNCH_S = 1e-6, 2e-6, 5e-6, 5e-6
 GLOO_BYTES_PER_S = 1.5e9
 GLOO_LAUNCH_S, GLOO_S, GLOO_NETWORK_S = 0.25e-3, 0.225e-3, 0.825e-3
 CPU_FLOP_PER_S, CPU_BYTES_PER_S = 4e10, 1e10  # of one thread of a server core, float32
+CPU_LAUNCH_S = 5e-6  # one small op of torch, nominal
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,9 @@ PRESETS = {
         "latency is TCP's, nominal",
     ),
     "laptop": Preset(
-        Device("laptop core", {"float32": CPU_FLOP_PER_S}, 4e9, CPU_BYTES_PER_S),
+        Device(
+            "laptop core", {"float32": CPU_FLOP_PER_S}, 4e9, CPU_BYTES_PER_S, launch_s=CPU_LAUNCH_S
+        ),
         (Level(4, GLOO_BYTES_PER_S, GLOO_S),),
         Level(1, 0.125e9, GLOO_NETWORK_S),
         4,
