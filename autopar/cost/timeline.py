@@ -197,10 +197,11 @@ class _Step:
             return 0.0, 0.0
         spec = self.notes.specs[source]
         strategy = Strategy((), choice.operands, choice.results, _parts(self, source))
-        forward = node_seconds(spec, strategy, 4, False, self.world)
+        dtype = node.meta["dtype"]
+        forward = node_seconds(spec, strategy, dtype, False, self.world)
         if (source, 0) not in self.notes.gradient:
             return forward, 0.0
-        return forward, node_seconds(spec, strategy, 4, True, self.world) - forward
+        return forward, node_seconds(spec, strategy, dtype, True, self.world) - forward
 
     def _work(
         self,
