@@ -1,0 +1,178 @@
+"""Cells of a benchmark on the emulated cluster: a cluster brought up, ranks run, figures kept."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cluster import Shape, launch, missing, network, rate_text
+from benchmarks.ranks import Job
+
+Cell = dict[str, Any]  # what the ranks wrote: a Job, and `contestants`, each a Timed
+FLOOR, NOISE, GAIN = 1.0, 0.97, 1.15  # of auto over the best peer: limited, unlimited, link-bound
+UNLIMITED_STEPS = 15  # there the differences are small
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the cells of a run have in common. `calibrate`: each cell's world is measured on its
+    cluster first, where this autopar can; else it is written by hand from the rate.
+    """
+
+    contestants: tuple[str, ...]
+    steps: int = 5
+    warmups: int = 2
+    timeout: float = 1800.0
+    calibrate: bool = True
+    trace: str = ""
+
+
+def measured(model: str, shape: Shape, settings: Settings) -> Cell:
+    """One cell. Without root or tc an unlimited one runs on loopback; raises Unavailable for
+    others, Failed where a rank fails.
+    """
+    loopback = bool(missing()) and shape.rate is None
+    steps = settings.steps if shape.rate is not None else max(settings.steps, UNLIMITED_STEPS)
+    with (
+        tempfile.TemporaryDirectory(prefix="autopar-cell-") as folder,
+        nullcontext() if loopback else network(shape),
+    ):
+        job = Job(
+            model, shape.nodes, shape.ranks_per_node, shape.rate, settings.contestants,
+            str(Path(folder, "cell.json")), steps, settings.warmups, trace=settings.trace,
+        )  # fmt: skip
+        if settings.calibrate:
+            job = replace(job, world=calibrated(shape, Path(folder), loopback))
+        given = Path(folder, "job.json")
+        given.write_text(json.dumps(asdict(job)))
+        command = [sys.executable, "-m", "benchmarks.ranks", str(given)]
+        launch(shape, command, settings.timeout, loopback).check()
+        cell = json.loads(Path(job.out).read_text())
+    return {**cell, "date": now(), "calibrated": bool(job.world)}
+
+
+def calibrated(shape: Shape, folder: Path, loopback: bool) -> str:
+    """The file of a world measured on the running cluster; "" where autopar cannot."""
+    if not can_calibrate():
+        return ""
+    world = str(folder / "world.json")
+    command = [sys.executable, "-m", "autopar", "calibrate", "--out", world]
+    launch(shape, command, 400.0, loopback).check()
+    return world
+
+
+def can_calibrate() -> bool:
+    from autopar.cli import app
+
+    return any(c.name == "calibrate" for c in app.registered_commands)
+
+
+# -- where and when --------------------------------------------------------------------------------
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on."""
+    facts = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    lines = [line.partition(":")[2].strip() for line in facts.splitlines() if "model name" in line]
+    return {
+        "cpu": f"{len(lines)} × {lines[0]}" if lines else platform.processor(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+# -- a run's file ----------------------------------------------------------------------------------
+def key(cell: Cell) -> tuple[Any, ...]:
+    return cell["model"], cell["nodes"], cell["ranks_per_node"], cell["rate"]
+
+
+def load(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {"cells": []}
+    return json.loads(path.read_text())
+
+
+def keep(path: Path, cell: Cell, command: str) -> None:
+    """Adds a cell to the file at once, in place of an older one like it."""
+    run = load(path)
+    others = [other for other in run["cells"] if key(other) != key(cell)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cell = {**cell, "command": command, "machine": machine()}
+    path.write_text(json.dumps({"cells": [*others, cell]}, indent=1) + "\n")
+
+
+# -- what they say ---------------------------------------------------------------------------------
+def median(timed: dict[str, Any], what: str = "seconds") -> float:
+    return statistics.median(timed[what]) if timed[what] else float("nan")
+
+
+def standing(cell: Cell) -> list[dict[str, Any]]:
+    """The contestants that count: made and right."""
+    return [t for t in cell["contestants"] if not t["reason"] and t["seconds"]]
+
+
+def is_peer(timed: dict[str, Any]) -> bool:
+    return not timed["name"].startswith("autopar")
+
+
+def best(contestants: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    return min(contestants, key=median, default=None)
+
+
+def paired(faster: dict[str, Any], slower: dict[str, Any]) -> float:
+    """The median over the steps of slower / faster: steps of one round met the same machine."""
+    return statistics.median(b / a for a, b in zip(faster["seconds"], slower["seconds"]))
+
+
+def link_share(cell: Cell, timed: dict[str, Any]) -> float:
+    """The part of a step that its bytes need on the busiest cable; 0 where that has no limit."""
+    if cell["rate"] is None:
+        return 0.0
+    return median(timed, "cable_bytes") * 8 / cell["rate"] / median(timed)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Auto against the best peer: how much faster, how much was asked for, and the best peer's part
+    of a step that its bytes need on the cable.
+    """
+
+    peer: str
+    ratio: float
+    wanted: float
+    share: float
+
+    @property
+    def met(self) -> bool:
+        return self.ratio >= self.wanted
+
+
+def verdict(cell: Cell) -> Verdict | None:
+    """None where a side is missing."""
+    contestants = standing(cell)
+    peer = best(t for t in contestants if is_peer(t))
+    auto = next((t for t in contestants if t["name"] == "autopar auto"), None)
+    if peer is None or auto is None:
+        return None
+    share = link_share(cell, peer)
+    wanted = NOISE if cell["rate"] is None else GAIN if share > 0.5 else FLOOR
+    return Verdict(peer["name"], paired(auto, peer), wanted, share)
+
+
+def title(cell: Cell) -> str:
+    size = f"{cell['nodes']}×{cell['ranks_per_node']}"
+    return f"{cell['model']}, {size} at {rate_text(cell['rate'])}"

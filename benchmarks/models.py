@@ -1,0 +1,157 @@
+"""The models that are timed, each at one global batch: what makes them differ is where the bytes
+are, in weights, activations, the vocabulary, or the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.gpt import GPT, Config, small_weights
+
+
+class RotaryAttention(nn.Module):
+    """Causal attention of (batch, sequence, width) with rotary positions and grouped queries."""
+
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, groups * self.size, bias=False)
+        self.value = nn.Linear(width, groups * self.size, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """`cosine` and `sine`: (sequence, head size)."""
+        query, key, value = (self.split_heads(f(x)) for f in (self.query, self.key, self.value))
+        query, key = (turned(t, cosine, sine) for t in (query, key))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(batch, sequence, heads · size) to (batch, heads, sequence, size)."""
+        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
+
+
+def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Each head's halves turned by the angle of the position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class LlamaBlock(nn.Module):
+    """One pre-norm layer."""
+
+    def __init__(self, width: int, heads: int, groups: int, inner: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.attention = RotaryAttention(width, heads, groups)
+        self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
+        self.mlp = GatedMlp(width, inner)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cosine, sine)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    """`model(tokens, targets)` is the mean cross-entropy in nats."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        width: int,
+        heads: int,
+        groups: int,
+        inner: int,
+        layers: int,
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        blocks = (LlamaBlock(width, heads, groups, inner) for _ in range(layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        size = width // heads
+        rates = 10000.0 ** -(torch.arange(0, size, 2) / size)
+        angles = torch.outer(torch.arange(context), rates).repeat(1, 2)
+        self.register_buffer("cosine", angles.cos())
+        self.register_buffer("sine", angles.sin())
+        self.apply(small_weights)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """`tokens` and `targets` are int64 (batch, context)."""
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = block(x, self.cosine, self.sine)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to time: how it is made, its global batch and sequence, and why it is here."""
+
+    make: Callable[[], nn.Module]
+    batch: int
+    sequence: int
+    vocabulary: int
+    why: str
+
+    def model(self) -> nn.Module:
+        """The same weights at every call, on every rank."""
+        torch.manual_seed(0)
+        return self.make()
+
+    def batches(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """`count` seeded batches of tokens and targets, int64 (batch, sequence)."""
+        generator = torch.Generator().manual_seed(1)
+        shape = (count, 2, self.batch, self.sequence)
+        drawn = torch.randint(self.vocabulary, shape, generator=generator)
+        return [(tokens, targets) for tokens, targets in drawn]
+
+
+SUBJECTS = {
+    "tiny": Subject(
+        lambda: GPT(Config(vocabulary=64, context=16, width=64, heads=8, layers=2)),
+        8,
+        16,
+        64,
+        "to see that all of it runs",
+    ),
+    "gpt": Subject(
+        lambda: GPT(Config(vocabulary=4096, context=128, width=512, heads=8, layers=4)),
+        16, 128, 4096, "17 M parameters, 2048 tokens: 67 MB of gradients",
+    ),
+    "wide": Subject(
+        lambda: GPT(Config(vocabulary=1024, context=16, width=1024, heads=16, layers=2)),
+        8, 16, 1024, "27 M parameters, 128 tokens: weights outweigh activations",
+    ),
+    "llama": Subject(
+        lambda: Llama(32768, 128, 256, 8, 4, 704, 2),
+        8, 128, 32768, "18 M parameters, of which 17 M in a vocabulary of 32,768",
+    ),
+    "long": Subject(
+        lambda: GPT(Config(vocabulary=1024, context=1024, width=256, heads=8, layers=4)),
+        8, 1024, 1024, "4 M parameters, 8192 tokens in sequences of 1024",
+    ),
+}  # fmt: skip
+TIMED = tuple(name for name in SUBJECTS if name != "tiny")

@@ -1,0 +1,181 @@
+"""Plots and the page of benchmarks.step_time, from its results alone."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks import cells
+from benchmarks.cells import Cell
+from benchmarks.cluster import rate_text
+from benchmarks.models import SUBJECTS
+
+
+def _order(cell: Cell) -> tuple[Any, ...]:
+    rate = cell["rate"] if cell["rate"] is not None else float("inf")
+    return list(SUBJECTS).index(cell["model"]), cell["nodes"] * cell["ranks_per_node"], rate
+
+
+def _size(cell: Cell) -> str:
+    return f"{cell['nodes']}×{cell['ranks_per_node']}"
+
+
+def verdicts(found: list[Cell]) -> Table:
+    """Auto against the best peer, a line a cell."""
+    shown = Table(title="auto against the best peer", title_justify="left")
+    for heading in ("model", "cluster", "rate", "best peer"):
+        shown.add_column(heading)
+    for heading in ("link ÷ step", "peer ÷ auto", "wanted"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("")
+    for cell in sorted(found, key=_order):
+        judged = cells.verdict(cell)
+        if judged is not None:
+            shown.add_row(*_verdict(cell, judged))
+    return shown
+
+
+def _verdict(cell: Cell, judged: cells.Verdict) -> tuple[str, ...]:
+    figures = (f"{judged.share:.2f}", f"{judged.ratio:.2f}", f"{judged.wanted:.2f}")
+    where = (cell["model"], _size(cell), rate_text(cell["rate"]), judged.peer)
+    return (*where, *figures, "met" if judged.met else "missed")
+
+
+# -- plots -----------------------------------------------------------------------------------------
+def plots(found: list[Cell], folder: Path) -> list[Path]:
+    """A picture a model: step time against rate, a panel a cluster, a line a contestant."""
+    return [
+        _plot(model, list(of_model), folder / f"step_time_{model}.png")
+        for model, of_model in groupby(sorted(found, key=_order), key=lambda cell: cell["model"])
+    ]
+
+
+def _plot(model: str, found: list[Cell], path: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sizes = list(dict.fromkeys(_size(cell) for cell in found))
+    width = 2 + 4 * len(sizes)
+    figure, panels = pyplot.subplots(1, len(sizes), figsize=(width, 5), squeeze=False, sharey=True)
+    names = list(dict.fromkeys(t["name"] for cell in found for t in cell["contestants"]))
+    for panel, size in zip(panels[0], sizes, strict=True):
+        _panel(panel, [cell for cell in found if _size(cell) == size], names)
+        panel.set_title(f"{model}, {size}")
+    panels[0][0].set_ylabel("step, s (median; bars: least to most)")
+    panels[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path
+
+
+def _panel(panel: Any, found: list[Cell], names: list[str]) -> None:
+    rates = [rate_text(cell["rate"]) for cell in found]
+    for number, name in enumerate(names):
+        points = [
+            (place, timed)
+            for place, cell in enumerate(found)
+            for timed in cells.standing(cell)
+            if timed["name"] == name
+        ]
+        if not points:
+            continue
+        middles = [cells.median(timed) for _, timed in points]
+        below = [m - min(t["seconds"]) for m, (_, t) in zip(middles, points, strict=True)]
+        above = [max(t["seconds"]) - m for m, (_, t) in zip(middles, points, strict=True)]
+        own = name.startswith("autopar")
+        style = {
+            "linestyle": "-" if own else "--",
+            "linewidth": 2.5 if name.endswith("auto") else 1,
+        }
+        color = f"C{number}" if number < 10 else f"C{number - 10}"
+        panel.errorbar(
+            [place for place, _ in points], middles, yerr=[below, above], label=name, color=color,
+            marker="o" if own else "s", markersize=4, capsize=2, elinewidth=0.7, **style,
+        )  # fmt: skip
+    panel.set_yscale("log")
+    panel.set_xticks(range(len(rates)), rates)
+    panel.set_xlabel("rate of a node's link")
+    panel.grid(alpha=0.3, which="both")
+
+
+# -- the page --------------------------------------------------------------------------------------
+PREFACE = """\
+# Step times on an emulated cluster
+
+Written by `python -m benchmarks.step_time --docs docs/benchmarks.md` from the figures of its runs;
+do not edit.
+
+Nodes are network namespaces of one machine, each link limited by `tc … tbf`; ranks of a node talk
+over loopback (`benchmarks/cluster/`). All contestants train the same model on the same batches in
+float32 with one thread a rank; a step is forward, backward and AdamW, its time the slowest rank's.
+They take turns step by step. One whose loss in any step, or whose first gradient's norm, is more
+than 1e-4 off the single device's is out. Peers are set up in `benchmarks/peers.py`; HSDP is FSDP2
+within a node and a sum between nodes.
+
+Figures: median (least–most) in s. `peer ÷ auto`: the median over the steps of the best peer's time
+over auto's in the same round. `link ÷ step`: what the best peer's bytes need on the busiest link,
+as a part of its step.
+"""
+
+
+def write(found: list[Cell], page: Path) -> None:
+    """The page, and its plots in images/ beside it."""
+    images = plots(found, page.parent / "images")
+    lines = [PREFACE, *_verdict_lines(found)]
+    groups = groupby(sorted(found, key=_order), key=lambda c: (c["model"], _size(c)))
+    for (model, size), group in groups:
+        of_size = list(group)
+        lines += [f"\n## {model}, {size}\n", SUBJECTS[model].why + ".\n", *_matrix(of_size)]
+        lines += ["", *_provenance(of_size)]
+    lines += ["\n## Plots\n", *(f"![{i.stem}](images/{i.name})" for i in images)]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _verdict_lines(found: list[Cell]) -> list[str]:
+    judged = [(cell, cells.verdict(cell)) for cell in sorted(found, key=_order)]
+    rows = [_verdict(cell, verdict) for cell, verdict in judged if verdict is not None]
+    headings = ("model", "cluster", "rate", "best peer", "link ÷ step", "peer ÷ auto", "wanted", "")
+    return ["## auto against the best peer\n", *markdown([headings, *rows])]
+
+
+def markdown(rows: list[tuple[str, ...]]) -> list[str]:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
+
+
+def _matrix(found: list[Cell]) -> list[str]:
+    """A line a contestant, a column a rate."""
+    names = list(dict.fromkeys(t["name"] for cell in found for t in cell["contestants"]))
+    rows = [("contestant", *(rate_text(cell["rate"]) for cell in found))]
+    for name in names:
+        by_cell = ({t["name"]: t for t in cell["contestants"]}.get(name) for cell in found)
+        rows.append((name, *(_entry(timed) for timed in by_cell)))
+    reasons = {t["name"]: t["reason"] for c in found for t in c["contestants"] if t["reason"]}
+    return [*markdown(rows), "", *(f"- {name}: {reason}" for name, reason in reasons.items())]
+
+
+def _entry(timed: dict[str, Any] | None) -> str:
+    if timed is None:
+        return ""
+    if timed["reason"]:
+        return timed["reason"].partition(":")[0]
+    return f"{cells.median(timed):.3f} ({min(timed['seconds']):.2f}–{max(timed['seconds']):.2f})"
+
+
+def _provenance(found: list[Cell]) -> list[str]:
+    """Date, load, machine and command, each once."""
+    runs: dict[str, list[str]] = {}
+    for cell in found:
+        facts = cell["machine"]
+        world = "calibrated" if cell["calibrated"] else "written by hand from the rate"
+        where = f"{facts['cpu']}, {facts['system']}, torch {facts['torch']}, world {world}"
+        when = f"{rate_text(cell['rate'])} {cell['date']}, load {cell['load']:.1f}"
+        runs.setdefault(f"`{cell['command']}` on {where}", []).append(when)
+    return [f"{command}: {'; '.join(times)}." for command, times in runs.items()]

@@ -1,0 +1,173 @@
+"""Step times: what is asked for, who is right, who wins; and one small cell from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import cells, step_pages, step_time
+from benchmarks.cluster import Shape
+from benchmarks.models import SUBJECTS, Llama
+from benchmarks.ranks import Single, Timed, judge
+
+ROOT = Path(__file__).parent.parent
+
+
+def timed(name, seconds, **facts):
+    bytes_ = [facts.pop("cable", 10e6)] * len(seconds)
+    both = {"forward_backward": seconds, "cpu_seconds": seconds, "cable_bytes": bytes_}
+    return {**vars(Timed(name)), "seconds": seconds, **both, **facts}
+
+
+def cell(rate, *contestants, model="gpt"):
+    facts = {"model": model, "nodes": 2, "ranks_per_node": 2, "rate": rate, "load": 0.1, "steps": 3}
+    made = {"calibrated": False, "world": "w", "date": "2000-01-01", "command": "c"}
+    return {**facts, **made, "machine": cells.machine(), "contestants": list(contestants)}
+
+
+PEER = timed("DDP", [1.0, 2.0, 1.2])
+AUTO = timed("autopar auto", [0.8, 1.6, 1.0], cable=5e6, mesh="x4")
+REFUSED = timed("FSDP2 × tensor", [], reason="refused: no grid")
+
+
+def printed(thing):
+    console = Console(width=130, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(thing)
+    return console.export_text()
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+def test_all_cells_by_default_and_one_when_quick():
+    assert len(step_time.parse([]).cells) == 4 * 3 * 4
+    (only,) = step_time.parse(["--quick"]).cells
+    assert only == ("gpt", Shape(2, 2, 1e9))
+
+
+def test_the_earlier_row_is_peers_alone():
+    options = step_time.parse(["--earlier"])
+    assert [shape.rate for _, shape in options.cells] == [2e8, 1e9, 5e9]
+    assert set(options.contestants) == set(step_time.EARLIER["1gbit"])
+
+
+@pytest.mark.parametrize("wrong", [["--rates", "fast"], ["--shapes", "4"], ["--models", "opt"]])
+def test_wrong_arguments_are_refused(wrong):
+    with pytest.raises(SystemExit):
+        step_time.parse(wrong)
+
+
+# -- who is right ----------------------------------------------------------------------------------
+def test_a_wrong_loss_or_gradient_disqualifies():
+    single = Single([4.0, 3.0], 2.0)
+    for losses, norm, wrong in (
+        ([4.0, 3.0002], 2.0, ""),
+        ([4.0, 3.001], 2.0, "WRONG: its loss"),
+        ([4.0, 3.0], 4.0, "WRONG: its gradient's norm"),
+        ([4.0, float("nan")], 2.0, "WRONG"),
+    ):
+        found = Timed("x", losses=losses, gradient_norm=norm)
+        judge(found, single)
+        assert found.reason.startswith(wrong) and bool(found.reason) == bool(wrong)
+
+
+# -- who wins --------------------------------------------------------------------------------------
+def test_ratios_are_of_steps_of_one_round():
+    assert cells.paired(AUTO, PEER) == pytest.approx(1.25)  # of medians it would be 1.2
+
+
+def test_more_is_wanted_where_the_link_is_the_bottleneck():
+    slow = timed("DDP", [1.0, 2.0, 1.2], cable=40e6)
+    for rate, peer, wanted in ((4e8, PEER, 1.0), (4e8, slow, 1.15), (None, slow, 0.97)):
+        judged = cells.verdict(cell(rate, peer, AUTO, REFUSED))
+        assert judged.wanted == wanted and judged.met and judged.peer == "DDP"
+
+
+def test_a_wrong_contestant_wins_nothing():
+    wrong = timed("FSDP2", [0.1, 0.1, 0.1], reason="WRONG: its loss")
+    assert cells.verdict(cell(1e9, PEER, wrong, AUTO)).peer == "DDP"
+    assert cells.verdict(cell(1e9, wrong, AUTO)) is None
+
+
+def test_the_table_lists_the_fastest_first_and_the_refused_last():
+    shown = printed(step_time.table(cell(4e8, PEER, REFUSED, AUTO)))
+    assert shown.index("autopar auto") < shown.index("DDP") < shown.index("refused: no grid")
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+def test_a_cell_replaces_its_older_self(tmp_path):
+    path = tmp_path / "new" / "results.json"
+    for rate, peer in ((4e8, PEER), (1e9, PEER), (4e8, REFUSED)):
+        cells.keep(path, cell(rate, peer), "command")
+    found = cells.load(path)["cells"]
+    assert [c["rate"] for c in found] == [1e9, 4e8]
+    assert found[1]["contestants"][0]["reason"] == "refused: no grid"
+
+
+def test_the_page_has_every_figure_and_its_plots(tmp_path):
+    found = [cell(4e8, PEER, AUTO, REFUSED), cell(None, PEER, AUTO), cell(1e9, AUTO, model="llama")]
+    page = tmp_path / "benchmarks.md"
+    step_pages.write(found, page)
+    text = page.read_text()
+    assert "| gpt | 2×2 | 400mbit | DDP | 0.17 | 1.25 | 1.00 | met |" in text
+    assert "| contestant | 400mbit | unlimited |" in text and "1.200 (1.00–2.00)" in text
+    assert "- FSDP2 × tensor: refused: no grid" in text
+    for model in ("gpt", "llama"):
+        assert (tmp_path / "images" / f"step_time_{model}.png").stat().st_size > 5000
+
+
+# -- the models ------------------------------------------------------------------------------------
+def test_models_and_batches_are_the_same_on_every_rank():
+    subject = SUBJECTS["tiny"]
+    one, two = subject.model().state_dict(), subject.model().state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert torch.equal(subject.batches(2)[1][0], subject.batches(2)[1][0])
+
+
+def test_llama_agrees_with_transformers():
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=80, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, rms_norm_eps=1e-5, use_cache=False,
+    )  # fmt: skip
+    theirs, ours = LlamaForCausalLM(config), Llama(96, 16, 64, 8, 4, 80, 2)
+    names = {
+        "attention": "self_attn", "query": "q_proj", "key": "k_proj", "value": "v_proj",
+        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+        "gate": "gate_proj", "up": "up_proj", "down": "down_proj", "token": "model.embed_tokens",
+        "blocks": "model.layers", "norm": "model.norm", "head": "lm_head",
+    }  # fmt: skip
+    found = theirs.state_dict()
+    for name, parameter in ours.named_parameters():
+        path = ".".join(names.get(part, part) for part in name.split("."))
+        path = path.replace("self_attn.out", "self_attn.o_proj")
+        parameter.data.copy_(found[path])
+    tokens, targets = torch.randint(96, (2, 2, 16))
+    logits = theirs(tokens).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert ours(tokens, targets).item() == pytest.approx(float(expected), rel=1e-5)
+
+
+# -- all of it -------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_small_cell_from_end_to_end(tmp_path):
+    """On loopback or namespaces, as this machine allows: all peers and auto are right."""
+    options = "--models tiny --shapes 2x2 --rates unlimited --warmups 1 --steps 1 --timeout 300"
+    names = ["--contestants", "DDP", "HSDP", "FSDP2 × tensor", "autopar auto"]
+    command = [sys.executable, "-m", "benchmarks.step_time", *options.split(), *names]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path), "--docs", str(tmp_path / "page.md")],
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (found,) = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert [t["name"] for t in cells.standing(found)] == names[1:]
+    assert all(len(t["seconds"]) == 15 for t in found["contestants"])
+    assert cells.verdict(found) is not None and (tmp_path / "images").exists()
