@@ -34,7 +34,7 @@ def together(what: str, work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    reports = _gathered(None if error is None else (type(error).__name__, str(error)))
+    reports = all_of(None if error is None else (type(error).__name__, str(error)))
     failed = [number for number, report in enumerate(reports) if report is not None]
     if failed and len(set(reports)) > 1:
         kind, message = reports[failed[0]]
@@ -48,7 +48,7 @@ def together(what: str, work: Callable[[], T]) -> T:
 
 def agree(what: str, value: str) -> None:
     """Raise a RankError on all ranks unless all hold the same value."""
-    found = _gathered(value)
+    found = all_of(value)
     if len(set(found)) > 1:
         odd = next(i for i, v in enumerate(found) if v != found[0])
         raise RankError(
@@ -67,7 +67,8 @@ def from_rank_0(value: Any) -> Any:
     return box[0]
 
 
-def _gathered(value: Any) -> list[Any]:
+def all_of(value: Any) -> list[Any]:
+    """The value of every rank, in their order, on every rank."""
     if running() == 1:
         return [value]
     found: list[Any] = [None] * running()

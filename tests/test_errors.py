@@ -248,7 +248,7 @@ def test_verify_refuses_random_numbers_too() -> None:
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as rank 0 of two, which agree with each other and never answer."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    monkeypatch.setattr(ranks, "_gathered", lambda value: [value, value])
+    monkeypatch.setattr(ranks, "all_of", lambda value: [value, value])
     monkeypatch.setattr(ranks, "from_rank_0", lambda value: value)
     yield
     dist.destroy_process_group()
@@ -339,7 +339,7 @@ def test_a_parameter_that_is_not_there(two_ranks: None) -> None:
 
 
 def test_all_ranks_name_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_gathered", lambda value: [value, ("KeyError", "'x'")])
+    monkeypatch.setattr(ranks, "all_of", lambda value: [value, ("KeyError", "'x'")])
     with refused(RankError, "rank 1 of 2 failed while reading the world: KeyError: 'x'"):
         autopar.parallelize(two_layers(), 1, (rows(),))
 
@@ -348,6 +348,6 @@ def test_ranks_with_different_models(monkeypatch: pytest.MonkeyPatch) -> None:
     def gathered(value: Any) -> list[Any]:
         return [value, value if value is None else "another"]
 
-    monkeypatch.setattr(ranks, "_gathered", gathered)
+    monkeypatch.setattr(ranks, "all_of", gathered)
     with refused(RankError, "the ranks hold different models", "rank 1 another"):
         autopar.parallelize(two_layers(), 1, (rows(),))

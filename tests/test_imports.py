@@ -11,10 +11,10 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe", "program",
-    "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives", "conversion",
-    "sharded", "local", "constraint", "cost", "layouts", "elimination", "regions",
-    "conversion_costs", "search", "lockstep", "passes", "ranks", "placement", "module",
+    "errors", "ranks", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe",
+    "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives",
+    "conversion", "sharded", "local", "constraint", "cost", "layouts", "elimination", "regions",
+    "conversion_costs", "search", "lockstep", "passes", "placement", "module",
     "verify", "report", "api", "targets", "cli", "__main__", "",
 )  # fmt: skip
 

@@ -20,9 +20,9 @@ from .pattern import Pattern, halves, size
 
 
 class Way(NamedTuple):
-    """One algorithm: "ring", "tree", "exchange" or "two-level" with so many ranks `inside`, then
-    inside what is left across, and so on (else ()); seconds that it takes for nothing, and per byte
-    of the whole value.
+    """One algorithm: "ring", "tree", "exchange", "measured" (whatever the backend does, as
+    calibration found it) or "two-level" with so many ranks `inside`, then inside what is left
+    across, and so on (else ()); seconds that it takes for nothing, and per byte of the whole value.
     """
 
     algorithm: str
@@ -43,11 +43,22 @@ def ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
     return _best([*flat_ways(world, kind, digits), *_two_level(world, kind, digits)])
 
 
+def formula(world: World, kind: str, digits: Pattern) -> Way:
+    """The first one-level way by formula, measured or not: what levels and factors are fitted to.
+    """
+    name, start, rate = next(_flat(world, kind, digits))
+    factor = world.factor(kind)
+    return Way(name, (), factor * (world.launch_s + start), factor * rate)
+
+
 @lru_cache(maxsize=1 << 16)
 def flat_ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
     """Those in one level."""
     if not digits:
         return (FREE,)
+    known = world.found(kind, digits)
+    if known is not None:
+        return (Way("measured", (), known.start_s, known.s_per_byte),)
     factor = world.factor(kind)
     return _best(
         Way(name, (), factor * (world.launch_s + start), factor * rate)

@@ -15,7 +15,7 @@ import networkx as nx
 from ..errors import WorldError
 from . import detect as detection
 from . import files
-from .hardware import KINDS, STRICT, Device, Level, Link, check_number
+from .hardware import STRICT, Device, Level, Link, Measured, check_kind, check_number
 from .presets import preset
 
 
@@ -26,8 +26,9 @@ class World:
     node.
 
     `launch_s`: seconds to start any collective. `factors`: how much longer than modelled each kind
-    of collective takes on this `backend`, where calibration has found out. `version`: of the file.
-    Raises WorldError where the parts contradict one another.
+    of collective takes on this `backend`, where calibration has found out; `measured`: what it
+    found for single patterns, which stands in place of the formulas. `version`: of the file. Raises
+    WorldError where the parts contradict one another.
 
     Example: World((Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank")), device, "nccl") is 4
     nodes of 8 GPUs. World.preset, World.load, World.detect and World.from_graph make one for you.
@@ -41,26 +42,28 @@ class World:
     launch_s: float = 0.0
     factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     links: tuple[Link, ...] = ()
+    measured: tuple[Measured, ...] = ()
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         check_number("World.launch_s", self.launch_s)
         for kind, factor in self.factors.items():
-            if kind not in KINDS:
-                known = ", ".join(KINDS)
-                raise WorldError(f"World.factors names {kind!r}; the collectives are {known}")
+            check_kind("World.factors", kind)
             check_number(f"World.factors[{kind!r}]", factor, above=True)
         if bool(self.levels) == bool(self.links):
             raise WorldError("a world has either levels or links: give one of the two")
         if self.links:
             _check_network(self.network)
+        _check_measured(self.measured, self.ranks)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.levels, self.device, self.backend, self.links, self.launch_s))
+        factors = tuple(sorted(self.factors.items()))
+        parts = self.levels, self.device, self.backend, self.links, self.launch_s, self.measured
+        return hash((parts, factors))
 
     @cached_property
     def ranks(self) -> int:
@@ -83,6 +86,16 @@ class World:
     def factor(self, kind: str) -> float:
         return self.factors.get(kind, 1.0)
 
+    def found(
+        self, kind: str, pattern: tuple[tuple[int, int], ...], together: bool = True
+    ) -> Measured | None:
+        """What was measured of a collective over the groups of a pattern; None where nothing."""
+        return self._found.get((kind, pattern, together))
+
+    @cached_property
+    def _found(self) -> dict[tuple[str, tuple[tuple[int, int], ...], bool], Measured]:
+        return {(m.kind, m.pattern, m.together): m for m in self.measured}
+
     def __str__(self) -> str:
         device = self.device
         text = (
@@ -91,6 +104,7 @@ class World:
             f"{self.backend}"
         )
         text = f"{self.name}: {text}" if self.name else text
+        text += ", calibrated" if self.measured else ""
         if self.links:
             slowest = min(link.bytes_per_s for link in self.links)
             return f"{text}; {len(self.links)} links of {slowest / 1e9:.3g} GB/s or more"
@@ -180,3 +194,14 @@ def _check_network(graph: nx.Graph) -> None:
         raise WorldError(f"links join the ranks {ranks}: they must be 0, 1, … without a gap")
     if not nx.is_connected(graph):
         raise WorldError("links leave some ranks without a way to the others")
+
+
+def _check_measured(measured: tuple[Measured, ...], ranks: int) -> None:
+    seen = set()
+    for one in measured:
+        what = f"World.measured: {one.kind} over {one.pattern}"
+        if one.reach > ranks:
+            raise WorldError(f"{what} reaches over {one.reach} ranks, the world has {ranks}")
+        if (one.kind, one.pattern, one.together) in seen:
+            raise WorldError(f"{what} is there twice: keep one")
+        seen.add((one.kind, one.pattern, one.together))

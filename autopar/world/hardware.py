@@ -161,3 +161,44 @@ class Link:
         check_number("Link.latency_s", self.latency_s)
         if self.a == self.b:
             raise WorldError(f"Link joins {self.a!r} to itself")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What calibration found for one collective over the groups of one pattern (cost/pattern.py:
+    (size, stride) of each digit, outer first): start_s + s_per_byte · bytes of the whole value on a
+    group. `together`: with all groups of the pattern at once, as plans run them; else one alone.
+
+    Example: Measured("all_reduce", ((2, 4),), 2, 1e-3, 2e-9): 8 ranks in pairs 4 apart sum 1 MB in
+    3 ms.
+    """
+
+    __pydantic_config__ = STRICT
+    kind: str
+    pattern: tuple[tuple[int, int], ...]
+    ranks: int
+    start_s: float
+    s_per_byte: float
+    together: bool = True
+
+    def __post_init__(self) -> None:
+        check_kind("Measured.kind", self.kind)
+        check_number("Measured.start_s", self.start_s)
+        check_number("Measured.s_per_byte", self.s_per_byte)
+        if not self.pattern or any(size < 2 or stride < 1 for size, stride in self.pattern):
+            raise WorldError(
+                f"Measured.pattern is {self.pattern}: give (size, stride) pairs, sizes from 2"
+            )
+        if self.ranks != math.prod(size for size, _ in self.pattern):
+            raise WorldError(f"Measured.ranks is {self.ranks}, its pattern is {self.pattern}")
+
+    @property
+    def reach(self) -> int:
+        """Ranks from the first to the last of a group."""
+        return 1 + sum((size - 1) * stride for size, stride in self.pattern)
+
+
+def check_kind(name: str, kind: str) -> None:
+    """Raise WorldError unless it is a collective."""
+    if kind not in KINDS:
+        raise WorldError(f"{name} names {kind!r}; the collectives are {', '.join(KINDS)}")

@@ -1,0 +1,155 @@
+"""From measurements to the numbers of a world: lines through times, the levels and factors that
+explain them, efficiencies of products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..world import Level, Measured, World
+from .pattern import Pattern
+from .ways import formula
+
+_REFERENCE = "all_reduce"  # what levels are fitted to; factors say how the other kinds differ
+_SIZES = (2**14, 2**18, 2**22)  # bytes at which factors are compared
+_ROUNDS = 20  # of fitting bandwidths from the inside out; two suffice unless levels hide another
+
+
+def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(seconds at the start, seconds per byte), neither below 0, of least squares of the RELATIVE
+    errors: small sizes count as much as large ones.
+
+    >>> line([0, 1000, 3000], [1.0, 2.0, 4.0])
+    (1.0, 0.001)
+    """
+    times = np.asarray(seconds, dtype=np.float64)
+    rows = np.stack([np.ones(len(times)), np.asarray(sizes, dtype=np.float64)], axis=1)
+    start, rate = nonnegative(rows / times[:, None], np.ones(len(times)))
+    return float(start), float(rate)
+
+
+def nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of rows · x = wanted with no x below 0: what falls below is left out, the
+    lowest first. Columns may differ in scale.
+    """
+    scale = np.abs(rows).max(axis=0)
+    free = [column for column in range(rows.shape[1]) if scale[column] > 0]
+    found = np.zeros(rows.shape[1])
+    while free:
+        values = np.linalg.lstsq(rows[:, free] / scale[free], wanted, rcond=None)[0]
+        if values.min() >= 0:
+            found[free] = values / scale[free]
+            break
+        free.pop(int(values.argmin()))
+    return found
+
+
+def fitted(world: World, measured: Sequence[Measured]) -> World:
+    """The world with bandwidths, latencies and the launch that explain the all-reduces, a factor
+    for each other kind, and the measured table itself. Patterns that are not in the table are
+    priced by the formulas with these. An irregular network keeps its links.
+    """
+    together = [m for m in measured if m.together]
+    sums = [m for m in together if m.kind == _REFERENCE]
+    bare = replace(world, measured=(), factors={})
+    if sums and not world.links:
+        bare = _with_latencies(_with_bandwidths(bare, sums), sums)
+    factors = {
+        kind: _factor(bare, [m for m in together if m.kind == kind])
+        for kind in dict.fromkeys(m.kind for m in together)
+    }
+    return replace(bare, factors=factors, measured=tuple(measured))
+
+
+def _with_bandwidths(world: World, sums: Sequence[Measured]) -> World:
+    """Scale the bandwidth of every level until the patterns that reach it and no further take what
+    was measured; in the middle of them (geometric).
+    """
+    for _ in range(_ROUNDS):
+        for index, level in enumerate(world.levels):
+            slower = [
+                m.s_per_byte / formula(world, m.kind, m.pattern).s_per_byte
+                for m in sums
+                if _outermost(world, m.pattern) == index and m.s_per_byte > 0
+            ]
+            if slower:
+                change = float(np.clip(np.exp(np.mean(np.log(slower))), 1e-2, 1e2))
+                faster = replace(level, bytes_per_s=level.bytes_per_s / change)
+                world = _with_level(world, index, faster)
+    return world
+
+
+def _with_latencies(world: World, sums: Sequence[Measured]) -> World:
+    """Starts are sums of a launch and of hops on every level: least squares of relative errors."""
+    still = replace(
+        world, launch_s=0.0, levels=tuple(replace(level, latency_s=0.0) for level in world.levels)
+    )
+    units = [replace(still, launch_s=1.0)] + [
+        _with_level(still, index, replace(level, latency_s=1.0))
+        for index, level in enumerate(still.levels)
+    ]
+    used = [m for m in sums if m.start_s > 0]
+    if not used:
+        return still
+    rows = np.array(
+        [[formula(u, m.kind, m.pattern).start_s / m.start_s for u in units] for m in used]
+    )
+    launch, *latencies = nonnegative(rows, np.ones(len(used))).tolist()
+    levels = zip(still.levels, latencies, strict=True)
+    return replace(
+        still, launch_s=launch, levels=tuple(replace(level, latency_s=s) for level, s in levels)
+    )
+
+
+def _factor(world: World, measured: Sequence[Measured]) -> float:
+    """How much longer than modelled, in the middle over patterns and sizes (geometric)."""
+    ratios = []
+    for one in measured:
+        modelled = formula(world, one.kind, one.pattern)
+        for size in _SIZES:
+            took = one.start_s + one.s_per_byte * size
+            if took > 0 and modelled.seconds(size) > 0:
+                ratios.append(math.log(took / modelled.seconds(size)))
+    return math.exp(float(np.median(ratios))) if ratios else 1.0
+
+
+def _outermost(world: World, digits: Pattern) -> int:
+    """The outermost level whose links the groups of a pattern cross."""
+    size, stride = digits[0]
+    block, found = 1, 0
+    for index, level in enumerate(world.levels):
+        if level.ranks > 1 and block < size * stride:
+            found = index
+        block *= level.ranks
+    return found
+
+
+def _with_level(world: World, index: int, level: Level) -> World:
+    return replace(world, levels=(*world.levels[:index], level, *world.levels[index + 1 :]))
+
+
+def efficiencies(
+    measured: Sequence[tuple[float, float]], launch_s: float
+) -> tuple[float, tuple[tuple[float, float], ...]]:
+    """(the highest FLOP/s, points (FLOPs, share of it) in rising order) of products that were
+    measured as (FLOPs, seconds). Those within a factor of two of one another are one point, their
+    median.
+
+    >>> efficiencies([(1e6, 1e-3), (1e9, 0.1), (1.2e9, 0.1)], 0.0)[1]
+    ((1000000.0, 0.0909...), (1095445115.0..., 1.0))
+    """
+    bins: dict[int, list[tuple[float, float]]] = {}
+    for flops, seconds in measured:
+        worked = max(seconds - launch_s, seconds / 10)  # a launch is not more than most of it
+        bins.setdefault(round(math.log2(flops)), []).append((math.log(flops), flops / worked))
+    points = [
+        (math.exp(np.mean([size for size, _ in found])), float(np.median([r for _, r in found])))
+        for _, found in sorted(bins.items())
+    ]
+    highest = max(rate for _, rate in points)
+    return highest, tuple((size, rate / highest) for size, rate in points)

@@ -1,0 +1,178 @@
+"""Measuring on what runs: collectives as emitted graphs call them (wire.py), products, memory,
+launches. Every function here is collective: all ranks call it in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _compat, ranks, wire
+from .pattern import Pattern, members, size
+
+_WARM_S = 2e-3  # what is shorter is run several times for one measurement
+_MOST = 20  # times
+FORMS = ("NN", "NT", "TN")  # whether the left or the right operand lies transposed
+
+
+class Case(NamedTuple):
+    """One collective to measure: of so many bytes (the whole value on a group), over the groups of
+    a pattern, all at once or the one of rank 0 alone.
+    """
+
+    kind: str
+    pattern: Pattern
+    together: bool
+    whole_bytes: int
+
+
+class Product(NamedTuple):
+    """One rank's product (m, k) · (k, n) in this dtype; "T" in its form: that operand lies
+    transposed.
+    """
+
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    form: str = "NN"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def moved_bytes(self) -> int:
+        return (self.m * self.k + self.k * self.n + self.m * self.n) * self.dtype.itemsize
+
+
+@contextmanager
+def groups(patterns: Sequence[Pattern]) -> Iterator[dict[Pattern, str]]:
+    """The names of this rank's groups, one of each pattern, open within the context."""
+    names: dict[Pattern, str] = {}
+    opened: list[dist.ProcessGroup] = []
+    try:
+        for digits in patterns:
+            names[digits] = "autopar/calibrate/" + ".".join(f"{n}@{s}" for n, s in digits)
+            if size(digits) == ranks.running():
+                group = dist.group.WORLD
+            else:
+                lists = members(digits, ranks.running()).tolist()
+                group, _ = dist.new_subgroups_by_enumeration(lists)
+                opened.append(group)
+            assert group is not None
+            _compat.register_process_group(names[digits], group)
+        yield names
+    finally:
+        for name in names.values():
+            _compat.unregister_process_group(name)
+        for group in opened:
+            dist.destroy_process_group(group)
+
+
+def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
+    """What runs the case once, on the first of these float32 numbers."""
+    count = size(case.pattern)
+    part = max(1, case.whole_bytes // (4 * count * count))  # of one rank for one other
+    x = numbers[: part * count * (count if case.kind in _WHOLE else 1)]
+    match case.kind:
+        case "all_gather":
+            return lambda: wire.all_gather(x, count, group)
+        case "reduce_scatter":
+            return lambda: wire.reduce_scatter(x, count, group)
+        case "all_reduce":
+            return lambda: wire.all_reduce(x, count, group)
+        case "all_to_all":
+            return lambda: wire.all_to_all(x.view(count, part), group)
+        case "broadcast":
+            return lambda: [wire.broadcast(x, root, count, group) for root in range(count)]
+        case "reduce":
+            return lambda: [wire.reduce(x, root, count, group) for root in range(count)]
+    raise AssertionError(case.kind)
+
+
+_WHOLE = ("reduce_scatter", "all_reduce")  # kinds whose ranks each hold the whole to begin with
+
+
+def actual_bytes(case: Case) -> int:
+    """Bytes of the whole value that `collective` moves: those of the case, rounded down to whole
+    numbers for every pair of ranks.
+    """
+    count = size(case.pattern)
+    return 4 * count * count * max(1, case.whole_bytes // (4 * count * count))
+
+
+def product(shape: Product, device: torch.device) -> Callable[[], Tensor]:
+    """What runs the product once."""
+
+    def operand(rows: int, columns: int, transposed: bool) -> Tensor:
+        if transposed:
+            return torch.randn(columns, rows, device=device).to(shape.dtype).t()
+        return torch.randn(rows, columns, device=device).to(shape.dtype)
+
+    left = operand(shape.m, shape.k, shape.form[0] == "T")
+    right = operand(shape.k, shape.n, shape.form[1] == "T")
+    return lambda: torch.mm(left, right)
+
+
+def seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
+    """Of one run, `times` in a row."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    synchronize(device)
+    return (time.perf_counter() - start) / times
+
+
+def times_for(work: Callable[[], object], device: torch.device, taking_part: bool = True) -> int:
+    """Warm up, and find how often to run for one measurement: the same number on all ranks."""
+    took = 0.0
+    if taking_part:
+        work()
+        took = seconds(work, 1, device)
+    longest = max(ranks.all_of(took))
+    return int(min(_MOST, max(1, _WARM_S // max(longest, 1e-9))))
+
+
+def memory_bytes_per_s(total_bytes: float, device: torch.device) -> float:
+    """Of adding two large tensors into a third, on all ranks at once: bytes read and written."""
+    x, y, z = (torch.ones(int(total_bytes / 12), device=device) for _ in range(3))
+
+    def work() -> None:
+        torch.add(x, y, out=z)
+
+    times = times_for(work, device)
+    barrier()
+    found = sorted(seconds(work, times, device) for _ in range(5))[2]
+    return 12 * x.numel() / _median(ranks.all_of(found))
+
+
+def launch_s(device: torch.device) -> float:
+    """Of starting one small op, on all ranks at once."""
+    x = torch.ones(8, device=device)
+    seconds(lambda: x + x, 100, device)
+    barrier()
+    found = sorted(seconds(lambda: x + x, 200, device) for _ in range(5))[2]
+    return _median(ranks.all_of(found))
+
+
+def barrier() -> None:
+    """Until all ranks are here."""
+    if ranks.running() > 1:
+        dist.barrier()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

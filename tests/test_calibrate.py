@@ -1,0 +1,182 @@
+"""Calibration: fits recover what made the numbers up, what is measured, files, real ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cost import calibrate, fit, measure
+from autopar.cost.calibrate import Times, cases, lines, local_products, patterns, with_products
+from autopar.cost.comm import collective_cost
+from autopar.cost.measure import Case, Product, actual_bytes
+from autopar.cost.ways import flat_ways, formula
+from autopar.errors import WorldError
+from autopar.layout import Traffic
+from autopar.mesh import Mesh
+from autopar.world import KINDS, Device, Level, Measured, World
+
+CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
+TRUE = World((Level(2, 6e8, 1e-4), Level(4, 5e7, 1e-3)), CORE, launch_s=3e-4)
+GUESS = World((Level(2, 1.5e9, 2e-4), Level(4, 1.25e9, 8e-4)), CORE, launch_s=1e-3)
+
+
+def made_up(world: World, factors: dict[str, float], noise: float = 0.0) -> Times:
+    """What calibration would measure if the formulas were true, with relative noise."""
+    rng = np.random.default_rng(0)
+    seconds: dict[Case | Product, float] = {}
+    for case in cases(world.ranks, calibrate.CPU_SIZES):
+        way = formula(world, case.kind, case.pattern)
+        exact = factors.get(case.kind, 1.0) * way.seconds(actual_bytes(case))
+        seconds[case] = exact * float(np.exp(noise * rng.standard_normal()))
+    return Times(seconds, 1)
+
+
+# -- fits ------------------------------------------------------------------------------------------
+def test_a_line_recovers_alpha_and_beta() -> None:
+    sizes = [2**12, 2**15, 2**18, 2**20, 2**24]
+    start, rate = fit.line(sizes, [3e-4 + 2e-9 * size for size in sizes])
+    assert start == pytest.approx(3e-4, rel=1e-9) and rate == pytest.approx(2e-9, rel=1e-9)
+
+
+def test_a_line_never_starts_or_falls_below_nothing() -> None:
+    assert fit.line([1, 2, 4], [1.0, 2.1, 4.4])[0] == 0
+    start, rate = fit.line([1e3, 1e4, 1e5], [2e-3, 1.1e-3, 1e-3])
+    assert rate == 0 and start == pytest.approx(1.2e-3, rel=0.1)
+
+
+def test_a_line_minds_small_sizes_as_much_as_large_ones() -> None:
+    """An ordinary least square would give up the first points for the last."""
+    sizes, seconds = [1e3, 1e4, 1e5, 1e8], [1.001e-3, 1.01e-3, 1.1e-3, 0.15]
+    start, _ = fit.line(sizes, seconds)
+    assert start == pytest.approx(1e-3, rel=0.1)
+
+
+def test_levels_and_factors_are_recovered() -> None:
+    factors = {"all_gather": 1.3, "broadcast": 0.7}
+    world = fit.fitted(GUESS, lines(made_up(TRUE, factors)))
+    for found, true in zip(world.levels, TRUE.levels, strict=True):
+        assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-6)
+        assert found.latency_s == pytest.approx(true.latency_s, rel=1e-6)
+    assert world.launch_s == pytest.approx(TRUE.launch_s, rel=1e-6)
+    assert world.factors == pytest.approx({kind: factors.get(kind, 1.0) for kind in KINDS})
+
+
+def test_noise_moves_them_little() -> None:
+    world = fit.fitted(GUESS, lines(made_up(TRUE, {}, noise=0.1)))
+    for found, true in zip(world.levels, TRUE.levels, strict=True):
+        assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.15)
+
+
+def test_what_was_not_measured_is_priced_by_the_fitted_formulas() -> None:
+    """8 ranks as 2 × 2 × 2: over the outer and the inner axis together; no single stride says it."""
+    world = fit.fitted(GUESS, lines(made_up(TRUE, {"all_reduce": 1.0})))
+    traffic, mesh = Traffic("all_reduce", 10**6), Mesh.parse("a2.b2.c2")
+    price = collective_cost(traffic, ("a", "c"), mesh, 4, world, flat_ways)
+    true = collective_cost(traffic, ("a", "c"), mesh, 4, TRUE, flat_ways)
+    assert price.way.algorithm == "ring"
+    assert price.seconds == pytest.approx(true.seconds, rel=1e-6)
+
+
+def test_what_was_measured_is_priced_as_measured() -> None:
+    one = Measured("all_gather", ((4, 2),), 4, 5e-3, 3e-9)
+    alone = Measured("all_gather", ((4, 2),), 4, 1e-3, 1e-9, together=False)
+    world = replace(TRUE, measured=(alone, one))
+    price = collective_cost(
+        Traffic("all_gather", 10**6), ("a",), Mesh.parse("a4.b2"), 4, world, flat_ways
+    )
+    assert price.seconds == pytest.approx(5e-3 + 3e-9 * 4e6) and price.way.algorithm == "measured"
+    assert hash(world) != hash(TRUE) and world.found("all_gather", ((4, 2),), False) is alone
+
+
+def test_efficiencies_of_products() -> None:
+    device = replace(CORE, launch_s=1e-6)
+    exact = {Product(torch.float32, n, n, n): 2 * n**3 / 3e10 + 1e-6 for n in (64, 512)}
+    exact[Product(torch.float32, 8, 8, 8)] = 2 * 8**3 / 1e9 + 1e-6
+    world = with_products(replace(TRUE, device=device), Times({**exact}, 1))
+    assert world.device.flop_per_s["float32"] == pytest.approx(3e10)
+    points = world.device.efficiency["float32"]
+    assert [share for _, share in points] == pytest.approx([1 / 30, 1, 1])
+
+
+# -- what is measured ------------------------------------------------------------------------------
+def test_every_pattern_of_a_world() -> None:
+    assert patterns(4) == [((2, 1),), ((4, 1),), ((2, 2),)]
+    assert len(patterns(8)) == 6 and len(patterns(6)) == 5
+    found = cases(4, calibrate.CPU_SIZES)
+    assert len({case.whole_bytes for case in found}) >= 5
+    assert {case.kind for case in found} == set(KINDS)
+    assert {case.pattern for case in found if not case.together} == {((2, 1),), ((2, 2),)}
+
+
+def test_the_products_that_ranks_may_get() -> None:
+    found = local_products([(torch.float32, 8, 6, 4)], 4)
+    assert {(p.m, p.n, p.k) for p in found} == {
+        (2, 6, 4), (8, 6, 1), (4, 3, 4), (4, 6, 2), (8, 3, 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", measure.FORMS)
+def test_forms_lie_as_they_say(form: str) -> None:
+    shape = Product(torch.float32, 3, 5, 7, form)
+    assert measure.product(shape, torch.device("cpu"))().shape == (3, 5)
+    assert shape.flops == 2 * 3 * 5 * 7 and shape.moved_bytes == 4 * (21 + 35 + 15)
+
+
+def test_one_process_calibrates_its_device_alone() -> None:
+    shares: list[float] = []
+    world = calibrate.calibrate(
+        World.of(1), [], seconds=0.2, progress=lambda share, _: shares.append(share)
+    )
+    assert world.measured == () and world.device.launch_s > 0
+    assert len(world.device.efficiency["float32"]) >= 5
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
+
+
+def test_other_ranks_than_the_world_has() -> None:
+    with pytest.raises(WorldError, match="has 8 ranks, 1 are running"):
+        calibrate.calibrate(TRUE)
+
+
+# -- files -----------------------------------------------------------------------------------------
+CALIBRATED = fit.fitted(GUESS, lines(made_up(TRUE, {}))[:4])
+
+
+def test_a_calibrated_world_comes_back_from_its_file(tmp_path: Path) -> None:
+    CALIBRATED.save(tmp_path / "world.json")
+    again = World.load(tmp_path / "world.json")
+    assert again == CALIBRATED and hash(again) == hash(CALIBRATED)
+    assert "calibrated" in str(again)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("kind", "sum", r"measured\.0: Measured\.kind names 'sum'; the collectives are all_gather"),
+        ("pattern", [[2, 0]], r"measured\.0: Measured\.pattern is \(\(2, 0\),\)"),
+        ("pattern", [[2, 8]], r"Measured: .* reaches over 9 ranks, the world has 8"),
+        ("ranks", 3, r"measured\.0: Measured\.ranks is 3, its pattern is \(\(2, 1\),\)"),
+        ("start_s", -1, r"measured\.0: Measured\.start_s is -1\.0"),
+        ("s_per_byte", "slow", r"measured\.0\.s_per_byte: .*number \(it is 'slow'\)"),
+        ("bytes", 1, r"measured\.0\.bytes: "),
+    ],
+)
+def test_a_bad_table_is_refused(field: str, value: Any, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "world.json"
+    CALIBRATED.save(file)
+    data = json.loads(file.read_text())
+    data["measured"][0][field] = value
+    file.write_text(json.dumps(data))
+    with pytest.raises(WorldError, match=message.replace("Measured: ", "measured: ")):
+        World.load(file)
+
+
+def test_what_is_measured_twice_is_refused() -> None:
+    one = Measured("all_gather", ((2, 1),), 2, 0.0, 1e-9)
+    with pytest.raises(WorldError, match="is there twice"):
+        replace(TRUE, measured=(one, replace(one, start_s=1.0)))
