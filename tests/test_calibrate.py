@@ -74,7 +74,7 @@ def test_noise_moves_them_little() -> None:
 
 
 def test_what_was_not_measured_is_priced_by_the_fitted_formulas() -> None:
-    """8 ranks as 2 × 2 × 2: over the outer and the inner axis together; no single stride says it."""
+    """8 ranks as 2 × 2 × 2, over the outer and the inner axis: no single stride says that."""
     world = fit.fitted(GUESS, lines(made_up(TRUE, {"all_reduce": 1.0})))
     traffic, mesh = Traffic("all_reduce", 10**6), Mesh.parse("a2.b2.c2")
     price = collective_cost(traffic, ("a", "c"), mesh, 4, world, flat_ways)
