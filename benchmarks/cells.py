@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ UNLIMITED_STEPS = 15  # there the differences are small
 
 @dataclass(frozen=True)
 class Settings:
-    """What the cells of a run have in common. `calibrate`: each cell's world is measured on its
-    cluster first, where this autopar can; else it is written by hand from the rate.
+    """What the cells of a run have in common. `calibrate`: a world is measured on its cluster
+    first, where this autopar can; else it is written by hand from the rate. `world`: the file of
+    one that several cells share, made by the first of them; "": each has its own.
     """
 
     contestants: tuple[str, ...]
@@ -36,6 +37,7 @@ class Settings:
     timeout: float = 1800.0
     calibrate: bool = True
     trace: str = ""
+    world: str = ""
 
 
 def measured(model: str, shape: Shape, settings: Settings) -> Cell:
@@ -48,28 +50,26 @@ def measured(model: str, shape: Shape, settings: Settings) -> Cell:
         tempfile.TemporaryDirectory(prefix="autopar-cell-") as folder,
         nullcontext() if loopback else network(shape),
     ):
+        world = settings.world or str(Path(folder, "world.json"))
+        calibrate = settings.calibrate and can_calibrate()
+        if calibrate and not Path(world).exists():
+            calibrated(shape, world, loopback)
         job = Job(
-            model, shape.nodes, shape.ranks_per_node, shape.rate, settings.contestants,
-            str(Path(folder, "cell.json")), steps, settings.warmups, trace=settings.trace,
+            model, shape.nodes, shape.ranks_per_node, shape.rate, settings.contestants, world,
+            str(Path(folder, "cell.json")), steps, settings.warmups, settings.trace,
         )  # fmt: skip
-        if settings.calibrate:
-            job = replace(job, world=calibrated(shape, Path(folder), loopback))
         given = Path(folder, "job.json")
         given.write_text(json.dumps(asdict(job)))
         command = [sys.executable, "-m", "benchmarks.ranks", str(given)]
         launch(shape, command, settings.timeout, loopback).check()
         cell = json.loads(Path(job.out).read_text())
-    return {**cell, "date": now(), "calibrated": bool(job.world)}
+    return {**cell, "date": now(), "calibrated": calibrate}
 
 
-def calibrated(shape: Shape, folder: Path, loopback: bool) -> str:
-    """The file of a world measured on the running cluster; "" where autopar cannot."""
-    if not can_calibrate():
-        return ""
-    world = str(folder / "world.json")
+def calibrated(shape: Shape, world: str, loopback: bool) -> None:
+    """Leaves what was measured on the running cluster in the file `world`."""
     command = [sys.executable, "-m", "autopar", "calibrate", "--out", world]
     launch(shape, command, 400.0, loopback).check()
-    return world
 
 
 def can_calibrate() -> bool:

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from benchmarks.forced import FORCED
 from benchmarks.models import Llama
-from examples.gpt import GPT
 
 RATE = 1e-3  # of AdamW
 Batch = tuple[Tensor, Tensor]
@@ -159,24 +159,24 @@ def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         "token": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, mesh, outer)
+    held = dict(model.named_children())
+    parallelize_module(model, mesh, {name: s for name, s in outer.items() if name in held})
     for block in model.get_submodule("blocks").children():
         parallelize_module(block, mesh, _styles(model))
-        if isinstance(model, GPT):
+        if not isinstance(model, Llama):
             _own_heads(block.get_submodule("attention"), mesh)
     return model
 
 
 def _styles(model: nn.Module) -> dict[str, ParallelStyle]:
     columns, rows = ColwiseParallel, RowwiseParallel
-    if isinstance(model, GPT):
+    if not isinstance(model, Llama):
         return {
             "attention.qkv": columns(),
             "attention.out": rows(),
             "up": columns(),
             "down": rows(),
         }
-    assert isinstance(model, Llama)
     whole = PrepareModuleInput(
         input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),), use_local_output=False
     )
@@ -213,8 +213,10 @@ def _own_heads(attention: Any, mesh: DeviceMesh) -> None:
 def parallel(
     model: nn.Module, world: autopar.World, batch: Batch, layout: str, name: str
 ) -> Contestant:
-    """By layout; every rank gives the global batch and takes its own part."""
-    par = autopar.parallelize(model, world, batch, layout=layout)
+    """By layout, one of FORCED or a name; every rank gives the global batch and takes its own part.
+    The model is shared: autopar copies what it takes.
+    """
+    par = autopar.parallelize(model, world, batch, layout=FORCED.get(layout, layout))
     assert isinstance(par, autopar.ParallelModule)
     return Contestant(name, par, plan=par.plan)
 
@@ -223,7 +225,6 @@ def made(
     name: str, model: nn.Module, per_node: int, world: autopar.World, batch: Batch
 ) -> Contestant:
     """A contestant by its name: a peer's, or "autopar LAYOUT". Raises what the maker raises."""
-    own = copy.deepcopy(model)
     if name in PEERS:
-        return PEERS[name](own, per_node)
-    return parallel(own, world, batch, name.removeprefix("autopar "), name)
+        return PEERS[name](copy.deepcopy(model), per_node)
+    return parallel(model, world, batch, name.removeprefix("autopar "), name)

@@ -30,7 +30,7 @@ LIMIT = 1e-4  # largest relative difference of a loss, or a gradient's norm, fro
 
 @dataclass(frozen=True)
 class Job:
-    """A cell: one model on one cluster. `world`: a file that calibration wrote, "" for none;
+    """A cell: one model on one cluster. `world`: the file of the world that autopar plans for;
     `trace`: a folder for a profile of one more step of each contestant, "" for none.
     """
 
@@ -39,10 +39,10 @@ class Job:
     ranks_per_node: int
     rate: float | None
     contestants: tuple[str, ...]
+    world: str
     out: str
     steps: int = 5
     warmups: int = 2
-    world: str = ""
     trace: str = ""
 
 
@@ -217,9 +217,22 @@ def profile(job: Job, contestants: dict[str, peers.Contestant]) -> None:
         seen.export_chrome_trace(str(folder / f"{file}.{dist.get_rank()}.json"))
 
 
+def known_world(job: Job) -> autopar.World:
+    """The one in the job's file; where there is none yet, one by hand, left there for later cells.
+    All ranks hold rank 0's.
+    """
+    path = Path(job.world)
+    if not path.exists():
+        world = worlds.by_hand(job.nodes, job.ranks_per_node, job.rate)
+        dist.barrier()  # or a slow rank would find the file already
+        if dist.get_rank() == 0:
+            world.save(path)
+    dist.barrier()
+    return autopar.World.load(path)
+
+
 def run(job: Job) -> dict[str, Any]:
-    given = autopar.World.load(job.world) if job.world else None
-    world = given or worlds.by_hand(job.nodes, job.ranks_per_node, job.rate)
+    world = known_world(job)
     say(f"world: {world}")
     single = alone(SUBJECTS[job.model], job.warmups + job.steps)
     load = os.getloadavg()[0]

@@ -1,0 +1,204 @@
+"""Modelled against measured: many layouts forced on one emulated cluster.
+
+    python -m benchmarks.predicted --rates 200mbit 1gbit
+
+Prints for each rate every layout with both times, the median error, Kendall's rank correlation, and
+where the layout that `auto` picks stands among the measured. Layouts are timed in groups, so that
+their weights fit in memory; `auto` and ddp are in each, and show how far groups may be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import cells
+from benchmarks.cells import Cell, Settings
+from benchmarks.cluster import (
+    Failed,
+    Shape,
+    Unavailable,
+    rate_text,
+    read_rate,
+    read_shape,
+    stop_on_signals,
+)
+from benchmarks.forced import FORCED
+from benchmarks.models import SUBJECTS
+
+ALWAYS = ("autopar auto", "autopar ddp")
+ERROR, RANKS, NEAR = 0.12, 0.85, 1.05  # wanted: median error, Kendall's tau, auto over the fastest
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layout's modelled and measured step in s."""
+
+    name: str
+    modelled: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.modelled - self.measured) / self.measured
+
+
+def kendall(pairs: Sequence[Pair]) -> float:
+    """Kendall's tau-b of modelled and measured: 1 where they order all alike, ties allowed for."""
+    agreeing, modelled_apart, measured_apart = 0, 0, 0
+    for a, b in itertools.combinations(pairs, 2):
+        modelled, measured = _sign(a.modelled - b.modelled), _sign(a.measured - b.measured)
+        agreeing += modelled * measured
+        modelled_apart += abs(modelled)
+        measured_apart += abs(measured)
+    return agreeing / math.sqrt(modelled_apart * measured_apart) if agreeing else 0.0
+
+
+def _sign(x: float) -> int:
+    return (x > 0) - (x < 0)
+
+
+def pairs(cell: Cell) -> list[Pair]:
+    """By name, without auto; of a layout that was timed in several groups, the median."""
+    return [
+        Pair(timed["name"].removeprefix("autopar "), timed["modelled"], cells.median(timed))
+        for timed in cells.standing(cell)
+        if timed["name"] != "autopar auto"
+    ]
+
+
+def joined(groups: Sequence[Cell]) -> Cell:
+    """The groups of one cell as one; the steps of a contestant of several groups together."""
+    contestants: dict[str, dict[str, Any]] = {}
+    for timed in itertools.chain.from_iterable(group["contestants"] for group in groups):
+        known = contestants.setdefault(timed["name"], {**timed, "seconds": []})
+        known["seconds"] = known["seconds"] + timed["seconds"]
+        known["reason"] = known["reason"] or timed["reason"]
+    return {**groups[0], "contestants": list(contestants.values())}
+
+
+def drift(groups: Sequence[Cell]) -> float:
+    """The largest over the smallest median of ddp among the groups: what is no layout's doing."""
+    found = [
+        cells.median(timed)
+        for group in groups
+        for timed in cells.standing(group)
+        if timed["name"] == "autopar ddp"
+    ]
+    return max(found) / min(found) if found else float("nan")
+
+
+# -- output ----------------------------------------------------------------------------------------
+def table(cell: Cell) -> Table:
+    found = Table("layout", title=cells.title(cell), title_justify="left")
+    for heading in ("modelled s", "measured s", "modelled ÷ measured"):
+        found.add_column(heading, justify="right")
+    for pair in sorted(pairs(cell), key=lambda pair: pair.measured):
+        ratio = f"{pair.modelled / pair.measured:.2f}"
+        found.add_row(pair.name, f"{pair.modelled:.3f}", f"{pair.measured:.3f}", ratio)
+    for timed in cell["contestants"]:
+        if timed["reason"]:
+            found.add_row(timed["name"], "", "", timed["reason"])
+    return found
+
+
+def summary(cell: Cell) -> dict[str, float]:
+    """Median error, Kendall's tau, and auto's time over the fastest's, by steps of one round."""
+    found = pairs(cell)
+    fastest = min(found, key=lambda pair: pair.measured)
+    auto = next((t for t in cells.standing(cell) if t["name"] == "autopar auto"), None)
+    return {
+        "layouts": len(found),
+        "median_error": statistics.median(pair.error for pair in found),
+        "kendall": kendall(found),
+        "auto_over_fastest": cells.median(auto) / fastest.measured if auto else float("nan"),
+    }
+
+
+def sentence(found: dict[str, float], drifted: float) -> str:
+    def said(met: bool) -> str:
+        return "met" if met else "[bold red]missed[/]"
+
+    error, tau, auto = (found[k] for k in ("median_error", "kendall", "auto_over_fastest"))
+    return (
+        f"{found['layouts']} layouts: median error {error:.1%} (wanted {ERROR:.0%}: "
+        f"{said(error <= ERROR)}); Kendall {tau:.2f} (wanted {RANKS}: {said(tau >= RANKS)}); auto "
+        f"{auto:.2f} × the fastest (wanted {NEAR}: {said(auto <= NEAR)}); ddp differed by "
+        f"{drifted:.2f} × between groups"
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=SUBJECTS, default="gpt")
+    add("--shape", default="2x2", help="nodes x ranks a node; the grids are for four ranks")
+    add("--rates", nargs="+", default=("200mbit", "1gbit"))
+    add("--layouts", nargs="+", choices=FORCED, default=list(FORCED), metavar="NAME")
+    add("--group", type=int, default=7, help="layouts in memory at once, beside auto and ddp")
+    add("--steps", type=int, default=5)
+    add("--warmups", type=int, default=2)
+    add("--timeout", type=float, default=1800.0, help="seconds a group")
+    add("--by-hand", action="store_true", help="do not calibrate: the world as it was asked for")
+    add("--out", type=Path, default=Path("out/predicted"))
+    options = parser.parse_args(arguments)
+    try:
+        size = read_shape(options.shape)
+        options.shapes = [Shape(*size, read_rate(rate)) for rate in options.rates]
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def groups_of(layouts: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """The contestants of each group."""
+    named = [f"autopar {name}" for name in layouts if f"autopar {name}" not in ALWAYS]
+    cut = [named[i : i + size] for i in range(0, len(named), size)] or [[]]
+    return [(*ALWAYS, *group) for group in cut]
+
+
+def run(shape: Shape, options: argparse.Namespace, console: Console) -> None:
+    """One rate: its groups one after the other, on one world."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    world = (options.out / f"world-{rate_text(shape.rate)}.json").absolute()
+    world.unlink(missing_ok=True)
+    done = []
+    for group in groups_of(options.layouts, options.group):
+        settings = Settings(
+            group, options.steps, options.warmups, options.timeout, not options.by_hand,
+            world=str(world),
+        )  # fmt: skip
+        done.append(cells.measured(options.model, shape, settings))
+    cell = joined(done)
+    found = {**summary(cell), "drift": drift(done)}
+    command = "python -m benchmarks.predicted " + shlex.join(sys.argv[1:])
+    cells.keep(options.out / "results.json", {**cell, "summary": found}, command)
+    console.print(table(cell), sentence(found, found["drift"]), sep="\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    stop_on_signals()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    for shape in options.shapes:
+        try:
+            run(shape, options, console)
+        except (Failed, Unavailable) as error:
+            console.print(f"[bold red]{shape}: failed[/]: {error}", soft_wrap=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
