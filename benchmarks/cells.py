@@ -26,8 +26,8 @@ UNLIMITED_STEPS = 15  # there the differences are small
 
 @dataclass(frozen=True)
 class Settings:
-    """What the cells of a run have in common. `calibrate`: a world is measured on its cluster
-    first, where this autopar can; else it is written by hand from the rate. `world`: the file of
+    """What the cells of a run have in common. `calibrate_s`: for so many seconds the world
+    is measured on its cluster first; 0: it is written by hand from the rate. `world`: the file of
     one that several cells share, made by the first of them; "": each has its own.
     """
 
@@ -35,7 +35,7 @@ class Settings:
     steps: int = 5
     warmups: int = 2
     timeout: float = 1800.0
-    calibrate: bool = True
+    calibrate_s: float = 60.0
     trace: str = ""
     world: str = ""
 
@@ -51,31 +51,17 @@ def measured(model: str, shape: Shape, settings: Settings) -> Cell:
         nullcontext() if loopback else network(shape),
     ):
         world = settings.world or str(Path(folder, "world.json"))
-        calibrate = settings.calibrate and can_calibrate()
-        if calibrate and not Path(world).exists():
-            calibrated(shape, world, loopback)
         job = Job(
             model, shape.nodes, shape.ranks_per_node, shape.rate, settings.contestants, world,
             str(Path(folder, "cell.json")), steps, settings.warmups, settings.trace,
+            settings.calibrate_s,
         )  # fmt: skip
         given = Path(folder, "job.json")
         given.write_text(json.dumps(asdict(job)))
         command = [sys.executable, "-m", "benchmarks.ranks", str(given)]
         launch(shape, command, settings.timeout, loopback).check()
         cell = json.loads(Path(job.out).read_text())
-    return {**cell, "date": now(), "calibrated": calibrate}
-
-
-def calibrated(shape: Shape, world: str, loopback: bool) -> None:
-    """Leaves what was measured on the running cluster in the file `world`."""
-    command = [sys.executable, "-m", "autopar", "calibrate", "--out", world]
-    launch(shape, command, 400.0, loopback).check()
-
-
-def can_calibrate() -> bool:
-    from autopar.cli import app
-
-    return any(c.name == "calibrate" for c in app.registered_commands)
+    return {**cell, "date": now(), "calibrated": settings.calibrate_s > 0}
 
 
 # -- where and when --------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=5)
     add("--warmups", type=int, default=2)
     add("--timeout", type=float, default=1800.0, help="seconds a group")
-    add("--by-hand", action="store_true", help="do not calibrate: the world as it was asked for")
+    add("--calibrate", type=float, default=60.0, help="seconds; 0: the world is written by hand")
     add("--out", type=Path, default=Path("out/predicted"))
     options = parser.parse_args(arguments)
     try:
@@ -176,7 +176,7 @@ def run(shape: Shape, options: argparse.Namespace, console: Console) -> None:
     done = []
     for group in groups_of(options.layouts, options.group):
         settings = Settings(
-            group, options.steps, options.warmups, options.timeout, not options.by_hand,
+            group, options.steps, options.warmups, options.timeout, options.calibrate,
             world=str(world),
         )  # fmt: skip
         done.append(cells.measured(options.model, shape, settings))

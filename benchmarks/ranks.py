@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.cost.calibrate import calibrate
 from benchmarks import peers, worlds
 from benchmarks.cluster import sent_bytes
 from benchmarks.models import SUBJECTS, Subject
@@ -31,7 +32,8 @@ LIMIT = 1e-4  # largest relative difference of a loss, or a gradient's norm, fro
 @dataclass(frozen=True)
 class Job:
     """A cell: one model on one cluster. `world`: the file of the world that autopar plans for;
-    `trace`: a folder for a profile of one more step of each contestant, "" for none.
+    where there is none yet it is measured for `calibrate_s` seconds, or if that is 0 written by
+    hand. `trace`: a folder for a profile of one more step of each contestant, "" for none.
     """
 
     model: str
@@ -44,6 +46,7 @@ class Job:
     steps: int = 5
     warmups: int = 2
     trace: str = ""
+    calibrate_s: float = 0.0
 
 
 @dataclass
@@ -218,12 +221,15 @@ def profile(job: Job, contestants: dict[str, peers.Contestant]) -> None:
 
 
 def known_world(job: Job) -> autopar.World:
-    """The one in the job's file; where there is none yet, one by hand, left there for later cells.
-    All ranks hold rank 0's.
+    """The one in the job's file; where there is none yet, one by hand or calibrated, left there for
+    later cells. All ranks hold rank 0's.
     """
     path = Path(job.world)
     if not path.exists():
         world = worlds.by_hand(job.nodes, job.ranks_per_node, job.rate)
+        if job.calibrate_s:
+            say(f"calibrating for {job.calibrate_s:g} s")
+            world = calibrate(world, seconds=job.calibrate_s)
         dist.barrier()  # or a slow rank would find the file already
         if dist.get_rank() == 0:
             world.save(path)

@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=1800.0, help="seconds a cell (default: 1800)")
     add("--quick", action="store_true", help="the GPT, 2x2 at 1gbit, three layouts, three steps")
     add("--earlier", action="store_true", help="the peers' row that was measured before, again")
-    add("--by-hand", action="store_true", help="do not calibrate: the world as it was asked for")
+    add("--calibrate", type=float, default=60.0, help="seconds; 0: the world is written by hand")
     add("--missing", action="store_true", help="only the cells that OUT does not have yet")
     add("--trace", default="", metavar="DIR", help="also a profile of a step of each contestant")
     add("--out", type=Path, default=Path("out/step_time"))
@@ -121,7 +121,7 @@ def run(model: str, shape: Shape, options: argparse.Namespace, path: Path, conso
     console.print(f"[bold]{model}, {shape}[/]: {SUBJECTS[model].why}")
     settings = Settings(
         tuple(options.contestants), options.steps, options.warmups, options.timeout,
-        not options.by_hand, options.trace,
+        options.calibrate, options.trace,
     )  # fmt: skip
     try:
         cell = cells.measured(model, shape, settings)

@@ -1,0 +1,112 @@
+"""Predicted against measured, and the overhead by hand: the arithmetic; small runs of each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.layouts import candidates
+from benchmarks import overhead, predicted
+from benchmarks.forced import FORCED
+from benchmarks.models import SUBJECTS
+from benchmarks.predicted import ALWAYS, Pair, groups_of, kendall
+from benchmarks.ranks import Timed
+from plans import subject
+
+ROOT = Path(__file__).parent.parent
+
+
+def pairs(modelled, measured):
+    return [Pair(str(i), *pair) for i, pair in enumerate(zip(modelled, measured, strict=True))]
+
+
+# -- predicted -------------------------------------------------------------------------------------
+def test_kendall_counts_pairs_in_order():
+    assert kendall(pairs([1, 2, 3], [10, 20, 30])) == 1
+    assert kendall(pairs([1, 2, 3], [30, 20, 10])) == -1
+    # The example of Kendall's tau-b with ties: 4 pairs agree, 1 does not, one is tied in each.
+    assert kendall(pairs([1, 2, 2, 3], [1, 2, 3, 2])) == pytest.approx(2 / 5)
+    assert kendall(pairs([1, 1], [1, 2])) == 0
+
+
+def timed(name, seconds, modelled):
+    return {**vars(Timed(name)), "seconds": seconds, "modelled": modelled}
+
+
+def test_groups_are_joined_and_summed_up():
+    auto, ddp = timed("autopar auto", [1.0, 1.2], 1.0), timed("autopar ddp", [2.0, 2.0], 1.8)
+    later = timed("autopar ddp", [3.0, 3.0], 1.8)
+    groups = [
+        {"model": "gpt", "contestants": [auto, ddp, timed("autopar 4d z4", [4.0], 5.0)]},
+        {"model": "gpt", "contestants": [auto, later, timed("autopar fsdp", [1.0], 0.9)]},
+    ]
+    assert predicted.drift(groups) == pytest.approx(1.5)
+    found = predicted.summary(predicted.joined(groups))
+    assert found["layouts"] == 3 and found["kendall"] == 1
+    assert found["median_error"] == pytest.approx(0.25)  # of 0.28, 0.25, 0.10
+    assert found["auto_over_fastest"] == pytest.approx(1.1)
+
+
+def test_every_layout_is_in_one_group_and_auto_in_each():
+    groups = groups_of(list(FORCED), 7)
+    assert all(group[:2] == ALWAYS for group in groups)
+    rest = [name for group in groups for name in group[2:]]
+    assert sorted([*rest, "autopar ddp"]) == sorted(f"autopar {name}" for name in FORCED)
+
+
+def test_all_forced_layouts_fit_four_ranks():
+    small = SUBJECTS["tiny"]
+    program = subject(small.model(), small.batches(1)[0]).program
+    assert len(FORCED) >= 24
+    assert all(list(candidates(layout, 4, program)) for layout in FORCED.values())
+
+
+@pytest.mark.slow
+def test_a_small_run_from_end_to_end(tmp_path):
+    options = "--model tiny --rates unlimited --layouts ddp megatron --steps 1 --warmups 1"
+    done = run("predicted", *options.split(), "--calibrate", "5", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 layouts: median error" in " ".join(done.stdout.split())
+    (cell,) = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert cell["calibrated"] and (tmp_path / "world-unlimited.json").exists()
+    assert all(t["modelled"] > 0 and not t["reason"] for t in cell["contestants"])
+
+
+# -- overhead --------------------------------------------------------------------------------------
+def results(*seconds, losses=(2.0, 2.0, 2.0)):
+    names = (overhead.HAND, overhead.EMITTED, overhead.EAGER)
+    both = {"seconds": dict(zip(names, seconds)), "losses": dict(zip(names, losses))}
+    return {"layout": "ddp", "ranks": 2, **both}
+
+
+def test_ratios_are_of_one_round():
+    found = results([1.0, 2.0], [1.1, 2.0], [2.0, 1.0])
+    assert overhead.ratios(found, overhead.EMITTED, overhead.HAND) == [1.1, 1.0]
+
+
+def test_another_loss_is_named():
+    assert overhead.wrong(results([1], [1], [1])) == ""
+    said = overhead.wrong(results([1], [1], [1], losses=(2.0, 2.1, 2.0)))
+    assert said == "2 ranks, ddp: emitted is 5.0e-02 off"
+
+
+@pytest.mark.slow
+def test_by_hand_emitted_and_eager_agree(tmp_path):
+    path = tmp_path / "overhead.json"
+    options = "--pairs 3 --width 64 --layers 1 --sequence 16"
+    done = run("overhead", *options.split(), "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads(path.read_text())["results"]
+    assert [(f["ranks"], f["layout"]) for f in found] == [
+        (1, "one device"), (2, "ddp"), (2, "megatron"),
+    ]  # fmt: skip
+    assert all(len(s) == 3 for f in found for s in f["seconds"].values())
+
+
+def run(module, *options):
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, options)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
