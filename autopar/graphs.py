@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator
 
 from torch import fx
 
@@ -34,6 +35,40 @@ def chain_name(node: fx.Node) -> str:
     parts = [part for part in module_path(node).split(".") if part]
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[-1] + 2] if numbers else parts[:2]) or "(model)"
+
+
+def block_of(node: fx.Node) -> str:
+    """The repeated block that a node belongs to: its subgraph's path up to the first number, such
+    as "blocks.3"; "" where there is none. A conversion belongs to the block that first wants it.
+    """
+    parts = (node.meta.get("chain") or chain_name(node)).split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def blocks(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """The repeated blocks that these nodes belong to, in their order."""
+    found = (block_of(node) for node in nodes if node.op == "call_function")
+    return tuple(name for name in dict.fromkeys(found) if name)
+
+
+def every_node(module: fx.GraphModule) -> Iterator[tuple[fx.Node, bool]]:
+    """The nodes of a graph in the order in which they run, those of the graphs that it calls among
+    them; and whether the node runs again in the backward.
+    """
+    for node in module.graph.nodes:
+        yield node, False
+        for block in called(module, node):
+            yield from ((inner, True) for inner, _ in every_node(block))
+
+
+def called(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs of the module that a node calls."""
+    if node.op != "call_function":
+        return []
+    names = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
+    found = [getattr(module, str(name)) for name in names]
+    return [block for block in found if isinstance(block, fx.GraphModule)]
 
 
 def where(node: fx.Node) -> str:

@@ -58,6 +58,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank at the peak of a training step, which the parts add up to.
+
+    `parameters`: with buffers and constants. `gradients`: those of parameters that are there at
+    that moment. `activations`: what the forward left for the backward and is still there, gathered
+    weights among it. `transient`: what is made on the way, buffers of collectives among it.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    transient: float
+    peak: float
+
+    def __str__(self) -> str:
+        unit, size = ("GiB", 2**30) if self.peak >= 2**27 else ("MiB", 2**20)
+        names = ("parameters", "gradients", "optimizer", "activations", "transient")
+        parts = ", ".join(f"{name} {getattr(self, name) / size:,.2f}" for name in names)
+        return f"{self.peak / size:,.2f} {unit} ({parts})"
+
+
+@dataclass(frozen=True)
 class Plan:
     """A chosen layout for a model on a world. `seconds`, `comm_bytes` and `peak_bytes` are
     modelled, per rank and training step.
@@ -91,6 +114,8 @@ class Plan:
     panels: tuple[
         str, ...
     ] = ()  # the row and the column axis, where products run in SUMMA's panels
+    recompute: tuple[str, ...] = ()  # blocks whose activations are computed again in the backward
+    memory: Memory | None = None  # what the peak is made of, known after the rewrite
     seconds_by_pass: dict[str, float] = field(
         default_factory=dict, compare=False
     )  # that planning took
@@ -178,6 +203,8 @@ class Plan:
             "rows": [asdict(row) for row in self.rows],
             "collectives": [asdict(c) for c in self.collectives],
             "panels": list(self.panels),
+            "recompute": list(self.recompute),
+            "memory": None if self.memory is None else asdict(self.memory),
             "unsplit": list(self.unsplit),
             "meshes": [list(pair) for pair in self.meshes],
         }
@@ -232,6 +259,8 @@ class Plan:
             data["world"],
             read(data["inputs"]),
             tuple(data["panels"]),
+            tuple(data["recompute"]),
+            None if data["memory"] is None else Memory(**data["memory"]),
         )
 
 

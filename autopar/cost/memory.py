@@ -16,6 +16,8 @@ STATES = {
     "sgd": 0,
 }  # numbers that an optimizer keeps for every trained one, each in the dtype of the parameter
 
+_STEP_COPIES = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1}  # made for a moment by a step
+
 Optimizer = str | float  # one of STATES, or bytes of state for every trained number
 
 
@@ -41,6 +43,13 @@ def optimizer_bytes(layout: Layout, element_bytes: int, optimizer: Optimizer) ->
             )
         return float(STATES[optimizer] * element_bytes * layout.local_size)
     return float(optimizer * layout.local_size)
+
+
+def step_copies(optimizer: Optimizer) -> int:
+    """How many copies of one parameter an optimizer's step makes for a moment: as torch's optimizers
+    do one parameter at a time, which is their way with DTensors.
+    """
+    return _STEP_COPIES.get(optimizer, 0) if isinstance(optimizer, str) else 2
 
 
 def activation_bytes(values: Iterable[tuple[Layout, int]]) -> float:

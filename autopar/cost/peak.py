@@ -1,0 +1,256 @@
+"""The peak of memory of a training step on one rank: the emitted graph is run once, forward and
+backward, on tensors without storage, and every memory is noted when it is made and when it dies.
+
+So what autograd saves and when it lets go, what a change of state makes on the way, and which views
+share memory are torch's own rules, not a list of ours. What a kernel allocates for itself alone is
+not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import wire
+from .._compat import fake_mode, pytree
+from ..graphs import called
+from ..mesh import Mesh, group_name
+from ..plan import Memory
+from ..program import Input, Program
+from .memory import Optimizer, optimizer_bytes, step_copies
+
+_NEVER = 1 << 60
+
+
+@dataclass
+class _Life:
+    """One memory: its bytes, and between which two moments it is there."""
+
+    size: int
+    born: int
+    died: int = _NEVER
+
+
+class Lives(TorchDispatchMode):
+    """Notes every memory that ops make while the mode is on. `moment` counts the ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moment = 0
+        self.lives: list[_Life] = []
+        self._known: dict[int, _Life] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.moment += 1
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self.note(tensor)
+        return made
+
+    def note(self, tensor: Tensor) -> _Life:
+        """The life of a tensor's memory, which begins now where it was not known."""
+        memory = tensor.untyped_storage()
+        key = id(memory)
+        if key not in self._known:
+            life = self._known[key] = _Life(memory.nbytes(), self.moment)
+            self.lives.append(life)
+            weakref.finalize(memory, self._end, key)
+        return self._known[key]
+
+    def _end(self, key: int) -> None:
+        self._known.pop(key).died = self.moment + 1
+
+
+class _Shapes:
+    """The wire of one rank alone: results of the right shape, with the memory that the transport
+    holds on the way.
+    """
+
+    def __init__(self, mesh: Mesh, backend: str) -> None:
+        self._backend = backend
+        sets: list[tuple[str, ...]] = [()]
+        for name in mesh.names:
+            sets += [(*axes, name) for axes in sets]
+        self._sizes = {group_name(str(mesh), axes): _ranks(mesh, axes) for axes in sets}
+
+    def exchange(self, kind: str, x: Tensor, group: str) -> Tensor:
+        size, sent = self._sizes[group], x.detach().contiguous()
+        if kind == "all-gather":
+            return sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+        if kind == "reduce-scatter":
+            if self._backend == "gloo":  # see wire.reduce_scatter
+                arrived = torch.empty_like(sent)
+                del sent
+                return arrived.unflatten(0, (size, -1)).sum(0, dtype=x.dtype)
+            return sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
+        return torch.empty_like(sent)
+
+
+def _ranks(mesh: Mesh, axes: Sequence[str]) -> int:
+    count = 1
+    for axis in axes:
+        count *= mesh.sizes[axis]
+    return count
+
+
+def peak(program: Program, optimizer: Optimizer = "adamw", backend: str = "") -> Memory:
+    """What one rank holds at the peak of a training step of an emitted program, in bytes.
+
+    The optimizer has its states already, as from the second step on; gradients are set to None
+    between steps; the outputs are held until the step is done. `backend`: the transport, "gloo"
+    needs more for a reduce-scatter. Raises PlanError for an unknown optimizer.
+
+    Example: peak(plan.ready.program, "sgd").peak
+    """
+    assert program.plan is not None
+    with fake_mode(), _simulated(_Shapes(program.plan.mesh, backend)):
+        return _Step(program, optimizer).run()
+
+
+@contextmanager
+def _simulated(simulator: wire.Simulator) -> Iterator[None]:
+    before, wire.simulator = wire.simulator, simulator
+    try:
+        yield
+    finally:
+        wire.simulator = before
+
+
+class _Step:
+    """One training step without storage."""
+
+    def __init__(self, program: Program, optimizer: Optimizer) -> None:
+        self.program, self.optimizer = program, optimizer
+        self.lives = Lives()
+
+    def run(self) -> Memory:
+        entries = self.program.signature.inputs
+        held = {e.node: self._held(e) for e in entries}
+        stored = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
+        parameters = [self.lives.note(t) for name, t in held.items() if name in stored]
+        for name, tensor in held.items():
+            if name not in stored:
+                self.lives.note(tensor)
+        with self.lives:
+            outputs = on_stand_ins(self.program.module)(*(self._fed(e, held) for e in entries))
+            middle = self.lives.moment
+            _backward(outputs)
+        gradients = [self.lives.note(t.grad) for t in held.values() if t.grad is not None]
+        return self._memory(middle, parameters, gradients)
+
+    def _held(self, entry: Input) -> Tensor:
+        layout, dtype = self.program.layouts.get(entry.node), self.program.dtypes.get(entry.node)
+        if entry.kind == "coordinate":
+            return torch.empty(1, dtype=torch.int64)
+        if entry.kind == "seed":
+            return torch.empty((), dtype=torch.int64)
+        if layout is None or dtype is None:
+            given = self._traced(entry)
+            made = torch.empty(tuple(given.shape), dtype=given.dtype)
+        else:
+            made = torch.empty(layout.local_shape, dtype=dtype)
+        return made.requires_grad_(entry.trainable)
+
+    def _traced(self, entry: Input) -> Tensor:
+        nodes = self.program.module.graph.find_nodes(op="placeholder")
+        return next(n.meta["val"] for n in nodes if n.name == entry.node)
+
+    def _fed(self, entry: Input, held: dict[str, Tensor]) -> Tensor:
+        mutated = {o.target for o in self.program.signature.outputs if o.kind == "mutation"}
+        tensor = held[entry.node]
+        return tensor.clone() if entry.kind == "buffer" and entry.target in mutated else tensor
+
+    def _memory(
+        self, middle: int, parameters: list[_Life], gradients: list[_Life]
+    ) -> Memory:
+        states, extra = self._states()
+        moment, most = _highest(self.lives.lives)
+        end = self.lives.moment + 1
+        still = sum(life.size for life in self.lives.lives if life.died > end)
+        if still + extra > most:
+            moment, most = end, still + extra
+        there = [x for x in self.lives.lives if x.born <= moment < x.died]
+        kinds = {id(x): "parameters" for x in parameters} | {id(x): "gradients" for x in gradients}
+        sizes = {"parameters": 0, "gradients": 0, "activations": 0}
+        for life in there:
+            saved = life.born <= middle < life.died
+            kind = kinds.get(id(life), "activations" if saved else "")
+            if kind:
+                sizes[kind] += life.size
+        return Memory(
+            **{name: float(size) for name, size in sizes.items()},
+            optimizer=states,
+            transient=float(most - sum(sizes.values())),
+            peak=float(most + states),
+        )
+
+    def _states(self) -> tuple[float, float]:
+        """Bytes of the optimizer's states, and of what its step makes on the way."""
+        states, largest = 0.0, 0.0
+        for entry in self.program.signature.inputs:
+            if entry.kind == "parameter" and entry.trainable:
+                layout, size = self.program.layouts[entry.node], self._element_bytes(entry)
+                states += optimizer_bytes(layout, size, self.optimizer)
+                largest = max(largest, layout.local_size * float(size))
+        return states, step_copies(self.optimizer) * largest
+
+    def _element_bytes(self, entry: Input) -> int:
+        dtype = self.program.dtypes.get(entry.node)
+        return dtype.itemsize if dtype is not None else self._traced(entry).dtype.itemsize
+
+
+def _highest(lives: list[_Life]) -> tuple[int, int]:
+    """The moment with most bytes, and these."""
+    changes: dict[int, int] = {}
+    for life in lives:
+        changes[life.born] = changes.get(life.born, 0) + life.size
+        changes[life.died] = changes.get(life.died, 0) - life.size
+    moment, most, now = 0, 0, 0
+    for when in sorted(changes):
+        now += changes[when]
+        if now > most:
+            moment, most = when, now
+    return moment, most
+
+
+def _backward(outputs: Sequence[Any]) -> None:
+    """From the loss, the first scalar; a model without one gets a gradient for each result."""
+    able = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+    scalars = [o for o in able if o.dim() == 0]
+    if scalars:
+        scalars[0].backward()
+    elif able:
+        torch.autograd.backward(able, [torch.ones_like(o) for o in able])
+
+
+def on_stand_ins(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with all devices in its graphs replaced by that of the stand-ins."""
+    graph, root = fx.Graph(), torch.nn.Module()
+    output = graph.graph_copy(module.graph, {})
+    for node in graph.nodes:
+        node.args, node.kwargs = _here(node.args), _here(node.kwargs)
+        for block in called(module, node):
+            name = next(n.target for n in node.all_input_nodes if n.op == "get_attr")
+            root.add_module(str(name), on_stand_ins(block))
+    graph.output(output)
+    return fx.GraphModule(root, graph)
+
+
+def _here(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, tuple | list):
+        return type(value)(_here(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _here(item) for key, item in value.items()}
+    return value
