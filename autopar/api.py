@@ -16,14 +16,17 @@ from torch import fx, nn
 
 from . import ranks
 from ._compat import pytree
+from .cost.memory import Budget, Limit, Optimizer, Recompute
 from .cost.timeline import Timeline, timeline
 from .errors import InputError, PlanError, WorldError
+from .fitting import fitted
 from .layout import Layout
 from .layouts import Layouts, candidates
 from .mesh import Mesh, connect
 from .module import ParallelModule
 from .passes import annotate, chains, choose, emit, rewrite, trace
 from .passes import pipeline as panels
+from .passes import recompute as recomputing
 from .plan import Plan
 from .program import Input, Program
 from .report.summary import summarised
@@ -84,56 +87,96 @@ def _analysed(pipeline: _Pipeline, program: Program) -> Program:
     return pipeline.run("chains", program, chains.chains, chains.check)
 
 
-def _planned(pipeline: _Pipeline, program: Program, world: World, layout: Layouts) -> Program:
-    program = pipeline.run(
-        "choose", program, lambda p: choose.choose(p, world, layout), choose.check
-    )
-    return _rewritten(pipeline, program, world)
+def _planned(
+    pipeline: _Pipeline,
+    program: Program,
+    world: World,
+    layout: Layouts,
+    budget: Budget | None = None,
+) -> Program:
+    return _rewritten(pipeline, _chosen(pipeline, program, world, layout, budget), world)
+
+
+def _chosen(
+    pipeline: _Pipeline, program: Program, world: World, layout: Layouts, budget: Budget | None
+) -> Program:
+    def step(program: Program) -> Program:
+        return choose.choose(program, world, layout, False, budget)
+
+    return pipeline.run("choose", program, step, choose.check)
 
 
 def _rewritten(pipeline: _Pipeline, program: Program, world: World) -> Program:
+    return _recomputed(pipeline, _emitted(pipeline, program, world))
+
+
+def _recomputed(pipeline: _Pipeline, program: Program) -> Program:
+    return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
+
+
+def _emitted(pipeline: _Pipeline, program: Program, world: World) -> Program:
     program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
     program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
     return pipeline.run("emit", program, emit.emit, emit.check)
 
 
 def plan(
-    model: nn.Module, world: World | int | Any | None, inputs: Inputs, layout: Layouts = "auto"
+    model: nn.Module,
+    world: World | int | Any | None,
+    inputs: Inputs,
+    layout: Layouts = "auto",
+    memory: Limit = "auto",
+    optimizer: Optimizer = "adamw",
+    recompute: Recompute = "auto",
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
     for the parameters.
 
     `inputs`: what the single-device model takes, at the global batch size: a tuple of positional or
-    a dict of keyword arguments; on the meta device if you like. `layout`: "auto" or a name. Raises
-    TraceError, LayoutError, PlanError, WorldError.
+    a dict of keyword arguments; on the meta device if you like. `layout`: "auto" or a name.
+    `memory`: bytes on each device, "auto" is what the world's devices have, less a reserve.
+    `optimizer`: whose states are among them, a name of autopar.cost.memory.STATES or bytes for
+    every trained number. `recompute`: "full" computes every repeated block again in the backward,
+    "none" none, "auto" as few as make it fit. Raises TraceError, LayoutError, PlanError (also where
+    nothing fits), WorldError.
 
     Example: plan(model, 8, (tokens, targets)).table()
     """
     found = World.of(world)
+    budget = Budget.of(found, memory, optimizer, recompute)
     pipeline = _Pipeline()
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
-    return _finished(
-        pipeline, source, _planned(pipeline, _analysed(pipeline, source), found, layout), found
-    )
+    program = _chosen(pipeline, _analysed(pipeline, source), found, layout, budget)
+    return _finished(pipeline, source, program, found, budget)
 
 
-def _finished(pipeline: _Pipeline, source: Program, program: Program, world: World) -> Plan:
-    """The plan with its figures and what `apply` needs; a world of one rank keeps the graph as it
-    was traced.
-    """
+def _finished(
+    pipeline: _Pipeline, source: Program, chosen: Program, world: World, budget: Budget | None
+) -> Plan:
+    """The plan with its figures and what `apply` needs. `budget` None: it was made to fit."""
+    program = _fitted(pipeline, source, chosen, world, budget)
     assert program.plan is not None
     made = dataclasses.replace(
         summarised(program, world),
         fingerprint=fingerprint(source),
         seconds_by_pass=dict(pipeline.seconds),
     )
-    if not made.mesh.axes:
-        program = _on_one_rank(source, program)
     ready = dataclasses.replace(program, plan=made)
     return dataclasses.replace(made, ready=Ready(ready, pipeline.graphs, world))
 
 
+def _fitted(
+    pipeline: _Pipeline, source: Program, chosen: Program, world: World, budget: Budget | None
+) -> Program:
+    program = _on_one_rank(source, _emitted(pipeline, chosen, world))
+    return pipeline.run("recompute", program, lambda p: fitted(p, world, budget), recomputing.check)
+
+
 def _on_one_rank(source: Program, program: Program) -> Program:
+    """A world of one rank keeps the graph as it was traced."""
+    assert program.plan is not None
+    if program.plan.mesh.axes:
+        return program
     layouts = {
         n.name: Layout(Mesh(), shape_of(v), ())
         for n in source.module.graph.nodes
@@ -226,9 +269,7 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
         )
     program = dataclasses.replace(_analysed(pipeline, source), plan=plan)
     world = World.of(max(1, plan.mesh.size))
-    program = _rewritten(pipeline, program, world)
-    program = program if plan.mesh.axes else _on_one_rank(source, program)
-    return Ready(program, pipeline.graphs, world)
+    return Ready(_fitted(pipeline, source, program, world, None), pipeline.graphs, world)
 
 
 def _held(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -280,6 +321,9 @@ def parallelize(
     inputs: Inputs | None = None,
     layout: Layouts = "auto",
     backend: Backend = None,
+    memory: Limit = "auto",
+    optimizer: Optimizer = "adamw",
+    recompute: Recompute = "auto",
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
 
@@ -290,12 +334,18 @@ def parallelize(
     targets).backward()
     """
     if inputs is None:
-        return Deferred(lambda given: parallelize(model, world, given, layout, backend))
+        wanted = layout, backend, memory, optimizer, recompute
+        return Deferred(lambda given: parallelize(model, world, given, *wanted))
     found = ranks.together("reading the world", lambda: World.of(world))
-    return apply(model, _shared_plan(model, found, inputs, layout), backend=backend)
+    budget = ranks.together(
+        "reading the limits", lambda: Budget.of(found, memory, optimizer, recompute)
+    )
+    return apply(model, _shared_plan(model, found, inputs, layout, budget), backend=backend)
 
 
-def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts) -> Plan:
+def _shared_plan(
+    model: nn.Module, world: World, inputs: Inputs, layout: Layouts, budget: Budget
+) -> Plan:
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
     never one inside another.
     """
@@ -312,9 +362,8 @@ def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts
     def search() -> None:
         nonlocal chosen
         if ranks.rank() == 0:
-            chosen = pipeline.run(
-                "choose", program, lambda p: choose.choose(p, world, layout), choose.check
-            )
+            best = _chosen(pipeline, program, world, layout, budget)
+            chosen = _fitted(pipeline, source, best, world, budget)
 
     ranks.together("searching", search)
     data = ranks.from_rank_0(
@@ -323,7 +372,7 @@ def _shared_plan(model: nn.Module, world: World, inputs: Inputs, layout: Layouts
     program = dataclasses.replace(program, plan=Plan.from_json(data))
     return ranks.together(
         "rewriting",
-        lambda: _finished(pipeline, source, _rewritten(pipeline, program, world), world),
+        lambda: _finished(pipeline, source, program, world, None),
     )
 
 
@@ -376,18 +425,20 @@ def verify(
     inputs: Inputs,
     layout: Layouts = "auto",
     tolerance: float = 1e-9,
+    recompute: Recompute = "none",
 ) -> Check:
     """Prove a layout on this model: every rank in lockstep in one process, in float64, against the
     original on one device.
 
     Compares every node, the loss, every gradient, and the parameters after three AdamW steps.
-    Raises VerificationError past `tolerance`.
+    Raises VerificationError past `tolerance`. `recompute` "full": with every block recomputed.
 
     Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
     """
     found = World.of(world)
     pipeline = _Pipeline()
     program = _analysed(pipeline, widened(_traced(model, inputs)))
-    several = _planned(pipeline, program, found, layout)
+    budget = Budget.of(found, "auto", "adamw", recompute)
+    several = _planned(pipeline, program, found, layout, budget)
     one = _rewritten(pipeline, choose.choose(program, World.of(1), "auto"), found)
     return compare(several, one, pytree.tree_leaves(_arguments(inputs)), tolerance)

@@ -59,7 +59,7 @@ def every_node(module: fx.GraphModule) -> Iterator[tuple[fx.Node, bool]]:
     for node in module.graph.nodes:
         yield node, False
         for block in called(module, node):
-            yield from ((inner, True) for inner, _ in every_node(block))
+            yield from ((inner, inner.meta.get("again", True)) for inner, _ in every_node(block))
 
 
 def called(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:

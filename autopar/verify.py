@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from .errors import VerificationError
 from .graphs import where
 from .layout import Layout
 from .program import Input, Program
+from .recomputed import recomputed
 
 STEPS = 3
 _SEED = 20_011
@@ -242,17 +243,26 @@ class _Rank:
         )
 
 
-def _interpret(program: Program, rank: _Rank) -> Any:
-    """Run the graph node by node; yields (node, result)."""
+def _interpret(program: Program, rank: _Rank) -> Iterator[tuple[fx.Node, Any]]:
+    """Run the graph node by node, within blocks too; yields (node, result)."""
+    yield from _steps(program.module, [rank.feed(e) for e in program.signature.inputs])
+
+
+def _steps(module: fx.GraphModule, inputs: list[Any]) -> Generator[tuple[fx.Node, Any], None, Any]:
     env: dict[fx.Node, Any] = {}
-    entries = iter(program.signature.inputs)
-    for node in program.module.graph.nodes:
+    given = iter(inputs)
+    for node in module.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "output":
-            return
+            return args[0]
         if node.op == "placeholder":
-            env[node] = rank.feed(next(entries))
+            env[node] = next(given)
+        elif node.op == "get_attr":
+            env[node] = getattr(module, str(node.target))
+        elif node.target is recomputed:
+            block, _, *values = args
+            env[node] = yield from _steps(block, values)
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = node.target(*args, **kwargs)
         yield node, env[node]
 

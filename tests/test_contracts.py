@@ -17,7 +17,7 @@ import models
 from autopar import api, collectives, report
 from autopar.layout import I, Layout, P, R
 from autopar.mesh import Mesh
-from autopar.passes import annotate, chains, choose, emit, pipeline, rewrite, trace
+from autopar.passes import annotate, chains, choose, emit, pipeline, recompute, rewrite, trace
 from autopar.program import Program
 from autopar.world import World
 
@@ -30,6 +30,7 @@ PASSES = {
     "rewrite": rewrite,
     "pipeline": pipeline,
     "emit": emit,
+    "recompute": recompute,
 }
 
 
@@ -45,6 +46,7 @@ def programs() -> dict[str, Program]:
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
     made["pipeline"] = pipeline.pipeline(made["rewrite"])
     made["emit"] = emit.emit(made["pipeline"])
+    made["recompute"] = recompute.recompute(planned(made["emit"], recompute=("blocks.1",)))
     return made
 
 
@@ -186,6 +188,20 @@ def use_before_it_is_made(program: Program) -> Program:
     return changed(program, graph=move)
 
 
+def block_not_grouped(program: Program) -> Program:
+    return planned(program, recompute=("blocks.0", "blocks.1"))
+
+
+def node_left_outside(program: Program) -> Program:
+    def add(graph: fx.Graph) -> None:
+        node = first_call(graph, aten.gelu.default)
+        with graph.inserting_after(node):
+            new = graph.call_function(aten.neg.default, (node,))
+        new.meta["chain"] = "blocks.1.(more)"
+
+    return changed(program, graph=add)
+
+
 BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("trace", one_input_less, "placeholders and signature differ"),
     ("trace", output_dropped, "outputs and signature differ"),
@@ -203,6 +219,9 @@ BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("rewrite", partial_output, "output .* is partial"),
     ("pipeline", one_input_less, "placeholders and signature differ"),
     ("pipeline", panels_of_a_gathered_weight, r"takes \['all_gather.*'\], which are gathered"),
+    ("recompute", one_input_less, "placeholders and signature differ"),
+    ("recompute", block_not_grouped, "1 blocks are recomputed, the plan names 2"),
+    ("recompute", node_left_outside, r"neg of blocks.1 is not recomputed"),
     ("emit", one_input_less, "placeholders and signature differ"),
     ("emit", call_that_nothing_uses, "nothing uses neg"),
     ("emit", tensor_on_a_numbered_device, "arange.* is made on cuda:1"),
@@ -219,7 +238,7 @@ def test_a_broken_contract_is_noticed(
         PASSES[name].check(breaks(programs()[name]))
 
 
-@pytest.mark.parametrize("name", ["trace", "rewrite", "pipeline", "emit"])
+@pytest.mark.parametrize("name", ["trace", "rewrite", "pipeline", "emit", "recompute"])
 def test_a_graph_out_of_order_is_noticed(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"gelu.* used before it has been defined"):
         PASSES[name].check(use_before_it_is_made(programs()[name]))

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent / "autopar"
 ORDER = (
     "errors", "ranks", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe",
     "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives",
-    "conversion", "sharded", "local", "constraint", "cost", "layouts", "elimination", "regions",
-    "conversion_costs", "search", "lockstep", "passes", "placement", "module",
+    "conversion", "sharded", "local", "recomputed", "constraint", "cost", "layouts", "elimination", "regions",
+    "conversion_costs", "search", "lockstep", "passes", "fitting", "placement", "module",
     "verify", "report", "api", "targets", "cli", "__main__", "",
 )  # fmt: skip
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import PlanError
 from ..layout import Layout
+from ..plan import Memory
+from ..world import World
 
 STATES = {
     "adamw": 2,
@@ -19,6 +22,65 @@ STATES = {
 _STEP_COPIES = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1}  # made for a moment by a step
 
 Optimizer = str | float  # one of STATES, or bytes of state for every trained number
+
+
+RESERVE = 0.08  # of a device's memory: the driver's context, transports, what lies between blocks
+
+Recompute = Literal["auto", "none", "full"]
+Limit = Literal["auto"] | float  # bytes on each device
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a plan must fit: bytes on each device (None: no limit), the optimizer whose states are
+    among them, and whether blocks may ("auto"), must ("full") or must not ("none") be recomputed.
+    """
+
+    memory_bytes: float | None = None
+    optimizer: Optimizer = "adamw"
+    recompute: Recompute = "auto"
+
+    @staticmethod
+    def of(world: World, memory: Limit, optimizer: Optimizer, recompute: Recompute) -> Budget:
+        """From what a user gives. `memory` "auto" is the device's less RESERVE of it; a CPU, whose
+        memory the system shares out and extends on disk, has no limit then. Raises PlanError.
+        """
+        if recompute not in ("auto", "none", "full"):
+            raise PlanError(f"recompute is {recompute!r}: it is 'auto', 'none' or 'full'")
+        step_copies(optimizer)
+        if memory != "auto" and not (isinstance(memory, int | float) and memory > 0):
+            raise PlanError(f"memory is {memory!r}: it is 'auto' or bytes on each device, above 0")
+        limit: float | None = float(memory) if memory != "auto" else None
+        if memory == "auto" and world.device.name != "cpu":
+            limit = (1 - RESERVE) * world.device.memory_bytes
+        return Budget(limit, optimizer, recompute)
+
+    def fits(self, memory: Memory) -> bool:
+        return self.memory_bytes is None or memory.peak <= self.memory_bytes
+
+
+def refusal(
+    memory: Memory, limit: float, world: World, layout: str, recomputed: bool, larger: str = ""
+) -> PlanError:
+    """What to tell a user whose model does not fit. `recomputed`: with all blocks recomputed
+    already. `larger`: the smallest world that it would fit, in words, such as "16 devices".
+    """
+    every = ", every block recomputed" if recomputed else ""
+    tries = [larger, "" if recomputed else 'recompute="auto"', "a smaller batch"]
+    tries += ["another layout" if layout != "auto" else "more devices" if not larger else ""]
+    advice = ", ".join(part for part in tries if part)
+    return PlanError(
+        f"no plan fits {limit / 2**30:,.2f} GiB on each of {world.ranks} devices: layout "
+        f"{layout!r}{every} needs {memory}. Try {advice}"
+    )
+
+
+def _known(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, str) and optimizer not in STATES:
+        raise PlanError(
+            f"unknown optimizer {optimizer!r}: it is one of {', '.join(STATES)}, or a number, "
+            "the bytes of state for every trained number"
+        )
 
 
 def stored_bytes(
@@ -35,23 +97,15 @@ def optimizer_bytes(layout: Layout, element_bytes: int, optimizer: Optimizer) ->
 
     A bfloat16 parameter with a float32 copy of itself and two float32 moments is `optimizer=12`.
     """
+    _known(optimizer)
     if isinstance(optimizer, str):
-        if optimizer not in STATES:
-            raise PlanError(
-                f"unknown optimizer {optimizer!r}: it is one of {', '.join(STATES)}, or a number, "
-                "the bytes of state for every trained number"
-            )
         return float(STATES[optimizer] * element_bytes * layout.local_size)
     return float(optimizer * layout.local_size)
 
 
 def step_copies(optimizer: Optimizer) -> int:
-    """How many copies of one parameter an optimizer's step makes for a moment: as torch's optimizers
-    do one parameter at a time, which is their way with DTensors.
+    """How many copies of a parameter an optimizer's step makes for a moment: torch's optimizers
+    take one parameter at a time, which is their way with DTensors.
     """
+    _known(optimizer)
     return _STEP_COPIES.get(optimizer, 0) if isinstance(optimizer, str) else 2
-
-
-def activation_bytes(values: Iterable[tuple[Layout, int]]) -> float:
-    """Upper bound: every value that carries a gradient is kept for the backward pass."""
-    return float(sum(layout.local_size * element_bytes for layout, element_bytes in values))

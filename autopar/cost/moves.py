@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from ..graphs import every_node
 from ..layout import Layout, Step, Traffic
 from ..program import Atom, Program
 from .inside import Inside
@@ -18,7 +19,7 @@ class Move(NamedTuple):
     """One collective. Its elements are `times` · the local sizes of these dims of a tensor that
     lies so, and for an all-to-all times the ranks of its group; `atoms` are those of each dim.
 
-    `inside`: within a sharded implementation.
+    `inside`: within a sharded implementation. `again`: a forward one that is run again.
     """
 
     node: fx.Node
@@ -31,6 +32,7 @@ class Move(NamedTuple):
     dims: tuple[int, ...]
     atoms: tuple[tuple[Atom, ...], ...]
     times: int = 1
+    again: bool = False
 
     @property
     def chain(self) -> str:
@@ -38,12 +40,21 @@ class Move(NamedTuple):
 
 
 def moves(program: Program) -> Iterator[Move]:
-    """Every collective of a training step."""
-    for node in program.module.graph.nodes:
-        if "step" in node.meta:
-            yield from _of_step(node, node.meta["step"], program)
-        for one in node.meta.get("inside", ()):
-            yield _of_inside(node, one, program)
+    """Every collective of a training step; a forward one that is run again, a second time as one of
+    the backward.
+    """
+    for node, again in every_node(program.module):
+        for move in _of_node(node, program):
+            yield move
+            if again and not move.backward:
+                yield move._replace(backward=True, again=True)
+
+
+def _of_node(node: fx.Node, program: Program) -> Iterator[Move]:
+    if "step" in node.meta:
+        yield from _of_step(node, node.meta["step"], program)
+    for one in node.meta.get("inside", ()):
+        yield _of_inside(node, one, program)
 
 
 def _of_step(node: fx.Node, step: Step, program: Program) -> Iterator[Move]:

@@ -47,9 +47,7 @@ class Lives(TorchDispatchMode):
         self.lives: list[_Life] = []
         self._known: dict[int, _Life] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.moment += 1
         made = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(made):
@@ -170,15 +168,13 @@ class _Step:
         tensor = held[entry.node]
         return tensor.clone() if entry.kind == "buffer" and entry.target in mutated else tensor
 
-    def _memory(
-        self, middle: int, parameters: list[_Life], gradients: list[_Life]
-    ) -> Memory:
+    def _memory(self, middle: int, parameters: list[_Life], gradients: list[_Life]) -> Memory:
         states, extra = self._states()
         moment, most = _highest(self.lives.lives)
         end = self.lives.moment + 1
         still = sum(life.size for life in self.lives.lives if life.died > end)
         if still + extra > most:
-            moment, most = end, still + extra
+            moment, most = end, int(still + extra)
         there = [x for x in self.lives.lives if x.born <= moment < x.died]
         kinds = {id(x): "parameters" for x in parameters} | {id(x): "gradients" for x in gradients}
         sizes = {"parameters": 0, "gradients": 0, "activations": 0}

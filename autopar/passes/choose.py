@@ -6,15 +6,25 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..cost.memory import Budget
+from ..graphs import blocks
 from ..layouts import Layouts, candidates
 from ..program import Program
 from ..search import search
 from ..world import World
 
 
-def choose(program: Program, world: World, layout: Layouts, redundant: bool = False) -> Program:
+def choose(
+    program: Program,
+    world: World,
+    layout: Layouts,
+    redundant: bool = False,
+    budget: Budget | None = None,
+) -> Program:
     """The best plan over every mesh that `layout` allows on the ranks of `world`; ties go to the
     first mesh.
+
+    `budget`: with recompute "full" every repeated block is; "auto" leaves it to what follows.
     """
     rated = [
         search(program, mesh, world, constraint, redundant)
@@ -22,7 +32,10 @@ def choose(program: Program, world: World, layout: Layouts, redundant: bool = Fa
     ]
     best = min(rated, key=lambda plan: plan.seconds)
     meshes = tuple((str(plan.mesh), plan.seconds) for plan in rated)
-    return dataclasses.replace(program, plan=dataclasses.replace(best, meshes=meshes))
+    full = budget is not None and budget.recompute == "full"
+    again = blocks(program.module.graph.nodes) if full else ()
+    plan = dataclasses.replace(best, meshes=meshes, recompute=again)
+    return dataclasses.replace(program, plan=plan)
 
 
 def check(program: Program) -> None:

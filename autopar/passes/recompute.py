@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +20,7 @@ from ..errors import PlanError
 from ..graphs import block_of, blocks
 from ..program import Program
 from ..recomputed import recomputed
+from ..rules import Spec
 
 
 def recompute(program: Program) -> Program:
@@ -38,7 +40,9 @@ def recompute(program: Program) -> Program:
             f"{', '.join(known) or 'none'}"
         )
     groups = [_convex(name, nodes) for name in program.plan.recompute]
-    return dataclasses.replace(program, module=_Grouping(program.module, groups).module())
+    specs = program.annotations.specs if program.annotations is not None else {}
+    made = _Grouping(program.module, groups, lambda unit: _tail(unit, specs)).module()
+    return dataclasses.replace(program, module=made)
 
 
 def check(program: Program) -> None:
@@ -61,6 +65,21 @@ def check(program: Program) -> None:
             assert block not in program.plan.recompute, f"{node.name} of {block} is not recomputed"
 
 
+def _tail(unit: list[fx.Node], specs: dict[str, Spec]) -> set[fx.Node]:
+    """The last nodes of a block, as far as their backward needs no values: changes of state and
+    what is linear in all its operands together. They do not run again: torch stops before.
+    """
+    found = set()
+    for node in reversed(unit):
+        spec = specs.get(node.meta.get("source", ""))
+        present = {i for i, dims in enumerate(spec.operands) if dims is not None} if spec else set()
+        free = spec is not None and spec.product is None and present in spec.linear
+        if not (free or "step" in node.meta or node.target is operator.getitem):
+            break
+        found.add(node)
+    return found
+
+
 def _convex(name: str, nodes: list[fx.Node]) -> frozenset[fx.Node]:
     """The nodes of a block, with all that lies on a way from one of them to another."""
     own = {n for n in nodes if n.op == "call_function" and block_of(n) == name}
@@ -77,8 +96,13 @@ def _convex(name: str, nodes: list[fx.Node]) -> frozenset[fx.Node]:
 class _Grouping:
     """The graph once more, groups of nodes as one call each, in an order that feeds every call."""
 
-    def __init__(self, module: fx.GraphModule, groups: list[frozenset[fx.Node]]) -> None:
-        self.source, self.groups = module, groups
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        groups: list[frozenset[fx.Node]],
+        tail: Callable[[list[fx.Node]], set[fx.Node]],
+    ) -> None:
+        self.source, self.groups, self.tail = module, groups, tail
         self.nodes = list(module.graph.nodes)
         self.group = {node: number for number, group in enumerate(groups) for node in group}
         assert len(self.group) == sum(map(len, groups)), "two blocks that are recomputed overlap"
@@ -130,25 +154,25 @@ class _Grouping:
     def _call(self, unit: list[fx.Node]) -> None:
         """The nodes of one group as a call of a graph of their own."""
         inside = set(unit)
-        inputs = list(dict.fromkeys(
-            n for node in unit for n in node.all_input_nodes if n not in inside
-        ))
+        inputs = list(
+            dict.fromkeys(n for node in unit for n in node.all_input_nodes if n not in inside)
+        )
         results = [node for node in unit if any(user not in inside for user in node.users)]
-        block = _inner(unit, inputs, results)
+        block = _inner(unit, inputs, results, self.tail(unit))
         name = f"recomputed_{self.group[unit[0]]}"
         self.root.add_module(name, block)
         module = self.graph.get_attr(name)
-        arguments = (module, _draws(unit), *(self.made[n] for n in inputs))
+        arguments: Any = (module, _draws(unit), *(self.made[n] for n in inputs))
         call = self.graph.call_function(recomputed, arguments)
         call.meta["chain"] = unit[0].meta.get("chain")
         for index, node in enumerate(results):
             item = self.graph.call_function(operator.getitem, (call, index))
-            item.meta = {k: v for k, v in node.meta.items() if k in ("layout", "chain")}
+            item.meta = {k: v for k, v in node.meta.items() if k == "layout"}
             self.made[node] = item
 
 
 def _inner(
-    unit: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]
+    unit: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node], tail: set[fx.Node]
 ) -> fx.GraphModule:
     graph, made = fx.Graph(), {}
     for node in inputs:
@@ -156,6 +180,7 @@ def _inner(
         made[node].meta = {k: v for k, v in node.meta.items() if k in ("layout", "val")}
     for node in unit:
         made[node] = graph.node_copy(node, made.__getitem__)
+        made[node].meta["again"] = node not in tail
     graph.output(tuple(made[node] for node in results))
     return fx.GraphModule(torch.nn.Module(), graph, class_name="Block")
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from .._compat import OpOverload
+from ..graphs import called
 
 _HIDDEN = ("mesh", "coordinate")
 
@@ -19,14 +20,32 @@ def listing(module: fx.GraphModule) -> str:
 
     Communication stands out by `>>`. What every line repeats (the mesh) is left out.
     """
+    return "\n".join(_lines(module)) + "\n"
+
+
+def _lines(module: fx.GraphModule) -> list[str]:
     lines: list[str] = []
     chain: str | None = None
     for node in module.graph.nodes:
+        if node.op == "get_attr":
+            continue
+        if called(module, node):
+            lines.extend(_block(module, node))
+            continue
         if node.op == "call_function" and node.meta.get("chain") not in (None, chain):
             chain = node.meta["chain"]
             lines.append(f"\n# {chain}")
         lines.append(_line(node))
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _block(module: fx.GraphModule, node: fx.Node) -> list[str]:
+    """A block that is computed again in the backward: what it takes, and its own lines indented."""
+    (block,) = called(module, node)
+    taken = ", ".join(str(a) for a in node.args[2:])
+    inner = "\n".join(line for line in _lines(block) if not line.startswith("input "))
+    indented = [f"    {line}" if line else "" for line in inner.split("\n")]
+    return [f"\n   {node.name} = recomputed({taken}):", *indented]
 
 
 def _line(node: fx.Node) -> str:

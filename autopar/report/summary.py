@@ -8,13 +8,17 @@ import dataclasses
 import re
 from collections import Counter, defaultdict
 
+import torch
+from torch import fx
+
 from ..cost.comm import collective_cost
 from ..cost.compute import node_seconds
-from ..cost.memory import activation_bytes, stored_bytes
 from ..cost.moves import moves
 from ..cost.ways import flat_ways, ways
+from ..graphs import every_node
 from ..plan import Collective, Plan, Row
 from ..program import Program
+from ..rules import results_of
 from ..strategies import Strategy
 from ..world import World
 
@@ -33,12 +37,14 @@ def summarised(program: Program, world: World) -> Plan:
     plan = program.plan
     assert plan is not None
     found = collectives(program, world)
+    again = sum(c.seconds for m, c in zip(moves(program), found, strict=True) if m.again)
+    again += sum(_again_seconds(program, world).values())
     unsplit = (*plan.unsplit, *_unknown(program))
     return dataclasses.replace(
         plan,
         collectives=found,
+        seconds=plan.seconds + again,  # the search knows nothing of what runs twice
         comm_bytes=sum(c.bytes for c in found),
-        peak_bytes=_peak(program),
         rows=_rows(program, found, world),
         unsplit=unsplit,
     )
@@ -159,21 +165,49 @@ def _compute_seconds(program: Program, world: World) -> dict[str, float]:
     plan, notes = program.plan, program.annotations
     assert plan is not None and notes is not None
     total: dict[str, float] = defaultdict(float)
-    sizes = {
-        n.meta["source"]: n
-        for n in program.module.graph.nodes
-        if "source" in n.meta and "step" not in n.meta
-    }
+    made = {_source(n): _dtype(n) for n, _ in every_node(program.module) if _computes(n)}
     chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
     for name, choice in plan.choices.items():
         parts = _parts(plan, choice.splits, notes.specs[name].sizes)
         strategy = Strategy((), choice.operands, choice.results, parts)
         gradient = (name, 0) in notes.gradient
-        if name in sizes:
-            dtype = sizes[name].meta["dtype"]
-            total[chain_of[name]] += node_seconds(
-                notes.specs[name], strategy, dtype, gradient, world
-            )
+        if name in made:
+            seconds = node_seconds(notes.specs[name], strategy, made[name], gradient, world)
+            total[chain_of[name]] += seconds
+    for chain, seconds in _again_seconds(program, world).items():
+        total[chain] += seconds
+    return total
+
+
+def _computes(node: fx.Node) -> bool:
+    return node.op == "call_function" and "step" not in node.meta
+
+
+def _source(node: fx.Node) -> str:
+    """The traced node that a node stands for; on one rank the graph is the traced one."""
+    return str(node.meta.get("source", node.name))
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    if "dtype" in node.meta or "val" not in node.meta:
+        return node.meta.get("dtype", torch.float32)
+    return next((v.dtype for v in results_of(node) if isinstance(v, torch.Tensor)), torch.float32)
+
+
+def _again_seconds(program: Program, world: World) -> dict[str, float]:
+    """Of every subgraph, what the computation takes that runs again in the backward."""
+    plan, notes = program.plan, program.annotations
+    assert plan is not None and notes is not None
+    made = {
+        _source(n): _dtype(n) for n, again in every_node(program.module) if again and _computes(n)
+    }
+    chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
+    total: dict[str, float] = defaultdict(float)
+    for name in made.keys() & plan.choices.keys():
+        choice, spec = plan.choices[name], notes.specs[name]
+        parts = _parts(plan, choice.splits, spec.sizes)
+        strategy = Strategy((), choice.operands, choice.results, parts)
+        total[chain_of[name]] += node_seconds(spec, strategy, made[name], False, world)
     return total
 
 
@@ -182,23 +216,3 @@ def _parts(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
     for axis, split in zip(plan.mesh.axes, splits, strict=True):
         parts *= axis.size if split in factors else 1
     return parts
-
-
-def _peak(program: Program) -> float:
-    """Parameters with gradients and AdamW's moments, and every value that is kept for the backward
-    pass.
-    """
-    stored = 0.0
-    for entry in program.signature.inputs:
-        if entry.kind == "parameter":
-            layout = program.layouts[entry.node]
-            stored += stored_bytes(layout, program.dtypes[entry.node].itemsize, entry.trainable)
-    notes = program.annotations
-    assert notes is not None and program.plan is not None
-    kept = [
-        (layout, 4)
-        for name, choice in program.plan.choices.items()
-        for index, layout in enumerate(choice.results)
-        if (name, index) in notes.gradient
-    ]
-    return stored + activation_bytes(kept)

@@ -1,0 +1,137 @@
+"""Blocks that are recomputed: the same numbers, less memory, and what it costs is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+import models
+from autopar import PlanError, api, lockstep, report, wire
+from autopar._compat import pytree
+from autopar.graphs import every_node
+from autopar.recomputed import recomputed
+from autopar.verify import _Rank
+
+
+def example(name: str, **changes: Any) -> tuple[torch.nn.Module, Any]:
+    model, args, kwargs = getattr(models, name)(**changes)
+    return model, kwargs or args
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layout"),
+    [("gpt", 2, "fsdp"), ("gpt", 4, "megatron-sp"), ("gpt2", 4, "2.5d"), ("t5", 8, "4d")],
+)
+def test_every_node_and_gradient_is_right(name: str, ranks: int, layout: str) -> None:
+    model, inputs = example(name)
+    plain = autopar.verify(model, ranks, inputs, layout)
+    again = autopar.verify(model, ranks, inputs, layout, recompute="full")
+    assert again.nodes == plain.nodes
+
+
+def test_dropout_drops_the_same_again() -> None:
+    model, inputs = example("gpt", dropout=0.2)
+    autopar.verify(model, 4, inputs, "megatron", recompute="full")
+
+
+def test_on_one_rank_the_generators_are_set_back() -> None:
+    """There dropout is torch's own."""
+    model, args, _ = models.gpt(dropout=0.2)
+    found = []
+    for recompute in ("none", "full"):
+        par = autopar.parallelize(model, 1, args, recompute=recompute)  # type: ignore[arg-type]
+        torch.manual_seed(1)
+        par(*args)[1].backward()
+        found.append([p.grad.clone() for p in par.parameters()])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "fsdp"), (4, "megatron-sp"), (4, "2.5d")])
+def test_less_is_held_and_more_is_moved(ranks: int, layout: str) -> None:
+    model, inputs = example("gpt")
+    plain = autopar.plan(model, ranks, inputs, layout, recompute="none")
+    again = autopar.plan(model, ranks, inputs, layout, recompute="full")
+    assert plain.recompute == () and again.recompute == ("blocks.0", "blocks.1")
+    assert again.peak_bytes < 0.9 * plain.peak_bytes
+    assert again.seconds > plain.seconds and again.comm_bytes > plain.comm_bytes
+    more = len(again.collectives) - len(plain.collectives)
+    assert more == calls(again, inputs) - calls(plain, inputs) > 0
+
+
+def calls(plan: autopar.Plan, inputs: Any) -> int:
+    """The collectives that rank 0 takes part in, in a forward and a backward."""
+    program, count = plan.ready.program, 0
+    tensors = {name: tensor.detach() for name, tensor in program.tensors.items()}
+    program = dataclasses.replace(program, tensors=tensors)
+    leaves = pytree.tree_leaves(api._arguments(inputs))
+
+    def step(rank: int) -> None:
+        nonlocal count
+        inner = wire.simulator
+        if rank == 0:
+            wire.simulator = Counting()
+        assert inner is not None
+        _Rank(program, plan.mesh.coordinate(rank), leaves)._step()
+
+    class Counting:
+        def exchange(self, kind: str, x: torch.Tensor, group: str) -> torch.Tensor:
+            nonlocal count
+            count += run._own.rank == 0
+            return run.exchange(kind, x, group)
+
+    original = lockstep._Run.execute
+    run: Any = None
+
+    def execute(self: Any, rank_fn: Any) -> Any:
+        nonlocal run
+        run = self
+        return original(self, rank_fn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lockstep._Run, "execute", execute)
+        lockstep.run(plan.mesh, step)
+    return count
+
+
+def test_a_plan_keeps_its_blocks_in_a_file(tmp_path: Path) -> None:
+    model, inputs = example("gpt")
+    made = autopar.plan(model, 1, inputs, recompute="full")
+    made.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded.recompute == made.recompute and loaded.memory == made.memory
+    par = autopar.apply(model, loaded, inputs)
+    assert len(par.graph.graph.find_nodes(op="call_function", target=recomputed)) == 2
+    torch.testing.assert_close(par(*inputs)[1], model(*inputs)[1])
+
+
+def test_a_block_that_is_not_there() -> None:
+    model, inputs = example("gpt")
+    plan = dataclasses.replace(autopar.plan(model, 1, inputs), recompute=("blocks.7",), ready=None)
+    with pytest.raises(
+        PlanError, match=r"blocks\.7 cannot be recomputed.* are blocks\.0, blocks\.1"
+    ):
+        autopar.apply(model, plan, inputs)
+
+
+def test_the_listing_shows_what_runs_twice() -> None:
+    model, inputs = example("gpt")
+    plan = autopar.plan(model, 2, inputs, "megatron", recompute="full")
+    text = report.listing(plan.ready.program.module)
+    assert "= recomputed(" in text and "\n    >> all_reduce" in text
+    plain = autopar.plan(model, 2, inputs, "megatron", recompute="none").ready.program.module
+    names = [n.target for n, _ in every_node(plan.ready.program.module) if "source" in n.meta]
+    assert names == [n.target for n in plain.graph.nodes if "source" in n.meta]
+
+
+def test_a_compiler_takes_it() -> None:
+    model, args, _ = models.gpt()
+    par = autopar.parallelize(model, 1, args, backend="aot_eager", recompute="full")
+    par(*args)[1].backward()
+    model(*args)[1].backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(par.get_parameter(name).grad, parameter.grad)
