@@ -20,6 +20,7 @@ from .cost.memory import Budget, Limit, Optimizer, Recompute
 from .cost.timeline import Timeline, timeline
 from .errors import InputError, PlanError, WorldError
 from .fitting import fitted
+from .held import current, held
 from .layout import Layout
 from .layouts import Layouts, candidates
 from .mesh import Mesh, connect
@@ -28,7 +29,7 @@ from .passes import annotate, chains, choose, emit, rewrite, trace
 from .passes import pipeline as panels
 from .passes import recompute as recomputing
 from .plan import Plan
-from .program import Input, Program
+from .program import Program
 from .report.summary import summarised
 from .rules import shape_of
 from .verify import Check, compare, widened
@@ -107,10 +108,7 @@ def _chosen(
 
 
 def _rewritten(pipeline: _Pipeline, program: Program, world: World) -> Program:
-    return _recomputed(pipeline, _emitted(pipeline, program, world))
-
-
-def _recomputed(pipeline: _Pipeline, program: Program) -> Program:
+    program = _emitted(pipeline, program, world)
     return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
 
 
@@ -230,7 +228,7 @@ def apply(
         "plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
     )
     program = ready.program
-    tensors = ranks.together("taking the parameters", lambda: _current(model, program))
+    tensors = ranks.together("taking the parameters", lambda: current(model, program))
     mesh = plan.mesh
     if ranks.running() != max(1, mesh.size):
         raise WorldError(
@@ -243,7 +241,7 @@ def apply(
     device_mesh = connect(mesh, device.type) if mesh.axes else None
     run = program.module if backend is None else torch.compile(program.module, backend=backend)
     program = dataclasses.replace(program, tensors=tensors)
-    order = list(_held(model))
+    order = list(held(model))
     seed = ranks.from_rank_0(torch.initial_seed())  # ranks that hold the same must drop the same
     return ranks.together(
         "placing the parameters",
@@ -270,49 +268,6 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
     program = dataclasses.replace(_analysed(pipeline, source), plan=plan)
     world = World.of(max(1, plan.mesh.size))
     return Ready(_fitted(pipeline, source, program, world, None), pipeline.graphs, world)
-
-
-def _held(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters, then its buffers, by every name."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def _current(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
-    """The model's parameters and buffers as they are now. Raises PlanError where one is gone or has
-    another shape.
-    """
-    held = _held(model)
-    tensors = dict(program.tensors)
-    for entry in program.signature.inputs:
-        if entry.kind not in ("parameter", "buffer"):
-            continue
-        now = held.get(entry.target)
-        planned = _facts(program.layouts[entry.node].shape, program.dtypes[entry.node], entry)
-        found = "gone" if now is None else _facts(tuple(now.shape), now.dtype, entry, now)
-        if now is None or found != planned:
-            raise PlanError(
-                f"{entry.kind} {entry.target} was {planned} when the model was planned and is "
-                f"{found} now: plan again"
-            )
-        if any(held.get(name) is not now for name in entry.names):
-            raise PlanError(
-                f"{', '.join(entry.names)} were one tensor when the model was planned and are no "
-                "longer: plan again"
-            )
-        tensors[entry.target] = now
-    return tensors
-
-
-def _facts(
-    shape: tuple[int, ...], dtype: torch.dtype, entry: Input, now: torch.Tensor | None = None
-) -> str:
-    """What the graph was made for, in words; of a parameter also whether it is trained."""
-    trained = entry.trainable if now is None else now.requires_grad
-    frozen = ", frozen" if entry.kind == "parameter" and not trained else ""
-    return f"{shape} {dtype}{frozen}"
 
 
 def parallelize(

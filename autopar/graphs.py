@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import fx
 
@@ -57,7 +58,7 @@ def every_node(module: fx.GraphModule) -> Iterator[tuple[fx.Node, bool]]:
     them; and whether the node runs again in the backward.
     """
     for node in module.graph.nodes:
-        yield node, False
+        yield node, bool(node.meta.get("again"))
         for block in called(module, node):
             yield from ((inner, inner.meta.get("again", True)) for inner, _ in every_node(block))
 
@@ -69,6 +70,38 @@ def called(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     names = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
     found = [getattr(module, str(name)) for name in names]
     return [block for block in found if isinstance(block, fx.GraphModule)]
+
+
+def inlined(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with the graphs that it calls in its own: their nodes have `meta["block"]`, the
+    name of the call.
+    """
+    if not any(called(module, node) for node in module.graph.nodes):
+        return module
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            continue
+        for block in called(module, node):
+            given = iter(node.args[2:])
+            inner: dict[fx.Node, fx.Node] = {}
+            for part in block.graph.nodes:
+                if part.op == "placeholder":
+                    inner[part] = made[next(given)]
+                elif part.op == "output":
+                    made[node] = [inner[n] for n in part.args[0]]
+                else:
+                    inner[part] = graph.node_copy(part, inner.__getitem__)
+                    inner[part].meta["block"] = node.name
+        if node in made:
+            continue
+        taken = made.get(node.all_input_nodes[0]) if node.target is operator.getitem else None
+        if isinstance(taken, list):
+            made[node] = taken[node.args[1]]
+        else:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    return fx.GraphModule(module, graph)
 
 
 def where(node: fx.Node) -> str:

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent / "autopar"
 ORDER = (
     "errors", "ranks", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe",
     "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives",
-    "conversion", "sharded", "local", "recomputed", "constraint", "cost", "layouts", "elimination", "regions",
-    "conversion_costs", "search", "lockstep", "passes", "fitting", "placement", "module",
-    "verify", "report", "api", "targets", "cli", "__main__", "",
+    "conversion", "sharded", "local", "recomputed", "constraint", "cost", "layouts", "elimination",
+    "regions", "conversion_costs", "search", "lockstep", "passes", "fitting", "placement", "module",
+    "verify", "report", "held", "api", "targets", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

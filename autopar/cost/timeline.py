@@ -9,6 +9,7 @@ in torch.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections import defaultdict
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch import fx
 
+from ..graphs import inlined
 from ..mesh import Mesh
 from ..program import Program
 from ..strategies import Strategy
@@ -130,6 +132,7 @@ def step_events(program: Program, world: World) -> list[Event]:
 
 class _Step:
     def __init__(self, program: Program, world: World) -> None:
+        program = dataclasses.replace(program, module=inlined(program.module))
         assert program.plan is not None and program.annotations is not None
         self.program, self.world = program, world
         self.plan, self.notes = program.plan, program.annotations
@@ -142,8 +145,13 @@ class _Step:
         self.gradients: dict[fx.Node, tuple[int, ...]] = defaultdict(tuple)
         self.carrying = self._carrying()
         self.moved: dict[fx.Node, list[Move]] = defaultdict(list)
+        self.repeated: dict[fx.Node, list[Move]] = defaultdict(list)
         for move in moves(program):
-            self.moved[move.node].append(move)
+            (self.repeated if move.again else self.moved)[move.node].append(move)
+        self.blocks: dict[str | None, list[fx.Node]] = defaultdict(list)  # that run again
+        for node in self.nodes:
+            if node.meta.get("again"):
+                self.blocks[node.meta.get("block")].append(node)
 
     def run(self) -> list[Event]:
         for node in self.nodes:
@@ -152,6 +160,7 @@ class _Step:
             self.gradients[node] = self.made[node]
         for node in reversed(self.nodes):
             if node in self.carrying and self.gradients[node]:
+                self._again(node.meta.get("block"), self.gradients[node])
                 self._backward(node)
         self._optimizer()
         return self.events
@@ -287,6 +296,18 @@ class _Step:
         return len(self.events) - 1
 
     # -- backward ----------------------------------------------------------------------------------
+    def _again(self, block: str | None, after: tuple[int, ...]) -> None:
+        """The forward of a recomputed block, once more, when the backward comes to it."""
+        nodes = self.blocks.pop(block, [])
+        done: dict[fx.Node, tuple[int, ...]] = {}
+        for node in nodes:
+            ready = _joined(done.get(n, after) for n in node.all_input_nodes) or after
+            seconds = 0.0 if "step" in node.meta else self._seconds(node)[0]
+            done[node] = self._work(node, seconds, self.repeated[node], ready, "backward")
+        everything = _joined([after, *done.values()])
+        for node in nodes:
+            if self.gradients[node]:
+                self.gradients[node] = _joined([self.gradients[node], everything])
     def _backward(self, node: fx.Node) -> None:
         inputs = [n for n in node.all_input_nodes if n in self.carrying]
         after, found = self.gradients[node], self.moved[node]
