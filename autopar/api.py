@@ -40,7 +40,7 @@ Backend = str | Callable[..., Any] | None
 T = TypeVar("T")
 
 
-def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) from what a user gives: a tuple of positional or a dict of keyword arguments,
     or one tensor.
     """
@@ -79,7 +79,7 @@ class _Pipeline:
 
 
 def _traced(model: nn.Module, inputs: Inputs) -> Program:
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments(inputs)
     return trace.trace(model, args, kwargs)
 
 
@@ -396,4 +396,4 @@ def verify(
     budget = Budget.of(found, "auto", "adamw", recompute)
     several = _planned(pipeline, program, found, layout, budget)
     one = _rewritten(pipeline, choose.choose(program, World.of(1), "auto"), found)
-    return compare(several, one, pytree.tree_leaves(_arguments(inputs)), tolerance)
+    return compare(several, one, pytree.tree_leaves(arguments(inputs)), tolerance)

@@ -1,4 +1,4 @@
-"""The command line: plan, verify and show, for people or (--json) for programs."""
+"""The command line: plan, verify, show and calibrate, for people or (--json) for programs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from torch import nn
 
-from . import api
+from . import api, calibration
+from . import ranks as running
 from .errors import AutoparError, LayoutError, PlanError, WorldError
 from .layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 from .plan import Plan
+from .report import terminal
+from .report.progress import bar
+from .report.terminal import console, line
 from .targets import NAMED, Batch, Target, resolve
 from .world import World
 
@@ -29,8 +34,8 @@ T = TypeVar("T")
 
 PATIENCE_S = 2.0  # what takes longer says that it is at work
 QUIET_S = 30.0  # between two such lines where nobody watches a terminal
+CALIBRATED = "world.json"  # what calibrate writes, and plan reads where no world is named
 LOCKSTEP_RANKS = 8  # that verify runs where none are named
-WIDTH = 118  # columns of what goes to a file or a pipe
 GRIDS = {"atp": Grid2D, "3d": Grid3D, "4d": Grid4D, "2.5d": Grid25D}
 
 app = typer.Typer(
@@ -42,18 +47,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-TargetArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET",
-        help="package.module:function, a function that returns (model, inputs), or one of "
-        + ", ".join(NAMED),
-    ),
-]
+MODEL_HELP = (
+    "package.module:function, a function that returns (model, inputs), or one of "
+    + ", ".join(NAMED)
+)
+TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=MODEL_HELP)]
 WorldOption = Annotated[
     str | None,
     typer.Option(
-        metavar="WORLD", help="A preset's name or a JSON file; machines like this one if left out."
+        metavar="WORLD",
+        help="A preset's name or a JSON file; left out: world.json of this folder, which calibrate "
+        "writes, else machines like this one.",
     ),
 ]
 RanksOption = Annotated[
@@ -96,8 +100,8 @@ def plan(
     Example: autopar plan llama3-8b --ranks 8 --batch 64x4096 --save plan.json
     """
     with _reporting(as_json):
-        if save is not None and not save.parent.is_dir():
-            raise FileNotFoundError(f"--save {save}: there is no folder {save.parent}")
+        if save is not None:
+            _folder(save)
         found, wanted = read_world(world, ranks), read_layout(layout)
         chosen = _target(target, batch, found.ranks)
         start = time.perf_counter()
@@ -109,10 +113,10 @@ def plan(
         if as_json:
             _print_json(_facts(made) | {"target": chosen.name, "parameters": chosen.parameters})
             return
-        out = _console()
-        _line(out, "model", f"{chosen.name}: {_count(chosen.parameters)} parameters")
+        out = console()
+        line(out, "model", _model(chosen))
         _show(out, made, found)
-        _line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
+        line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
 
 
 @app.command()
@@ -140,9 +144,9 @@ def verify(
             facts = dataclasses.asdict(check) | {"layout": layout, "verified": True}
             _print_json(facts | {"target": chosen.name, "parameters": chosen.parameters})
             return
-        out = _console()
-        _line(out, "model", f"{chosen.name}: {_count(chosen.parameters)} parameters")
-        _line(out, "layout", layout)
+        out = console()
+        line(out, "model", _model(chosen))
+        line(out, "layout", layout)
         out.print(f"[bold green]equal[/]    {escape(str(check))}", soft_wrap=True)
 
 
@@ -157,7 +161,37 @@ def show(path: PlanArgument, as_json: JsonOption = False) -> None:
         if as_json:
             _print_json(_facts(made))
         else:
-            _show(_console(), made, None)
+            _show(console(), made, None)
+
+
+@app.command()
+def calibrate(
+    target: Annotated[str | None, typer.Argument(metavar="[TARGET]", help=MODEL_HELP)] = None,
+    save: Annotated[
+        Path, typer.Option(metavar="FILE", dir_okay=False, help="The world, for plan --world.")
+    ] = Path(CALIBRATED),
+    seconds: Annotated[float, typer.Option(min=1.0, help="About how long to measure.")] = 120.0,
+    batch: BatchOption = None,
+) -> None:
+    """Measure collectives, products, memory and launches on the ranks that run, and write them to
+    world.json, which plan uses from then on. Start it with torchrun; one process alone measures its
+    device. With TARGET, its own products are measured, too.
+
+    Example: torchrun --nproc-per-node 4 -m autopar calibrate
+    """
+    with calibration.joined(), _reporting(as_json=False, quiet=running.rank() > 0):
+        running.together("looking for the folder", lambda: _folder(save))
+
+        def build() -> tuple[nn.Module, Any]:
+            made = resolve(str(target), None if batch is None else Batch.parse(batch), 16)
+            return made.model, made.inputs
+
+        with _bar() as progress, redirect_stdout(sys.stderr):
+            world = calibration.calibrated(build if target else None, seconds, progress)
+        if running.rank() == 0:
+            world.save(save)
+            line(console(), "world", str(world))
+            line(console(), "saved", f"as {save}")
 
 
 def main() -> None:
@@ -169,25 +203,31 @@ def main() -> None:
 def read_world(text: str | None, ranks: int | None) -> World:
     """The world that --world and --ranks name together. Raises WorldError."""
     if text is None:
-        here = World.of(ranks)
-        gpus = torch.cuda.device_count()
+        calibrated = _calibrated(ranks)
+        if calibrated is not None:
+            return calibrated
+        here, gpus = World.of(ranks), torch.cuda.device_count()
         return World.of(gpus) if ranks is None and here.ranks == 1 < gpus else here
     if text.endswith(".json") or Path(text).is_file():
-        world = _world_method("load")(text)
+        world = World.load(text)
         if ranks not in (None, world.ranks):
             raise WorldError(
                 f"--ranks {ranks}: the world of {text} has {world.ranks} ranks; leave --ranks out"
             )
         return world
-    preset = _world_method("preset")
-    return preset(text) if ranks is None else preset(text, ranks=ranks)
+    return World.preset(text, ranks)
 
 
-def _world_method(name: str) -> Callable[..., World]:
-    found = getattr(World, name, None)
-    if found is None:
-        raise WorldError("this autopar has no presets or files of worlds: leave --world out")
-    return found
+def _calibrated(ranks: int | None) -> World | None:
+    """The world that calibrate wrote into this folder, if it has so many ranks."""
+    if not Path(CALIBRATED).is_file():
+        return None
+    world = World.load(CALIBRATED)
+    if ranks in (None, world.ranks):
+        return dataclasses.replace(world, name=CALIBRATED)
+    said = f"{CALIBRATED} is of {world.ranks} ranks and does not count for {ranks}"
+    console(stderr=True).print(said, soft_wrap=True)
+    return None
 
 
 def read_layout(text: str) -> Layouts:
@@ -231,6 +271,11 @@ def _size(text: str, part: str, value: str) -> int:
     return int(value)
 
 
+def _folder(save: Path) -> None:
+    if not save.parent.is_dir():
+        raise FileNotFoundError(f"--save {save}: there is no folder {save.parent}")
+
+
 def _target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
     given = None if batch is None else Batch.parse(batch)
     return _watched(f"building {text}", lambda: resolve(text, given, samples, real))
@@ -252,31 +297,21 @@ def _load(path: Path) -> Plan:
 
 
 # -- what is printed -------------------------------------------------------------------------------
-def _console(stderr: bool = False) -> Console:
-    """On this moment's stdout or stderr (tracing puts another one in its place for a while); a file
-    is given columns enough for the table.
-    """
-    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console.width = max(WIDTH, console.width)
-    return console
-
-
-def _line(out: Console, name: str, text: str) -> None:
-    out.print(f"[bold]{name:8}[/] {escape(text)}", soft_wrap=True)
-
-
 def _show(out: Console, made: Plan, world: World | None) -> None:
     """The plan with its world; a warning where a step does not fit the memory of a device."""
-    _line(out, "world", str(world) if world is not None else made.world)
-    _line(out, "layout", made.layout)
+    line(out, "world", str(world) if world is not None else made.world)
+    line(out, "layout", made.layout)
     out.print(made.table())
-    moved = f"{_amount(made.comm_bytes)}B"
-    _line(out, "modelled", f"{_time(made.seconds)} a step; a rank sends {moved}")
-    memory = f"{_memory(made.peak_bytes)} at the peak on each device"
+    moved = f"{terminal.amount(made.comm_bytes)}B"
+    line(out, "modelled", f"{terminal.duration(made.seconds)} a step; a rank sends {moved}")
+    memory = f"{terminal.memory(made.peak_bytes)} at the peak on each device"
     if world is not None and made.peak_bytes > world.device.memory_bytes:
-        memory += f", [red]which has {_memory(world.device.memory_bytes)}: too little[/]"
+        memory += f", [red]which has {terminal.memory(world.device.memory_bytes)}: too little[/]"
     out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
+
+
+def _model(target: Target) -> str:
+    return f"{target.name}: {terminal.count(target.parameters)} parameters"
 
 
 def _facts(made: Plan) -> dict[str, Any]:
@@ -301,29 +336,21 @@ def _ranks(world: World) -> str:
     return f"{world.ranks:,} rank{'s' if world.ranks > 1 else ''}"
 
 
-def _count(parameters: int) -> str:
-    return _amount(parameters).replace("G", "B").strip()
-
-
-def _amount(count: float) -> str:
-    """A number with the prefix of its thousands, as "8.03 G"."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {prefix}"
-    return f"{count:.0f} "
-
-
-def _memory(size: float) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+@contextmanager
+def _bar() -> Iterator[Callable[[float, str], None]]:
+    """A progress bar, on rank 0."""
+    if running.rank() > 0:
+        yield lambda share, doing: None
+    else:
+        with bar(console(stderr=True)) as progress:
+            yield progress
 
 
 @contextmanager
-def _reporting(as_json: bool) -> Iterator[None]:
-    """A user's mistake: one red message and exit status 2; with --json on stdout, too."""
+def _reporting(as_json: bool, quiet: bool = False) -> Iterator[None]:
+    """A user's mistake: one red message, unless `quiet`, and exit status 2; with --json on stdout,
+    too.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -335,7 +362,8 @@ def _reporting(as_json: bool) -> Iterator[None]:
         if as_json:
             _print_json({"error": type(error).__name__, "message": text})
         message = f"[bold red]{type(error).__name__}:[/] [red]{escape(text)}[/]"
-        _console(stderr=True).print(message, soft_wrap=True)
+        if not quiet:
+            console(stderr=True).print(message, soft_wrap=True)
         raise typer.Exit(2) from None
 
 
@@ -344,7 +372,7 @@ def _watched(doing: str, work: Callable[[], T]) -> T:
     What a model prints goes to stderr, too: stdout is for results.
     """
     done = threading.Event()
-    arguments = (doing, done, _console(stderr=True))
+    arguments = (doing, done, console(stderr=True))
     watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
     watcher.start()
     try:

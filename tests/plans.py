@@ -44,7 +44,7 @@ class Subject:
         return self._compared(api._rewritten(api._Pipeline(), program, world))
 
     def _compared(self, several: Program) -> Check:
-        return compare(several, self.single, pytree.tree_leaves(api._arguments(self.inputs)), 1e-9)
+        return compare(several, self.single, pytree.tree_leaves(api.arguments(self.inputs)), 1e-9)
 
 
 def subject(model: nn.Module, inputs: Any) -> Subject:
@@ -87,7 +87,7 @@ def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:
 def assert_equal_to_eager(subject: Subject) -> None:
     """The traced graph in float64 gives what the model gives: verify compares with the graph."""
     model = copy.deepcopy(subject.model).double()
-    args, kwargs = pytree.tree_map(_double, api._arguments(subject.inputs))
+    args, kwargs = pytree.tree_map(_double, api.arguments(subject.inputs))
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = {name: tensor.detach().clone() for name, tensor in held.items()}
     default = torch.get_default_dtype()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from autopar import calibration, cli
 from autopar.cost import calibrate, fit, measure
 from autopar.cost.calibrate import Times, cases, lines, local_products, patterns, with_products
 from autopar.cost.comm import collective_cost
@@ -20,6 +25,7 @@ from autopar.errors import WorldError
 from autopar.layout import Traffic
 from autopar.mesh import Mesh
 from autopar.world import KINDS, Device, Level, Measured, World
+from gpt import GPT
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
 TRUE = World((Level(2, 6e8, 1e-4), Level(4, 5e7, 1e-3)), CORE, launch_s=3e-4)
@@ -180,3 +186,60 @@ def test_what_is_measured_twice_is_refused() -> None:
     one = Measured("all_gather", ((2, 1),), 2, 0.0, 1e-9)
     with pytest.raises(WorldError, match="is there twice"):
         replace(TRUE, measured=(one, replace(one, start_s=1.0)))
+
+
+# -- the command line ------------------------------------------------------------------------------
+def test_plan_takes_the_world_that_calibrate_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(cli.app, ["calibrate", "--seconds", "1"])
+    assert made.exit_code == 0, made.output
+    assert "saved    as world.json" in made.stdout and "products … " in made.stderr
+    world = World.load("world.json")
+    assert cli.read_world(None, None) == replace(world, name="world.json")
+    assert cli.read_world(None, 2) == World.of(2)
+
+
+def test_a_folder_that_is_not_there_is_said_before_measuring(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["calibrate", "--save", str(tmp_path / "no" / "w.json")])
+    assert result.exit_code == 2 and "there is no folder" in result.stderr
+
+
+def launched(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", "-m", "autopar", "calibrate", *arguments]
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(cli.__file__).parent.parent)])
+    environment = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.slow
+def test_two_real_ranks(tmp_path: Path) -> None:
+    result = launched("test_cli:tiny", "--seconds", "4", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    world = World.load(tmp_path / "world.json")
+    assert world.ranks == 2 and world.backend == "gloo"
+    assert {m.kind for m in world.measured} == set(KINDS)
+    assert all(m.pattern == ((2, 1),) and m.s_per_byte > 0 for m in world.measured)
+    assert result.stdout.count("saved") == 1 and "collectives … 100%" in result.stderr
+
+
+@pytest.mark.slow
+def test_what_fails_on_all_ranks_is_said_once(tmp_path: Path) -> None:
+    result = launched("test_cli:broken", "--seconds", "4", folder=tmp_path)
+    assert result.returncode != 0
+    assert result.stderr.count("no weights today") == 1
+    assert not (tmp_path / "world.json").exists()
+
+
+def test_a_models_own_products() -> None:
+    """qkv, out, up, down, head: as (rows, columns, inner) of one device; attention's are none."""
+    with torch.device("meta"):
+        model, tokens = GPT(), torch.zeros(2, 8, dtype=torch.int64)
+    found = {(m, n, k) for _, m, n, k in calibration.whole_products(model, (tokens, tokens))}
+    width = model.head.in_features
+    assert (16, 3 * width, width) in found and (16, width, 4 * width) in found
+    assert all(m == 16 for m, _, _ in found)

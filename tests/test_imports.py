@@ -15,7 +15,7 @@ ORDER = (
     "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives",
     "conversion", "sharded", "local", "recomputed", "constraint", "cost", "layouts", "elimination",
     "regions", "conversion_costs", "search", "lockstep", "passes", "fitting", "placement", "module",
-    "verify", "report", "held", "api", "targets", "cli", "__main__", "",
+    "verify", "report", "held", "api", "calibration", "targets", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

