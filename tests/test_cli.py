@@ -182,16 +182,25 @@ def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
 
 
 # -- the world -------------------------------------------------------------------------------------
-def test_a_world_by_name_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    preset = staticmethod(lambda name, ranks=2: World.of(ranks))
-    monkeypatch.setattr(World, "preset", preset, raising=False)
-    monkeypatch.setattr(World, "load", staticmethod(lambda path: World.of(6)), raising=False)
+def test_a_world_by_name_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert cli.read_world("dgx-h100", 16).ranks == 16
-    assert cli.read_world("dgx-h100", None).ranks == 2
-    assert cli.read_world("world.json", None).ranks == cli.read_world("world.json", 6).ranks == 6
-    with pytest.raises(WorldError, match="--ranks 8: the world of world"):
-        cli.read_world("world.json", 8)
+    assert cli.read_world("dgx-h100", None).ranks == 8
     assert cli.read_world(None, 8) == World.of(8)
+    World.of(6).save("own.json")
+    assert cli.read_world("own.json", None) == cli.read_world("own.json", 6) == World.of(6)
+    with pytest.raises(WorldError, match="--ranks 8: the world of own"):
+        cli.read_world("own.json", 8)
+
+
+def test_world_json_is_read_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    World.of(6).save("world.json")
+    assert cli.read_world(None, None).ranks == cli.read_world(None, 6).ranks == 6
+    assert cli.read_world(None, 8) == World.of(8)
+    assert "world.json is of 6 ranks and does not count for 8" in capsys.readouterr().err
 
 
 # -- the parts -------------------------------------------------------------------------------------
