@@ -1,5 +1,6 @@
 """Calibration: measure what runs, in rounds over all cases so that drift meets them alike, until
-the time is used up; medians; a world that plans use from then on.
+the time is used up; lower quartiles, since what else runs on a machine only ever adds time; a world
+that plans use from then on.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
 _ON_COLLECTIVES = 0.75  # of the time
+_QUANTILE = 0.25  # of a case's rounds: as steady as a median, less moved by what else runs
 
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured: median seconds of each case and product, and in how many rounds."""
+    """What was measured: seconds of each case and product, and in how many rounds."""
 
     seconds: dict[Case | Product, float]
     rounds: int
@@ -122,7 +124,7 @@ def _bearable(shape: Product, world: World) -> bool:
 def timed_collectives(
     wanted: Sequence[Case], device: torch.device, seconds: float, progress: Progress
 ) -> Times:
-    """Median seconds of each case: the slowest rank's, as a step waits for it."""
+    """Seconds of each case: the slowest rank's, as a step waits for it."""
     own = ranks.rank()
     numbers = torch.ones(max(measure.actual_bytes(case) for case in wanted) // 4, device=device)
     with measure.groups(list(dict.fromkeys(case.pattern for case in wanted))) as names:
@@ -138,7 +140,7 @@ def timed_collectives(
 
         rows = _rounds(len(wanted), once, seconds, lambda s: progress(s, "collectives"))
     slowest = np.max(ranks.all_of(rows), axis=0)
-    return _medians(wanted, slowest)
+    return _quartiles(wanted, slowest)
 
 
 def _with_first(digits: Pattern, rank: int) -> bool:
@@ -152,7 +154,7 @@ def _with_first(digits: Pattern, rank: int) -> bool:
 def timed_products(
     wanted: Sequence[Product], device: torch.device, seconds: float, progress: Progress
 ) -> Times:
-    """Median seconds of each product, over rounds and ranks, all ranks at work at once."""
+    """Seconds of each product, over rounds and ranks, all ranks at work at once."""
     works = [measure.product(shape, device) for shape in wanted]
     times = [measure.times_for(work, device) for work in works]
 
@@ -161,7 +163,7 @@ def timed_products(
         return measure.seconds(works[index], times[index], device)
 
     rows = _rounds(len(wanted), once, seconds, lambda s: progress(s, "products"))
-    return _medians(wanted, np.concatenate(ranks.all_of(rows)))
+    return _quartiles(wanted, np.concatenate(ranks.all_of(rows)))
 
 
 def _rounds(
@@ -185,8 +187,8 @@ def _rounds(
     return np.stack(rows)
 
 
-def _medians(wanted: Sequence[Case | Product], rows: np.ndarray) -> Times:
-    found = np.median(rows, axis=0).tolist()
+def _quartiles(wanted: Sequence[Case | Product], rows: np.ndarray) -> Times:
+    found = np.quantile(rows, _QUANTILE, axis=0).tolist()
     return Times(dict(zip(wanted, found, strict=True)), len(rows))
 
 
