@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from . import ranks
 from ._compat import pytree
+from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
 from .cost.timeline import Timeline, timeline
 from .errors import InputError, PlanError, WorldError
@@ -238,7 +239,8 @@ def apply(
             "torch.distributed.init_process_group"
         )
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
-    device_mesh = connect(mesh, device.type) if mesh.axes else None
+    groups = groups_of(program.module.graph)
+    device_mesh = connect(mesh, device.type, groups) if mesh.axes else None
     run = program.module if backend is None else torch.compile(program.module, backend=backend)
     program = dataclasses.replace(program, tensors=tensors)
     order = list(held(model))

@@ -7,20 +7,43 @@ from typing import Any
 
 from torch import fx
 
-from . import collectives
+from . import collectives, wire
 from .layout import Step
+
+Levels = tuple[int, ...]
 
 
 def emit_step(
-    graph: fx.Graph, x: fx.Node, step: Step, coordinate: Callable[[str], fx.Node]
+    graph: fx.Graph,
+    x: fx.Node,
+    step: Step,
+    coordinate: Callable[[str], fx.Node],
+    levels: tuple[Levels, Levels] = ((), ()),
 ) -> fx.Node:
     """Appends to `graph` the node that takes the local part of a value `x` through `step`.
 
     `coordinate` gives the rank's own place on an axis; it is asked only where the step needs it.
+    `levels`: how the collectives go, forward and backward (see `cost.comm.levels`).
     """
     function, args, kwargs = _moving(step) or _placing(step, coordinate)
     where = {"axis": _one_or_all(step.axes), "mesh": str(step.before.mesh)}
-    return graph.call_function(function, (x, *args), {**where, **kwargs})
+    ways = zip(("inside", "backward_inside"), levels, strict=True)
+    how = {name: _one_or_all(inside) for name, inside in ways if inside}
+    return graph.call_function(function, (x, *args), {**where, **kwargs, **how})
+
+
+def groups_of(graph: fx.Graph) -> set[str]:
+    """The names of the process groups that the changes of state in a graph go over: what
+    `mesh.connect` is to open.
+    """
+    found = set()
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", "") == collectives.__name__:
+            axis, mesh, lane = (node.kwargs.get(key, 0) for key in ("axis", "mesh", "lane"))
+            for key in ("inside", "backward_inside"):
+                inside = node.kwargs.get(key, ())
+                found |= {group for _, group in wire.route(axis, mesh, inside, lane)}
+    return found
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopar import wire
 from autopar.errors import RankError
-from autopar.mesh import Mesh, group_name
+from autopar.mesh import Mesh, group_ranks
 
 T = TypeVar("T")
 _RANKS_LIMIT = 64
@@ -102,7 +102,7 @@ class _Run:
         self._waiting: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self._taken: dict[int, Any] = {}
-        self._groups = self._groups_by_name()
+        self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def execute(self, rank_fn: Callable[[int], T]) -> list[T]:
         grad = torch.is_grad_enabled()
@@ -127,9 +127,9 @@ class _Run:
             raise RankError(
                 f"{kind} over {group} from a thread that is no rank of the lockstep run"
             )
-        if group not in self._groups:
+        if not group.startswith(f"autopar/{self.mesh}/"):
             raise RankError(f"{kind} over {group}: the lockstep run is on mesh {self.mesh}")
-        ranks = tuple(self.mesh.group(self._groups[group], rank))
+        ranks = self._ranks(group, rank)
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{kind} of {dtype}{tuple(x.shape)} over {group.removeprefix('autopar/')}"
         return self.rendezvous(rank, ranks, call, x.detach().contiguous(), _combine(kind))
@@ -213,11 +213,10 @@ class _Run:
         ]
         return "; ".join(sorted(waits)[:4])
 
-    def _groups_by_name(self) -> dict[str, tuple[str, ...]]:
-        sets: list[tuple[str, ...]] = [()]
-        for name in self.mesh.names:
-            sets += [(*axes, name) for axes in sets]
-        return {group_name(str(self.mesh), axes): axes for axes in sets}
+    def _ranks(self, group: str, rank: int) -> tuple[int, ...]:
+        if (group, rank) not in self._groups:
+            self._groups[group, rank] = tuple(group_ranks(group, rank))
+        return self._groups[group, rank]
 
     def _noted(self, rank: int, error: BaseException) -> BaseException:
         error.add_note(f"on rank {rank} of mesh {self.mesh}: {self.mesh.coordinate(rank)}")

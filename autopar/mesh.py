@@ -7,9 +7,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -133,42 +134,85 @@ class Mesh:
         return self.names.index(name)
 
 
-def group_name(mesh: str, axes: Sequence[str]) -> str:
-    """The name of the process group over `axes` (in mesh order): the same on every rank, so that
-    graphs are too.
+class Within(NamedTuple):
+    """Some of the ranks of a group: those that differ in (place // stride) % size alone."""
+
+    size: int
+    stride: int
+
+
+def group_name(mesh: str, axes: Sequence[str], digit: Within | None = None, lane: int = 0) -> str:
+    """The name of the process group over `axes` (in mesh order), or of the part of it that a digit
+    of the place in it says: the same on every rank, so that graphs are too. Groups of two lanes
+    have the same ranks, and do not wait for one another.
+
+    >>> group_name("data4.x2", ["data"], Within(2, 1), lane=1)
+    'autopar/data4.x2/data/2@1/lane1'
     """
-    return f"autopar/{mesh}/{'.'.join(axes)}"
+    part = f"/{digit.size}@{digit.stride}" if digit else ""
+    return f"autopar/{mesh}/{'.'.join(axes)}{part}" + (f"/lane{lane}" if lane else "")
+
+
+_GROUP = re.compile(r"autopar/([\w.]*)/([\w.]*)(?:/(\d+)@(\d+))?(?:/lane(\d+))?")
+
+
+def group_ranks(name: str, rank: int) -> list[int]:
+    """The ranks of the group that has this name and `rank` in it, in their order in the group.
+
+    >>> group_ranks("autopar/data4.x2/data/2@1", 5)
+    [5, 7]
+    """
+    mesh, axes, size, stride, _ = _matched(name)
+    group = Mesh.parse(mesh).group(axes.split(".") if axes else (), rank)
+    if size is None or stride is None:
+        return group
+    count, apart = int(size), int(stride)
+    place = group.index(rank)
+    first = place - place // apart % count * apart
+    return [group[first + index * apart] for index in range(count)]
+
+
+def _matched(name: str) -> tuple[str, str, str | None, str | None, str | None]:
+    match = _GROUP.fullmatch(name)
+    assert match is not None, f"{name} is no name that group_name gives"
+    mesh, axes, size, stride, lane = match.groups()
+    return mesh, axes, size, stride, lane
 
 
 @dataclass(frozen=True)
 class _Connection:
+    """What one mesh has open: groups by (their ranks, lane), and the names that lead to them."""
+
     world: dist.ProcessGroup
     device_mesh: DeviceMesh
-    names: tuple[str, ...]
+    groups: dict[tuple[tuple[tuple[int, ...], ...], str], dist.ProcessGroup]
+    names: set[str]
 
 
 _connections: dict[tuple[Mesh, str], _Connection] = {}
 
 
-def connect(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """Opens a process group for every axis and every set of axes, under `group_name`, and gives the
-    mesh for DTensor.
+def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMesh:
+    """Opens a process group for every axis and every set of axes, and those that `names` name in
+    addition (see `group_name`), and gives the mesh for DTensor.
 
-    Collective: all ranks of the running default process group call it with the same mesh. A second
-    call reuses what the first one opened. A mesh of one rank gives a DeviceMesh with the one axis
-    "rank". Raises WorldError where the mesh and the running process group differ in size.
+    Collective: all ranks of the running default process group call it with the same mesh and names.
+    A second call opens only what is not open. A mesh of one rank gives a DeviceMesh with the one
+    axis "rank". Raises WorldError where the mesh and the running process group differ in size.
     """
     world = _running_world(mesh)
     known = _connections.get((mesh, device_type))
-    if known is not None and known.world is world:
-        return known.device_mesh
-    sizes, names = tuple(mesh.sizes.values()) or (1,), mesh.names or ("rank",)
-    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    groups = _open_groups(mesh, device_mesh, world)
-    for name, group in groups.items():
-        _compat.register_process_group(name, group)
-    _connections[mesh, device_type] = _Connection(world, device_mesh, tuple(groups))
-    return device_mesh
+    if known is None or known.world is not world:
+        sizes, axes = tuple(mesh.sizes.values()) or (1,), mesh.names or ("rank",)
+        device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+        known = _connections[mesh, device_type] = _Connection(world, device_mesh, {}, set())
+        _find_open_groups(mesh, known)
+    wanted = [group_name(str(mesh), axes) for axes in _sets_of_axes(mesh)]
+    for name in (*wanted, *sorted(names)):
+        if name not in known.names:
+            _compat.register_process_group(name, _group(mesh, name, known))
+            known.names.add(name)
+    return known.device_mesh
 
 
 def disconnect() -> None:
@@ -196,26 +240,33 @@ def _running_world(mesh: Mesh) -> dist.ProcessGroup:
     return world
 
 
-def _open_groups(
-    mesh: Mesh, device_mesh: DeviceMesh, world: dist.ProcessGroup
-) -> dict[str, dist.ProcessGroup]:
-    """Every group of this rank by name; all ranks open the sets of axes in the same order."""
+def _sets_of_axes(mesh: Mesh) -> list[tuple[str, ...]]:
+    """Those that a group is opened for from the start, in the order in which all ranks open it."""
     limit = len(mesh.axes) if len(mesh.axes) <= _JOINT_AXES_LIMIT else 1
     sets = [axes for n in range(1, limit + 1) for axes in itertools.combinations(mesh.names, n)]
     if mesh.names and mesh.names not in sets:
         sets.append(mesh.names)
-    return {
-        group_name(str(mesh), axes): _open_group(mesh, axes, device_mesh, world) for axes in sets
-    }
+    return sets
 
 
-def _open_group(
-    mesh: Mesh, axes: tuple[str, ...], device_mesh: DeviceMesh, world: dist.ProcessGroup
-) -> dist.ProcessGroup:
-    if len(axes) == len(mesh.axes):
-        return world
-    if len(axes) == 1:
-        return device_mesh.get_group(axes[0])
-    ranks = sorted({tuple(mesh.group(axes, rank)) for rank in range(mesh.size)})
-    group, _ = dist.new_subgroups_by_enumeration([list(group) for group in ranks])
-    return group
+def _partition(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
+    """All groups of this name: every rank is in one."""
+    return tuple(sorted({tuple(group_ranks(name, rank)) for rank in range(mesh.size)}))
+
+
+def _find_open_groups(mesh: Mesh, connection: _Connection) -> None:
+    """What torch has open: one group of all ranks, and one for every axis of the DeviceMesh."""
+    for axis in mesh.names:
+        key = _partition(mesh, group_name(str(mesh), (axis,))), "0"
+        connection.groups[key] = connection.device_mesh.get_group(axis)
+    connection.groups[(tuple(range(mesh.size)),), "0"] = connection.world
+
+
+def _group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessGroup:
+    """The group of this rank; names with the same ranks, such as those of two levels, share it."""
+    ranks = _partition(mesh, name)
+    key = ranks, _matched(name)[-1] or "0"
+    if key not in connection.groups:
+        group, _ = dist.new_subgroups_by_enumeration([list(members) for members in ranks])
+        connection.groups[key] = group
+    return connection.groups[key]

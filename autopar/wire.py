@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import _compat
-from autopar.mesh import Mesh, group_name
+from autopar.mesh import Mesh, Within, group_name
 
 Axes = str | Sequence[str]
+Levels = int | Sequence[int]  # ranks inside, level by level from the innermost on; () is flat
+Route = tuple[tuple[int, str], ...]  # (ranks, group) of every level, the innermost first
 
 
 class Simulator(Protocol):
@@ -51,6 +53,33 @@ def sizes_of(axis: Axes, mesh: str) -> tuple[int, ...]:
 def group_of(axis: Axes, mesh: str) -> str:
     """The name of the process group over `axis`."""
     return _participants(axis if isinstance(axis, str) else tuple(axis), mesh)[1]
+
+
+@torch.compiler.assume_constant_result
+def route(axis: Axes, mesh: str, inside: Levels = (), lane: int = 0) -> Route:
+    """Which groups a collective over `axis` goes through, in one level or in several.
+
+    >>> route("data", "data8.x2", inside=2)
+    ((2, 'autopar/data8.x2/data/2@1'), (4, 'autopar/data8.x2/data/4@2'))
+    """
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    return _route(names, mesh, (inside,) if isinstance(inside, int) else tuple(inside), lane)
+
+
+@cache
+def _route(axis: tuple[str, ...], mesh: str, inside: tuple[int, ...], lane: int) -> Route:
+    parsed = Mesh.parse(mesh)
+    axes = parsed.ordered(axis)
+    ranks = math.prod(parsed.sizes[name] for name in axes)
+    if not inside:
+        return ((ranks, group_name(mesh, axes, lane=lane)),)
+    within = math.prod(inside)
+    assert ranks % within == 0 and ranks > within, f"{inside} inside of {ranks} ranks of {mesh}"
+    found, stride = [], 1
+    for size in (*inside, ranks // within):
+        found.append((size, group_name(mesh, axes, Within(size, stride), lane)))
+        stride *= size
+    return tuple(found)
 
 
 @cache
@@ -109,6 +138,32 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
     return _wait(
         torch.ops._c10d_functional.all_to_all_single(x.contiguous(), splits, splits, group)
     )
+
+
+# Many at once: gloo starts one operation where it would start one for each (40 sums of 2 KB over a
+# slow link: 3.8 ms, one after the other 109).
+
+
+def all_reduce_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
+    """The sums of several tensors of one dtype over the group's `size` ranks, as one operation."""
+    if simulator is not None:
+        return [all_reduce(x, size, group) for x in xs]
+    under_way = torch.ops._c10d_functional.all_reduce_coalesced(
+        [x.contiguous() for x in xs], "sum", group
+    )
+    return [_wait(x) for x in under_way]
+
+
+def all_gather_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
+    """Of several tensors of one dtype the x (n, ...) of every rank, one after the other: (size·n,
+    ...); as one operation.
+    """
+    if simulator is not None:
+        return [all_gather(x, size, group) for x in xs]
+    under_way = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(
+        [x.contiguous() for x in xs], size, group
+    )
+    return [_wait(x) for x in under_way]
 
 
 # A root is a place within the group. What is issued is under way and must be waited for; all ranks

@@ -1,4 +1,6 @@
-"""Four gloo ranks: changes of state and sharded ops agree with lockstep, compiled or not."""
+"""Four gloo ranks: changes of state and sharded ops agree with lockstep, compiled or not, in one
+level and in two; lanes, and many tensors at once.
+"""
 
 import os
 import time
@@ -9,8 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import fx
 
+import autopar
+from autopar import Device, Level, World, lockstep, sharded, wire
 from autopar import collectives as c
-from autopar import lockstep, sharded
 from autopar.errors import WorldError
 from autopar.mesh import Mesh, connect, disconnect
 from test_collectives import CHANGES, deal, own, random, same
@@ -113,7 +116,80 @@ def _gradients_of_sharded_ops(rank, backend="eager"):
     return loss.detach(), *[leaf.grad for leaf in leaves]
 
 
-SUBJECTS = {"layers": _gradients_of_layers, "ops": _gradients_of_sharded_ops}
+BOTH = ("data", "x")
+
+
+def _levels(x, w, k_data, k_x):
+    """Every collective that goes in two levels, forward and backward, in both lanes."""
+    mesh = str(MESH)
+    in_two, back = {"inside": 2}, {"backward_inside": 2}
+    w = c.all_gather(w, BOTH, 1, mesh, 1, **in_two, **back, lane=1)
+    y = c.all_reduce(torch.relu(x @ w), BOTH, mesh, **in_two, **back)
+    y = y + c.reduce_scatter(torch.cat([y] * 4), BOTH, 0, mesh, 1, **in_two, **back)
+    y = c.all_gather(y, BOTH, 0, mesh, 1, [k_data, k_x], "I", **in_two)
+    y = c.take_slice(y, [k_data, k_x], BOTH, 0, mesh, 1, **back, lane=1)
+    loss = c.all_reduce(y.square().sum(), BOTH, mesh, "I", **in_two)
+    return c.replicate(loss, BOTH, mesh, **back)
+
+
+def _gradients_in_levels(rank, backend="eager"):
+    place = MESH.coordinate(rank)
+    leaves = [random(shape, rank).requires_grad_() for shape in ((3, 5), (5, 3))]
+    coordinates = [torch.tensor([place[axis]]) for axis in BOTH]
+    loss = _compiled(_levels, backend)(*leaves, *coordinates)
+    loss.backward()
+    return loss.detach(), *[leaf.grad for leaf in leaves]
+
+
+def _many_at_once(rank):
+    size, group = wire.size_of(BOTH, str(MESH)), wire.group_of(BOTH, str(MESH))
+    tensors = [random((n, 3), rank, n).t() for n in (1, 4, 2)]
+    summed = wire.all_reduce_coalesced(tensors, size, group)
+    gathered = wire.all_gather_coalesced([tensor.t() for tensor in tensors], size, group)
+    return *summed, *gathered
+
+
+def _out_of_order(rank):
+    """Two sums that half of the ranks begin in the other order: right only on two lanes."""
+    (_, one), (_, other) = (wire.route(BOTH, str(MESH), (), lane)[0] for lane in (0, 1))
+    large, small = torch.full((1 << 16,), 1.0 + rank), torch.full((3,), 10.0 * rank)
+    if rank % 2:
+        b = wire.all_reduce(small, 4, other)
+        return wire.all_reduce(large, 4, one)[:2], b
+    under_way = torch.ops._c10d_functional.all_reduce(large, "sum", one)
+    b = wire.all_reduce(small, 4, other)
+    return torch.ops._c10d_functional.wait_tensor(under_way)[:2], b
+
+
+def _model_and_data():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 3)
+    return torch.nn.Sequential(*layers), torch.randn(8, 64)
+
+
+def _trained_in_levels(layout, backend):
+    """Gradients of a model on links so unequal that its sums go in two levels; graph as text."""
+    links = Level(2, 5e9, 1e-5), Level(2, 5e7, 2e-3)
+    world = World(links, Device("test", {"float32": 1e12}, 80e9, 1e12))
+    model, x = _model_and_data()
+    made = autopar.parallelize(model, world, (x,), layout=layout, backend=backend)
+    y = made(x)
+    y.full_tensor().square().sum().backward()
+    grads = {name: p.grad.full_tensor() for name, p in made.named_parameters()}
+    return grads, str(made.graph.code)
+
+
+SUBJECTS = {
+    "layers": _gradients_of_layers,
+    "ops": _gradients_of_sharded_ops,
+    "levels": _gradients_in_levels,
+}
+TRAINED = [("ddp", None), ("fsdp", "aot_eager")]
+
+
+def _groups_of_levels():
+    routes = [wire.route(BOTH, str(MESH), inside, lane) for inside in ((), 2) for lane in (0, 1)]
+    return [group for route in routes for _, group in route]
 
 
 def _worker(rank, store, runs, results):
@@ -121,11 +197,14 @@ def _worker(rank, store, runs, results):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     device_mesh = connect(MESH, "cpu")
-    assert connect(MESH, "cpu") is device_mesh
+    assert connect(MESH, "cpu", _groups_of_levels()) is device_mesh
     assert device_mesh.mesh_dim_names == MESH.names
     with pytest.raises(WorldError, match="8 ranks, the running process group has 4"):
         connect(Mesh.parse("data2.x4"), "cpu")
-    outputs = {"changes": _every_change(rank)}
+    outputs = {"changes": _every_change(rank), "many": _many_at_once(rank)}
+    outputs["order"] = _out_of_order(rank)
+    for layout, backend in TRAINED if runs else ():
+        outputs["trained", layout, backend] = _trained_in_levels(layout, backend)
     for subject, backend in runs:
         outputs[subject, backend] = SUBJECTS[subject](rank, backend)
     disconnect()
@@ -159,24 +238,39 @@ def _assert_agree(tmp_path, runs):
     exactly = {"rtol": 1e-12, "atol": 1e-12}
     changes = lockstep.run(MESH, _every_change)
     ops = lockstep.run(MESH, _gradients_of_sharded_ops)
+    levels, many = lockstep.run(MESH, _gradients_in_levels), lockstep.run(MESH, _many_at_once)
     for rank, output in enumerate(outputs):
         assert output["changes"].keys() == changes[rank].keys()
         for name, tensors in output["changes"].items():
             torch.testing.assert_close(tensors, changes[rank][name], **exactly, msg=str(name))
-        wanted = {"layers": _single_gradients(rank), "ops": ops[rank]}
+        torch.testing.assert_close(output["many"], many[rank], **exactly)
+        assert [part.tolist() for part in output["order"]] == [[10.0] * 2, [60.0] * 3]
+        wanted = {"layers": _single_gradients(rank), "ops": ops[rank], "levels": levels[rank]}
         for subject, backend in runs:
             torch.testing.assert_close(output[subject, backend], wanted[subject], **exactly)
         assert output["again"].tolist() == [4.0]
+        for key in TRAINED:
+            _assert_trained(*output["trained", *key], *key)
+
+
+def _assert_trained(grads, code, layout, backend):
+    """In float32: the gradients of one device, and sums of gradients in two levels."""
+    model, x = _model_and_data()
+    model(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=2e-5, atol=1e-5)
+    assert "backward_inside = 2" in code, f"{layout} {backend}: {code}"
 
 
 def test_gloo_agrees_with_lockstep_and_one_device(tmp_path):
-    _assert_agree(tmp_path, [("layers", "eager"), ("ops", "eager"), ("layers", "aot_eager")])
+    runs = [("layers", "eager"), ("ops", "eager"), ("levels", "eager")]
+    _assert_agree(tmp_path, [*runs, ("layers", "aot_eager"), ("levels", "aot_eager")])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_ranks_agree_with_lockstep_and_one_device(tmp_path, backend):
-    _assert_agree(tmp_path, [("layers", backend), ("ops", backend)])
+    _assert_agree(tmp_path, [("layers", backend), ("ops", backend), ("levels", backend)])
 
 
 def test_lockstep_gives_the_gradients_of_one_device():

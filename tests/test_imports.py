@@ -12,10 +12,11 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
     "errors", "ranks", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe",
-    "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "collectives",
-    "conversion", "sharded", "local", "recomputed", "constraint", "cost", "layouts", "elimination",
-    "regions", "conversion_costs", "search", "lockstep", "passes", "fitting", "placement", "module",
-    "verify", "report", "held", "api", "calibration", "targets", "cli", "__main__", "",
+    "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
+    "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
+    "layouts", "elimination", "regions", "conversion_costs", "search", "lockstep", "passes",
+    "fitting", "placement", "module", "verify", "report", "held", "api", "calibration", "targets",
+    "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

@@ -1,7 +1,10 @@
+import itertools
+import math
+
 import pytest
 
 from autopar.errors import WorldError
-from autopar.mesh import Axis, Mesh, connect, group_name
+from autopar.mesh import Axis, Mesh, Within, connect, group_name, group_ranks
 
 
 def test_reads_back_what_it_writes():
@@ -36,6 +39,28 @@ def test_one_rank_has_no_axes():
 
 def test_group_names_are_free_of_the_rank():
     assert group_name("data2.x2", ("data", "x")) == "autopar/data2.x2/data.x"
+
+
+def test_group_names_lead_back_to_their_ranks():
+    """For every part of every group: members differ in one digit of the place."""
+    mesh = Mesh.parse("data2.x6.y2")
+    for axes in (["x"], ["data", "x"], ["data", "y"], list(mesh.names)):
+        ranks = math.prod(mesh.sizes[axis] for axis in axes)
+        for rank in range(mesh.size):
+            group = mesh.group(axes, rank)
+            assert group_ranks(group_name(str(mesh), axes, lane=1), rank) == group
+            for size, stride in itertools.product((2, 3), (1, 2)):
+                if ranks % (size * stride):
+                    continue
+                place = group.index(rank)
+                within = [
+                    other
+                    for index, other in enumerate(group)
+                    if index % stride == place % stride
+                    and index // (stride * size) == place // (stride * size)
+                ]
+                name = group_name(str(mesh), axes, Within(size, stride))
+                assert group_ranks(name, rank) == within
 
 
 @pytest.mark.parametrize("text", ["data", "2", "data2x", "data2..x2", "d-1"])

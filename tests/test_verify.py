@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar import VerificationError, World, collectives, local
+from autopar import VerificationError, World, adjoints, levels, local
 from autopar.rules import TABLE, Spec
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
@@ -116,13 +116,13 @@ def test_ranks_that_should_agree_and_do_not_are_found(monkeypatch: pytest.Monkey
 
 
 def identity(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return grad, None, None
+    return grad, None
 
 
 def test_a_broken_adjoint_is_found_and_names_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are right, but gradients of the ranks' parts of the batch are not added."""
     model, inputs = normed()
-    monkeypatch.setattr(collectives._Replicate, "backward", staticmethod(identity))
+    monkeypatch.setattr(adjoints.Replicate, "backward", staticmethod(identity))
     message = refused(model, 2, inputs, "ddp")
     assert message.startswith("grad_error is ") and "past the tolerance 1e-09" in message
     assert "on mesh data2 with layout ddp" in message
@@ -134,9 +134,9 @@ def test_a_sum_made_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """P -> I whose backward sums the gradients, which are equal: twice too much."""
 
     def summed(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return 2 * grad, None, None
+        return 2 * grad, None
 
-    monkeypatch.setattr(collectives._AllReduceToInvariant, "backward", staticmethod(summed))
+    monkeypatch.setattr(adjoints.AllReduceToInvariant, "backward", staticmethod(summed))
     model, inputs = normed()
     message = refused(model, 2, inputs, "fsdp")
     assert message.startswith("grad_error is ") and "(data:S(" in message
@@ -147,10 +147,10 @@ def test_gradients_of_inputs_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
     autopar.verify(model, 2, inputs, layout="ddp")
 
     def own_part(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        dim, _, size, _ = ctx.facts
-        return torch.cat([grad] * size, dim), None, None, None, None, None
+        dim, _, back = ctx.facts
+        return torch.cat([grad] * levels.size(back), dim), None, None, None, None, None
 
-    monkeypatch.setattr(collectives._SliceOfInvariant, "backward", staticmethod(own_part))
+    monkeypatch.setattr(adjoints.SliceOfInvariant, "backward", staticmethod(own_part))
     message = refused(model, 2, inputs, "ddp")
     assert message.startswith("grad_error is ") and "worst gradients args_0 (whole)" in message
 

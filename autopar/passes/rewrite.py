@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..conversion import emit_step
-from ..cost.comm import path_seconds
+from ..cost.comm import levels, path_seconds
 from ..cost.inside import inside
 from ..graphs import chain_name, producer
 from ..layout import Layout, R, State, Step, steps
@@ -252,7 +252,8 @@ class _Rewriter:
         for step in steps(source, target):
             if (value, step.after) not in self.made:
                 before = self.made[value, step.before]
-                node = emit_step(self.graph, before, step, self.coordinates.__getitem__)
+                ways = levels(step, gradient, size, self.world)
+                node = emit_step(self.graph, before, step, self.coordinates.__getitem__, ways)
                 self._tell(node, value, step, gradient, size)
                 self._make(value, step.after, node)
         return self.made[value, target]

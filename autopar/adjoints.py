@@ -1,0 +1,211 @@
+"""The changes of state as autograd functions: the value's change forward, its adjoint backward.
+
+One class per row of the table in collectives.py: dynamo traces these as they are, and the names
+show in profiles. A `Route` says which groups a collective goes through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from autopar import levels, wire
+from autopar.wire import Route
+
+
+class AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, inner: int, there: Route, back: Route) -> Tensor:
+        ctx.facts = dim, inner, back
+        return _gather(x, dim, inner, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _scatter(grad, *ctx.facts), None, None, None, None
+
+
+class AllGatherToInvariant(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, there: Route
+    ) -> Tensor:
+        ctx.facts = dim, inner, levels.size(there)
+        ctx.save_for_backward(coordinate)
+        return _gather(x, dim, inner, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (coordinate,) = ctx.saved_tensors
+        return _take(grad, coordinate, *ctx.facts), None, None, None, None
+
+
+class ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, inner: int, there: Route, back: Route) -> Tensor:
+        ctx.facts = dim, inner, back
+        return _scatter(x, dim, inner, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(grad, *ctx.facts), None, None, None, None
+
+
+class AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Route, back: Route) -> Tensor:
+        ctx.back = back
+        return levels.all_reduce(x, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return levels.all_reduce(grad, ctx.back), None, None
+
+
+class AllReduceToInvariant(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Route) -> Tensor:
+        return levels.all_reduce(x, there)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class Replicate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, back: Route) -> Tensor:
+        ctx.back = back
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return levels.all_reduce(grad, ctx.back), None
+
+
+class Scale(Function):
+    """Divides the value by one number and the gradient by another; by 1 is nothing at all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value_by: int, gradient_by: int) -> Tensor:
+        ctx.by = gradient_by
+        return x.view_as(x) if value_by == 1 else x / value_by
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad if ctx.by == 1 else grad / ctx.by, None, None
+
+
+class SliceOfInvariant(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int, back: Route
+    ) -> Tensor:
+        ctx.facts = dim, inner, back
+        return _take(x, coordinate, dim, inner, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(grad, *ctx.facts), None, None, None, None, None
+
+
+class SliceOfReplicated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
+        ctx.facts = dim, inner, size
+        ctx.save_for_backward(coordinate)
+        return _take(x, coordinate, dim, inner, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (coordinate,) = ctx.saved_tensors
+        return _pad(grad, coordinate, *ctx.facts), None, None, None, None
+
+
+class Place(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
+        ctx.facts = dim, inner, size
+        ctx.save_for_backward(coordinate)
+        return _pad(x, coordinate, dim, inner, size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (coordinate,) = ctx.saved_tensors
+        return _take(grad, coordinate, *ctx.facts), None, None, None, None
+
+
+class AllToAll(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        from_dim: int,
+        to_dim: int,
+        from_inner: int,
+        to_inner: int,
+        size: int,
+        group: str,
+    ) -> Tensor:
+        ctx.facts = to_dim, from_dim, to_inner, from_inner, size, group
+        return _swap(x, from_dim, to_dim, from_inner, to_inner, size, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _swap(grad, *ctx.facts), None, None, None, None, None, None
+
+
+# -- digits of a dim: (outer, inner) ↔ (outer, axis, inner) ----------------------------------------
+
+
+def _expose(x: Tensor, dim: int, inner: int, size: int) -> Tensor:
+    """x (..., outer·size·inner, ...) with the axis in front: (size, ..., outer, inner, ...)."""
+    return x.unflatten(dim, (-1, size, inner)).movedim(dim + 1, 0)
+
+
+def _absorb(x: Tensor, dim: int, inner: int) -> Tensor:
+    """The inverse: x (size, ..., outer·inner, ...) to (..., outer·size·inner, ...)."""
+    return x.unflatten(dim + 1, (-1, inner)).movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+def _gather(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
+    return _absorb(levels.all_gather(x.unsqueeze(0), route), dim, inner)
+
+
+def _scatter(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
+    exposed = _expose(x, dim, inner, levels.size(route))
+    return levels.reduce_scatter(exposed, route).squeeze(0).flatten(dim, dim + 1)
+
+
+def _swap(
+    x: Tensor, from_dim: int, to_dim: int, from_inner: int, to_inner: int, size: int, group: str
+) -> Tensor:
+    outgoing = _expose(x, to_dim, to_inner, size).flatten(to_dim + 1, to_dim + 2)
+    return _absorb(wire.all_to_all(outgoing, group), from_dim, from_inner)
+
+
+def _take(x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
+    return (
+        x.unflatten(dim, (-1, size, inner)).index_select(dim + 1, coordinate).flatten(dim, dim + 2)
+    )
+
+
+def _pad(x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
+    outer = x.shape[dim] // inner
+    zeros = x.new_zeros((*x.shape[:dim], outer, size, inner, *x.shape[dim + 1 :]))
+    return zeros.index_copy(dim + 1, coordinate, x.unflatten(dim, (outer, 1, inner))).flatten(
+        dim, dim + 2
+    )

@@ -1,0 +1,243 @@
+"""Collectives in two and more levels give what those in one give, forward and backward; which
+groups they go over; graphs that run the way that was priced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+import models
+from autopar import collectives as c
+from autopar import levels, lockstep, wire
+from autopar.conversion import emit_step, groups_of
+from autopar.cost.comm import collective_cost
+from autopar.cost.comm import levels as levels_of
+from autopar.cost.moves import moves
+from autopar.layout import I, Layout, P, R, S, State, steps
+from autopar.layouts import Grid4D
+from autopar.mesh import Mesh
+from autopar.world import Device, Level, World
+from test_collectives import CHANGES, deal, own, random, same
+
+# Links so unequal that it pays to send little across them.
+DEVICE = Device("test", {"float32": 1e12}, 80e9, 1e12)
+UNEQUAL = World((Level(2, 5e9, 1e-5), Level(2, 5e7, 2e-3)), DEVICE)
+EIGHT = World((Level(2, 5e9, 1e-5), Level(2, 5e8, 1e-4), Level(2, 5e7, 2e-3)), DEVICE)
+
+ROUTES: list[tuple[str, Any, Any]] = [
+    ("x4", "x", 2),
+    ("x12", "x", 3),
+    ("x12", "x", (2, 3)),
+    ("x8", "x", (2, 2)),
+    ("data2.x6", "x", 2),
+    ("data4.x2", "data", 2),
+    ("data2.x2", ("data", "x"), 2),
+    ("data2.x3.z2", ("data", "z"), 2),
+    ("data2.x2.z3", ("data", "z"), 3),
+    ("data2.x3.z2", ("data", "x", "z"), (2, 3)),
+]
+
+
+# -- routes ----------------------------------------------------------------------------------------
+def test_a_route_leads_through_neighbours_first() -> None:
+    assert wire.route("x", "x8.y2") == ((8, "autopar/x8.y2/x"),)
+    assert wire.route("x", "x8.y2", 2, lane=1) == (
+        (2, "autopar/x8.y2/x/2@1/lane1"),
+        (4, "autopar/x8.y2/x/4@2/lane1"),
+    )
+    assert [ranks for ranks, _ in wire.route(["y", "x"], "x8.y2", (2, 4))] == [2, 4, 2]
+    with pytest.raises(AssertionError, match="inside of 8 ranks"):
+        wire.route("x", "x8.y2", 3)
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("text", "axis", "inside"), ROUTES, ids=str)
+@pytest.mark.parametrize("numbers", [1, 5, 24])
+def test_sums_and_gathers_are_those_of_one_level(
+    text: str, axis: Any, inside: Any, numbers: int
+) -> None:
+    """Numbers that the ranks inside do not divide are padded."""
+    mesh = Mesh.parse(text)
+    flat, deep = wire.route(axis, text), wire.route(axis, text, inside)
+    ranks = levels.size(flat)
+    assert levels.size(deep) == ranks and len(deep) > 1
+
+    def on_rank(rank: int) -> list[Tensor]:
+        small, large = random((numbers, 2), rank), random((ranks * numbers, 3), rank)
+        return [
+            found
+            for way in (flat, deep)
+            for found in (
+                levels.all_reduce(small, way),
+                levels.all_gather(small, way),
+                levels.reduce_scatter(large, way),
+            )
+        ]
+
+    for found in lockstep.run(mesh, on_rank):
+        torch.testing.assert_close(found[:3], found[3:], rtol=1e-12, atol=1e-12)
+        assert torch.equal(found[1], found[4])
+
+
+@pytest.mark.parametrize(("text", "axis", "inside"), ROUTES, ids=str)
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_change_of_state_in_levels(name: str, text: str, axis: Any, inside: Any) -> None:
+    """Value and gradient, forward in one number of levels and backward in another."""
+    before, after, grows, _ = CHANGES[name]
+    mesh = Mesh.parse(text)
+    size = len(mesh.group(mesh.ordered(axis), 0))
+    shape = (2, 3 * 2 * (size if grows == -1 else 1), 3)
+    x, grown = deal(mesh, axis, shape, same(before), "x"), list(shape)
+    grown[1] = int(grown[1] * float(size) ** grows)
+    dy = deal(mesh, axis, grown, same(after, gradient=True), "dy")
+
+    def run(inside: Any, backward_inside: Any) -> list[Any]:
+        def on_rank(rank: int) -> tuple[Tensor, Tensor]:
+            leaf = x[rank].clone().requires_grad_()
+            y = called(name, leaf, own(mesh, rank, axis), axis, text, inside, backward_inside)
+            y.backward(dy[rank])
+            assert leaf.grad is not None
+            return y.detach(), leaf.grad
+
+        return lockstep.run(mesh, on_rank)
+
+    expected = run((), ())
+    for given in ((inside, inside), (inside, ()), ((), inside)):
+        torch.testing.assert_close(run(*given), expected, rtol=1e-12, atol=1e-12)
+
+
+FUNCTIONS = {
+    "replicate": (c.replicate, {}),
+    "slice of I": (c.take_slice, {"of": "I"}),
+    "slice of R": (c.take_slice, {"of": "R"}),
+    "gather to R": (c.all_gather, {}),
+    "gather to I": (c.all_gather, {"to": "I"}),
+    "reduce to I": (c.all_reduce, {"to": "I"}),
+    "reduce to R": (c.all_reduce, {}),
+    "scatter": (c.reduce_scatter, {}),
+    "invariant": (c.invariant, {}),
+    "part of I": (c.partial, {"of": "I"}),
+    "part of R": (c.partial, {"of": "R"}),
+    "place": (c.place, {}),
+}
+
+
+def called(
+    name: str, x: Tensor, place: Tensor, axis: Any, mesh: str, inside: Any, backward_inside: Any
+) -> Tensor:
+    """The change with those of these arguments that it takes."""
+    function, kwargs = FUNCTIONS[name]
+    every = {"coordinate": place, "axis": axis, "dim": 1, "mesh": mesh, "inner": 2}
+    every |= {"inside": inside, "backward_inside": backward_inside}
+    taken = inspect.signature(function).parameters
+    return function(x, **kwargs, **{key: value for key, value in every.items() if key in taken})
+
+
+# -- what is priced is what runs -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("before", "after"), [(P, R), (P, I), (I, R), (S(0, 1 << 17), R), (P, S(0, 1 << 17))]
+)
+def test_a_step_is_emitted_the_way_that_it_is_priced(before: State, after: State) -> None:
+    mesh = Mesh.parse("x4")
+    source, target = (Layout(mesh, (1 << 19,), (state,)) for state in (before, after))
+    (step,) = steps(source, target)
+    ways = levels_of(step, True, 4, UNEQUAL)
+    graph = torch.fx.Graph()
+    node = emit_step(graph, graph.placeholder("x"), step, graph.placeholder, ways)
+    for traffic, key in zip(step.traffic(True), ("inside", "backward_inside"), strict=True):
+        if traffic is None:
+            assert key not in node.kwargs
+            continue
+        way = collective_cost(traffic, ("x",), mesh, 4, UNEQUAL).way
+        assert (way.algorithm, way.inside) == ("two-level", (2,))
+        assert node.kwargs[key] == 2
+    assert groups_of(graph) >= {"autopar/x4/x/2@1", "autopar/x4/x/2@2"}
+
+
+def test_three_levels_of_links_are_three_levels_of_sums() -> None:
+    (step,) = steps(*(Layout(Mesh.parse("x8"), (1 << 22,), (state,)) for state in (P, R)))
+    assert levels_of(step, True, 4, EIGHT) == ((2, 2), (2, 2))
+
+
+LAYOUTS: list[tuple[World, Any]] = [
+    (UNEQUAL, "ddp"),
+    (UNEQUAL, "fsdp"),
+    (UNEQUAL, "megatron-sp"),
+    (EIGHT, "ddp"),
+    (EIGHT, "fsdp"),
+    (EIGHT, Grid4D(1, 2, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), LAYOUTS, ids=[f"{w.ranks}-{layout}" for w, layout in LAYOUTS]
+)
+def test_models_in_two_levels_are_those_of_one_device(world: World, layout: Any) -> None:
+    model, args, _ = models.gpt()
+    check = autopar.verify(model, world, args, layout=layout)
+    assert max(check.loss_error, check.grad_error, check.step_error) < 1e-9
+
+
+class Calls:
+    """Bytes that rank 0 sends in a step on all ranks in lockstep, by group."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[str, str, int]] = []
+        exchange = lockstep._Run.exchange
+
+        def recorded(run: Any, kind: str, x: Tensor, group: str) -> Tensor:
+            if run._own.rank == 0:
+                self.found.append((kind, group, x.numel()))
+            return exchange(run, kind, x, group)
+
+        monkeypatch.setattr(lockstep._Run, "exchange", recorded)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_what_goes_over_the_wire_is_what_was_priced(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each collective that is priced in two levels is that many calls over the inner group and one
+    over the outer one, and none of its bytes go over all ranks at once.
+    """
+    from autopar._compat import pytree
+    from autopar.verify import _Rank
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    plan = autopar.plan(model, UNEQUAL, (torch.randn(8, 512),), layout=layout)
+    program = plan.ready.program
+    inputs = pytree.tree_leaves((torch.randn(8, 512),))
+    expected: dict[str, int] = {}
+    for move in moves(program):
+        way = collective_cost(move.traffic, move.axes, plan.mesh, move.element_bytes, UNEQUAL).way
+        (axis,), kind = move.axes, move.traffic.collective
+        inner = {"all_reduce": ["reduce-scatter", "all-gather"]}.get(kind, [kind.replace("_", "-")])
+        across = "all-reduce sum" if kind == "all_reduce" else kind.replace("_", "-")
+        assert way.inside in ((), (2,))
+        calls = [f"{across} {axis}"]
+        if way.inside:
+            calls = [f"{across} {axis}/2@2", *(f"{kind} {axis}/2@1" for kind in inner)]
+        for call in calls:
+            expected[call] = expected.get(call, 0) + 1
+
+    calls = Calls(monkeypatch)
+
+    def step(rank: int) -> None:
+        own = _Rank(program, plan.mesh.coordinate(rank), inputs)
+        outputs = program.module(*(own.feed(entry) for entry in program.signature.inputs))
+        own._backward(list(outputs))
+
+    lockstep.run(plan.mesh, step)
+    found: dict[str, int] = {}
+    for kind, group, _ in calls.found:
+        call = f"{kind} {group.partition(f'{plan.mesh}/')[2]}"
+        found[call] = found.get(call, 0) + 1
+    assert found == expected
+    assert any("2@2" in call for call in found)
