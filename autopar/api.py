@@ -294,6 +294,7 @@ def parallelize(
         wanted = layout, backend, memory, optimizer, recompute
         return Deferred(lambda given: parallelize(model, world, given, *wanted))
     found = ranks.together("reading the world", lambda: World.of(world))
+    found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together(
         "reading the limits", lambda: Budget.of(found, memory, optimizer, recompute)
     )

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import wire
 from .._compat import fake_mode, pytree
 from ..graphs import called
-from ..mesh import Mesh, group_name
+from ..mesh import group_ranks
 from ..plan import Memory
 from ..program import Input, Program
 from .memory import Optimizer, optimizer_bytes, step_copies
@@ -74,14 +74,13 @@ class _Shapes:
     holds on the way.
     """
 
-    def __init__(self, mesh: Mesh, backend: str) -> None:
+    def __init__(self, backend: str) -> None:
         self._backend = backend
-        sets: list[tuple[str, ...]] = [()]
-        for name in mesh.names:
-            sets += [(*axes, name) for axes in sets]
-        self._sizes = {group_name(str(mesh), axes): _ranks(mesh, axes) for axes in sets}
+        self._sizes: dict[str, int] = {}
 
     def exchange(self, kind: str, x: Tensor, group: str) -> Tensor:
+        if group not in self._sizes:
+            self._sizes[group] = len(group_ranks(group, 0))
         size, sent = self._sizes[group], x.detach().contiguous()
         if kind == "all-gather":
             return sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
@@ -94,13 +93,6 @@ class _Shapes:
         return torch.empty_like(sent)
 
 
-def _ranks(mesh: Mesh, axes: Sequence[str]) -> int:
-    count = 1
-    for axis in axes:
-        count *= mesh.sizes[axis]
-    return count
-
-
 def peak(program: Program, optimizer: Optimizer = "adamw", backend: str = "") -> Memory:
     """What one rank holds at the peak of a training step of an emitted program, in bytes.
 
@@ -111,7 +103,7 @@ def peak(program: Program, optimizer: Optimizer = "adamw", backend: str = "") ->
     Example: peak(plan.ready.program, "sgd").peak
     """
     assert program.plan is not None
-    with fake_mode(), _simulated(_Shapes(program.plan.mesh, backend)):
+    with fake_mode(), _simulated(_Shapes(backend)):
         return _Step(program, optimizer).run()
 
 

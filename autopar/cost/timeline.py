@@ -308,6 +308,7 @@ class _Step:
         for node in nodes:
             if self.gradients[node]:
                 self.gradients[node] = _joined([self.gradients[node], everything])
+
     def _backward(self, node: fx.Node) -> None:
         inputs = [n for n in node.all_input_nodes if n in self.carrying]
         after, found = self.gradients[node], self.moved[node]

@@ -44,8 +44,7 @@ def ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
 
 
 def formula(world: World, kind: str, digits: Pattern) -> Way:
-    """The first one-level way by formula, measured or not: what levels and factors are fitted to.
-    """
+    """The first one-level way by formula, measured or not: levels and factors are fitted to it."""
     name, start, rate = next(_flat(world, kind, digits))
     factor = world.factor(kind)
     return Way(name, (), factor * (world.launch_s + start), factor * rate)
