@@ -94,9 +94,12 @@ def calibrate(
         device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.launch_s(device)),
     )
     split = _ON_COLLECTIVES if world.ranks > 1 else 0.0
-    shapes = [p for p in (*squares(gpu), *products) if _bearable(p, world)]
+    everything = dict.fromkeys((*squares(gpu), *products))
+    shapes = [p for p in everything if _bearable(p, world)]
+    left = len(everything) - len(shapes)
+    note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
     found = timed_products(
-        shapes, device, seconds * (1 - split), lambda s, d: progress(s * (1 - split), d)
+        shapes, device, seconds * (1 - split), lambda s, d: progress(s * (1 - split), d + note)
     )
     world = with_products(world, found)
     if world.ranks == 1:
