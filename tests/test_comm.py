@@ -215,8 +215,8 @@ PERLMUTTER = {
     (2, 4): 20, (8, 4): 20, (16, 8): 20, (4, 32): 20,
 }  # fmt: skip
 FRONTIER = {
-    (2, 1): 129, (8, 1): 135, (16, 1): 40, (2, 2): 50, (4, 2): 72, (8, 2): 20, (2, 4): 36,
-    (4, 4): 10, (2, 8): 5, (8, 16): 5,
+    (2, 1): 129, (4, 1): 52, (8, 1): 135, (16, 1): 40, (2, 2): 50, (4, 2): 72, (8, 2): 20,
+    (2, 4): 36, (4, 4): 10, (2, 8): 5, (8, 16): 5,
 }  # fmt: skip
 
 
@@ -228,11 +228,11 @@ def test_perlmutter_as_axonn_measured_it() -> None:
 
 
 def test_frontier_as_axonn_measured_it() -> None:
-    """Between nodes exactly; inside one, where wires differ from pair to pair, to a factor 2."""
+    """Between nodes exactly; inside one, where wires differ from pair to pair, to a factor 1.6."""
     world = World.preset("frontier", 256)
     for (ranks, stride), published in FRONTIER.items():
         modelled = 1e-9 / load(world, ((ranks, stride),)).ring
-        factor = 1.001 if ranks * stride > 8 else 2.0
+        factor = 1.001 if ranks * stride > 8 else 1.6
         assert published / factor <= modelled <= published * factor, (ranks, stride)
 
 

@@ -103,11 +103,16 @@ class Formula:
     def each(self, **sizes: Any) -> list[NDArray[np.float64]]:
         """As `bytes`, of one collective of every term."""
         values = self._values(sizes)
-        wholes = self._wholes(*values.values())
         return [
             np.asarray(sent(term.kind, math.prod(values[ranks_of(a)] for a in term.axes)) * whole)
-            for term, whole in zip(self.terms, wholes, strict=True)
+            for term, whole in zip(self.terms, self.wholes(**sizes), strict=True)
         ]
+
+    def wholes(self, **sizes: Any) -> list[NDArray[np.float64]]:
+        """The bytes of the whole value (the ring formulas' B) of one collective of every term: what
+        `cost.comm.collective_cost` prices.
+        """
+        return [np.asarray(whole) for whole in self._wholes(*self._values(sizes).values())]
 
     def _values(self, sizes: Sizes) -> dict[Symbol, NDArray[np.float64]]:
         named = {symbol.name: symbol for symbol in self.sizes}

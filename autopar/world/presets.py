@@ -107,12 +107,13 @@ PRESETS = {
     ),
     "frontier": Preset(
         GPUS["MI250X"],
-        (Level(2, 129e9, NVLINK_S), Level(4, 135e9, NVLINK_S)),
+        (Level(2, 129e9, NVLINK_S), Level(4, 195e9, NVLINK_S, direct=True)),
         Level(1, 40e9, NETWORK_S),
         8,
         "measured by AxoNN's authors (arXiv 2305.13525 and their code): 129 GB/s between the dies "
-        "of one card, 135 over the eight of a node, 40 from a node; nominal 200 and 4 × 25 (OLCF, "
-        "Frontier user guide)",
+        "of one card, 40 from a node; 195 from a card to the three others, a wire each, fits the "
+        "four other patterns within a node (52, 50, 72, 36) best, to a factor 1.5; nominal 200 and "
+        "4 × 25 (OLCF, Frontier user guide)",
     ),
     "alps": Preset(
         GPUS["GH200"],

@@ -1,0 +1,86 @@
+"""The model of a step behind benchmarks/papers.py, and the published figures that it must give."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autopar import Grid4D
+from benchmarks import papers, steps
+from benchmarks.steps import KINDS, PERLMUTTER, Job, Step, Way
+
+SMALL = Job("gpt-5b", PERLMUTTER, 8, 16)
+
+
+def test_a_layer_moves_what_plans_of_two_depths_differ_by() -> None:
+    """Read off one grid of one model, evaluated on another of another."""
+    grid = Grid4D(x=2, z=2, data=2)
+    world = PERLMUTTER.world(8)
+    two, three = (steps.planned(SMALL.sizes, n, world, SMALL.batch, grid) for n in (2, 3))
+    size, sizes = SMALL.sizes, {"Gx": 2, "Gz": 2, "Gdata": 2, "Gy": 1, "b": 16, "s": 2048}
+    sizes |= {"h": size.width, "f": 4 * size.width, "heads": size.heads}
+    sizes |= {"d": size.width // size.heads, "v": size.vocabulary}
+    found = [
+        float(f.bytes(**{s.name: sizes[s.name] for s in f.sizes if s.name in sizes}))
+        for f in (steps.moved().layer, steps.moved().rest)
+    ]
+    assert found[0] == pytest.approx(three.comm_bytes - two.comm_bytes, rel=1e-9)
+    assert found[1] == pytest.approx(two.comm_bytes - 2 * found[0], rel=1e-9)
+
+
+def test_the_seconds_of_axonns_own_model() -> None:
+    rows = list(papers.axonns_own_model())
+    assert len(rows) == 6
+    for row in rows:
+        assert row.ratio == pytest.approx(1.05, abs=0.1), row.what
+
+
+def test_atps_words_from_an_emitted_plan() -> None:
+    for row in papers.atp_words():
+        assert row.ratio == pytest.approx(1), row.what
+
+
+def test_the_flops_of_a_step() -> None:
+    """57 % of the peak of 1024 A100 are the published 182 Pflop/s."""
+    job = Job("gpt-80b", PERLMUTTER, 1024, 1024)
+    seconds = job.flops / 182e15
+    assert job.of_peak(seconds) == pytest.approx(0.57, abs=0.005)
+    assert job.flops > 96 * 1024 * 2048 * 42 * 12288**2
+
+
+def step(way: Way, **seconds: float) -> Step:
+    moving = dict.fromkeys(KINDS, 0.0) | seconds
+    return Step(Grid4D(z=8), way, 10, 1.0, 2.0, moving, dict.fromkeys(KINDS, 0.0))
+
+
+def test_what_hides_under_what() -> None:
+    once, twice = Way(1, kept=True), Way(1, kept=False)
+    assert step(once).seconds() == step(once).compute == 42
+    gathers = step(twice, gather=1.5)
+    assert gathers.exposed(overlap=False) == 30 and gathers.exposed(overlap=True) == 10
+    assert step(once, gather=1.5).exposed(overlap=False) == 15
+    assert step(once, backward=1.25).exposed(overlap=True) == 2.5  # dW's product takes 1
+    assert step(once, scatter=2.5).exposed(overlap=True) == 5  # the backward takes 2
+    both = step(once, backward=1.0, scatter=1.5)
+    assert both.exposed(overlap=True) == 5 and both.exposed(overlap=False) == 25
+    assert step(once, forward=0.5, gradients=0.25).exposed(overlap=True) == 12.5
+    halves = step(Way(2, kept=False), gather=0.75)  # each half of the batch gathers again, twice
+    assert halves.exposed(overlap=False) == 30 and halves.exposed(overlap=True) == 10
+
+
+def test_memory_decides_how_a_step_is_run() -> None:
+    job = Job("gpt-20b", PERLMUTTER, 32, 1024)
+    deep = Grid4D(z=32)
+    (way,) = steps.ways(job, deep)
+    assert not way.kept and way.parts > 1  # 20B whole are 40 GB
+    capacity = PERLMUTTER.world(32).device.memory_bytes
+    assert steps.held(job, deep, way) <= capacity < steps.held(job, deep, Way(1, kept=False))
+    assert steps.ways(job, Grid4D(data=32)) == []
+
+
+def test_misses_are_marked() -> None:
+    row = papers.Row("", "a figure", 100, 126, "%", why="for a reason")
+    assert row.misses and papers.cells(row)[4] == "1.26 *"
+    assert not dataclasses.replace(row, modelled=124).misses
+    assert papers.markdown([row]).endswith("| a figure | 100 | 126 | % | 1.26 * |  |")
