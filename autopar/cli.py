@@ -23,6 +23,7 @@ from . import api, calibration
 from . import ranks as running
 from .errors import AutoparError, LayoutError, PlanError, WorldError
 from .layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from .options import read_memory, read_optimizer
 from .plan import Plan
 from .report import terminal
 from .report.progress import bar
@@ -75,6 +76,17 @@ LayoutOption = Annotated[
         "3d:2,2,2, 4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2.",
     ),
 ]
+MemoryOption = Annotated[
+    str,
+    typer.Option(metavar="SIZE", help="Of each device, as 80GiB; auto: the world's, less 8 %."),
+]
+OptimizerOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Whose states take memory: adamw, sgd, ...; or bytes.")
+]
+RecomputeOption = Annotated[
+    str,
+    typer.Option(metavar="HOW", help="Blocks computed again in the backward: auto, none, full."),
+]
 SaveOption = Annotated[
     Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the plan there, as JSON.")
 ]
@@ -91,6 +103,9 @@ def plan(
     ranks: RanksOption = None,
     batch: BatchOption = None,
     layout: LayoutOption = "auto",
+    memory: MemoryOption = "auto",
+    optimizer: OptimizerOption = "adamw",
+    recompute: RecomputeOption = "auto",
     save: SaveOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -106,7 +121,11 @@ def plan(
         chosen = _target(target, batch, found.ranks)
         start = time.perf_counter()
         doing = f"planning {chosen.name} on {_ranks(found)}"
-        made = _watched(doing, lambda: api.plan(chosen.model, found, chosen.inputs, wanted))
+        budget = read_memory(memory), read_optimizer(optimizer), recompute
+        made = _watched(
+            doing,
+            lambda: api.plan(chosen.model, found, chosen.inputs, wanted, *budget),  # type: ignore[arg-type]
+        )
         seconds = time.perf_counter() - start
         if save is not None:
             made.save(save)
@@ -305,6 +324,11 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     moved = f"{terminal.amount(made.comm_bytes)}B"
     line(out, "modelled", f"{terminal.duration(made.seconds)} a step; a rank sends {moved}")
     memory = f"{terminal.memory(made.peak_bytes)} at the peak on each device"
+    if made.memory is not None:
+        memory = f"{made.memory} at the peak on each device"
+    if made.recompute:
+        again = f"{len(made.recompute)} blocks computed again in the backward"
+        memory += f"; {again}, {made.recompute[0]} to {made.recompute[-1]}"
     if world is not None and made.peak_bytes > world.device.memory_bytes:
         memory += f", [red]which has {terminal.memory(world.device.memory_bytes)}: too little[/]"
     out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
@@ -319,6 +343,8 @@ def _facts(made: Plan) -> dict[str, Any]:
     names = ("layout", "world", "fingerprint", "seconds", "comm_bytes", "peak_bytes")
     facts = {name: getattr(made, name) for name in names}
     return facts | {
+        "memory": None if made.memory is None else dataclasses.asdict(made.memory),
+        "recompute": list(made.recompute),
         "mesh": made.mesh.sizes,
         "ranks": made.mesh.size,
         "rows": [dataclasses.asdict(row) for row in made.rows],

@@ -16,7 +16,7 @@ ORDER = (
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "conversion_costs", "search", "lockstep", "passes",
     "fitting", "placement", "module", "verify", "report", "held", "api", "calibration", "targets",
-    "cli", "__main__", "",
+    "options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,7 +48,7 @@ class Budget:
         """
         if recompute not in ("auto", "none", "full"):
             raise PlanError(f"recompute is {recompute!r}: it is 'auto', 'none' or 'full'")
-        step_copies(optimizer)
+        _known(optimizer)
         if memory != "auto" and not (isinstance(memory, int | float) and memory > 0):
             raise PlanError(f"memory is {memory!r}: it is 'auto' or bytes on each device, above 0")
         limit: float | None = float(memory) if memory != "auto" else None
@@ -65,13 +66,15 @@ def refusal(
     """What to tell a user whose model does not fit. `recomputed`: with all blocks recomputed
     already. `larger`: the smallest world that it would fit, in words, such as "16 devices".
     """
-    every = ", every block recomputed" if recomputed else ""
-    tries = [larger, "" if recomputed else 'recompute="auto"', "a smaller batch"]
-    tries += ["another layout" if layout != "auto" else "more devices" if not larger else ""]
-    advice = ", ".join(part for part in tries if part)
+    every = ", every block recomputed," if recomputed else ""
+    tries = [larger or "more devices", "" if recomputed else 'recompute="auto"', "a smaller batch"]
+    tries += ["another layout"] if layout != "auto" else []
+    *first, last = [part for part in tries if part]
+    advice = f"{', '.join(first)} or {last}"
+    size = f"{limit / 2**30:,.2f} GiB" if limit >= 2**27 else f"{limit / 2**20:,.2f} MiB"
     return PlanError(
-        f"no plan fits {limit / 2**30:,.2f} GiB on each of {world.ranks} devices: layout "
-        f"{layout!r}{every} needs {memory}. Try {advice}"
+        f"no plan fits {size} on each of {world.ranks} devices: layout {layout!r}{every} needs "
+        f"{memory}. Try {advice}"
     )
 
 
@@ -103,9 +106,12 @@ def optimizer_bytes(layout: Layout, element_bytes: int, optimizer: Optimizer) ->
     return float(optimizer * layout.local_size)
 
 
-def step_copies(optimizer: Optimizer) -> int:
-    """How many copies of a parameter an optimizer's step makes for a moment: torch's optimizers
-    take one parameter at a time, which is their way with DTensors.
+def step_bytes(sizes: Sequence[float], optimizer: Optimizer) -> float:
+    """What an optimizer's step makes for a moment, for parameters of so many bytes in its order.
+    torch's optimizers take one parameter at a time, which is their way with DTensors; the last
+    thing made for one lives until the next one's replaces it.
     """
     _known(optimizer)
-    return _STEP_COPIES.get(optimizer, 0) if isinstance(optimizer, str) else 2
+    made = _STEP_COPIES.get(optimizer, 0) if isinstance(optimizer, str) else 2
+    before = (0.0, *sizes)
+    return max((made * own + bool(made) * last for own, last in zip(sizes, before)), default=0.0)

@@ -24,7 +24,7 @@ from ..graphs import called
 from ..mesh import group_ranks
 from ..plan import Memory
 from ..program import Input, Program
-from .memory import Optimizer, optimizer_bytes, step_copies
+from .memory import Optimizer, optimizer_bytes, step_bytes
 
 _NEVER = 1 << 60
 
@@ -45,7 +45,7 @@ class Lives(TorchDispatchMode):
         super().__init__()
         self.moment = 0
         self.lives: list[_Life] = []
-        self._known: dict[int, _Life] = {}
+        self.known: dict[int, _Life] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.moment += 1
@@ -59,14 +59,14 @@ class Lives(TorchDispatchMode):
         """The life of a tensor's memory, which begins now where it was not known."""
         memory = tensor.untyped_storage()
         key = id(memory)
-        if key not in self._known:
-            life = self._known[key] = _Life(memory.nbytes(), self.moment)
+        if key not in self.known:
+            life = self.known[key] = _Life(memory.nbytes(), self.moment)
             self.lives.append(life)
             weakref.finalize(memory, self._end, key)
-        return self._known[key]
+        return self.known[key]
 
     def _end(self, key: int) -> None:
-        self._known.pop(key).died = self.moment + 1
+        self.known.pop(key).died = self.moment + 1
 
 
 class _Shapes:
@@ -162,7 +162,7 @@ class _Step:
 
     def _memory(self, middle: int, parameters: list[_Life], gradients: list[_Life]) -> Memory:
         states, extra = self._states()
-        moment, most = _highest(self.lives.lives)
+        moment, most = highest(self.lives.lives)
         end = self.lives.moment + 1
         still = sum(life.size for life in self.lives.lives if life.died > end)
         if still + extra > most:
@@ -184,20 +184,20 @@ class _Step:
 
     def _states(self) -> tuple[float, float]:
         """Bytes of the optimizer's states, and of what its step makes on the way."""
-        states, largest = 0.0, 0.0
+        states, sizes = 0.0, []
         for entry in self.program.signature.inputs:
             if entry.kind == "parameter" and entry.trainable:
                 layout, size = self.program.layouts[entry.node], self._element_bytes(entry)
                 states += optimizer_bytes(layout, size, self.optimizer)
-                largest = max(largest, layout.local_size * float(size))
-        return states, step_copies(self.optimizer) * largest
+                sizes.append(layout.local_size * float(size))
+        return states, step_bytes(sizes, self.optimizer)
 
     def _element_bytes(self, entry: Input) -> int:
         dtype = self.program.dtypes.get(entry.node)
         return dtype.itemsize if dtype is not None else self._traced(entry).dtype.itemsize
 
 
-def _highest(lives: list[_Life]) -> tuple[int, int]:
+def highest(lives: Sequence[_Life]) -> tuple[int, int]:
     """The moment with most bytes, and these."""
     changes: dict[int, int] = {}
     for life in lives:
