@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import sys
 import threading
 import time
@@ -21,9 +20,8 @@ from torch import nn
 
 from . import api, calibration
 from . import ranks as running
-from .errors import AutoparError, LayoutError, PlanError, WorldError
-from .layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
-from .options import read_memory, read_optimizer
+from .errors import AutoparError, PlanError, WorldError
+from .options import read_layout, read_memory, read_optimizer
 from .plan import Plan
 from .report import terminal
 from .report.progress import bar
@@ -37,7 +35,6 @@ PATIENCE_S = 2.0  # what takes longer says that it is at work
 QUIET_S = 30.0  # between two such lines where nobody watches a terminal
 CALIBRATED = "world.json"  # what calibrate writes, and plan reads where no world is named
 LOCKSTEP_RANKS = 8  # that verify runs where none are named
-GRIDS = {"atp": Grid2D, "3d": Grid3D, "4d": Grid4D, "2.5d": Grid25D}
 
 app = typer.Typer(
     name="autopar",
@@ -247,47 +244,6 @@ def _calibrated(ranks: int | None) -> World | None:
     said = f"{CALIBRATED} is of {world.ranks} ranks and does not count for {ranks}"
     console(stderr=True).print(said, soft_wrap=True)
     return None
-
-
-def read_layout(text: str) -> Layouts:
-    """A layout's name, or a grid as "4d:x=2,y=2", "atp:4,2". Raises LayoutError.
-
-    >>> read_layout("4d:x=2,data=4")
-    Grid4D(x=2, y=1, z=1, data=4)
-    """
-    name, colon, sizes = text.partition(":")
-    if text in NAMES:
-        return text
-    grid = GRIDS.get(name)
-    if not colon or grid is None:
-        raise LayoutError(
-            f"unknown layout {text!r}; known ones: {', '.join(NAMES)}, and with sizes "
-            f"{', '.join(GRIDS)}, as 4d:x=2,y=2"
-        )
-    fields = [field for field in dataclasses.fields(grid) if field.type in ("int", "str")]
-    names = [field.name for field in fields]
-    values: dict[str, Any] = {}
-    for position, part in enumerate(sizes.split(",")):
-        key, equals, value = (piece.strip() for piece in part.rpartition("="))
-        if not equals:
-            key = names[position] if position < len(names) else value
-        if key not in names or key in values:
-            raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage(names)}")
-        values[key] = _size(text, part, value) if key != "first" else value
-    missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
-    if missing:
-        raise LayoutError(f"layout {text!r} lacks {', '.join(missing)}{_usage(names)}")
-    return grid(**values)
-
-
-def _usage(names: list[str]) -> str:
-    return f"; it takes {', '.join(names)}, by position or as {names[0]}=2"
-
-
-def _size(text: str, part: str, value: str) -> int:
-    if not re.fullmatch("[0-9]+", value) or int(value) < 1:
-        raise LayoutError(f"layout {text!r}: {part!r} is no whole number of ranks from 1 on")
-    return int(value)
 
 
 def _folder(save: Path) -> None:
