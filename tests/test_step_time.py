@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import cells, step_pages, step_time
+from benchmarks import cells, step_pages, step_time, traces
 from benchmarks.cluster import Shape
 from benchmarks.models import SUBJECTS, Llama
 from benchmarks.ranks import Single, Timed, judge
@@ -171,3 +171,25 @@ def test_a_small_cell_from_end_to_end(tmp_path):
     assert [t["name"] for t in cells.standing(found)] == names[1:]
     assert all(len(t["seconds"]) == 15 for t in found["contestants"])
     assert cells.verdict(found) is not None and (tmp_path / "images").exists()
+
+
+# -- where the time goes ---------------------------------------------------------------------------
+def event(name, start, end, category="cpu_op"):
+    return {"ph": "X", "cat": category, "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6}
+
+
+def test_a_trace_is_split_into_computing_hidden_and_exposed():
+    events = [
+        event("aten::mm", 0, 2),
+        event("aten::addmm", 1, 3),  # nested or overlapping: an instant counts once
+        event("gloo:all_reduce", 2, 5, "user_annotation"),
+        event("gloo:all_gather", 7, 8, "user_annotation"),
+        event("_c10d_functional::wait_tensor", 3, 5),
+        event("autograd::engine::evaluate_function", 0, 9),
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = traces.account("x", events)
+    figures = (found.step, found.computing, found.communicating, found.hidden, found.exposed)
+    assert figures == pytest.approx((9, 3, 4, 1, 3)) and found.neither == pytest.approx(3)
+    assert found.collectives == {"all_reduce": 1, "all_gather": 1}
+    assert "1 all_gather, 1 all_reduce" in printed(traces.table([found]))
