@@ -35,7 +35,7 @@ class Settings:
     steps: int = 5
     warmups: int = 2
     timeout: float = 1800.0
-    calibrate_s: float = 60.0
+    calibrate_s: float = 90.0
     trace: str = ""
     world: str = ""
 

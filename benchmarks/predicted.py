@@ -150,7 +150,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=5)
     add("--warmups", type=int, default=2)
     add("--timeout", type=float, default=1800.0, help="seconds a group")
-    add("--calibrate", type=float, default=60.0, help="seconds; 0: the world is written by hand")
+    add("--calibrate", type=float, default=90.0, help="seconds; 0: the world is written by hand")
     add("--out", type=Path, default=Path("out/predicted"))
     options = parser.parse_args(arguments)
     try:

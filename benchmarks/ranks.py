@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.cost.calibrate import calibrate
+from autopar.calibration import calibrated
 from benchmarks import peers, worlds
 from benchmarks.cluster import sent_bytes
 from benchmarks.models import SUBJECTS, Subject
@@ -226,10 +226,12 @@ def known_world(job: Job) -> autopar.World:
     """
     path = Path(job.world)
     if not path.exists():
-        world = worlds.by_hand(job.nodes, job.ranks_per_node, job.rate)
         if job.calibrate_s:
             say(f"calibrating for {job.calibrate_s:g} s")
-            world = calibrate(world, seconds=job.calibrate_s)
+            subject = SUBJECTS[job.model]
+            world = calibrated(lambda: (subject.model(), subject.batches(1)[0]), job.calibrate_s)
+        else:
+            world = worlds.by_hand(job.nodes, job.ranks_per_node, job.rate)
         dist.barrier()  # or a slow rank would find the file already
         if dist.get_rank() == 0:
             world.save(path)

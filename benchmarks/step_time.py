@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--timeout", type=float, default=1800.0, help="seconds a cell (default: 1800)")
     add("--quick", action="store_true", help="the GPT, 2x2 at 1gbit, three layouts, three steps")
     add("--earlier", action="store_true", help="the peers' row that was measured before, again")
-    add("--calibrate", type=float, default=60.0, help="seconds; 0: the world is written by hand")
+    add("--calibrate", type=float, default=90.0, help="seconds; 0: the world is written by hand")
     add("--missing", action="store_true", help="only the cells that OUT does not have yet")
     add("--trace", default="", metavar="DIR", help="also a profile of a step of each contestant")
     add("--out", type=Path, default=Path("out/step_time"))
