@@ -11,7 +11,7 @@ import torch
 
 import autopar
 import models
-from autopar import PlanError, api, lockstep, report, wire
+from autopar import PlanError, lockstep, report, wire
 from autopar._compat import pytree
 from autopar.graphs import every_node
 from autopar.recomputed import recomputed
@@ -81,7 +81,7 @@ def calls(plan: autopar.Plan, inputs: Any) -> int:
     program, count = plan.ready.program, 0
     tensors = {name: tensor.detach() for name, tensor in program.tensors.items()}
     program = dataclasses.replace(program, tensors=tensors)
-    leaves = pytree.tree_leaves(api._arguments(inputs))
+    leaves = pytree.tree_leaves(inputs)
 
     def step(rank: int) -> None:
         nonlocal count
