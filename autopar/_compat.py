@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import torch.distributed
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "BoxedCodeGen",
     "FakeTensorMode",
     "OpOverload",
     "StridedShard",
+    "aot_module_simplified",
     "backend_name",
+    "default_partition",
     "fake_mode",
     "process_group",
     "pytree",

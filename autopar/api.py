@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from . import ranks
 from ._compat import pytree
+from .backends import Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
 from .cost.timeline import Timeline, timeline
@@ -37,7 +38,6 @@ from .verify import Check, compare, widened
 from .world import World
 
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
-Backend = str | Callable[..., Any] | None
 T = TypeVar("T")
 
 
@@ -214,13 +214,19 @@ class Ready:
 
 
 def apply(
-    model: nn.Module, plan: Plan, inputs: Inputs | None = None, backend: Backend = None
+    model: nn.Module,
+    plan: Plan,
+    inputs: Inputs | None = None,
+    backend: Backend = None,
+    overlap: Overlap = True,
 ) -> ParallelModule:
     """The model on the running ranks, by a plan. Collective: every rank calls it with the same
     plan.
 
     `inputs` are needed for a plan that was loaded from a file: the model is traced again.
-    `backend`: None runs the graph as it is, else the name of a torch.compile backend or a callable.
+    `backend`: None runs the scheduled graphs, which are derived at the first call; else the name of
+    a torch.compile backend or a callable. `overlap=False`: nothing is scheduled, every collective
+    is waited for at once; a tuple of "bucket" and "schedule" picks passes.
     The model itself is left as it is; the parameters are copied. Raises WorldError where the plan's
     mesh and the running ranks differ, PlanError where the model is another than planned.
     """
@@ -241,7 +247,8 @@ def apply(
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
     groups = groups_of(program.module.graph)
     device_mesh = connect(mesh, device.type, groups) if mesh.axes else None
-    run = program.module if backend is None else torch.compile(program.module, backend=backend)
+    world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
+    run = runner(program, world, backend, overlap)
     program = dataclasses.replace(program, tensors=tensors)
     order = list(held(model))
     seed = ranks.from_rank_0(torch.initial_seed())  # ranks that hold the same must drop the same
@@ -281,6 +288,7 @@ def parallelize(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
+    overlap: Overlap = True,
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
 
@@ -291,14 +299,15 @@ def parallelize(
     targets).backward()
     """
     if inputs is None:
-        wanted = layout, backend, memory, optimizer, recompute
+        wanted = layout, backend, memory, optimizer, recompute, overlap
         return Deferred(lambda given: parallelize(model, world, given, *wanted))
     found = ranks.together("reading the world", lambda: World.of(world))
     found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together(
         "reading the limits", lambda: Budget.of(found, memory, optimizer, recompute)
     )
-    return apply(model, _shared_plan(model, found, inputs, layout, budget), backend=backend)
+    plan = _shared_plan(model, found, inputs, layout, budget)
+    return apply(model, plan, None, backend, overlap)
 
 
 def _shared_plan(

@@ -132,5 +132,38 @@ def test_operators_know_their_schema_and_their_tags() -> None:
     assert torch.Tag.nondeterministic_seeded in torch.ops.aten.rand_like.default.tags
 
 
+@covers("BoxedCodeGen", "aot_module_simplified", "default_partition")
+def test_derived_graphs_show_collectives_and_take_lists() -> None:
+    """Forward and backward are cut by a function of ours and run from a list that they clear."""
+
+    class Sum(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            sent = torch.ops._c10d_functional.all_reduce((x * x).exp(), "sum", "none")
+            return (torch.ops._c10d_functional.wait_tensor(sent),)
+
+    cut: list[torch.fx.GraphModule] = []
+
+    def partition(joint: torch.fx.GraphModule, inputs: object, **more: int) -> object:
+        cut.extend(_compat.default_partition(joint, inputs, **more))
+        return tuple(cut)
+
+    def compiler(gm: torch.fx.GraphModule, example_inputs: object) -> Callable[..., object]:
+        raise AssertionError("the forward was cut, that is all")
+
+    x = torch.ones(2, requires_grad=True)
+    module = torch.fx.symbolic_trace(Sum())
+    with pytest.raises(AssertionError, match="that is all"):
+        _compat.aot_module_simplified(module, [x], compiler, compiler, partition)
+    forward, _ = cut
+    assert [n.name for n in forward.graph.nodes][:2] == ["primals_1", "mul"]
+    assert "_c10d_functional.all_reduce" in forward.code
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("y"),)))
+    graph.set_codegen(_compat.BoxedCodeGen())
+    values = [torch.ones(1)]
+    assert torch.fx.GraphModule(torch.nn.Module(), graph).forward(values).item() == -1
+    assert values == []
+
+
 def test_every_name_is_tested_here() -> None:
     assert set(_compat.__all__) == TESTED

@@ -15,8 +15,8 @@ ORDER = (
     "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "conversion_costs", "search", "lockstep", "passes",
-    "fitting", "placement", "module", "verify", "report", "held", "api", "calibration", "targets",
-    "options", "cli", "__main__", "",
+    "backends", "fitting", "placement", "module", "verify", "report", "held", "api", "calibration",
+    "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

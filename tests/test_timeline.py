@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import autopar
 import models
+from autopar.cost.pattern import pattern
 from autopar.cost.simulate import Event, in_order, overlapped
 from autopar.cost.timeline import link, simulate
 from autopar.mesh import Mesh
@@ -181,8 +182,8 @@ def test_dx_is_summed_under_the_product_for_dw() -> None:
 
 def test_links_are_those_of_the_outermost_level() -> None:
     world, mesh = autopar.World.preset("dgx-h100", 64), Mesh.parse("data8.x8")
-    assert link(world, mesh, ("x",)) == 0
-    assert link(world, mesh, ("data",)) == link(world, mesh, ("data", "x")) == 1
+    assert link(world, pattern(mesh, ("x",))) == 0
+    assert link(world, pattern(mesh, ("data",))) == link(world, pattern(mesh, mesh.names)) == 1
 
 
 def test_thirty_thousand_events_take_about_a_second() -> None:

@@ -85,6 +85,15 @@ def compiled(facts: dict[str, Any]) -> None:
         assert facts[layout]["parameters"][0] < LIMIT, facts[layout]
 
 
+def test_scheduled_graphs_equal_unscheduled_ones_to_the_bit(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 4, "scheduled")["scheduled"]
+    for layout in ("fsdp", "4d"):
+        assert facts[layout]["equal"] and facts[layout]["without gradients"], layout
+        assert facts[layout]["joined"] < 1e-5, layout  # buckets may add in another order
+    start = "RankError: the ranks hold different collective orders: rank 0"
+    assert all(text.startswith(start) for text in facts["orders differ"]), facts["orders differ"]
+
+
 def test_deferred_saved_and_random(tmp_path: Path) -> None:
     """Planned at the first call; planned elsewhere and read from a file; dropout."""
     facts = launched(tmp_path, 4, "deferred", "from_file", "dropout")

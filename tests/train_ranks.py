@@ -27,6 +27,7 @@ import autopar
 import models
 from autopar.layout import Layout
 from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
+from autopar.passes import schedule
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
 ON_FOUR = ("4d", "2.5d")  # these need several axes
@@ -290,6 +291,37 @@ def caught(work: Callable[[], Any]) -> str:
     return ""
 
 
+def scheduled() -> Facts:
+    """Scheduled and not, from the same plan: to the bit? And ranks whose orders differ."""
+    _, inputs = example("gpt")
+    model = models.Gpt(layers=1)
+    facts: Facts = {}
+    for layout in ("fsdp", "4d"):
+        plan = autopar.plan(model, autopar.World.of(None), inputs, layout=layout)
+        found = []
+        for overlap in (False, ("schedule",), True):
+            par = autopar.apply(model, plan, overlap=overlap)
+            loss = called(par, inputs)[0]
+            loss.backward()
+            grads = [p.grad.to_local() for p in par.parameters() if p.grad is not None]
+            found.append([loss.detach(), *grads])
+        pairs = list(zip(*found[:2], strict=True))
+        joined = zip(*found[1:], strict=True)
+        with torch.no_grad():
+            unrecorded = called(par, inputs)[0]
+        facts[layout] = {
+            "equal": len(pairs) > 1 and all(torch.equal(one, other) for one, other in pairs),
+            "joined": max(float((x - y).abs().max() / y.abs().max()) for x, y in joined),
+            "without gradients": torch.equal(unrecorded, found[0][0]),
+        }
+    if dist.get_rank() == 1:  # as a world that was measured on each rank by itself would
+        schedule.collectives_in_order = lambda graph: ["another"]
+    facts["orders differ"] = everywhere(
+        caught(lambda: called(autopar.apply(model, plan), inputs)[0].backward())
+    )
+    return facts
+
+
 TASKS: dict[str, Callable[[], Facts]] = {
     "gpt": lambda: parity("gpt"),
     "llama": lambda: parity("llama"),
@@ -300,6 +332,7 @@ TASKS: dict[str, Callable[[], Facts]] = {
     "from_file": from_file,
     "dropout": dropout,
     "failing": failing,
+    "scheduled": scheduled,
 }
 
 

@@ -21,14 +21,13 @@ from typing import Any
 from torch import fx
 
 from ..graphs import inlined
-from ..mesh import Mesh
 from ..program import Program
 from ..strategies import Strategy
 from ..world import World
 from .comm import collective_cost
 from .compute import node_seconds, optimizer_seconds
 from .moves import Move, moves
-from .pattern import pattern, size, within
+from .pattern import Pattern, pattern, size, within
 from .simulate import Event, Run, in_order, overlapped
 
 ROOTED = ("broadcast", "reduce")  # the panels' collectives
@@ -113,11 +112,11 @@ def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
 
 
 @lru_cache(maxsize=1 << 12)
-def link(world: World, mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """What the groups of these axes share with others: the outermost level of links that they
+def link(world: World, digits: Pattern) -> int:
+    """What the groups of this pattern share with others: the outermost level of links that they
     cross.
     """
-    digits, block = pattern(mesh, axes), 1
+    block = 1
     for number, level in enumerate(world.levels):
         block *= level.ranks
         if within(digits, block) == size(digits):
@@ -275,7 +274,7 @@ class _Step:
             after,
             phase,
             lane=lane,
-            link=link(self.world, self.plan.mesh, move.axes),
+            link=link(self.world, pattern(self.plan.mesh, move.axes)),
             bytes=price.bytes / pieces,
             ahead=aside and phase == "forward",
             held_bytes=held,

@@ -1,0 +1,214 @@
+"""The events of a graph that AOTAutograd derived: aten ops and functional collectives on a rank's
+own tensors, with what each takes on a world.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from .._compat import OpOverload, pytree
+from ..mesh import group_ranks
+from ..world import World
+from .comm import sent
+from .compute import product_seconds
+from .pattern import Pattern, size
+from .simulate import Event
+from .timeline import link
+from .ways import flat_ways
+
+Phase = Literal["forward", "backward"]
+
+# The functional collectives by name: what they are to the cost model. A broadcast or a reduce is
+# one of as many pieces as there are ranks.
+KINDS: dict[str, Any] = {
+    "all_reduce": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+}
+_NAMESPACES = ("_c10d_functional", "autopar")
+_FREE = (torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The events of a graph, in its order, and the node of each. Views and waits take no time and
+    are no events.
+    """
+
+    events: tuple[Event, ...]
+    nodes: tuple[fx.Node, ...]
+
+
+def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> Listed:
+    """`stored`: the placeholders that are there before the step begins. What draws random numbers
+    or writes into its operands keeps its order.
+    """
+    events: list[Event] = []
+    nodes: list[fx.Node] = []
+    needs: dict[fx.Node, tuple[int, ...]] = {}
+    early: set[fx.Node] = set()
+    fixed: tuple[int, ...] = ()
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        inputs = node.all_input_nodes
+        if (inputs and early.issuperset(inputs)) or node.name in stored:
+            early.add(node)
+        after = tuple(dict.fromkeys(i for n in inputs for i in needs[n]))
+        if node.op != "call_function" or carries_on(node):
+            needs[node] = after
+            continue
+        if _keeps_place(node):
+            after, fixed = (*after, *fixed), (len(events),)
+        events.append(_event(node, after, world, node in early, phase))
+        nodes.append(node)
+        needs[node] = (len(events) - 1,)
+    return Listed(tuple(events), tuple(nodes))
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def collective_of(node: fx.Node) -> str | None:
+    """The functional collective that a node issues, such as "all_reduce"; None for other nodes."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
+        return None
+    name = target._schema.name.split("::")[1]
+    return name if name in KINDS else None
+
+
+def group_of(node: fx.Node) -> str:
+    """The name of the process group that a collective runs over: its last argument."""
+    return str(node.args[-1])
+
+
+def carries_on(node: fx.Node) -> bool:
+    """Whether a node only stands for its argument: a wait, a view, a piece of a result."""
+    target = node.target
+    if is_wait(node) or not isinstance(target, OpOverload) or target in _FREE:
+        return True
+    aliases = [r.alias_info for r in target._schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an op writes into its operands."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _keeps_place(node: fx.Node) -> bool:
+    assert isinstance(node.target, OpOverload)
+    return writes(node) or torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, phase: Phase) -> Event:
+    name = collective_of(node)
+    if name is None:
+        return Event(node.name, "compute", op_seconds(node, world), after, phase)
+    moved, seconds, number = collective_seconds(node, world)
+    return Event(
+        node.name,
+        KINDS[name],
+        seconds,
+        after,
+        phase,
+        lane=group_of(node),
+        link=number,
+        bytes=moved,
+        ahead=early,
+        held_bytes=float(_bytes(node)),
+    )
+
+
+def collective_seconds(node: fx.Node, world: World) -> tuple[float, float, int]:
+    """(bytes that a rank sends, seconds, link) of a functional collective."""
+    kind = KINDS[str(collective_of(node))]
+    digits = group_pattern(group_of(node))
+    ranks = size(digits)
+    whole, parts = max(_bytes(node), sum(_bytes(n) for n in node.all_input_nodes)), 1
+    if kind == "all_to_all":
+        whole *= ranks
+    elif kind in ("broadcast", "reduce"):
+        whole, parts = whole * ranks, ranks
+    seconds = min(way.seconds(whole) for way in flat_ways(world, kind, digits))
+    return sent(kind, ranks) * whole / parts, seconds / parts, link(world, digits)
+
+
+@lru_cache(maxsize=1 << 10)
+def group_pattern(name: str) -> Pattern:
+    """The pattern of the groups of this name, a part of an axis or another lane among them.
+
+    >>> group_pattern("autopar/data4.x2/data/2@1")
+    ((2, 2),)
+    """
+    ranks, digits = group_ranks(name, 0), []
+    while len(ranks) > 1:
+        stride = ranks[1] - ranks[0]
+        count = 2
+        while count < len(ranks) and ranks[count] == ranks[0] + count * stride:
+            count += 1
+        digits.append((count, stride))
+        ranks = ranks[::count]
+    return tuple(reversed(digits))
+
+
+def op_seconds(node: fx.Node, world: World) -> float:
+    """Of an aten op, by roofline: its FLOPs, or the bytes that it reads and writes."""
+    moved = _bytes(node) + sum(_bytes(n) for n in node.all_input_nodes)
+    first = next(_tensors(node), None)
+    dtype = torch.float32 if first is None else first.dtype
+    return product_seconds(flops(node), float(moved), dtype, world.device)
+
+
+def flops(node: fx.Node) -> float:
+    """FLOPs of the ops that torch can count, matrix products and attention among them; else 0."""
+    assert isinstance(node.target, OpOverload)
+    packet = node.target.overloadpacket
+    if packet in _ATTENTION_PRODUCTS:
+        query, key = _shapes(node)[-2:]
+        return _ATTENTION_PRODUCTS[packet] * 2.0 * math.prod(query) * key[-2]
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0.0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return float(count(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    """Of the query and the key of attention: the first two of four dims, past the gradient."""
+    inputs = [n for n in node.args if isinstance(n, fx.Node)]
+    start = 1 if "backward" in str(node.target) else 0
+    return [tuple(n.meta["val"].shape) for n in inputs[start : start + 2]]
+
+
+# The kernel for CPUs, which torch does not count: products of query by key by features.
+_ATTENTION_PRODUCTS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 2,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: 5,
+}
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(value.numel() * value.element_size() for value in _tensors(node))
+
+
+def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.Tensor):
+            yield value

@@ -1,0 +1,218 @@
+"""bucket: small collectives of one kind, group and dtype joined into one, where that is modelled to
+be faster.
+
+Joined are sums of gradients, on which no product hangs any more, and gathers of what is stored; in
+the order in which they are ready or needed, up to a size that the simulation chooses, none among
+them. An all-reduce or an all-gather becomes its coalesced form; an all-to-all, which gloo's
+reduce-scatters are, goes as one tensor. On more than two ranks an all-reduce may add in another
+order within a bucket: that is the one thing here that changes bits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..cost.derived import Listed, Phase, collective_of, flops, graph_events
+from ..cost.simulate import overlapped
+from ..world import World
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+
+_SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 23, 1 << 25)  # bytes of a bucket that are tried
+_CALL_S = 35e-6  # to issue one on gloo and wait for it (measured): of the thread that computes
+_COALESCED = {
+    "all_reduce": functional.all_reduce_coalesced.default,
+    "all_gather_into_tensor": functional.all_gather_into_tensor_coalesced.default,
+}
+
+
+def bucket(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> fx.Graph:
+    """The graph with the buckets of the size that is modelled to be the fastest; the graph itself
+    where none is. The same on every rank.
+    """
+
+    each = _CALL_S if world.backend == "gloo" else 0.0
+
+    def seconds(candidate: fx.Graph) -> float:
+        events = graph_events(candidate, world, stored, phase).events
+        return overlapped(events).seconds + each * sum(bool(event.lane) for event in events)
+
+    best, least = graph, seconds(graph)
+    for size in _SIZES:
+        found = joined(graph, world, stored, phase, size)
+        if found is None:
+            continue
+        taken = seconds(found)
+        if taken < least:
+            best, least = found, taken
+    return best
+
+
+def joined(
+    graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, size: int
+) -> fx.Graph | None:
+    """A copy of the graph with buckets of at most `size` bytes; None where there is nothing to
+    join.
+    """
+    copied = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = copied.graph_copy(graph, values)
+    before = graph.output_node()
+    copied.create_node("output", "output", (result,)).meta = dict(before.meta)
+    listed = graph_events(copied, world, stored, phase)
+    buckets = _buckets(listed, size)
+    for members in buckets:
+        _join(copied, members)
+    return copied if buckets and _sort(copied) else None
+
+
+def _candidates(listed: Listed) -> dict[int, int]:
+    """The collectives that may be joined, each with how many of them stand behind one another
+    before it: on their results no product hangs, or they hang on nothing but what is stored.
+    """
+    leads = [False] * len(listed.events)  # to a product
+    for index in range(len(listed.events) - 1, -1, -1):
+        below = leads[index] or flops(listed.nodes[index]) > 0
+        for needed in listed.events[index].after:
+            leads[needed] |= below
+    found: dict[int, int] = {}
+    depth = [0] * len(listed.events)
+    for index, (event, node) in enumerate(zip(listed.events, listed.nodes, strict=True)):
+        before = [i for i in event.after if event.ahead or not leads[i]]
+        depth[index] = max((depth[i] + (i in found) for i in before), default=0)
+        last = event.phase == "backward" and not leads[index]
+        if _joinable(node) and (event.ahead or last):
+            found[index] = depth[index]
+    return found
+
+
+def _joinable(node: fx.Node) -> bool:
+    """An all-to-all only where its result is summed at once, as its parts are not contiguous."""
+    name = collective_of(node)
+    if name == "all_to_all_single":
+        users = [user for wait in node.users for user in wait.users]
+        return bool(users) and all(u.target is aten.sum.dim_IntList for u in users)
+    return name in _COALESCED
+
+
+def _buckets(listed: Listed, size: int) -> list[list[fx.Node]]:
+    run = overlapped(listed.events)
+    users: dict[int, float] = defaultdict(lambda: float("inf"))
+    for index, event in enumerate(listed.events):
+        for needed in event.after:
+            users[needed] = min(users[needed], run.start[index])
+
+    def when(index: int) -> tuple[float, int]:
+        event = listed.events[index]
+        ready = max((run.end[i] for i in event.after), default=0.0)
+        return (users[index] if event.ahead else ready), index
+
+    open_: dict[Any, list[int]] = {}
+    found: list[list[int]] = []
+    candidates = _candidates(listed)
+    for index in sorted(candidates, key=when):
+        event, node = listed.events[index], listed.nodes[index]
+        if event.held_bytes > size / 2:
+            continue
+        key = (collective_of(node), event.lane, event.ahead, _dtype(node), candidates[index])
+        members = open_.get(key)
+        held = sum(listed.events[i].held_bytes for i in members or ())
+        if members is None or held + event.held_bytes > size:
+            members = open_[key] = []
+            found.append(members)
+        members.append(index)
+    return [[listed.nodes[i] for i in members] for members in found if len(members) > 1]
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value.dtype
+
+
+# -- rewriting -------------------------------------------------------------------------------------
+def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    """Replace collectives by one; where it stands is mended by `_sort`."""
+    name = collective_of(members[0])
+    with graph.inserting_after(members[-1]):
+        parts = _exchanged(graph, members) if name not in _COALESCED else _coalesced(graph, members)
+    for node, part in zip(members, parts, strict=True):
+        node.replace_all_uses_with(part)
+        graph.erase_node(node)
+
+
+def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    target = _COALESCED[str(collective_of(members[0]))]
+    values = [node.meta["val"] for node in members]
+    arguments = ([node.args[0] for node in members], *members[0].args[1:])
+    one = _call(graph, target, arguments, values)
+    return [_call(graph, operator.getitem, (one, i), v) for i, v in enumerate(values)]
+
+
+def _exchanged(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """One all-to-all of all, side by side. Each is (ranks, ...), a slice for each rank; the waits
+    that stand behind the members go.
+    """
+    inputs = [node.all_input_nodes[0] for node in members]
+    ranks = inputs[0].meta["val"].shape[0]
+    flat = [_computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
+    side = _computed(graph, aten.cat.default, (flat, 1))
+    sent = _call(graph, members[0].target, (side, *members[0].args[1:]), side.meta["val"])
+    arrived = _call(graph, functional.wait_tensor.default, (sent,), side.meta["val"])
+    found, start = [], 0
+    for node, own in zip(members, flat, strict=True):
+        width = own.meta["val"].shape[1]
+        part = _computed(graph, aten.slice.Tensor, (arrived, 1, start, start + width))
+        shape = list(node.meta["val"].shape)
+        found.append(_computed(graph, aten.reshape.default, (part, shape)))
+        start += width
+        for wait in list(node.users):
+            wait.replace_all_uses_with(node)
+            graph.erase_node(wait)
+    return found
+
+
+def _computed(graph: fx.Graph, target: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
+    values = fx.node.map_arg(arguments, lambda node: node.meta["val"])
+    return _call(graph, target, arguments, target(*values))
+
+
+def _call(
+    graph: fx.Graph, target: Callable[..., Any] | str, arguments: tuple[Any, ...], value: Any
+) -> fx.Node:
+    assert callable(target)
+    made = graph.call_function(target, arguments)
+    made.meta["val"] = value
+    return made
+
+
+def _sort(graph: fx.Graph) -> bool:
+    """Put every node behind what it takes, else in the order that there was; False where buckets
+    wait for one another.
+    """
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    ordered: list[fx.Node] = []
+    waiting = [(place[node], node) for node in graph.nodes if not missing[node]]
+    heapq.heapify(waiting)
+    while waiting:
+        _, node = heapq.heappop(waiting)
+        ordered.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(waiting, (place[user], user))
+    if len(ordered) < len(place):
+        return False
+    cursor = graph._root
+    for node in ordered[:-1]:  # the output stays last
+        cursor.append(node)
+        cursor = node
+    return True

@@ -1,0 +1,86 @@
+"""schedule: the order in which a derived graph computes, issues collectives and waits for them.
+
+The graph is one that AOTAutograd derived, forward or backward. The simulation of cost/simulate.py
+decides: a collective is issued as soon as its operands are there, or, where it fetches what is
+stored, just before it would be late; it is waited for at its first use, or when it is modelled done
+and another collective hangs on it. Numbers stay the same to the bit: nothing but the order changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+from torch import fx
+
+from ..cost.derived import Phase, collective_of, graph_events, group_of, is_wait
+from ..cost.simulate import Run, overlapped
+from ..world import World
+
+_AHEAD = 4  # times the largest: how much may be fetched before its use
+
+
+def schedule(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> Run:
+    """Reorder the graph in place; the simulated run of it. The same on every rank."""
+    listed = graph_events(graph, world, stored, phase)
+    largest = max((event.held_bytes for event in listed.events if event.ahead), default=0.0)
+    run = overlapped(listed.events, _AHEAD * largest)
+    _arrange(graph, [listed.nodes[action.event] for action in run.order])
+    return run
+
+
+def check(graph: fx.Graph, before: Sequence[fx.Node]) -> None:
+    """The contract: the nodes are those of before, each after what it takes, and every collective
+    is waited for.
+    """
+    graph.lint()
+    assert set(graph.nodes) == set(before), "nodes were lost or made"
+    for node in graph.nodes:
+        if collective_of(node) is not None:
+            waited = any(is_wait(user) for user in _users(node))
+            assert waited or not node.users, f"nothing waits for {node.name}"
+
+
+def collectives_in_order(graph: fx.Graph) -> list[str]:
+    """One line a collective, as issued: what the ranks of a group must have in common."""
+    return [
+        f"{group_of(node)} {collective_of(node)} "
+        + " ".join(str(tuple(n.meta["val"].shape)) for n in node.all_input_nodes)
+        for node in graph.nodes
+        if collective_of(node) is not None
+    ]
+
+
+def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Put the nodes in this order, views and waits right before their first user."""
+    placed = {node for node in graph.nodes if node.op == "placeholder"}
+    cursor = max(placed, key=list(graph.nodes).index) if placed else graph._root
+    rest = [node for node in graph.nodes if node.op != "output"]
+    for wanted in (*order, *rest):
+        for node in _with_carriers(wanted, placed):
+            cursor.append(node)
+            cursor = node
+
+
+def _with_carriers(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
+    """The node after those that it needs and that are not placed yet. A tuple of results is taken
+    apart at once: it would keep all of them alive until the last is asked for.
+    """
+    if node in placed:
+        return
+    for needed in node.all_input_nodes:
+        yield from _with_carriers(needed, placed)
+    placed.add(node)
+    yield node
+    for user in node.users:
+        if user.target is operator.getitem and user not in placed:
+            placed.add(user)
+            yield user
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of a collective's results."""
+    for user in node.users:
+        yield user
+        if user.target is operator.getitem:
+            yield from user.users
