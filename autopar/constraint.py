@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from .graphs import producer
-from .layout import Layout
+from .layout import Layout, State
 from .program import Atom, Program
 from .rules import Spec, operands_of
 from .strategies import Choice, Slot, Strategy, Through
@@ -39,6 +39,18 @@ class Role:
     stored: str = "any"
     spread: bool = False
     apart: bool = False
+
+    def stores(self, dims: int, letters: Sequence[str | None]) -> list[bool]:
+        """Which of these ways to store a parameter of so many dims fit: each the loop dim that its
+        digit splits ("": not one of a product), or None without a digit.
+        """
+        if self.stored == "whole":
+            return [letter is None for letter in letters]
+        if self.stored == "every" or (self.stored == "split" and dims > 1):
+            return [letter is not None for letter in letters]
+        if self.stored in ("n", "k") and any(letters):
+            return [letter == self.stored for letter in letters]
+        return [True] * len(letters)
 
 
 @dataclass(frozen=True)
@@ -96,13 +108,14 @@ class Constraint:
         if roles is None:
             return [list(choices) for choices in per_axis]
         return [
-            self._narrow_one(role, spec, factors, choices) or list(choices)
+            self.narrow_one(role, spec, factors, choices) or list(choices)
             for role, choices in zip(roles, per_axis, strict=True)
         ]
 
-    def _narrow_one(
+    def narrow_one(
         self, role: Role, spec: Spec, factors: Factors, choices: Sequence[Choice]
     ) -> list[Choice]:
+        """What a role leaves of the choices of its axis; perhaps none."""
         slots: list[Slot] = [c for c in choices if isinstance(c, Slot)]
         idle: list[Choice] = [c for c in choices if not isinstance(c, Slot)]
 
@@ -155,20 +168,18 @@ class Constraint:
         """The stored layouts of a parameter that obey the layout: axis by axis, as far as its sizes
         allow.
         """
-        roles = self.roles(path)
         kept = list(found)
-        for index, role in enumerate(roles or ()):
-            if role.stored == "whole":
-                kept = [x for x in kept if x.states[index].kind != "S"] or kept
-            elif role.stored == "every" or (role.stored == "split" and len(found[0].shape) > 1):
-                kept = [x for x in kept if x.states[index].kind == "S"] or kept
-            elif role.stored in ("n", "k") and name in self.letters:
-                kept = [x for x in kept if self._dim_letter(name, x, index) == role.stored] or kept
+        for index, role in enumerate(self.roles(path) or ()):
+            letters = [self._letter(name, layout.states[index]) for layout in kept]
+            fits = role.stores(len(found[0].shape), letters)
+            kept = [layout for layout, fit in zip(kept, fits, strict=True) if fit] or kept
         return kept
 
-    def _dim_letter(self, name: str, layout: Layout, index: int) -> str:
-        state = layout.states[index]
-        return self.letters[name][state.dim] if state.kind == "S" else ""
+    def _letter(self, name: str, state: State) -> str | None:
+        """The loop dim that a parameter's digit splits: None without one, "" if not known."""
+        if state.kind != "S":
+            return None
+        return self.letters[name][state.dim] if name in self.letters else ""
 
     @property
     def free(self) -> bool:

@@ -220,7 +220,7 @@ class Step:
         """What the step moves forward and backward (None: nothing); without a gradient nothing
         moves backward.
         """
-        forward, backward = _TRAFFIC[self.kind]
+        forward, backward = TRAFFIC[self.kind]
         whole = max(self.before.local_size, self.after.local_size)
         if self.kind == "S->S":
             whole *= self.group_size
@@ -232,7 +232,7 @@ class Step:
 
 # Forward and backward collective of every change of state (design.md section 2); None moves
 # nothing.
-_TRAFFIC: dict[str, tuple[Any, Any]] = {
+TRAFFIC: dict[str, tuple[Any, Any]] = {
     "I->R": (None, "all_reduce"),
     "I->S": (None, "all_gather"),
     "R->S": (None, None),
@@ -249,7 +249,7 @@ _TRAFFIC: dict[str, tuple[Any, Any]] = {
 }
 
 # What goes first when several axes change: slice before you gather, reduce before you gather.
-_ORDER = (
+ORDER = (
     "I->S",
     "R->S",
     "I->P",
@@ -264,9 +264,9 @@ _ORDER = (
     "S->I",
     "S->R",
 )
-_PLACE = {kind: place for place, kind in enumerate(_ORDER)}
+_PLACE = {kind: place for place, kind in enumerate(ORDER)}
 # All axes that take one of these take it together; of digits, those that are one digit jointly.
-_JOINT = frozenset(kind for kind in _ORDER if "S" not in kind)
+_JOINT = frozenset(kind for kind in ORDER if "S" not in kind)
 
 States = tuple[State, ...]
 Places = tuple[int, ...]  # of axes, in mesh order

@@ -81,6 +81,9 @@ _CUBE = Role("mnk", "unsequenced", spread=True, apart=True)
 _SUMMA_ROW = Role("m", "batch", stored="k")
 _SUMMA_COLUMN = Role("n", "features", stored="n", spread=True)
 
+_MOST_AXES = 4
+_LETTERS = {1: "x", 2: "xy", 3: "xyz", 4: "wxyz"}
+
 _ONE_AXIS = {
     "ddp": ("data", _DATA),
     "fsdp": ("data", Role("m", "batch", stored="every")),
@@ -126,16 +129,14 @@ def _panels(grid: str | Grid) -> tuple[str, ...]:
 
 
 def _meshes(ranks: int) -> Iterator[Mesh]:
-    """Every mesh of one or two axes; the link is uniform, so the order of two axes makes no
-    difference.
-    """
+    """Every mesh of up to four axes, in all orders: an inner axis has faster links."""
     if ranks == 1:
         yield Mesh(())
         return
-    yield Mesh((Axis("x", ranks),))
-    for inner in range(2, int(ranks**0.5) + 1):
-        if ranks % inner == 0:
-            yield Mesh((Axis("x", ranks // inner), Axis("y", inner)))
+    for count in range(1, _MOST_AXES + 1):
+        for sizes in _factorings(ranks, count):
+            if min(sizes) > 1:
+                yield Mesh(tuple(Axis(n, s) for n, s in zip(_LETTERS[count], sizes, strict=True)))
 
 
 def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:

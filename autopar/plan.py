@@ -105,7 +105,7 @@ class Plan:
     unsplit: tuple[str, ...] = ()  # what was not split and why, one sentence each
     meshes: tuple[
         tuple[str, float], ...
-    ] = ()  # every mesh that was rated, with its modelled seconds
+    ] = ()  # every mesh that was rated, with a proven lower bound of its seconds
     fingerprint: str = ""
     world: str = ""
     inputs: dict[str, Layout] = field(
@@ -116,6 +116,7 @@ class Plan:
     ] = ()  # the row and the column axis, where products run in SUMMA's panels
     recompute: tuple[str, ...] = ()  # blocks whose activations are computed again in the backward
     memory: Memory | None = None  # what the peak is made of, known after the rewrite
+    bound: float = 0.0  # seconds: no plan of this layout is modelled faster, on any mesh rated
     seconds_by_pass: dict[str, float] = field(
         default_factory=dict, compare=False
     )  # that planning took
@@ -127,6 +128,7 @@ class Plan:
         """The plan for people: one line a subgraph. Print it with rich."""
         title = (
             f"mesh {str(self.mesh) or 'of one rank'}, {self.seconds * 1e3:.1f} ms a step modelled"
+            f"{self._certificate()}"
         )
         table = Table(title=title, title_justify="left", caption_justify="left")
         for name in ("subgraph", "layout", "collectives"):
@@ -144,6 +146,20 @@ class Plan:
             [legend, *(f"not split: {escape(reason)}" for reason in self.unsplit)]
         )
         return table
+
+    @property
+    def gap(self) -> float:
+        """By what part a plan of this layout could at most be faster, in modelled seconds: 0 where
+        the plan is proven to be the fastest.
+        """
+        return max(0.0, 1 - self.bound / self.seconds) if self.seconds and self.bound else 0.0
+
+    def _certificate(self) -> str:
+        if not self.bound or not self.mesh.axes:
+            return ""
+        several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
+        proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the optimum"
+        return f", {proof}{several}"
 
     def formula(self, pattern: str = "*") -> Any:
         """What subgraphs move, as a closed form in the model's sizes and the axes': a
@@ -188,6 +204,7 @@ class Plan:
             "seconds": self.seconds,
             "comm_bytes": self.comm_bytes,
             "peak_bytes": self.peak_bytes,
+            "bound": self.bound,
             "choices": {
                 name: {
                     "splits": list(choice.splits),
@@ -261,6 +278,7 @@ class Plan:
             tuple(data["panels"]),
             tuple(data["recompute"]),
             None if data["memory"] is None else Memory(**data["memory"]),
+            data["bound"],
         )
 
 

@@ -9,8 +9,9 @@ out once.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -29,24 +30,41 @@ from .plan import Choice, Plan
 from .program import Annotations, Program, Value
 from .regions import Known, Options, Region, Regions
 from .rules import Spec, operands_of, results_of, shape_of, value_of
+from .strategies import Choice as AxisChoice
 from .strategies import Slot, Strategy, axis_choices, placements, strategies
 from .world import World
 
 
 def search(
-    program: Program, mesh: Mesh, world: World, constraint: Constraint, redundant: bool = False
+    program: Program,
+    mesh: Mesh,
+    world: World,
+    constraint: Constraint,
+    redundant: bool = False,
+    among: Near | None = None,
 ) -> Plan:
-    """The plan of least modelled time on this mesh under this constraint."""
-    return _Search(program, mesh, world, constraint, redundant).solve()
+    """The plan of least modelled time on this mesh under this constraint, `among` these joint
+    choices if they are given.
+    """
+    return _Search(program, mesh, world, constraint, redundant, among).solve()
+
+
+Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # of every node and stored tensor
 
 
 class _Search:
     def __init__(
-        self, program: Program, mesh: Mesh, world: World, constraint: Constraint, redundant: bool
+        self,
+        program: Program,
+        mesh: Mesh,
+        world: World,
+        constraint: Constraint,
+        redundant: bool,
+        among: Near | None = None,
     ) -> None:
         assert program.annotations is not None
         self.program, self.mesh, self.world = program, mesh, world
-        self.constraint, self.redundant = constraint, redundant
+        self.constraint, self.redundant, self.among = constraint, redundant, among
         self.notes: Annotations = program.annotations
         self.known = Known()
         self.regions = Regions(self.notes, self.known)
@@ -116,15 +134,17 @@ class _Search:
         path = self.owner.get(node.name, "")
         rules = (self.constraint.roles(path), self.constraint.letters.get(node.name))
 
+        joint = None if self.among is None else self.among[node.name]
+
         def make() -> tuple[list[Layout], list[float]]:
-            found = placements(dims, shape, self.mesh, I if gradient else R)
+            found = placements(dims, shape, self.mesh, I if gradient else R, joint)
             if not parameter:  # an input whose gradient the user wants whole, as he gives it
                 return found[:1], [0.0]
             found = self.constraint.storage(node.name, path, found)
             return found, [optimizer_seconds(x, size, self.world) for x in found]
 
         options = self.known.options(
-            ("stored", shape, signature, size, gradient, parameter, rules), make
+            ("stored", shape, signature, size, gradient, parameter, rules, joint), make
         )
         variable = self._variable(node.name, options)
         self.native[value] = Want(variable, (options.key, 0), options.items)
@@ -141,14 +161,23 @@ class _Search:
         )
         dtype = results[0].dtype
         path = module_path(node)
-        everything = axis_choices(spec, factors, self.mesh, gradient)
-        per_axis = self.constraint.narrow(path, spec, factors, everything)
         free = self.constraint.roles(path) is None
+        per_axis: list[list[AxisChoice]] = []
+        joint: tuple[tuple[AxisChoice, ...], ...] | None = None
+        if self.among is None:
+            everything = axis_choices(spec, factors, self.mesh, gradient)
+            per_axis = self.constraint.narrow(path, spec, factors, everything)
+        else:
+            joint = self.among[node.name]
 
         def make() -> tuple[list[Strategy], list[float]]:
-            redundant = self.redundant or not free
+            redundant = self.redundant or not free or joint is not None
             shapes = operand_shapes, result_shapes
-            found = strategies(spec, factors, self.mesh, *shapes, per_axis, redundant)
+            several = itertools.product(*per_axis) if joint is None else joint
+            all_orders = joint is not None
+            found = strategies(
+                spec, factors, self.mesh, *shapes, several, redundant, all_orders
+            )
             if (
                 not found
             ):  # what the layout asks of each axis does not fit together: an axis may be idle here
@@ -156,7 +185,9 @@ class _Search:
                     [*kept, *(c for c in every if c not in kept and not isinstance(c, Slot))]
                     for kept, every in zip(per_axis, everything, strict=True)
                 ]
-                found = strategies(spec, factors, self.mesh, *shapes, eased, redundant)
+                found = strategies(
+                    spec, factors, self.mesh, *shapes, itertools.product(*eased), redundant
+                )
             found = self.constraint.joint(path, spec, found)
             return found, [self._node_seconds(node, spec, s, dtype, gradient) for s in found]
 
@@ -169,7 +200,7 @@ class _Search:
                 result_shapes,
                 dtype,
                 gradient,
-                str(per_axis),
+                str(per_axis) if joint is None else joint,
                 free,
             ),
             make,
@@ -180,7 +211,7 @@ class _Search:
     ) -> float:
         found = [x for x in inside(node.target, strategy.operands) if gradient or not x.backward]
         return node_seconds(spec, strategy, dtype, gradient, self.world) + sum(
-            cost.seconds for cost in inside_costs(found, self.mesh, dtype.itemsize, self.world)
+            cost.seconds for cost in inside_costs(found, self.mesh, self.world)
         )
 
     def _enter(self, region: Region) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,17 +67,19 @@ def strategies(
     mesh: Mesh,
     operand_shapes: Shapes,
     result_shapes: tuple[tuple[int, ...], ...],
-    per_axis: Sequence[Sequence[Choice]],
+    joint: Iterable[tuple[Choice, ...]],
     redundant: bool,
+    all_orders: bool = False,
 ) -> list[Strategy]:
-    """Every legal strategy of a node on a mesh, in a fixed order, from the choices of each axis
-    (see `axis_choices`).
+    """Every legal strategy of a node on a mesh, in a fixed order, from the joint choices of its
+    axes (see `axis_choices`).
 
     Unless `redundant`, a matrix product is not computed whole on several ranks of an axis that
     could split it.
     """
     found: list[Strategy] = []
-    for choices in itertools.product(*per_axis):
+    few = len(mesh.axes) <= _ALL_ORDERS
+    for choices in joint:
         taken = _taken(choices, mesh)
         if not _fits(taken, factors, mesh):
             continue
@@ -86,7 +88,7 @@ def strategies(
         parts = math.prod(
             a.size for a, c in zip(mesh.axes, choices, strict=True) if isinstance(c, Slot)
         )
-        for order in _orders(taken) if len(mesh.axes) <= _ALL_ORDERS else (taken,):
+        for order in _orders(taken) if all_orders or few else (taken,):
             operands = tuple(
                 None
                 if dims is None or shape is None
@@ -106,6 +108,11 @@ def axis_choices(spec: Spec, factors: Atoms, mesh: Mesh, gradient: bool) -> list
     are the same, only R is listed).
     """
     return [_choices(spec, factors, axis.size, gradient) for axis in mesh.axes]
+
+
+def free_choices(spec: Spec, factors: Atoms, gradient: bool) -> list[Choice]:
+    """What an axis may do at a node where its size divides everything."""
+    return _choices(spec, factors, 1, gradient)
 
 
 def _choices(spec: Spec, factors: Atoms, size: int, gradient: bool) -> list[Choice]:
@@ -233,9 +240,15 @@ def _digit(axis: str, slot: Slot, dims: Dims, order: Taken, factors: Atoms, mesh
 
 # -- tensors that are stored, taken in, or handed out ----------------------------------------------
 def placements(
-    dims: tuple[tuple[Atom, ...], ...], shape: tuple[int, ...], mesh: Mesh, whole: State = I
+    dims: tuple[tuple[Atom, ...], ...],
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    whole: State = I,
+    joint: Iterable[tuple[Choice, ...]] | None = None,
 ) -> list[Layout]:
-    """Every layout of a tensor in which each axis is `whole` (I or R) or holds a digit."""
+    """Every layout of a tensor in which each axis is `whole` (I or R) or holds a digit; `joint`:
+    only those of these joint choices, slots named by the number of their dim.
+    """
     slots: Atoms = {str(dim): atoms for dim, atoms in enumerate(dims)}
     named: Dims = tuple((str(dim),) for dim in range(len(dims)))
     per_axis: list[list[Choice]] = []
@@ -249,7 +262,7 @@ def placements(
         per_axis.append([whole, *fitting])
     spec = Spec((named,), (), dict.fromkeys(slots, 0))
     found: list[Layout] = []
-    for choices in itertools.product(*per_axis):
+    for choices in itertools.product(*per_axis) if joint is None else joint:
         taken = _taken(choices, mesh)
         if _fits(taken, slots, mesh):
             found.extend(

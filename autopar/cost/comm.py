@@ -125,11 +125,12 @@ def levels(step: Step, grad: bool, element_bytes: int, world: World) -> tuple[Le
 
 
 def inside_costs(
-    found: Iterable[Inside], mesh: Mesh, element_bytes: int, world: World
+    found: Iterable[Inside], mesh: Mesh, world: World
 ) -> Iterator[Cost]:
     """Every collective inside a sharded implementation; these go in one level."""
     for one in found:
-        yield _cost(one.traffic, one.axes, one.backward, mesh, element_bytes, world, flat_ways)
+        size = one.element_bytes
+        yield _cost(one.traffic, one.axes, one.backward, mesh, size, world, flat_ways)
 
 
 def _cost(

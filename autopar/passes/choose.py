@@ -1,6 +1,4 @@
-"""choose: the mesh and a layout for every node, of least modelled time. The search itself is in
-search.py.
-"""
+"""choose: the mesh and a layout for every node, of least modelled time (rating/rate.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from ..cost.memory import Budget
 from ..graphs import blocks
 from ..layouts import Layouts, candidates
 from ..program import Program
-from ..search import search
+from ..rating.rate import best
 from ..world import World
 
 
@@ -21,20 +19,17 @@ def choose(
     redundant: bool = False,
     budget: Budget | None = None,
 ) -> Program:
-    """The best plan over every mesh that `layout` allows on the ranks of `world`; ties go to the
-    first mesh.
+    """The best plan over every mesh that `layout` allows on the ranks of `world`, with a proven
+    bound; ties go to fewer axes, then to the first mesh.
 
     `budget`: with recompute "full" every repeated block is; "auto" leaves it to what follows.
     """
-    rated = [
-        search(program, mesh, world, constraint, redundant)
-        for mesh, constraint in candidates(layout, world.ranks, program)
-    ]
-    best = min(rated, key=lambda plan: plan.seconds)
-    meshes = tuple((str(plan.mesh), plan.seconds) for plan in rated)
+    given = list(candidates(layout, world.ranks, program))
+    found = best(program, given, world, redundant)
+    meshes = tuple((str(mesh), s) for (mesh, _), s in zip(given, found.bounds, strict=True))
     full = budget is not None and budget.recompute == "full"
     again = blocks(program.module.graph.nodes) if full else ()
-    plan = dataclasses.replace(best, meshes=meshes, recompute=again)
+    plan = dataclasses.replace(found.plan, bound=found.bound, meshes=meshes, recompute=again)
     return dataclasses.replace(program, plan=plan)
 
 

@@ -1,0 +1,345 @@
+"""A lower bound of the step time on every mesh at once, and of every option of every variable.
+
+Tree reweighted message passing, in sequence (Kolmogorov, TPAMI 28, 2006): every variable hands its
+neighbours the least costs of what lies behind it, forwards through the graph and back. Any
+messages give a bound; a few rounds make it tight on the graphs of transformers. A message is an
+array over the joint states of a value, one per mesh.
+
+Updates are remembered by the identity of what goes in. A message that hardly differs from a known
+one of the same kind is replaced by that, and the bound is lowered by the difference; so the layers
+of a model cost what a few do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .frame import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
+from .moves import Moves
+from .options import BIG, HALF, Floats, OptionCosts, Rated
+
+_ALIKE = 2e-4  # of the bound: what all replaced messages together may take from it
+_REMEMBERED = 40  # messages of a kind that a new one is compared with
+
+Bounds = NDArray[np.float64]  # seconds, of every mesh
+Joint = frozenset[tuple[int, ...]]  # joint options of a variable
+Twins = Mapping[int, Variable]
+
+
+class Message(NamedTuple):
+    """Seconds over the joint states of a value; `number`: an identity."""
+
+    number: int
+    seconds: Floats
+    sample: Floats  # a few of them, to tell messages apart quickly
+
+
+@dataclass(frozen=True, eq=False)
+class _End:
+    """An edge as one of its variables sees it: the state of each of its own options and of each of
+    the other's, in `states`; `moves`: what converts from one to the other (None: they are equal).
+    """
+
+    edge: Edge
+    makes: bool
+    mine: tuple[int, ...]
+    theirs: tuple[int, ...]
+    states: tuple[int, ...]
+    moves: Moves | None
+    look: Hashable
+
+    def across(self, given: Floats) -> Floats:
+        """From costs over the states at this end to costs over those at the other."""
+        if self.moves is not None:
+            given = self.moves.push(given) if self.makes else self.moves.pull(given)
+        return _only(given, self.theirs, self.states)
+
+
+class Bound:
+    """Messages on a frame for some meshes. `run` improves them, `near` reads off what is left."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        costs: OptionCosts,
+        start: Bound | None = None,
+        twins: Twins | None = None,
+    ) -> None:
+        """`start`: a bound on a shorter frame, whose messages are taken over; `twins`: by id, the
+        variable of that frame that each of this one is like.
+        """
+        self.frame, self.costs, self.meshes = frame, costs, costs.meshes
+        self.live = [v for v in frame.variables if not v.is_leaf]
+        self._place = {id(v): i for i, v in enumerate(frame.variables)}
+        self._rated = {id(v): costs.rated(v) for v in frame.variables}
+        self._moves: dict[Hashable, Moves] = {} if start is None else start._moves
+        self._ends: dict[int, list[_End]] = {id(v): self._ends_of(v) for v in frame.variables}
+        self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
+        self._kinds: dict[Hashable, list[Message]] = defaultdict(list)
+        self._count = 0
+        self._grain = 0.0  # s: how far apart messages may be to count as the same
+        self._known: dict[Hashable, tuple[Bounds, list[Message]]] = {}
+        self._folded: dict[Hashable, Rated] = {} if start is None else start._folded
+        for variable in self.live:
+            self._rated[id(variable)] = self._with_leaves(variable)
+        if start is not None and twins is not None:
+            self._take_over(start, twins)
+
+    # -- set up ------------------------------------------------------------------------------------
+    def _ends_of(self, variable: Variable) -> list[_End]:
+        return [self._end(edge, edge.maker is variable) for edge in variable.edges]
+
+    def _end(self, edge: Edge, makes: bool) -> _End:
+        made = self._states(edge.kind, edge.made, edge.maker)
+        wanted = self._states(edge.kind, edge.wanted, edge.user)
+        mine, theirs = (made, wanted) if makes else (wanted, made)
+        moves = None if edge.equal else self._moves_of(edge.kind, made, wanted)
+        states = tuple(sorted({*made, *wanted})) if moves is None else moves.states
+        return _End(edge, makes, mine, theirs, states, moves, (edge.kind, made, wanted, edge.equal))
+
+    def _states(self, kind: Kind, states: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
+        """The states of the options that are left; I and R are one where no gradient flows."""
+        left = (states[i] for i in self._rated[id(variable)].options)
+        return tuple(left if kind.gradient else (REPLICATED if s == WHOLE else s for s in left))
+
+    def _moves_of(self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]) -> Moves:
+        key = (kind, frozenset(made), frozenset(wanted))
+        if key not in self._moves:
+            self._moves[key] = Moves(kind, frozenset(made), frozenset(wanted), self.meshes)
+        return self._moves[key]
+
+    def _with_leaves(self, variable: Variable) -> Rated:
+        """Its options with what hangs on it alone: parameters it takes, outputs it hands out."""
+        own = self._rated[id(variable)]
+        leaves = [e for e in self._ends[id(variable)] if not e.makes and e.edge.maker.is_leaf]
+        key = (
+            own.number,
+            tuple((e.look, self._rated[id(e.edge.maker)].number) for e in leaves),
+            tuple(variable.handed),
+        )
+        if key not in self._folded:
+            seconds = own.seconds
+            for end in leaves:
+                seconds = seconds + self._of_leaf(end)
+            for position, index, states in variable.handed:
+                seconds = seconds + self._of_output(variable, position, index, states)
+            number = len(self._folded) + 1
+            self._folded[key] = Rated(number, own.options, np.minimum(seconds, BIG))
+        return self._folded[key]
+
+    def _of_leaf(self, end: _End) -> Floats:
+        """What the best way to store a parameter costs, by the option of its user."""
+        assert end.moves is not None
+        stored = _least(self._rated[id(end.edge.maker)].seconds, end.theirs, end.states)
+        return _spread(end.moves.push(stored), end.mine, end.states)
+
+    def _of_output(
+        self, variable: Variable, position: int, index: int, states: tuple[int, ...]
+    ) -> Floats:
+        assert variable.region is not None
+        value = (variable.region.nodes[position], index)
+        kind = self.frame.kinds[value]
+        own = tuple(option[position].results[index] for option in variable.options)
+        made = self._states(kind, own, variable)
+        wanted = tuple(s if kind.gradient or s != WHOLE else REPLICATED for s in states)
+        moves = self._moves_of(kind, made, wanted)
+        free = np.zeros((len(self.meshes),) + (len(moves.states),) * self.meshes.count, np.float32)
+        return _spread(moves.pull(_only(free, wanted, moves.states)), made, moves.states)
+
+    def _take_over(self, other: Bound, twins: Twins) -> None:
+        arrived = {
+            (id(v), end.look, end.makes, _beyond(end)): message
+            for v in other.live
+            for end in other._ends[id(v)]
+            if (message := other._messages.get((id(end.edge), end.makes))) is not None
+        }
+        for variable in self.live:
+            for end in self._ends[id(variable)]:
+                key = (id(twins[id(variable)]), end.look, end.makes, _beyond(end, twins))
+                if key in arrived:
+                    self._messages[id(end.edge), end.makes] = arrived[key]
+        self._kinds, self._count = other._kinds, other._count
+        self._known, self._grain = other._known, other._grain
+
+    # -- messages ----------------------------------------------------------------------------------
+    def run(self, rounds: int = 1) -> Bounds:
+        """The bound after so many more rounds."""
+        bounds = np.zeros(len(self.meshes))
+        for _ in range(rounds):
+            self._known.clear()  # of the last round: little of it comes again
+            for variable in self.live:
+                self._update(variable, forwards=True)
+            bounds = np.zeros(len(self.meshes))
+            for variable in reversed(self.live):
+                bounds += self._update(variable, forwards=False)
+            edges = sum(len(ends) for ends in self._ends.values()) / 2
+            self._grain = _ALIKE * float(bounds.min()) / max(1.0, edges)
+        return bounds
+
+    def _update(self, variable: Variable, forwards: bool) -> Bounds:
+        """Send to all neighbours that come later (or earlier); what is left over is bound."""
+        own = self._rated[id(variable)]
+        ends = [e for e in self._ends[id(variable)] if not self._other(e).is_leaf]
+        later = [self._place[id(self._other(e))] > self._place[id(variable)] for e in ends]
+        sending = [e for e, late in zip(ends, later, strict=True) if late == forwards]
+        share = 1.0 / max(1, sum(later), len(later) - sum(later))
+        key = (
+            own.number,
+            share,
+            tuple((e.look, e.makes, e in sending, self._arrived(e)[0]) for e in ends),
+        )
+        if key not in self._known:
+            self._known[key] = self._computed(own.seconds, ends, sending, share)
+        bounds, sent = self._known[key]
+        for end, message in zip(sending, sent, strict=True):
+            self._messages[id(end.edge), not end.makes] = message
+        return bounds
+
+    def _other(self, end: _End) -> Variable:
+        return end.edge.user if end.makes else end.edge.maker
+
+    def _arrived(self, end: _End) -> tuple[int, Floats | None]:
+        message = self._messages.get((id(end.edge), end.makes))
+        return (0, None) if message is None else (message.number, message.seconds)
+
+    def _total(self, seconds: Floats, ends: list[_End]) -> Floats:
+        for end in ends:
+            _, arrived = self._arrived(end)
+            if arrived is not None:
+                seconds = seconds + _spread(arrived, end.mine, end.states)
+        return np.minimum(seconds, BIG)
+
+    def _computed(
+        self, seconds: Floats, ends: list[_End], sending: list[_End], share: float
+    ) -> tuple[Bounds, list[Message]]:
+        total = self._total(seconds, ends)
+        lowest, possible = self._lowest(total), total < HALF
+        total = np.float32(share) * (total - self._per_mesh(lowest, total))
+        bounds, sent = lowest.astype(np.float64), []
+        for end in sending:
+            given = total
+            _, arrived = self._arrived(end)
+            if arrived is not None:
+                given = given - _spread(arrived, end.mine, end.states)
+            given = _least(np.where(possible, given, BIG), end.mine, end.states)
+            there = end.across(given)
+            lowest = self._lowest(there)
+            bounds += lowest
+            there = there - self._per_mesh(lowest, there)
+            message, excess = self._unique(np.minimum(there, BIG), (end.look, end.makes))
+            bounds -= excess
+            sent.append(message)
+        return bounds, sent
+
+    def _lowest(self, seconds: Floats) -> Floats:
+        return seconds.reshape(len(self.meshes), -1).min(axis=1)
+
+    def _per_mesh(self, numbers: Floats, like: Floats) -> Floats:
+        return numbers.reshape((-1,) + (1,) * (like.ndim - 1))
+
+    def _unique(self, seconds: Floats, kind: Hashable) -> tuple[Message, Bounds | float]:
+        """A message of these costs or nearly these, and by how much the bound is lower for it."""
+        known = self._kinds[kind]
+        sample = seconds.reshape(-1)[:: 1 + seconds.size // 200]
+        for message in reversed(known):
+            if float(np.abs(message.sample - sample).max()) <= self._grain:
+                excess = message.seconds - seconds
+                if float(np.abs(excess).max()) <= self._grain:
+                    return message, np.maximum(self._lowest(-excess) * -1.0, 0.0)
+        self._count += 1
+        known.append(Message(self._count, seconds, sample.copy()))
+        del known[:-_REMEMBERED]
+        return known[-1], 0.0
+
+    # -- what is left ------------------------------------------------------------------------------
+    def near(self, margin: float, most: int) -> dict[str, Joint]:
+        """On the one mesh there is: of every region and stored tensor the joint options that are in
+        a bound of at most `margin` seconds above the least, but only the lowest `most` of them.
+        """
+        assert len(self.meshes) == 1
+        found: dict[str, Joint] = {}
+        known: dict[Hashable, Joint] = {}
+        for variable in self.live:
+            own = self._rated[id(variable)]
+            ends = [e for e in self._ends[id(variable)] if not self._other(e).is_leaf]
+            key = (own.number, own.options, tuple((e.look, self._arrived(e)[0]) for e in ends))
+            total: Floats | None = None
+            if key not in known:
+                total = self._total(own.seconds, ends)
+                known[key] = _lowest_of(own, total, margin, most)
+            if not variable.is_hub:
+                found[variable.name] = known[key]
+            for place, end in enumerate(self._ends[id(variable)]):
+                if self._other(end).is_leaf:
+                    if (key, place) not in known:
+                        total = self._total(own.seconds, ends) if total is None else total
+                        known[key, place] = self._near_leaf(end, total, margin, most)
+                    found[self._other(end).name] = known[key, place]
+        return found
+
+    def _near_leaf(self, end: _End, total: Floats, margin: float, most: int) -> Joint:
+        assert end.moves is not None
+        own = self._rated[id(end.edge.maker)]
+        rest = np.where(total < HALF, total - self._of_leaf(end), BIG)
+        user = end.moves.pull(_least(rest, end.mine, end.states))
+        stored = np.minimum(own.seconds + _spread(user, end.theirs, end.states), BIG)
+        return _lowest_of(own, stored, margin, most)
+
+
+def _beyond(end: _End, twins: Twins | None = None) -> Hashable:
+    """What is at the other end: so named that it is the same in a frame with fewer blocks."""
+    edge = end.edge
+    here, there = (edge.maker, edge.user) if end.makes else (edge.user, edge.maker)
+    if here.block is None or there.block is None or here.block[0] != there.block[0]:
+        return id(twins[id(there)] if twins else there)
+    offset = there.block[1] - here.block[1]
+    return (offset > 0) - (offset < 0), there.place
+
+
+def _lowest_of(own: Rated, total: Floats, margin: float, most: int) -> Joint:
+    flat = total.reshape(-1)
+    low = np.argsort(flat, kind="stable")[:most]
+    low = low[flat[low] <= min(float(flat[low[0]]) + margin, float(HALF))]
+    places = np.unravel_index(low, total.shape[1:])
+    tuples = zip(*(place.tolist() for place in places), strict=True) if places else [()]
+    return frozenset(tuple(own.options[i] for i in each) for each in tuples)
+
+
+# -- between joint options and joint states --------------------------------------------------------
+def _spread(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
+    """From joint states to joint options, given the state of each option."""
+    index = np.array([known.index(state) for state in states])
+    for dim in range(1, seconds.ndim):
+        seconds = np.take(seconds, index, axis=dim)
+    return seconds
+
+
+def _least(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
+    """From joint options to joint states: the least of the options that have it, BIG without."""
+    several = [[i for i, s in enumerate(states) if s == state] for state in known]
+    for dim in range(1, seconds.ndim):
+        shape = list(seconds.shape)
+        shape[dim] = len(known)
+        found = np.full(shape, BIG, dtype=np.float32)
+        into, out = np.moveaxis(found, dim, 0), np.moveaxis(seconds, dim, 0)
+        for place, options in enumerate(several):
+            for option in options:
+                np.minimum(into[place], out[option], out=into[place])
+        seconds = found
+    return seconds
+
+
+def _only(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
+    """BIG in the states that no option has."""
+    missing = [place for place, state in enumerate(known) if state not in states]
+    if missing:
+        seconds = seconds.copy()
+        for dim in range(1, seconds.ndim):
+            np.moveaxis(seconds, dim, 0)[missing] = BIG
+    return seconds

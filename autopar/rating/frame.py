@@ -1,0 +1,370 @@
+"""What is to be decided, whatever the mesh: the regions of a graph with what one axis may do in
+each, and the values that they hand on.
+
+On one mesh axis a value is in a state: I, R, P, or split on one of its atoms. A region has a list
+of options, each a choice for every node in it; on k axes its options are k-tuples of these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..constraint import has_weight
+from ..cost.inside import HAVE_INSIDE
+from ..graphs import module_path, producer
+from ..program import Annotations, Atom, Program, Value
+from ..regions import Known, Region, Regions
+from ..rules import Dims, Spec, operands_of, results_of, shape_of, value_of
+from ..strategies import Choice, Slot, Through, free_choices
+
+WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots count on
+
+
+class AxisOption(NamedTuple):
+    """What one axis may do at a node: its choice, and the state that it gives every operand and
+    result.
+    """
+
+    choice: Choice
+    operands: tuple[int | None, ...]
+    results: tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """All of a value that the cost of its conversions depends on."""
+
+    shape: tuple[int, ...]
+    slots: tuple[tuple[int, int, int], ...]  # (dim, unit, size of the atom) of every slot
+    element_bytes: int
+    gradient: bool
+
+
+@dataclass(eq=False)
+class Variable:
+    """One thing to decide: what a region does, how a parameter is stored, or (a hub) the layout
+    from which the consumers of a value take it.
+
+    `options`: of a region, a choice for each of its nodes; else states. `look`: variables that look
+    alike cost the same. `block`: the repeated block that it belongs to, such as ("layers", 3).
+    `kind`: of a parameter or a hub.
+    """
+
+    name: str
+    options: tuple[Any, ...]
+    look: Hashable
+    block: tuple[str, int] | None
+    kind: Kind
+    region: Region | None = None
+    parameter: fx.Node | None = None
+    trained: bool = False
+    edges: list[Edge] = field(default_factory=list)
+    handed: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    slots: tuple[tuple[int, int], ...] = ()  # of a parameter: (dim, place of the atom) of each
+    place: int = -1  # among the variables of its block
+
+    @property
+    def is_hub(self) -> bool:
+        """A layout from which the consumers of a value take it."""
+        return self.region is None and self.parameter is None
+
+    @property
+    def is_leaf(self) -> bool:
+        """A parameter with one use."""
+        return self.parameter is not None and len(self.edges) == 1
+
+
+@dataclass(eq=False)
+class Edge:
+    """A value on its way from where it is made to one use: the state per option at both ends.
+    `equal`: the use is tied to the maker's state (of a hub), nothing is converted.
+    """
+
+    value: Value
+    kind: Kind
+    maker: Variable
+    made: tuple[int, ...]
+    user: Variable
+    wanted: tuple[int, ...]
+    equal: bool = False
+
+    @property
+    def look(self) -> Hashable:
+        return self.kind, self.made, self.wanted, self.equal
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The variables in the order of the graph, and what is asked of nodes. `owner`: the path of the
+    module that holds a parameter.
+    """
+
+    program: Program
+    nodes: dict[str, fx.Node]
+    variables: tuple[Variable, ...]
+    owner: dict[str, str]
+    kinds: dict[Value, Kind]
+
+    @staticmethod
+    def producer(node: fx.Node) -> Value:
+        return producer(node)
+
+
+def frame(program: Program) -> Frame:
+    """Builds it from an annotated program."""
+    return _Builder(program).build()
+
+
+class _Builder:
+    def __init__(self, program: Program) -> None:
+        assert program.annotations is not None
+        self.program, self.notes = program, program.annotations
+        self.nodes = {node.name: node for node in program.module.graph.nodes}
+        self.known = Known()
+        self.regions = Regions(self.notes, self.known)
+        self.variables: list[Variable] = []
+        self.kinds: dict[Value, Kind] = {}
+        self.makers: dict[Value, tuple[Variable, tuple[int, ...]]] = {}
+        self.uses: dict[Value, list[tuple[Variable, tuple[int, ...], bool]]] = defaultdict(list)
+        self.owner = {
+            entry.node: entry.target.rpartition(".")[0]
+            for entry in program.signature.inputs
+            if entry.kind == "parameter"
+        }
+
+    def build(self) -> Frame:
+        entries = {entry.node: entry for entry in self.program.signature.inputs}
+        for node in self.nodes.values():
+            if node.op == "placeholder" and node.name in self.notes.searched:
+                self._stored(node, entries[node.name].kind == "parameter")
+        for node in self.nodes.values():
+            if (
+                node.op == "call_function"
+                and node.name in self.notes.searched
+                and node.name in self.notes.specs
+            ):
+                sources = [None if n is None else producer(n) for n in operands_of(node)]
+                self.regions.place(node.name, sources, self._options(node))
+        for region in self.regions.all:
+            if region.nodes:
+                self._enter(region)
+        self._connect()
+        self._hand_out()
+        count: Counter[tuple[str, int] | None] = Counter()
+        for variable in self.variables:
+            variable.place = count[variable.block]
+            count[variable.block] += 1
+        return Frame(self.program, self.nodes, tuple(self.variables), self.owner, self.kinds)
+
+    # -- variables ---------------------------------------------------------------------------------
+    def _stored(self, node: fx.Node, parameter: bool) -> None:
+        value = (node.name, 0)
+        kind = self.kind(value)
+        slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if parameter else ()
+        states = (WHOLE if kind.gradient else REPLICATED, *slots)
+        variable = Variable(
+            node.name,
+            states,
+            ("stored", kind, parameter),
+            block_of(self.owner.get(node.name, "")),
+            kind,
+            parameter=node,
+            trained=parameter,
+            slots=tuple(
+                (dim, place)
+                for dim, atoms in enumerate(self.notes.dims[value])
+                for place in reversed(range(len(atoms)))
+                if not atoms[place].opaque
+            ),
+        )
+        self.variables.append(variable)
+        self.makers[value] = (variable, states)
+
+    def _options(self, node: fx.Node) -> Any:
+        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        gradient = carries_gradient(self.notes, node)
+        key = (node_look(self, node), gradient)
+
+        def make() -> tuple[list[AxisOption], list[float]]:
+            found = [self._option(spec, factors, c) for c in free_choices(spec, factors, gradient)]
+            return found, [0.0] * len(found)
+
+        return self.known.options(key, make)
+
+    def _option(
+        self, spec: Spec, factors: dict[str, tuple[Atom, ...]], choice: Choice
+    ) -> AxisOption:
+        def state(dims: Dims, index: int | None) -> int:
+            if isinstance(choice, Through):
+                return PARTIAL if index is None or index in choice.operands else REPLICATED
+            if not isinstance(choice, Slot):
+                return {"I": WHOLE, "R": REPLICATED, "P": PARTIAL}[choice.kind]
+            if any(choice.factor in dim for dim in dims):
+                return FIRST_SLOT + slot_number(dims, factors, choice)
+            if index is None:
+                return WHOLE if choice.factor in spec.shared else PARTIAL
+            once = index in spec.added and choice.factor in spec.sum
+            return PARTIAL if once else REPLICATED
+
+        return AxisOption(
+            choice,
+            tuple(None if d is None else state(d, i) for i, d in enumerate(spec.operands)),
+            tuple(state(d, None) for d in spec.results),
+        )
+
+    def _enter(self, region: Region) -> None:
+        items = region.options.items
+        first = self.nodes[region.nodes[0]]
+        variable = Variable(
+            first.name,
+            items,
+            ("region", region.options.key),
+            block_of(module_path(first)),
+            self.kind((first.name, 0)),
+            region,
+        )
+        self.variables.append(variable)
+        for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
+            for index in range(len(items[0][position].results)):
+                made = tuple(item[position].results[index] for item in items)
+                self.makers[name, index] = (variable, made)
+            product = has_weight(self.notes.specs[name])
+            for index, source in enumerate(sources):
+                if (
+                    source is None
+                    or source[0] not in self.notes.searched
+                    or source[0] in region.nodes
+                    or (source == region.root and (position, index) != region.uses[0])
+                ):
+                    continue
+                wanted = tuple(item[position].operands[index] for item in items)
+                self.uses[source].append((variable, wanted, product))
+
+    # -- edges -------------------------------------------------------------------------------------
+    def _connect(self) -> None:
+        hubs: list[tuple[int, Variable]] = []
+        for value, uses in self.uses.items():
+            maker, made = self.makers[value]
+            kind, place = self.kind(value), self.variables.index(maker)
+            siblings = [use for use in uses if use[2]]
+            others = [use for use in uses if not use[2]]
+            common = maker, made
+            if len(uses) > 1:  # all take it in, or convert it from, one layout
+                states = tuple(sorted({s for _, wanted, _ in uses for s in wanted} | set(made)))
+                hub = Variable(f"kept {value}", states, ("hub", kind, states), maker.block, kind)
+                hubs.append((place, hub))
+                self._tie(Edge(value, kind, maker, made, hub, states))
+                common = maker, made = hub, states
+            if len(siblings) > 1 and others:  # products want one and the same
+                states = tuple(sorted({s for _, wanted, _ in siblings for s in wanted}))
+                hub = Variable(f"shared {value}", states, ("hub", kind, states), maker.block, kind)
+                hubs.append((place, hub))
+                self._tie(Edge(value, kind, maker, made, hub, states))
+                common = hub, states
+            for user, wanted, product in uses:
+                if product and len(siblings) > 1:
+                    self._tie(Edge(value, kind, *common, user, wanted, equal=True))
+                else:
+                    self._tie(Edge(value, kind, maker, made, user, wanted))
+        hubs.sort(key=lambda pair: pair[0])
+        for place, hub in reversed(hubs):
+            self.variables.insert(place + 1, hub)
+
+    def _tie(self, edge: Edge) -> None:
+        edge.maker.edges.append(edge)
+        edge.user.edges.append(edge)
+
+    def _hand_out(self) -> None:
+        for output in self.program.signature.outputs:
+            if output.node is None:
+                continue
+            value = producer(self.nodes[output.node])
+            if value not in self.makers:
+                continue
+            kind, (maker, _) = self.kind(value), self.makers[value]
+            whole = output.kind == "mutation" or not kind.shape
+            slots = () if whole else range(FIRST_SLOT, FIRST_SLOT + len(kind.slots))
+            position = 0 if maker.region is None else maker.region.nodes.index(value[0])
+            maker.handed.append((position, value[1], (WHOLE, *slots)))
+            maker.look = (maker.look, tuple(maker.handed))
+
+    # -- facts -------------------------------------------------------------------------------------
+    def kind(self, value: Value) -> Kind:
+        if value not in self.kinds:
+            self.kinds[value] = self._kind(value)
+        return self.kinds[value]
+
+    def _kind(self, value: Value) -> Kind:
+        found = results_of(self.nodes[value[0]])[value[1]]
+        slots = []
+        for dim, atoms in enumerate(self.notes.dims[value]):
+            unit = 1
+            for atom in reversed(atoms):
+                if not atom.opaque:
+                    slots.append((dim, unit, atom.size))
+                unit *= atom.size
+        return Kind(
+            shape_of(found), tuple(slots), found.dtype.itemsize, value in self.notes.gradient
+        )
+
+
+def carries_gradient(notes: Annotations, node: fx.Node) -> bool:
+    return any((node.name, i) in notes.gradient for i in range(len(results_of(node)))) or any(
+        n is not None and producer(n) in notes.gradient for n in operands_of(node)
+    )
+
+
+def slot_number(dims: Dims, factors: dict[str, tuple[Atom, ...]], slot: Slot) -> int:
+    """Which of a tensor's slots (the order of Kind.slots) an atom of a factor is."""
+    number = 0
+    for names in dims:
+        for name in reversed(names):
+            for position in reversed(range(len(factors[name]))):
+                if (name, position) == slot:
+                    return number
+                number += not factors[name][position].opaque
+    raise AssertionError(f"{slot} is in none of {dims}")
+
+
+def node_look(builder: Any, node: fx.Node) -> Hashable:
+    """All of a node that its options and their cost depend on, but for the constraint."""
+    notes = builder.notes
+    spec, factors = notes.specs[node.name], notes.factors[node.name]
+    atoms = tuple((f, tuple((a.size, a.opaque) for a in chain)) for f, chain in factors.items())
+    shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
+    results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+    target = node.target if node.target in HAVE_INSIDE else None
+    return (
+        target,
+        spec.operands,
+        spec.results,
+        tuple(spec.sizes.items()),
+        spec.sum,
+        spec.whole,
+        spec.shared,
+        spec.added,
+        spec.linear,
+        spec.product,
+        spec.flops,
+        atoms,
+        shapes,
+        results[0].dtype,
+    )
+
+
+def block_of(path: str) -> tuple[str, int] | None:
+    """The repeated block that a module path lies in: what stands before its first number, and that.
+
+    >>> block_of("model.layers.3.mlp")
+    ('model.layers', 3)
+    """
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:place]), int(part)
+    return None

@@ -1,0 +1,63 @@
+"""What collectives cost on many meshes at once, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.pattern import pattern
+from ..cost.ways import flat_ways, ways
+from ..mesh import Mesh
+from ..world import World
+
+Array = NDArray[np.float64]
+
+
+class Meshes:
+    """Meshes with equally many axes. `sizes`: [mesh, axis]."""
+
+    def __init__(self, meshes: Sequence[Mesh], world: World) -> None:
+        self.meshes, self.world = tuple(meshes), world
+        self.count = len(self.meshes[0].axes)
+        assert all(len(mesh.axes) == self.count for mesh in meshes)
+        self._lines: dict[tuple[str, tuple[int, ...], bool], tuple[Array, Array]] = {}
+
+    def __len__(self) -> int:
+        return len(self.meshes)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        found = [[axis.size for axis in mesh.axes] for mesh in self.meshes]
+        return np.array(found, dtype=np.int64).reshape(len(self), self.count)
+
+    def seconds(
+        self, kind: str, axes: tuple[int, ...], whole_bytes: Array, flat: bool = False
+    ) -> Array:
+        """Of a collective over the axes at these places, in its fastest way; `flat`: of those in
+        one level. `whole_bytes`: [mesh, …].
+        """
+        shape = (-1,) + (1,) * (whole_bytes.ndim - 1)
+        best: Array | None = None
+        for start, rate in zip(*self._all_ways(kind, axes, flat), strict=True):
+            found = start.reshape(shape) + rate.reshape(shape) * whole_bytes
+            best = found if best is None else np.minimum(best, found, out=best)
+        assert best is not None
+        return best
+
+    def _all_ways(self, kind: str, axes: tuple[int, ...], flat: bool) -> tuple[Array, Array]:
+        """(seconds to start, seconds per byte) of every way, each [way, mesh]."""
+        key = (kind, axes, flat)
+        if key not in self._lines:
+            find = flat_ways if flat else ways
+            several = []
+            for mesh in self.meshes:
+                digits = pattern(mesh, tuple(mesh.axes[a].name for a in axes))
+                found = find(self.world, kind, digits)
+                several.append([(way.start_s, way.s_per_byte) for way in found])
+            most = max(len(found) for found in several)
+            filled = np.array([[*found, *[found[-1]] * (most - len(found))] for found in several])
+            self._lines[key] = filled[:, :, 0].T, filled[:, :, 1].T
+        return self._lines[key]

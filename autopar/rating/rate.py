@@ -1,0 +1,116 @@
+"""The best plan over many meshes, and how far from the best it can be.
+
+All meshes are bounded at once (bound.py); then the most promising one is searched exactly among
+the options that its bound leaves, then the next, until none promises more than what was found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from ..constraint import Constraint
+from ..errors import PlanError
+from ..mesh import Mesh
+from ..plan import Plan
+from ..program import Program
+from ..search import search
+from ..world import World
+from .bound import Bound
+from .frame import Frame, frame
+from .near import near
+from .options import OptionCosts
+from .prices import Meshes
+from .repeats import shortened
+
+Candidate = tuple[Mesh, Constraint]
+
+_TOGETHER = 48  # meshes whose messages are arrays together: larger ones leave the caches
+_ROUNDS = 2
+_MARGIN = 2e-3  # of the bound: what an option may lie above the least to be searched exactly
+_LEFT = (8, 4, 2, 1)  # options of a region that are searched exactly; fewer where tables outgrow
+_GAP = 1e-3  # a mesh that promises less than this more is not searched
+_TRIES = 4  # meshes searched exactly
+_FEW = 16  # meshes under a layout's rules: all are searched exactly
+
+
+class Best(NamedTuple):
+    """The best plan found, the least bound of all candidates in seconds, and every candidate's."""
+
+    plan: Plan
+    bound: float
+    bounds: tuple[float, ...]
+
+
+def best(
+    program: Program, given: Sequence[Candidate], world: World, redundant: bool = False
+) -> Best:
+    """The best plan over these candidates; ties go to fewer axes, then to the first. Raises
+    PlanError where none allows a plan.
+    """
+    whole = frame(program)
+    if all(not constraint.free for _, constraint in given) and len(given) <= _FEW:
+        plans = [search(program, mesh, world, rules, redundant) for mesh, rules in given]
+        best_one = min(plans, key=lambda plan: plan.seconds)
+        return Best(best_one, best_one.seconds, tuple(plan.seconds for plan in plans))
+    bounds = bounded(whole, given, world, redundant)
+    order = sorted(range(len(given)), key=lambda i: (_rounded(bounds[i]), len(given[i][0].axes), i))
+    found: Plan | None = None
+    for place in order[:_TRIES]:
+        if found is not None and bounds[place] >= found.seconds * (1 - _GAP):
+            break
+        plan = exact(whole, *given[place], world, redundant)
+        if found is None or plan.seconds < found.seconds * (1 - 1e-9):
+            found = plan
+    assert found is not None
+    return Best(found, min(bounds[order[0]], found.seconds), tuple(bounds))
+
+
+def _rounded(seconds: float) -> float:
+    """To four digits: meshes that differ in less are tried in their order."""
+    return float(f"{seconds:.3e}")
+
+
+def bounded(whole: Frame, given: Sequence[Candidate], world: World, redundant: bool) -> list[float]:
+    """A lower bound of the step in seconds, of every candidate."""
+    chunks: list[list[int]] = []
+    for count in sorted({len(mesh.axes) for mesh, _ in given}):
+        alike = [i for i, (mesh, _) in enumerate(given) if len(mesh.axes) == count]
+        chunks.extend(alike[i : i + _TOGETHER] for i in range(0, len(alike), _TOGETHER))
+    found = [0.0] * len(given)
+
+    def run(chunk: list[int]) -> None:
+        bound = _messages(whole, [given[i] for i in chunk], world, redundant)
+        for place, seconds in zip(chunk, bound.run(), strict=True):
+            found[place] = float(seconds)
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        list(pool.map(run, chunks))
+    return found
+
+
+def _messages(whole: Frame, given: Sequence[Candidate], world: World, redundant: bool) -> Bound:
+    """A bound whose messages have come to rest on a shorter frame."""
+    meshes = Meshes([mesh for mesh, _ in given], world)
+    costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], redundant)
+    short, twins = shortened(whole)
+    start = Bound(short, costs)
+    start.run(_ROUNDS)
+    return start if short is whole else Bound(whole, costs, start, twins)
+
+
+def exact(whole: Frame, mesh: Mesh, constraint: Constraint, world: World, redundant: bool) -> Plan:
+    """The plan of least modelled time on one mesh, among the options that the bound leaves."""
+    if not mesh.axes or not constraint.free:  # rules leave little to search
+        return search(whole.program, mesh, world, constraint, redundant)
+    bound = _messages(whole, [(mesh, constraint)], world, redundant)
+    least = float(bound.run(2)[0])
+    for most in _LEFT:
+        try:
+            left = near(bound, _MARGIN * least, most)
+            return search(whole.program, mesh, world, constraint, redundant, left)
+        except PlanError as error:
+            refused = error
+    raise refused
