@@ -12,12 +12,14 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "BoxedCodeGen",
     "FakeTensorMode",
     "OpOverload",
     "StridedShard",
+    "TorchDispatchMode",
     "aot_module_simplified",
     "backend_name",
     "default_partition",

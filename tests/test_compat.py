@@ -46,6 +46,20 @@ def test_fake_tensors_have_a_shape_and_no_storage() -> None:
     assert mixed.fake_mode is mode
 
 
+@covers("TorchDispatchMode")
+def test_a_dispatch_mode_sees_every_op() -> None:
+    seen: list[str] = []
+
+    class Listening(_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Listening():
+        torch.ones(2).add(1)
+    assert seen == ["aten.ones.default", "aten.add.Tensor"]
+
+
 @covers("pytree")
 def test_trees_are_flattened_with_paths_and_put_together_again() -> None:
     tree = {"a": [1, (2, None)], "b": 3}

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import wire
-from .._compat import fake_mode, pytree
+from .._compat import TorchDispatchMode, fake_mode, pytree
 from ..graphs import called
 from ..mesh import group_ranks
 from ..plan import Memory
