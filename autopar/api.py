@@ -218,15 +218,15 @@ def apply(
     plan: Plan,
     inputs: Inputs | None = None,
     backend: Backend = None,
-    overlap: Overlap = True,
+    overlap: Overlap = False,
 ) -> ParallelModule:
     """The model on the running ranks, by a plan. Collective: every rank calls it with the same
     plan.
 
     `inputs` are needed for a plan that was loaded from a file: the model is traced again.
-    `backend`: None runs the scheduled graphs, which are derived at the first call; else the name of
-    a torch.compile backend or a callable. `overlap=False`: nothing is scheduled, every collective
-    is waited for at once; a tuple of "bucket" and "schedule" picks passes.
+    `backend`: None runs the graph, or the scheduled ones; else the name of a torch.compile backend
+    or a callable. `overlap=False`: nothing is scheduled, every collective
+    is waited for at once; True joins and schedules them; a tuple of "bucket" and "schedule" picks.
     The model itself is left as it is; the parameters are copied. Raises WorldError where the plan's
     mesh and the running ranks differ, PlanError where the model is another than planned.
     """
@@ -288,7 +288,7 @@ def parallelize(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
-    overlap: Overlap = True,
+    overlap: Overlap = False,
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
 

@@ -317,7 +317,7 @@ def scheduled() -> Facts:
     if dist.get_rank() == 1:  # as a world that was measured on each rank by itself would
         schedule.collectives_in_order = lambda graph: ["another"]
     facts["orders differ"] = everywhere(
-        caught(lambda: called(autopar.apply(model, plan), inputs)[0].backward())
+        caught(lambda: called(autopar.apply(model, plan, overlap=True), inputs)[0].backward())
     )
     return facts
 
