@@ -8,18 +8,18 @@ import dataclasses
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
-from . import ranks
+from . import editing, ranks
 from ._compat import pytree
 from .backends import Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
-from .cost.timeline import Timeline, timeline
 from .errors import InputError, PlanError, WorldError
 from .fitting import fitted
 from .held import current, held
@@ -31,7 +31,9 @@ from .passes import annotate, chains, choose, emit, rewrite, trace
 from .passes import pipeline as panels
 from .passes import recompute as recomputing
 from .plan import Plan
+from .price import terms
 from .program import Program
+from .ready import Ready, fingerprint
 from .report.summary import summarised
 from .rules import shape_of
 from .verify import Check, compare, widened
@@ -161,7 +163,7 @@ def _finished(
         seconds_by_pass=dict(pipeline.seconds),
     )
     ready = dataclasses.replace(program, plan=made)
-    return dataclasses.replace(made, ready=Ready(ready, pipeline.graphs, world))
+    return dataclasses.replace(made, ready=Ready(ready, pipeline.graphs, world, chosen))
 
 
 def _fitted(
@@ -184,33 +186,6 @@ def _on_one_rank(source: Program, program: Program) -> Program:
     return dataclasses.replace(
         program, module=source.module, signature=source.signature, layouts=layouts
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Ready:
-    """What a plan made in this process carries along: the rewritten program and the graph after
-    every pass.
-    """
-
-    program: Program
-    graphs: dict[str, fx.GraphModule]
-    world: World
-
-    def timeline(self, overlap: bool) -> Timeline:
-        return timeline(self.program, self.world, overlap)
-
-    def formula(self, pattern: str) -> Any:
-        """See Plan.formula."""
-        from .cost.formula import formula  # sympy: only where it is asked for
-
-        own = tuple(
-            e for e in self.program.signature.inputs if e.kind not in ("coordinate", "seed")
-        )
-        signature = dataclasses.replace(self.program.signature, inputs=own)
-        traced = dataclasses.replace(
-            self.program, module=self.graphs["annotate"], signature=signature
-        )
-        return formula(traced, self.program, pattern)
 
 
 def apply(
@@ -266,17 +241,38 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
             "a plan from a file holds no graph: give apply the inputs too, so that it can trace "
             "the model again"
         )
+    made = renewed(model, plan, inputs)
+    for line in made.told:
+        warnings.warn(line, stacklevel=2)
+    assert isinstance(made.ready, Ready)
+    return made.ready
+
+
+def renewed(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
+    """A plan from a file, for this model on the plan's own world: what was edited in the file is
+    held against the rules, and every figure is worked out anew; `told` says which ones differ from
+    the file's. Raises PlanError for another model, and with the node for a choice that cannot be.
+
+    Example: renewed(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
+    """
     pipeline = _Pipeline()
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
+    _same_graph(plan, source)
+    program = _analysed(pipeline, source)
+    checked = editing.checked(program, plan)
+    seconds = sum(terms(program, checked, plan.world).values())
+    program = dataclasses.replace(program, plan=dataclasses.replace(checked, seconds=seconds))
+    budget = Budget(None, plan.optimizer, "none")
+    made = _finished(pipeline, source, program, plan.world, budget)
+    return editing.compared(plan, made)
+
+
+def _same_graph(plan: Plan, source: Program) -> None:
     if fingerprint(source) != plan.fingerprint:
         raise PlanError(
             f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives "
-            f"{fingerprint(source)}: "
-            f"plan again"
+            f"{fingerprint(source)}: plan again"
         )
-    program = dataclasses.replace(_analysed(pipeline, source), plan=plan)
-    world = World.of(max(1, plan.mesh.size))
-    return Ready(_fitted(pipeline, source, program, world, None), pipeline.graphs, world)
 
 
 def parallelize(
@@ -369,28 +365,11 @@ class Deferred(nn.Module):
         return self.made.parameters(recurse)
 
 
-def fingerprint(program: Program) -> str:
-    """Names a traced graph: its nodes with shapes and dtypes, and what feeds them."""
-    lines = [
-        f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} "
-        + str(
-            [
-                (tuple(v.shape), v.dtype)
-                for v in pytree.tree_leaves(n.meta.get("val"))
-                if isinstance(v, torch.Tensor)
-            ]
-        )
-        for n in program.module.graph.nodes
-    ]
-    lines.extend(f"{e.kind} {e.node} {e.target}" for e in program.signature.inputs)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
 def verify(
     model: nn.Module,
     world: World | int | Any | None,
     inputs: Inputs,
-    layout: Layouts = "auto",
+    layout: Layouts | Plan = "auto",
     tolerance: float = 1e-9,
     recompute: Recompute = "none",
 ) -> Check:
@@ -399,13 +378,20 @@ def verify(
 
     Compares every node, the loss, every gradient, and the parameters after three AdamW steps.
     Raises VerificationError past `tolerance`. `recompute` "full": with every block recomputed.
+    `layout` may be a plan, one from a file too, which is verified as it is: leave `world` None.
 
     Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
     """
-    found = World.of(world)
+    found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = _Pipeline()
-    program = _analysed(pipeline, widened(_traced(model, inputs)))
-    budget = Budget.of(found, "auto", "adamw", recompute)
-    several = _planned(pipeline, program, found, layout, budget)
+    traced = _traced(model, inputs)
+    program = _analysed(pipeline, widened(traced))
+    if isinstance(layout, Plan):
+        _same_graph(layout, traced)
+        program = dataclasses.replace(program, plan=editing.checked(program, layout))
+        several = _rewritten(pipeline, program, found)
+    else:
+        budget = Budget.of(found, "auto", "adamw", recompute)
+        several = _planned(pipeline, program, found, layout, budget)
     one = _rewritten(pipeline, choose.choose(program, World.of(1), "auto"), found)
     return compare(several, one, pytree.tree_leaves(arguments(inputs)), tolerance)

@@ -274,7 +274,7 @@ def _load(path: Path) -> Plan:
 # -- what is printed -------------------------------------------------------------------------------
 def _show(out: Console, made: Plan, world: World | None) -> None:
     """The plan with its world; a warning where a step does not fit the memory of a device."""
-    line(out, "world", str(world) if world is not None else made.world)
+    line(out, "world", str(made.world if world is None else world))
     line(out, "layout", made.layout)
     out.print(made.table())
     moved = f"{terminal.amount(made.comm_bytes)}B"
@@ -296,9 +296,10 @@ def _model(target: Target) -> str:
 
 def _facts(made: Plan) -> dict[str, Any]:
     """What a program wants to know of a plan; every layout in it is in the file of --save."""
-    names = ("layout", "world", "fingerprint", "seconds", "comm_bytes", "peak_bytes")
+    names = ("layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes")
     facts = {name: getattr(made, name) for name in names}
     return facts | {
+        "world": str(made.world),
         "memory": None if made.memory is None else dataclasses.asdict(made.memory),
         "recompute": list(made.recompute),
         "mesh": made.mesh.sizes,

@@ -4,19 +4,23 @@ could not be split.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from .errors import PlanError
-from .layout import Layout, State
+from .errors import LayoutError, PlanError
+from .layout import I, Layout, P, R, State
 from .mesh import Mesh
+from .world import World
 
-VERSION = 1
+VERSION = 2
+_WHOLE = {"I": I, "R": R, "P": P}
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Plan:
         tuple[str, float], ...
     ] = ()  # every mesh that was rated, with a proven lower bound of its seconds
     fingerprint: str = ""
-    world: str = ""
+    world: World = field(default_factory=lambda: World.of(1))  # that it was planned for
     inputs: dict[str, Layout] = field(
         default_factory=dict
     )  # of the user's tensors, known after the rewrite
@@ -117,6 +121,11 @@ class Plan:
     recompute: tuple[str, ...] = ()  # blocks whose activations are computed again in the backward
     memory: Memory | None = None  # what the peak is made of, known after the rewrite
     bound: float = 0.0  # seconds: no plan of this layout is modelled faster, on any mesh rated
+    optimizer: str | float = "adamw"  # whose states are in `memory`
+    planned: tuple[str, str] = field(
+        default=("", ""), compare=False
+    )  # digests of what was split and of the layouts, as autopar planned them
+    told: tuple[str, ...] = field(default=(), compare=False)  # where a file's figures were others
     seconds_by_pass: dict[str, float] = field(
         default_factory=dict, compare=False
     )  # that planning took
@@ -143,7 +152,11 @@ class Plan:
             "AR all-reduce, A2A all-to-all, B broadcast"
         )
         table.caption = "\n".join(
-            [legend, *(f"not split: {escape(reason)}" for reason in self.unsplit)]
+            [
+                legend,
+                *(f"not split: {escape(reason)}" for reason in self.unsplit),
+                *(escape(line) for line in self.told),
+            ]
         )
         return table
 
@@ -160,6 +173,16 @@ class Plan:
         several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
         proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the optimum"
         return f", {proof}{several}"
+
+    @property
+    def edited(self) -> frozenset[str]:
+        """Which parts were changed since autopar planned them: "splits" (what the nodes split),
+        "layouts" (the mesh, every layout, and what is recomputed).
+        """
+        names = ("splits", "layouts")
+        now = _digests(self.to_json()) if any(self.planned) else self.planned
+        pairs = zip(names, now, self.planned, strict=True)
+        return frozenset(name for name, one, other in pairs if one != other)
 
     def formula(self, pattern: str = "*") -> Any:
         """What subgraphs move, as a closed form in the model's sizes and the axes': a
@@ -195,12 +218,12 @@ class Plan:
         def layouts(found: dict[str, Layout]) -> dict[str, Any]:
             return {name: _write(layout) for name, layout in found.items()}
 
-        return {
+        data = {
             "version": VERSION,
             "mesh": str(self.mesh),
             "layout": self.layout,
             "fingerprint": self.fingerprint,
-            "world": self.world,
+            "world": self.world.to_json(),
             "seconds": self.seconds,
             "comm_bytes": self.comm_bytes,
             "peak_bytes": self.peak_bytes,
@@ -224,7 +247,9 @@ class Plan:
             "memory": None if self.memory is None else asdict(self.memory),
             "unsplit": list(self.unsplit),
             "meshes": [list(pair) for pair in self.meshes],
+            "optimizer": self.optimizer,
         }
+        return {**data, "planned": list(self.planned if any(self.planned) else _digests(data))}
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -245,41 +270,68 @@ class Plan:
             raise PlanError(
                 f"{where} is version {found}, this autopar reads version {VERSION}: plan again"
             )
-        mesh = Mesh.parse(data["mesh"])
+        try:
+            return _from_json(data, where)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise PlanError(f"{where} is no plan, or is cut short: {error!r}; plan again") from None
 
-        def read(found: dict[str, Any]) -> dict[str, Layout]:
-            return {name: _read(mesh, x) for name, x in found.items()}
 
-        choices = {
-            name: Choice(
-                tuple(c["splits"]),
-                tuple(None if x is None else _read(mesh, x) for x in c["operands"]),
-                tuple(_read(mesh, x) for x in c["results"]),
-            )
-            for name, c in data["choices"].items()
-        }
-        return Plan(
-            mesh,
-            data["layout"],
-            choices,
-            read(data["stored"]),
-            {(name, index): _read(mesh, x) for name, index, x in data["copies"]},
-            read(data["outputs"]),
-            data["seconds"],
-            data["comm_bytes"],
-            data["peak_bytes"],
-            tuple(Row(**row) for row in data["rows"]),
-            tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
-            tuple(data["unsplit"]),
-            tuple((name, seconds) for name, seconds in data["meshes"]),
-            data["fingerprint"],
-            data["world"],
-            read(data["inputs"]),
-            tuple(data["panels"]),
-            tuple(data["recompute"]),
-            None if data["memory"] is None else Memory(**data["memory"]),
-            data["bound"],
+def _from_json(data: dict[str, Any], where: str) -> Plan:
+    mesh = Mesh.parse(data["mesh"])
+
+    def one(found: Any, *names: Any) -> Layout:
+        return _read(mesh, found, " of ".join(str(name) for name in (*names, where)))
+
+    def several(key: str) -> dict[str, Layout]:
+        return {name: one(found, f"{name!r}", f"`{key}`") for name, found in data[key].items()}
+
+    def choice(name: str, found: dict[str, Any]) -> Choice:
+        operands, results = found.get("operands") or [], found.get("results") or []
+        return Choice(
+            tuple(found.get("splits") or ()),
+            tuple(
+                None if x is None else one(x, f"operand {i}", name) for i, x in enumerate(operands)
+            ),
+            tuple(one(x, f"result {i}", name) for i, x in enumerate(results)),
         )
+
+    return Plan(
+        mesh,
+        data["layout"],
+        {name: choice(name, found) for name, found in data["choices"].items()},
+        several("stored"),
+        {(name, index): one(x, f"the copy of {name}") for name, index, x in data["copies"]},
+        several("outputs"),
+        data["seconds"],
+        data["comm_bytes"],
+        data["peak_bytes"],
+        tuple(Row(**row) for row in data["rows"]),
+        tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
+        tuple(data["unsplit"]),
+        tuple((name, seconds) for name, seconds in data["meshes"]),
+        data["fingerprint"],
+        World.from_json(data["world"], f"`world` of {where}"),
+        several("inputs"),
+        tuple(data["panels"]),
+        tuple(data["recompute"]),
+        None if data["memory"] is None else Memory(**data["memory"]),
+        data["bound"],
+        data["optimizer"],
+        (data["planned"][0], data["planned"][1]),
+    )
+
+
+def _digests(data: dict[str, Any]) -> tuple[str, str]:
+    """Of what the nodes split, and of every layout."""
+    splits = {name: choice["splits"] for name, choice in data["choices"].items()}
+    layouts = [data[key] for key in ("mesh", "stored", "outputs", "copies", "recompute")]
+    layouts += [[name, c["operands"], c["results"]] for name, c in data["choices"].items()]
+    return _digest(splits), _digest(layouts)
+
+
+def _digest(facts: Any) -> str:
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _write(layout: Layout) -> dict[str, Any]:
@@ -287,14 +339,24 @@ def _write(layout: Layout) -> dict[str, Any]:
     return {"shape": list(layout.shape), "states": states}
 
 
-def _read(mesh: Mesh, data: dict[str, Any]) -> Layout:
-    states = []
-    for text in data["states"]:
-        if text.startswith("S("):
-            dim, stride = text[2:-1].split(",")
-            states.append(State("S", int(dim), int(stride)))
-        elif text in ("I", "R", "P"):
-            states.append(State(text))
-        else:
-            raise PlanError(f"state {text!r} in a plan: it is I, R, P or S(dim,stride)")
-    return Layout(mesh, tuple(data["shape"]), tuple(states))
+def _read(mesh: Mesh, data: dict[str, Any], where: str) -> Layout:
+    """Raises PlanError that names `where` a state is no state, or no layout of this shape."""
+    shape, texts = tuple(data["shape"]), data["states"]
+    if len(texts) != len(mesh.axes):
+        raise PlanError(f"{where} has {len(texts)} states, the mesh {mesh} {len(mesh.axes)} axes")
+    try:
+        return Layout(mesh, shape, tuple(_state(text, shape) for text in texts))
+    except (LayoutError, PlanError) as error:
+        raise PlanError(f"{where}: {error}") from None
+
+
+def _state(text: str, shape: tuple[int, ...]) -> State:
+    found = re.fullmatch(r"S\((\d+), *(\d+)\)", text)
+    if found:
+        dim, stride = int(found[1]), int(found[2])
+        if dim >= len(shape) or not stride:
+            raise PlanError(f"state {text!r}: the tensor has {len(shape)} dims, strides are from 1")
+        return State("S", dim, stride)
+    if text not in _WHOLE:
+        raise PlanError(f"state {text!r}: it is I, R, P or S(dim,stride), as S(0,4)")
+    return _WHOLE[text]

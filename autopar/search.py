@@ -31,7 +31,7 @@ from .program import Annotations, Program, Value
 from .regions import Known, Options, Region, Regions
 from .rules import Spec, operands_of, results_of, shape_of, value_of
 from .strategies import Choice as AxisChoice
-from .strategies import Slot, Strategy, axis_choices, placements, strategies
+from .strategies import Slot, Strategy, axis_choices, placements, split_of, strategies
 from .world import World
 
 
@@ -326,15 +326,12 @@ class _Search:
             0.0,
             0.0,
             unsplit=tuple(dict.fromkeys(unsplit)),
-            world=str(self.world),
+            world=self.world,
             panels=self.constraint.panels,
         )
 
     def _splits(self, strategy: Strategy) -> tuple[str, ...]:
-        return tuple(
-            choice.factor if isinstance(choice, Slot) else getattr(choice, "kind", "P")
-            for choice in strategy.choices
-        )
+        return tuple(split_of(choice) for choice in strategy.choices)
 
     def _why_whole(self, name: str, strategy: Strategy) -> list[str]:
         """One sentence for each axis on which a matrix product is computed whole."""

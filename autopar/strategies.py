@@ -39,6 +39,11 @@ Choice = (
 )  # of one axis: I or R for all operands and results, a slot, or partial values
 
 
+def split_of(choice: Choice) -> str:
+    """The factor that is split, or the state: I, R, or P for partial values."""
+    return choice.factor if isinstance(choice, Slot) else getattr(choice, "kind", "P")
+
+
 @dataclass(frozen=True)
 class Strategy:
     """One way to run a node: a choice per mesh axis and the layouts of its operands and results

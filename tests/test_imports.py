@@ -14,9 +14,10 @@ ORDER = (
     "errors", "ranks", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe",
     "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
-    "layouts", "elimination", "regions", "conversion_costs", "search", "rating", "lockstep",
-    "passes", "backends", "fitting", "placement", "module", "verify", "report", "held", "api",
-    "calibration",
+    "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
+    "rating", "lockstep",
+    "passes", "backends", "fitting", "placement", "module", "verify", "report", "ready", "held",
+    "api", "calibration",
     "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 

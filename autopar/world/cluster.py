@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -174,6 +175,15 @@ class World:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the world as JSON, for `load`, and to edit by hand."""
         files.write(World, self, Path(path))
+
+    def to_json(self) -> Any:
+        """The world as it stands inside another file, for `from_json`."""
+        return files.to_json(World, self)
+
+    @staticmethod
+    def from_json(data: Any, where: str) -> World:
+        """Raises WorldError that names `where` this stands, and the fields that are wrong."""
+        return files.parsed(World, json.dumps(data), where)
 
 
 def _parts(found: detection.Found) -> tuple[Any, ...]:

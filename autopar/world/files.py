@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,11 +18,16 @@ def read(kind: type[T], path: Path) -> T:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise WorldError(f"cannot read the world in {path}: {error}") from None
+    return parsed(kind, text, str(path))
+
+
+def parsed(kind: type[T], text: str, where: str) -> T:
+    """From JSON. Raises WorldError that names `where` it stands and every field that is wrong."""
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
         faults = [_sentence(fault) for fault in error.errors()]
-        raise WorldError(f"{path} describes no world: " + "; ".join(faults)) from None
+        raise WorldError(f"{where} describes no world: " + "; ".join(faults)) from None
 
 
 def _sentence(fault: object) -> str:
@@ -37,3 +42,8 @@ def _sentence(fault: object) -> str:
 
 def write(kind: type[T], value: T, path: Path) -> None:
     path.write_bytes(TypeAdapter(kind).dump_json(value, indent=1) + b"\n")
+
+
+def to_json(kind: type[T], value: T) -> Any:
+    """As the objects, lists and numbers of JSON."""
+    return TypeAdapter(kind).dump_python(value, mode="json")

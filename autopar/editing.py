@@ -1,0 +1,321 @@
+"""Plans that were edited by hand: every choice is held against the rules before it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from .constraint import letter
+from .errors import PlanError
+from .graphs import blocks, producer, where
+from .layout import I, Layout, R, State
+from .mesh import Axis, Mesh
+from .plan import Choice, Plan
+from .program import Annotations, Program
+from .rules import operands_of, results_of, shape_of, value_of
+from .strategies import Choice as AxisChoice
+from .strategies import Slot, Strategy, axis_choices, placements, split_of, strategies
+
+_SHOWN = 12  # ways that a refusal lists
+_ALIKE = 1e-6  # of a figure: what rounding may change
+
+
+def checked(program: Program, plan: Plan) -> Plan:
+    """The plan for this annotated program, as it is where nobody changed it. What was edited must
+    be legal by the rules; where only `splits` were edited, layouts follow from them, where only
+    layouts were, `splits` do. Raises PlanError with the node, what was asked and what it allows.
+    """
+    if not plan.edited:
+        return plan
+    return _Checker(program, plan).run()
+
+
+def compared(before: Plan, after: Plan) -> Plan:
+    """The plan `after` loading, with what differs from the figures that the file gave; and without
+    a bound that it undercuts, because it is of no layout that the bound is for.
+    """
+    told = []
+    if before.edited:
+        told.append(f"edited by hand since it was planned: {_listed(sorted(before.edited))}")
+    gone = before.copies.keys() - after.copies.keys()
+    told.extend(f"the copy of {name} is dropped: nothing takes it so" for name, _ in sorted(gone))
+    figures = {"seconds": "s", "comm_bytes": "bytes", "peak_bytes": "bytes"}
+    for name, unit in figures.items():
+        old, new = getattr(before, name), getattr(after, name)
+        if abs(new - old) > _ALIKE * max(abs(old), abs(new)):
+            told.append(f"{name}: {new:,.6g} {unit} as worked out now, the file says {old:,.6g}")
+    bound = after.bound if after.bound <= after.seconds * (1 + _ALIKE) else 0.0
+    unsplit = () if before.edited else tuple(dict.fromkeys(after.unsplit))
+    return dataclasses.replace(after, told=tuple(told), bound=bound, unsplit=unsplit)
+
+
+class _Checker:
+    def __init__(self, program: Program, plan: Plan) -> None:
+        assert program.annotations is not None
+        self.program, self.plan, self.mesh = program, plan, plan.mesh
+        self.notes: Annotations = program.annotations
+        self.nodes = {node.name: node for node in program.module.graph.nodes}
+
+    def run(self) -> Plan:
+        self._same_mesh()
+        names = self.notes.searched & self.notes.specs.keys()
+        calls = {n.name for n in self.nodes.values() if n.op == "call_function"}
+        held = {n.name for n in self.nodes.values() if n.op == "placeholder"}
+        _same_names("choices", self.plan.choices.keys(), names & calls)
+        _same_names("stored", self.plan.stored.keys(), self.notes.searched & held)
+        choices = {name: self._choice(name, c) for name, c in self.plan.choices.items()}
+        for name, layout in self.plan.stored.items():
+            self._stored(name, layout)
+        self._outputs()
+        self._blocks()
+        plan = dataclasses.replace(self.plan, choices=choices)
+        return dataclasses.replace(plan, copies=self._copies(plan))
+
+    def _same_mesh(self) -> None:
+        if max(1, self.mesh.size) != self.plan.world.ranks:
+            raise PlanError(
+                f"the plan's mesh {self.mesh} has {self.mesh.size} ranks, its world "
+                f"{self.plan.world.ranks}: edit both or neither"
+            )
+
+    # -- nodes -------------------------------------------------------------------------------------
+    def _choice(self, name: str, choice: Choice) -> Choice:
+        """The choice made whole, by whichever of its two parts was edited."""
+        node, edited = self.nodes[name], self.plan.edited
+        if self.mesh.axes and len(choice.splits) not in (0, len(self.mesh.axes)):
+            raise PlanError(
+                f"{where(node)}: the plan splits {_listed(choice.splits)}, the mesh {self.mesh} "
+                f"has {len(self.mesh.axes)} axes: one each"
+            )
+        if not choice.results and not choice.splits:
+            raise PlanError(f"{where(node)}: the plan has neither splits nor layouts for it")
+        found = self._by_splits(node, choice) if not choice.results else None
+        if found is None:
+            found = self._by_layouts(node, choice)
+        names = [self._names(node, split) for split in _splits(found)]
+        if choice.splits and not all(map(operator.contains, names, choice.splits)):
+            if edited == {"splits"}:
+                found = self._by_splits(node, choice)
+            elif "splits" in edited:
+                raise PlanError(
+                    f"{where(node)}: the plan splits {_listed(choice.splits)}, but its operands "
+                    f"and results lie as if it split {_listed(_splits(found))}: change both, or "
+                    "remove the one that shall follow from the other"
+                )
+        return Choice(_splits(found), found.operands, found.results)
+
+    def _by_layouts(self, node: fx.Node, choice: Choice) -> Strategy:
+        """The strategy whose layouts these are."""
+        asked = _text(choice.operands, choice.results)
+        wanted = [*self._shapes(node)[0], *self._shapes(node)[1]]
+        given = [*choice.operands, *choice.results]
+        if [None if x is None else x.shape for x in given] != wanted:
+            raise PlanError(
+                f"{where(node)}: the plan has layouts of {_shapes_text(given)}, its tensors are "
+                f"{', '.join(str(shape) for shape in wanted)}"
+            )
+        per_axis = []
+        for place, axis in enumerate(self.mesh.axes):
+            ways = self._on_axis(node, axis)
+            per_axis.append([way.choices[0] for way in ways if _alike(way, choice, place)])
+            if not per_axis[-1]:
+                raise PlanError(
+                    f"{where(node)}: the plan lays {asked}, which no way to run it does on axis "
+                    f"{axis.name} of {axis.size}. There it may be {_ways_text(ways)}"
+                )
+        legal = self._ways(node, self.mesh, per_axis)
+        same = [x for x in legal if (x.operands, x.results) == (choice.operands, choice.results)]
+        if not same:
+            may = "; ".join(_text(x.operands, x.results) for x in legal[:_SHOWN])
+            may = f"it may lie {may}" if may else "so many axes do not fit into one loop dim"
+            raise PlanError(
+                f"{where(node)}: the plan lays {asked}, whose digits do not go together: {may}"
+            )
+        return next((x for x in same if _splits(x) == choice.splits), same[0])
+
+    def _by_splits(self, node: fx.Node, choice: Choice) -> Strategy:
+        """A strategy that splits so; of several the one that is most like the layouts there are."""
+        per_axis = []
+        for axis, split in zip(self.mesh.axes, choice.splits, strict=True):
+            ways = self._on_axis(node, axis)
+            names = [self._names(node, _splits(way)[0]) for way in ways]
+            fits = [way.choices[0] for way, own in zip(ways, names, strict=True) if split in own]
+            per_axis.append(fits)
+            if not fits:
+                able = dict.fromkeys(" or ".join(own) for own in names)
+                raise PlanError(
+                    f"{where(node)}: the plan splits {split!r} on axis {axis.name} of {axis.size}, "
+                    f"which may be {', '.join(able)}"
+                )
+        legal = self._ways(node, self.mesh, per_axis)
+        if not legal:
+            raise PlanError(
+                f"{where(node)}: the plan splits {_listed(choice.splits)}, which do not fit "
+                f"together: {self._sizes(node)}"
+            )
+        given = (*choice.operands, *choice.results)
+        return max(legal, key=lambda x: sum(map(operator.eq, (*x.operands, *x.results), given)))
+
+    def _names(self, node: fx.Node, split: str) -> tuple[str, ...]:
+        """What a factor may be called: of a product, by its loop dim too (m, n or k)."""
+        spec = self.notes.specs[node.name]
+        loop = letter(spec, split) if spec.product is not None and split in spec.sizes else ""
+        return (split,) if loop in ("", split) else (split, loop)
+
+    def _sizes(self, node: fx.Node) -> str:
+        factors = self.notes.factors[node.name]
+        return ", ".join(
+            f"{name} is {' × '.join(str(a.size) for a in atoms)}" for name, atoms in factors.items()
+        )
+
+    def _on_axis(self, node: fx.Node, axis: Axis) -> list[Strategy]:
+        """Every way to run the node on a mesh of this axis alone."""
+        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        values = [(node.name, i) for i in range(len(self._shapes(node)[1]))]
+        values += [producer(n) for n in operands_of(node) if n is not None]
+        gradient = any(value in self.notes.gradient for value in values)
+        mesh = Mesh((axis,))
+        return self._ways(node, mesh, axis_choices(spec, factors, mesh, gradient))
+
+    def _ways(
+        self, node: fx.Node, mesh: Mesh, per_axis: Sequence[Sequence[AxisChoice]]
+    ) -> list[Strategy]:
+        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        several = itertools.product(*per_axis)
+        return strategies(spec, factors, mesh, *self._shapes(node), several, True, True)
+
+    def _shapes(
+        self, node: fx.Node
+    ) -> tuple[tuple[tuple[int, ...] | None, ...], tuple[tuple[int, ...], ...]]:
+        operands = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
+        return operands, tuple(
+            shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor)
+        )
+
+    # -- what is stored, handed out, kept ----------------------------------------------------------
+    def _stored(self, name: str, layout: Layout) -> None:
+        value = (name, 0)
+        whole = I if value in self.notes.gradient else R
+        self._placed(f"{name} is stored", name, layout, whole)
+
+    def _outputs(self) -> None:
+        for number, layout in self.plan.outputs.items():
+            entries = self.program.signature.outputs
+            if not number.isdigit() or int(number) >= len(entries):
+                raise PlanError(f"the plan has an output {number}, the model has {len(entries)}")
+            entry = entries[int(number)]
+            if entry.node is None:
+                raise PlanError(f"output {number} of the model is no tensor and has no layout")
+            if entry.kind == "mutation" and any(s != I for s in layout.states):
+                raise PlanError(
+                    f"output {number} is the new value of {entry.target}, which every rank holds "
+                    f"whole: the plan lays it {layout}"
+                )
+            self._placed(f"output {number} is handed out", entry.node, layout, I)
+
+    def _placed(self, what: str, name: str, layout: Layout, whole: State) -> None:
+        """Check a layout in which every axis is `whole` or holds a digit."""
+        node = self.nodes[name]
+        dims, shape = self.notes.dims[producer(node)], shape_of(value_of(node))
+        if layout.shape != shape:
+            raise PlanError(f"{what} as {layout.shape} by the plan, its shape is {shape}")
+        names = {state.dim for state in layout.states if state.kind == "S"}
+        kept = [self._slots(dims, axis, whole, names) for axis in self.mesh.axes]
+        if layout in placements(dims, shape, self.mesh, whole, itertools.product(*kept)):
+            return
+        allowed = []
+        for axis in self.mesh.axes:
+            found = placements(dims, shape, Mesh((axis,)), whole)
+            states = dict.fromkeys(_state(x.states[0]) for x in found)
+            allowed.append(f"on axis {axis.name} of {axis.size}: {', '.join(states)}")
+        raise PlanError(
+            f"{what} {_layout(layout)} by the plan, a tensor of {shape}. Allowed are, alone "
+            f"{'; '.join(allowed)}; axes that share a dim take disjoint digits of it"
+        )
+
+    def _slots(self, dims: object, axis: Axis, whole: State, names: set[int]) -> list[AxisChoice]:
+        assert isinstance(dims, tuple)
+        return [
+            whole,
+            *(
+                Slot(str(dim), place)
+                for dim in sorted(names)
+                for place, atom in enumerate(dims[dim])
+                if not atom.opaque and atom.size % axis.size == 0
+            ),
+        ]
+
+    def _copies(self, plan: Plan) -> dict[tuple[str, int], Layout]:
+        """The copies that some consumer still takes."""
+        wanted: dict[tuple[str, int], set[Layout | None]] = {}
+        for name, choice in plan.choices.items():
+            for source, layout in zip(operands_of(self.nodes[name]), choice.operands, strict=True):
+                if source is not None:
+                    wanted.setdefault(producer(source), set()).add(layout)
+        for number, layout in plan.outputs.items():
+            entry = self.program.signature.outputs[int(number)]
+            wanted.setdefault(producer(self.nodes[str(entry.node)]), set()).add(layout)
+        return {v: layout for v, layout in plan.copies.items() if layout in wanted.get(v, ())}
+
+    def _blocks(self) -> None:
+        known = blocks(self.nodes.values())
+        strange = [name for name in self.plan.recompute if name not in known]
+        if strange:
+            raise PlanError(
+                f"the plan recomputes {strange[0]!r}; the model's blocks are {_listed(known)}"
+            )
+
+
+def _same_names(what: str, given: Iterable[str], wanted: frozenset[str]) -> None:
+    missing, strange = sorted(wanted - set(given)), sorted(set(given) - wanted)
+    if missing or strange:
+        text = f"lacks {missing[0]!r}" if missing else f"names {strange[0]!r}, which is not there"
+        raise PlanError(f"`{what}` of the plan {text}: undo that, or plan again")
+
+
+def _alike(way: Strategy, choice: Choice, place: int) -> bool:
+    """Whether a way to run a node on one axis gives that axis the states that a choice has."""
+
+    def seen(operands: Iterable[Layout | None], at: int) -> list[tuple[str, int] | None]:
+        states = [None if x is None else x.states[at] for x in operands]
+        return [s and (s.kind, s.dim) for s in states]
+
+    theirs = seen((*choice.operands, *choice.results), place)
+    return theirs == seen((*way.operands, *way.results), 0)
+
+
+def _splits(strategy: Strategy) -> tuple[str, ...]:
+    return tuple(split_of(choice) for choice in strategy.choices)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _state(state: State) -> str:
+    return f"S({state.dim},{state.stride})" if state.kind == "S" else state.kind
+
+
+def _layout(layout: Layout | None) -> str:
+    return "-" if layout is None else f"({' '.join(_state(s) for s in layout.states)})"
+
+
+def _text(operands: Sequence[Layout | None], results: Sequence[Layout]) -> str:
+    return f"{' '.join(map(_layout, operands))} -> {' '.join(map(_layout, results))}"
+
+
+def _ways_text(ways: list[Strategy]) -> str:
+    found = dict.fromkeys(
+        f"{_splits(way)[0]}: {_text(way.operands, way.results)}" for way in ways
+    )
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join([*found][:_SHOWN]) + more
+
+
+def _shapes_text(layouts: Iterable[Layout | None]) -> str:
+    return ", ".join("None" if x is None else str(x.shape) for x in layouts)

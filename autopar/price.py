@@ -1,0 +1,144 @@
+"""What a plan costs, term by term, in the search's own account: the terms add up to the seconds
+that search.py minimises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from .cost.comm import Cost, costs, inside_costs, path_seconds
+from .cost.compute import node_seconds, optimizer_seconds
+from .cost.inside import inside
+from .graphs import producer
+from .layout import Layout, steps
+from .plan import Plan
+from .program import Annotations, Program, Value
+from .regions import Known, Region, Regions
+from .rules import operands_of, results_of, value_of
+from .strategies import Strategy
+from .world import World
+
+Terms = dict[str, float]  # seconds of a training step, by what they are spent on
+
+COMPUTE, OPTIMIZER, SLICES = "compute", "optimizer", "slices in memory"
+
+
+def terms(program: Program, plan: Plan, world: World) -> Terms:
+    """Seconds of the step by term: computing, every kind of collective forward and backward, the
+    optimizer, slicing and padding in memory. Blocks that run again are not in it: the search knows
+    nothing of them.
+
+    Example: sum(terms(program, plan, world).values()) is plan.seconds as the search gave it.
+    """
+    return _Pricer(program, plan, world).run()
+
+
+class _Pricer:
+    def __init__(self, program: Program, plan: Plan, world: World) -> None:
+        assert program.annotations is not None
+        self.program, self.plan, self.world = program, plan, world
+        self.notes: Annotations = program.annotations
+        self.nodes = {node.name: node for node in program.module.graph.nodes}
+        self.spent: Terms = defaultdict(float)
+        self.native: dict[Value, Layout] = {}
+        self.wants: dict[Value, list[Layout]] = defaultdict(list)
+
+    def run(self) -> Terms:
+        self._stored()
+        known = Known()
+        regions = Regions(self.notes, known)
+        for node in self.nodes.values():
+            if node.name not in self.plan.choices:
+                continue
+            one = self._strategy(node)
+            options = known.options(node.name, lambda s=one: ([s], [0.0]))  # type: ignore[misc]
+            sources = [None if n is None else producer(n) for n in operands_of(node)]
+            regions.place(node.name, sources, options)
+            for index, layout in enumerate(one.results):
+                self.native[node.name, index] = layout
+        for region in regions.all:
+            self._enter(region)
+        self._outputs()
+        for value, wanted in self.wants.items():
+            self._convert(value, wanted)
+        return dict(self.spent)
+
+    def _stored(self) -> None:
+        parameters = {e.node for e in self.program.signature.inputs if e.kind == "parameter"}
+        for name, layout in self.plan.stored.items():
+            self.native[name, 0] = layout
+            if name in parameters:
+                size = value_of(self.nodes[name]).dtype.itemsize
+                self.spent[OPTIMIZER] += optimizer_seconds(layout, size, self.world)
+
+    def _strategy(self, node: fx.Node) -> Strategy:
+        """The node's choice, its computing and the collectives inside it paid for."""
+        spec, choice = self.notes.specs[node.name], self.plan.choices[node.name]
+        parts = 1
+        for axis, split in zip(self.plan.mesh.axes, choice.splits, strict=True):
+            parts *= axis.size if split in spec.sizes else 1
+        found = Strategy((), choice.operands, choice.results, parts)
+        tensors = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+        values = [(node.name, i) for i in range(len(tensors))]
+        values += [producer(n) for n in operands_of(node) if n is not None]
+        gradient = any(value in self.notes.gradient for value in values)
+        seconds = node_seconds(spec, found, tensors[0].dtype, gradient, self.world)
+        self.spent[COMPUTE] += seconds
+        made = [x for x in inside(node.target, found.operands) if gradient or not x.backward]
+        self._pay(inside_costs(made, self.plan.mesh, self.world))
+        return found
+
+    def _enter(self, region: Region) -> None:
+        """What a region wants of the values from outside it; several uses of its root are one."""
+        for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
+            for index, source in enumerate(sources):
+                if source is None or source not in self.native or source[0] in region.nodes:
+                    continue
+                if source == region.root and (position, index) != region.uses[0]:
+                    continue
+                layout = self.plan.choices[name].operands[index]
+                assert layout is not None
+                self.wants[source].append(layout)
+
+    def _outputs(self) -> None:
+        for number, output in enumerate(self.program.signature.outputs):
+            if output.node is not None and str(number) in self.plan.outputs:
+                value = producer(self.nodes[output.node])
+                self.wants[value].append(self.plan.outputs[str(number)])
+
+    def _convert(self, value: Value, wanted: list[Layout]) -> None:
+        """From the layout in which the value is made, or from its copy, whichever is nearer."""
+        native, copy = self.native[value], self.plan.copies.get(value)
+        if copy is not None:
+            self._walk(value, native, copy)
+        for layout in wanted:
+            near = native
+            if copy is not None and self._far(value, copy, layout) < self._far(
+                value, native, layout
+            ):
+                near = copy
+            self._walk(value, near, layout)
+
+    def _facts(self, value: Value) -> tuple[bool, int]:
+        size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
+        return value in self.notes.gradient, size
+
+    def _far(self, value: Value, source: Layout, target: Layout) -> float:
+        return path_seconds(steps(source, target), *self._facts(value), self.world)
+
+    def _walk(self, value: Value, source: Layout, target: Layout) -> None:
+        path, (gradient, size) = steps(source, target), self._facts(value)
+        paid = self._pay(costs(path, gradient, size, self.world))
+        self.spent[SLICES] += path_seconds(path, gradient, size, self.world) - paid
+
+    def _pay(self, found: Iterable[Cost]) -> float:
+        total = 0.0
+        for cost in found:
+            way = "backward" if cost.backward else "forward"
+            self.spent[f"{cost.kind.replace('_', '-')} {way}"] += cost.seconds
+            total += cost.seconds
+        return total

@@ -1,0 +1,61 @@
+"""What a plan carries along in the process that made it: graphs to read formulas and times off."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._compat import pytree
+from .cost.timeline import Timeline, timeline
+from .program import Program
+from .world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """What a plan made in this process carries along: the rewritten program, the graph after every
+    pass, and the annotated program that was planned.
+    """
+
+    program: Program
+    graphs: dict[str, fx.GraphModule]
+    world: World
+    source: Program
+
+    def timeline(self, overlap: bool) -> Timeline:
+        """See Plan.timeline."""
+        return timeline(self.program, self.world, overlap)
+
+    def formula(self, pattern: str) -> Any:
+        """See Plan.formula."""
+        from .cost.formula import formula  # sympy: only where it is asked for
+
+        own = tuple(
+            e for e in self.program.signature.inputs if e.kind not in ("coordinate", "seed")
+        )
+        signature = dataclasses.replace(self.program.signature, inputs=own)
+        traced = dataclasses.replace(
+            self.program, module=self.graphs["annotate"], signature=signature
+        )
+        return formula(traced, self.program, pattern)
+
+
+def fingerprint(program: Program) -> str:
+    """Names a traced graph: its nodes with shapes and dtypes, and what feeds them."""
+    lines = [
+        f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} "
+        + str(
+            [
+                (tuple(v.shape), v.dtype)
+                for v in pytree.tree_leaves(n.meta.get("val"))
+                if isinstance(v, torch.Tensor)
+            ]
+        )
+        for n in program.module.graph.nodes
+    ]
+    lines.extend(f"{e.kind} {e.node} {e.target}" for e in program.signature.inputs)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
