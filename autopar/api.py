@@ -20,6 +20,7 @@ from ._compat import pytree
 from .backends import Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
+from .deferred import Deferred
 from .errors import InputError, PlanError, WorldError
 from .fitting import fitted
 from .held import current, held
@@ -40,6 +41,7 @@ from .verify import Check, compare, widened
 from .world import World
 
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
+Progress = Callable[[str], None]
 T = TypeVar("T")
 
 
@@ -60,9 +62,12 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class _Pipeline:
-    """Runs passes one after the other, checks each one's contract, and keeps what it made."""
+    """Runs passes one after the other, checks each one's contract, and keeps what it made.
+    `progress` is called with the name of each pass as it starts.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.progress = progress or (lambda name: None)
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds: dict[str, float] = {}
 
@@ -73,6 +78,7 @@ class _Pipeline:
         step: Callable[[T], Program],
         check: Callable[[Program], None],
     ) -> Program:
+        self.progress(name)
         start = time.perf_counter()
         program = step(given)
         check(program)
@@ -91,21 +97,16 @@ def _analysed(pipeline: _Pipeline, program: Program) -> Program:
     return pipeline.run("chains", program, chains.chains, chains.check)
 
 
-def _planned(
+def _chosen(
     pipeline: _Pipeline,
     program: Program,
     world: World,
     layout: Layouts,
-    budget: Budget | None = None,
-) -> Program:
-    return _rewritten(pipeline, _chosen(pipeline, program, world, layout, budget), world)
-
-
-def _chosen(
-    pipeline: _Pipeline, program: Program, world: World, layout: Layouts, budget: Budget | None
+    budget: Budget | None,
+    redundant: bool,
 ) -> Program:
     def step(program: Program) -> Program:
-        return choose.choose(program, world, layout, False, budget)
+        return choose.choose(program, world, layout, redundant, budget)
 
     return pipeline.run("choose", program, step, choose.check)
 
@@ -129,6 +130,8 @@ def plan(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
+    redundant: bool = False,
+    progress: Progress | None = None,
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
     for the parameters.
@@ -138,16 +141,18 @@ def plan(
     `memory`: bytes on each device, "auto" is what the world's devices have, less a reserve.
     `optimizer`: whose states are among them, a name of autopar.cost.memory.STATES or bytes for
     every trained number. `recompute`: "full" computes every repeated block again in the backward,
-    "none" none, "auto" as few as make it fit. Raises TraceError, LayoutError, PlanError (also where
-    nothing fits), WorldError.
+    "none" none, "auto" as few as make it fit. `redundant`: a matrix product may be computed whole
+    on several ranks of an axis that could split it, which on slow links can be the fastest.
+    `progress` is called with the name of each pass as it starts. Raises TraceError, LayoutError,
+    PlanError (also where nothing fits), WorldError.
 
     Example: plan(model, 8, (tokens, targets)).table()
     """
     found = World.of(world)
     budget = Budget.of(found, memory, optimizer, recompute)
-    pipeline = _Pipeline()
+    pipeline = _Pipeline(progress)
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
-    program = _chosen(pipeline, _analysed(pipeline, source), found, layout, budget)
+    program = _chosen(pipeline, _analysed(pipeline, source), found, layout, budget, redundant)
     return _finished(pipeline, source, program, found, budget)
 
 
@@ -285,6 +290,7 @@ def parallelize(
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
     overlap: Overlap = False,
+    redundant: bool = False,
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
 
@@ -295,19 +301,24 @@ def parallelize(
     targets).backward()
     """
     if inputs is None:
-        wanted = layout, backend, memory, optimizer, recompute, overlap
+        wanted = layout, backend, memory, optimizer, recompute, overlap, redundant
         return Deferred(lambda given: parallelize(model, world, given, *wanted))
     found = ranks.together("reading the world", lambda: World.of(world))
     found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together(
         "reading the limits", lambda: Budget.of(found, memory, optimizer, recompute)
     )
-    plan = _shared_plan(model, found, inputs, layout, budget)
+    plan = _shared_plan(model, found, inputs, layout, budget, redundant)
     return apply(model, plan, None, backend, overlap)
 
 
 def _shared_plan(
-    model: nn.Module, world: World, inputs: Inputs, layout: Layouts, budget: Budget
+    model: nn.Module,
+    world: World,
+    inputs: Inputs,
+    layout: Layouts,
+    budget: Budget,
+    redundant: bool,
 ) -> Plan:
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
     never one inside another.
@@ -325,7 +336,7 @@ def _shared_plan(
     def search() -> None:
         nonlocal chosen
         if ranks.rank() == 0:
-            best = _chosen(pipeline, program, world, layout, budget)
+            best = _chosen(pipeline, program, world, layout, budget, redundant)
             chosen = _fitted(pipeline, source, best, world, budget)
 
     ranks.together("searching", search)
@@ -339,32 +350,6 @@ def _shared_plan(
     )
 
 
-class Deferred(nn.Module):
-    """A model that is planned at its first call, with that call's inputs."""
-
-    def __init__(self, make: Callable[[Inputs], nn.Module]) -> None:
-        super().__init__()
-        self._make = make
-        self.made: nn.Module | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.made is None:
-            if args and kwargs:
-                raise InputError(
-                    "the first call takes all inputs by position or all by name; or give `inputs` "
-                    "to parallelize"
-                )
-            self.made = self._make(kwargs or args)
-        return self.made(*args, **kwargs)
-
-    def parameters(self, recurse: bool = True) -> Any:
-        if self.made is None:
-            raise InputError(
-                "the parameters are known after the first call; or give `inputs` to parallelize"
-            )
-        return self.made.parameters(recurse)
-
-
 def verify(
     model: nn.Module,
     world: World | int | Any | None,
@@ -372,6 +357,8 @@ def verify(
     layout: Layouts | Plan = "auto",
     tolerance: float = 1e-9,
     recompute: Recompute = "none",
+    redundant: bool = False,
+    progress: Progress | None = None,
 ) -> Check:
     """Prove a layout on this model: every rank in lockstep in one process, in float64, against the
     original on one device.
@@ -383,7 +370,7 @@ def verify(
     Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
     """
     found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
-    pipeline = _Pipeline()
+    pipeline = _Pipeline(progress)
     traced = _traced(model, inputs)
     program = _analysed(pipeline, widened(traced))
     if isinstance(layout, Plan):
@@ -392,6 +379,8 @@ def verify(
         several = _rewritten(pipeline, program, found)
     else:
         budget = Budget.of(found, "auto", "adamw", recompute)
-        several = _planned(pipeline, program, found, layout, budget)
-    one = _rewritten(pipeline, choose.choose(program, World.of(1), "auto"), found)
+        best = _chosen(pipeline, program, found, layout, budget, redundant)
+        several = _rewritten(pipeline, best, found)
+    pipeline.progress("compare")
+    one = _rewritten(_Pipeline(), choose.choose(program, World.of(1), "auto"), found)
     return compare(several, one, pytree.tree_leaves(arguments(inputs)), tolerance)

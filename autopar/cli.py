@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -24,15 +23,11 @@ from .errors import AutoparError, PlanError, WorldError
 from .options import read_layout, read_memory, read_optimizer
 from .plan import Plan
 from .report import terminal
-from .report.progress import bar
+from .report.progress import bar, watched
 from .report.terminal import console, line
 from .targets import NAMED, Batch, Target, resolve
 from .world import World
 
-T = TypeVar("T")
-
-PATIENCE_S = 2.0  # what takes longer says that it is at work
-QUIET_S = 30.0  # between two such lines where nobody watches a terminal
 CALIBRATED = "world.json"  # what calibrate writes, and plan reads where no world is named
 LOCKSTEP_RANKS = 8  # that verify runs where none are named
 
@@ -84,6 +79,10 @@ RecomputeOption = Annotated[
     str,
     typer.Option(metavar="HOW", help="Blocks computed again in the backward: auto, none, full."),
 ]
+RedundantOption = Annotated[
+    bool,
+    typer.Option("--redundant", help="Products may be computed whole on several ranks at once."),
+]
 SaveOption = Annotated[
     Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the plan there, as JSON.")
 ]
@@ -103,6 +102,7 @@ def plan(
     memory: MemoryOption = "auto",
     optimizer: OptimizerOption = "adamw",
     recompute: RecomputeOption = "auto",
+    redundant: RedundantOption = False,
     save: SaveOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -118,10 +118,21 @@ def plan(
         chosen = _target(target, batch, found.ranks)
         start = time.perf_counter()
         doing = f"planning {chosen.name} on {_ranks(found)}"
-        budget = read_memory(memory), read_optimizer(optimizer), recompute
-        made = _watched(
+        limit, states = read_memory(memory), read_optimizer(optimizer)
+        made = watched(
             doing,
-            lambda: api.plan(chosen.model, found, chosen.inputs, wanted, *budget),  # type: ignore[arg-type]
+            lambda report: api.plan(
+                chosen.model,
+                found,
+                chosen.inputs,
+                wanted,
+                limit,
+                states,
+                recompute,  # type: ignore[arg-type]
+                redundant,
+                report,
+            ),
+            as_json,
         )
         seconds = time.perf_counter() - start
         if save is not None:
@@ -142,6 +153,7 @@ def verify(
     ranks: RanksOption = None,
     batch: BatchOption = None,
     layout: LayoutOption = "auto",
+    redundant: RedundantOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prove a layout of TARGET: every rank in this one process, in float64, against the original.
@@ -155,7 +167,13 @@ def verify(
         chosen = _target(target, batch, max(16, found.ranks), real=True)
         _refuse_meta(chosen)
         doing = f"verifying {chosen.name} on {_ranks(found)}"
-        check = _watched(doing, lambda: api.verify(chosen.model, found, chosen.inputs, wanted))
+        check = watched(
+            doing,
+            lambda report: api.verify(
+                chosen.model, found, chosen.inputs, wanted, redundant=redundant, progress=report
+            ),
+            as_json,
+        )
         if as_json:
             facts = dataclasses.asdict(check) | {"layout": layout, "verified": True}
             _print_json(facts | {"target": chosen.name, "parameters": chosen.parameters})
@@ -253,7 +271,7 @@ def _folder(save: Path) -> None:
 
 def _target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
     given = None if batch is None else Batch.parse(batch)
-    return _watched(f"building {text}", lambda: resolve(text, given, samples, real))
+    return watched(f"building {text}", lambda report: resolve(text, given, samples, real))
 
 
 def _refuse_meta(target: Target) -> None:
@@ -348,34 +366,3 @@ def _reporting(as_json: bool, quiet: bool = False) -> Iterator[None]:
         if not quiet:
             console(stderr=True).print(message, soft_wrap=True)
         raise typer.Exit(2) from None
-
-
-def _watched(doing: str, work: Callable[[], T]) -> T:
-    """The result of `work`; after two seconds stderr says what is being done, and for how long.
-    What a model prints goes to stderr, too: stdout is for results.
-    """
-    done = threading.Event()
-    arguments = (doing, done, console(stderr=True))
-    watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
-    watcher.start()
-    try:
-        with redirect_stdout(sys.stderr):
-            return work()
-    finally:
-        done.set()
-        watcher.join()
-
-
-def _watch(doing: str, done: threading.Event, console: Console) -> None:
-    start = time.perf_counter()
-    if done.wait(PATIENCE_S):
-        return
-    if not console.is_terminal:
-        console.print(f"{escape(doing)} …", soft_wrap=True)
-        while not done.wait(QUIET_S):
-            seconds = time.perf_counter() - start
-            console.print(f"{escape(doing)} … {seconds:.0f} s", soft_wrap=True)
-        return
-    with console.status(escape(doing)) as status:
-        while not done.wait(0.5):
-            status.update(f"{escape(doing)} … {time.perf_counter() - start:.0f} s")

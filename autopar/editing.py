@@ -193,9 +193,7 @@ class _Checker:
         self, node: fx.Node
     ) -> tuple[tuple[tuple[int, ...] | None, ...], tuple[tuple[int, ...], ...]]:
         operands = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
-        return operands, tuple(
-            shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor)
-        )
+        return operands, tuple(shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor))
 
     # -- what is stored, handed out, kept ----------------------------------------------------------
     def _stored(self, name: str, layout: Layout) -> None:
@@ -310,9 +308,7 @@ def _text(operands: Sequence[Layout | None], results: Sequence[Layout]) -> str:
 
 
 def _ways_text(ways: list[Strategy]) -> str:
-    found = dict.fromkeys(
-        f"{_splits(way)[0]}: {_text(way.operands, way.results)}" for way in ways
-    )
+    found = dict.fromkeys(f"{_splits(way)[0]}: {_text(way.operands, way.results)}" for way in ways)
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return "; ".join([*found][:_SHOWN]) + more
 

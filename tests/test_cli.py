@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from typer.testing import CliRunner
 from autopar import cli
 from autopar.errors import LayoutError, WorldError
 from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.report import progress
 from autopar.targets import NAMED, Batch, TargetError, resolve
-from autopar.world import World
+from autopar.world import Level, World
 from models import Mlp as MseMlp
 
 RED = "\x1b[31m"
@@ -301,13 +303,32 @@ def test_batches_as_text() -> None:
 def test_progress_after_two_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.PATIENCE_S == 2.0
-    monkeypatch.setattr(cli, "PATIENCE_S", 0.05)
-    assert cli._watched("counting", lambda: time.sleep(0.5) or 3) == 3
-    assert cli._watched("resting", lambda: 4) == 4
+    assert progress.PATIENCE_S == 2.0
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+
+    def work(report: Callable[[str], None]) -> int:
+        for name in ("first", "second"):
+            report(name)
+            time.sleep(0.4)
+        return 3
+
+    assert progress.watched("counting", work) == 3
+    assert progress.watched("resting", lambda report: 4) == 4
+    assert progress.watched("counting", work, quiet=True) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "counting …\n"
+    assert captured.err == "counting: first … 0 s\ncounting: second … 0 s\n"
+
+
+def test_redundant_products(tmp_path: Path) -> None:
+    """Where links are so slow that it is the fastest, all may repeat the same work."""
+    far = World((Level(4, 1e5, 1e-3),), World.of(4).device)
+    far.save(tmp_path / "far.json")
+    command = ("plan", "test_cli:tiny", "--world", str(tmp_path / "far.json"), "--json")
+    split, whole = (json.loads(run(*command, *more).stdout) for more in ((), ("--redundant",)))
+    assert whole["seconds"] < split["seconds"] / 2
+    assert whole["comm_bytes"] < split["comm_bytes"]
+    assert "equal" in run("verify", "test_cli:tiny", "--ranks", "2", "--redundant").stdout
 
 
 def test_python_m_autopar() -> None:

@@ -17,7 +17,7 @@ ORDER = (
     "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
     "rating", "lockstep",
     "passes", "backends", "fitting", "placement", "module", "verify", "report", "ready", "held",
-    "api", "calibration",
+    "deferred", "api", "calibration",
     "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 

@@ -1,13 +1,24 @@
-"""A progress bar on stderr: how far, what is being done, how long it still takes."""
+"""Progress on stderr: how far, what is being done, how long it takes."""
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from typing import TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from .terminal import console as terminal
+
+T = TypeVar("T")
+
+PATIENCE_S = 2.0  # what takes longer says that it is at work
+QUIET_S = 30.0  # between two such lines where nobody watches a terminal
 _QUARTERS = 4  # lines of progress where nobody watches a terminal
 
 
@@ -40,3 +51,43 @@ def _lines(console: Console) -> Callable[[float, str], None]:
             console.print(f"{doing} … {share:.0%}", soft_wrap=True)
 
     return report
+
+
+def watched(doing: str, work: Callable[[Callable[[str], None]], T], quiet: bool = False) -> T:
+    """The result of `work`; after two seconds stderr says what is being done, in which pass, and
+    for how long, unless `quiet`. `work` is given what to call with the name of a pass. What a model
+    prints goes to stderr, too: stdout is for results.
+    """
+    done, now = threading.Event(), [doing]
+
+    def report(name: str) -> None:
+        now[0] = f"{doing}: {name}"
+
+    arguments = (now, done, terminal(stderr=True))
+    watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
+    if not quiet:
+        watcher.start()
+    try:
+        with redirect_stdout(sys.stderr):
+            return work(report)
+    finally:
+        done.set()
+        if not quiet:
+            watcher.join()
+
+
+def _watch(now: list[str], done: threading.Event, console: Console) -> None:
+    start = time.perf_counter()
+    if done.wait(PATIENCE_S):
+        return
+    if console.is_terminal:
+        with console.status(escape(now[0])) as status:
+            while not done.wait(0.1):
+                status.update(f"{escape(now[0])} … {time.perf_counter() - start:.0f} s")
+        return
+    said, at = "", start
+    while not done.wait(0.1):
+        seconds = time.perf_counter()
+        if now[0] != said or seconds - at > QUIET_S:
+            said, at = now[0], seconds
+            console.print(f"{escape(said)} … {at - start:.0f} s", soft_wrap=True)

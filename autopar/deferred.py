@@ -1,0 +1,36 @@
+"""A model that waits for its first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .errors import InputError
+
+
+class Deferred(nn.Module):
+    """A model that is planned at its first call, with that call's inputs."""
+
+    def __init__(self, make: Callable[[Any], nn.Module]) -> None:
+        super().__init__()
+        self._make = make
+        self.made: nn.Module | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.made is None:
+            if args and kwargs:
+                raise InputError(
+                    "the first call takes all inputs by position or all by name; or give `inputs` "
+                    "to parallelize"
+                )
+            self.made = self._make(kwargs or args)
+        return self.made(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        if self.made is None:
+            raise InputError(
+                "the parameters are known after the first call; or give `inputs` to parallelize"
+            )
+        return self.made.parameters(recurse)
