@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from . import editing, ranks
 from ._compat import pytree
+from .affordable import affordable
 from .backends import Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
@@ -106,7 +107,7 @@ def _chosen(
     redundant: bool,
 ) -> Program:
     def step(program: Program) -> Program:
-        return choose.choose(program, world, layout, redundant, budget)
+        return affordable(program, world, layout, redundant, budget)
 
     return pipeline.run("choose", program, step, choose.check)
 

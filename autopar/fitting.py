@@ -25,15 +25,21 @@ def fitted(program: Program, world: World, budget: Budget | None) -> Program:
     assert program.plan is not None
     if budget is None:
         return recompute.recompute(program)
-    found, memory = _tried(program, program.plan.recompute, world, budget)
-    names = blocks(program.module.graph.nodes)
-    if not budget.fits(memory) and budget.recompute == "auto":
-        found, memory = _fewest(program, names, world, budget)
+    found, memory = effort(program, world, budget)
     if not budget.fits(memory):
         assert budget.memory_bytes is not None and found.plan is not None
-        every = len(found.plan.recompute) == len(names)
+        every = len(found.plan.recompute) == len(blocks(program.module.graph.nodes))
         raise refusal(memory, budget.memory_bytes, world, program.plan.layout, every)
     return found
+
+
+def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Memory]:
+    """As `fitted`, but where nothing fits what comes nearest."""
+    assert program.plan is not None
+    found, memory = _tried(program, program.plan.recompute, world, budget)
+    if not budget.fits(memory) and budget.recompute == "auto":
+        return _fewest(program, blocks(program.module.graph.nodes), world, budget)
+    return found, memory
 
 
 def _tried(

@@ -22,6 +22,7 @@ from .conversion_costs import Conversions, Facts, Want
 from .cost.comm import inside_costs
 from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import HAVE_INSIDE, inside
+from .cost.kept import Price, bytes_of
 from .elimination import Memo, Table, minimise
 from .graphs import module_path, producer, where
 from .layout import I, Layout, R
@@ -42,11 +43,12 @@ def search(
     constraint: Constraint,
     redundant: bool = False,
     among: Near | None = None,
+    price: Price | None = None,
 ) -> Plan:
     """The plan of least modelled time on this mesh under this constraint, `among` these joint
-    choices if they are given.
+    choices if they are given. With a `price`, the bytes that a plan keeps count as time, too.
     """
-    return _Search(program, mesh, world, constraint, redundant, among).solve()
+    return _Search(program, mesh, world, constraint, redundant, among, price).solve()
 
 
 Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # of every node and stored tensor
@@ -61,10 +63,12 @@ class _Search:
         constraint: Constraint,
         redundant: bool,
         among: Near | None = None,
+        price: Price | None = None,
     ) -> None:
         assert program.annotations is not None
         self.program, self.mesh, self.world = program, mesh, world
         self.constraint, self.redundant, self.among = constraint, redundant, among
+        self.price = price
         self.notes: Annotations = program.annotations
         self.known = Known()
         self.regions = Regions(self.notes, self.known)
@@ -141,13 +145,20 @@ class _Search:
             if not parameter:  # an input whose gradient the user wants whole, as he gives it
                 return found[:1], [0.0]
             found = self.constraint.storage(node.name, path, found)
-            return found, [optimizer_seconds(x, size, self.world) for x in found]
+            return found, [self._stored_seconds(x, size) for x in found]
 
         options = self.known.options(
             ("stored", shape, signature, size, gradient, parameter, rules, joint), make
         )
         variable = self._variable(node.name, options)
         self.native[value] = Want(variable, (options.key, 0), options.items)
+
+    def _stored_seconds(self, layout: Layout, size: int) -> float:
+        seconds = optimizer_seconds(layout, size, self.world)
+        if self.price is not None:
+            each = self.price.kept.stored(size, True)
+            seconds += self.price.seconds_per_byte * each * layout.local_size
+        return seconds
 
     def _strategies(self, node: fx.Node) -> Options:
         """The strategies of one node."""
@@ -175,9 +186,7 @@ class _Search:
             shapes = operand_shapes, result_shapes
             several = itertools.product(*per_axis) if joint is None else joint
             all_orders = joint is not None
-            found = strategies(
-                spec, factors, self.mesh, *shapes, several, redundant, all_orders
-            )
+            found = strategies(spec, factors, self.mesh, *shapes, several, redundant, all_orders)
             if (
                 not found
             ):  # what the layout asks of each axis does not fit together: an axis may be idle here
@@ -200,6 +209,7 @@ class _Search:
                 result_shapes,
                 dtype,
                 gradient,
+                None if self.price is None else self.price.kept.of(node),
                 str(per_axis) if joint is None else joint,
                 free,
             ),
@@ -210,9 +220,13 @@ class _Search:
         self, node: fx.Node, spec: Spec, strategy: Strategy, dtype: torch.dtype, gradient: bool
     ) -> float:
         found = [x for x in inside(node.target, strategy.operands) if gradient or not x.backward]
-        return node_seconds(spec, strategy, dtype, gradient, self.world) + sum(
+        seconds = node_seconds(spec, strategy, dtype, gradient, self.world) + sum(
             cost.seconds for cost in inside_costs(found, self.mesh, self.world)
         )
+        if self.price is not None:
+            kept = bytes_of(self.price.kept.of(node), strategy)
+            seconds += self.price.seconds_per_byte * kept
+        return seconds
 
     def _enter(self, region: Region) -> None:
         """Make a region a variable: the layouts of all it makes, and what it wants of the values it

@@ -144,7 +144,7 @@ def test_a_change_says_how_its_collectives_go() -> None:
 
 def test_collectives_inside_an_op_go_in_one_level() -> None:
     x = Layout(Mesh.parse("x4"), (1 << 16, 64), (S(1, 16),))
-    found = list(inside_costs(inside(torch.ops.aten.rms_norm.default, [x]), x.mesh, 4, EMULATED))
+    found = list(inside_costs(inside(torch.ops.aten.rms_norm.default, [x]), x.mesh, EMULATED))
     assert {one.algorithm for one in found} == {"ring"}
     assert price(EMULATED, "x4", "x", "all_reduce", 1 << 18).way.algorithm == "two-level"
 
@@ -435,7 +435,7 @@ def test_a_joint_sum_is_one_group() -> None:
 def test_collectives_inside_an_op() -> None:
     mesh = Mesh.parse("n2.l2")
     part = Part(0, Layout(mesh, (100, 8), (I, I)), (0,))
-    (found,) = inside_costs([moving("all_reduce", part, ("l",), True)], mesh, 4, EMULATED)
+    (found,) = inside_costs([moving("all_reduce", part, ("l",), True)], mesh, EMULATED)
     assert found.seconds == price(EMULATED, "n2.l2", "l", "all_reduce", 400).seconds
 
 

@@ -15,9 +15,8 @@ ORDER = (
     "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
-    "rating", "lockstep",
-    "passes", "backends", "fitting", "placement", "module", "verify", "report", "ready", "held",
-    "deferred", "api", "calibration",
+    "rating", "lockstep", "passes", "backends", "fitting", "placement", "module", "verify",
+    "report", "affordable", "ready", "held", "deferred", "api", "calibration",
     "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 

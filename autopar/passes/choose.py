@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..cost.kept import Price, bytes_kept
 from ..cost.memory import Budget
 from ..graphs import blocks
 from ..layouts import Layouts, candidates
@@ -18,18 +19,27 @@ def choose(
     layout: Layouts,
     redundant: bool = False,
     budget: Budget | None = None,
+    price: Price | None = None,
 ) -> Program:
     """The best plan over every mesh that `layout` allows on the ranks of `world`, with a proven
     bound; ties go to fewer axes, then to the first mesh.
 
     `budget`: with recompute "full" every repeated block is; "auto" leaves it to what follows.
+    `price`: what the bytes that a plan keeps cost, for plans that must fit; the plan's seconds and
+    bound are without it (the bound: of plans that keep no more than this one).
     """
     given = list(candidates(layout, world.ranks, program))
-    found = best(program, given, world, redundant)
+    found = best(program, given, world, redundant, price)
     meshes = tuple((str(mesh), s) for (mesh, _), s in zip(given, found.bounds, strict=True))
     full = budget is not None and budget.recompute == "full"
     again = blocks(program.module.graph.nodes) if full else ()
-    plan = dataclasses.replace(found.plan, bound=found.bound, meshes=meshes, recompute=again)
+    paid = 0.0
+    if price is not None:
+        paid = price.seconds_per_byte * bytes_kept(price.kept, found.plan)
+    seconds, bound = found.plan.seconds - paid, found.bound - paid
+    plan = dataclasses.replace(
+        found.plan, seconds=seconds, bound=bound, meshes=meshes, recompute=again
+    )
     return dataclasses.replace(program, plan=plan)
 
 

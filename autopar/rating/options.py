@@ -16,6 +16,7 @@ from torch import fx
 from ..constraint import Constraint, has_weight, letter
 from ..cost.compute import optimizer_seconds, product_seconds
 from ..cost.inside import HAVE_INSIDE, inside
+from ..cost.kept import Price
 from ..graphs import module_path
 from ..layout import Digit
 from ..mesh import Mesh
@@ -45,23 +46,34 @@ class OptionCosts:
     """Rates the variables of a frame on meshes, each under its own constraint."""
 
     def __init__(
-        self, frame: Frame, meshes: Meshes, constraints: Sequence[Constraint], redundant: bool
+        self,
+        frame: Frame,
+        meshes: Meshes,
+        constraints: Sequence[Constraint],
+        redundant: bool = False,
+        price: Price | None = None,
     ) -> None:
         assert frame.program.annotations is not None
         self.frame, self.meshes, self.constraints = frame, meshes, constraints
         self.notes: Annotations = frame.program.annotations
-        self.redundant = redundant
+        self.redundant, self.price = redundant, price
         self._known: dict[Hashable, Rated] = {}
         self._axis_known: dict[Hashable, Bools] = {}
 
     def rated(self, variable: Variable) -> Rated:
         """Variables that look alike, to the constraint too, share the object."""
-        key = (variable.look, self._rules(variable))
+        key = (variable.look, self._rules(variable), self._shares(variable))
         if key not in self._known:
             made = self._region if variable.region is not None else self._stored
             options, seconds = made(variable)
             self._known[key] = Rated(len(self._known) + 1, options, seconds)
         return self._known[key]
+
+    def _shares(self, variable: Variable) -> Hashable:
+        """What a region's nodes keep, where that has a price."""
+        if self.price is None or variable.region is None:
+            return None
+        return tuple(self.price.kept.of(self.frame.nodes[n]) for n in variable.region.nodes)
 
     def _rules(self, variable: Variable) -> Hashable:
         """What the constraints say of a variable."""
@@ -275,6 +287,23 @@ class OptionCosts:
         total = once * (3 if gradient else 1)
         if node.target in HAVE_INSIDE:
             total = total + self._inside(node, found, gradient)
+        if self.price is not None:
+            total = total + self.price.seconds_per_byte * self._kept(node, found, self.price)
+        return total
+
+    def _kept(self, node: fx.Node, found: list[AxisOption], price: Price) -> Any:
+        """Bytes that a rank keeps of the node for the backward."""
+        share, operands = price.kept.of(node), operands_of(node)
+        results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+        total: Any = share.inside / self._parts([isinstance(f.choice, Slot) for f in found])
+        for index, each in share.operands:
+            operand = operands[index]
+            if operand is not None and found[0].operands[index] is not None:
+                states = [f.operands[index] for f in found]
+                total = total + each * self._local(shape_of(value_of(operand)), states)
+        for index, each in share.results:
+            states = [f.results[index] for f in found]
+            total = total + each * self._local(shape_of(results[index]), states)
         return total
 
     def _inside(self, node: fx.Node, found: list[AxisOption], gradient: bool) -> Any:
@@ -317,6 +346,9 @@ class OptionCosts:
             one = SimpleNamespace(local_size=1.0)
             each = optimizer_seconds(one, kind.element_bytes, self.meshes.world)  # type: ignore[arg-type]
             total = each * self._local(kind.shape, states)
+        if self.price is not None and variable.parameter is not None:
+            each = self.price.kept.stored(kind.element_bytes, variable.trained)
+            total = total + self.price.seconds_per_byte * each * self._local(kind.shape, states)
         if variable.parameter is not None:
             legal = self._as_ruled(variable, legal)
         seconds = np.broadcast_to(np.where(legal, total, BIG), legal.shape)

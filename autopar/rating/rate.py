@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from ..constraint import Constraint
+from ..cost.kept import Price
 from ..errors import PlanError
 from ..mesh import Mesh
 from ..plan import Plan
@@ -45,23 +46,29 @@ class Best(NamedTuple):
 
 
 def best(
-    program: Program, given: Sequence[Candidate], world: World, redundant: bool = False
+    program: Program,
+    given: Sequence[Candidate],
+    world: World,
+    redundant: bool = False,
+    price: Price | None = None,
 ) -> Best:
-    """The best plan over these candidates; ties go to fewer axes, then to the first. Raises
-    PlanError where none allows a plan.
+    """The best plan over these candidates; ties go to fewer axes, then to the first. With a
+    `price`, the plan's seconds and all bounds contain what the bytes that it keeps cost.
     """
     whole = frame(program)
     if all(not constraint.free for _, constraint in given) and len(given) <= _FEW:
-        plans = [search(program, mesh, world, rules, redundant) for mesh, rules in given]
+        plans = [
+            search(program, mesh, world, rules, redundant, None, price) for mesh, rules in given
+        ]
         best_one = min(plans, key=lambda plan: plan.seconds)
         return Best(best_one, best_one.seconds, tuple(plan.seconds for plan in plans))
-    bounds = bounded(whole, given, world, redundant)
+    bounds = bounded(whole, given, world, redundant, price)
     order = sorted(range(len(given)), key=lambda i: (_rounded(bounds[i]), len(given[i][0].axes), i))
     found: Plan | None = None
     for place in order[:_TRIES]:
         if found is not None and bounds[place] >= found.seconds * (1 - _GAP):
             break
-        plan = exact(whole, *given[place], world, redundant)
+        plan = exact(whole, *given[place], world, redundant, price)
         if found is None or plan.seconds < found.seconds * (1 - 1e-9):
             found = plan
     assert found is not None
@@ -73,7 +80,13 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.3e}")
 
 
-def bounded(whole: Frame, given: Sequence[Candidate], world: World, redundant: bool) -> list[float]:
+def bounded(
+    whole: Frame,
+    given: Sequence[Candidate],
+    world: World,
+    redundant: bool = False,
+    price: Price | None = None,
+) -> list[float]:
     """A lower bound of the step in seconds, of every candidate."""
     chunks: list[list[int]] = []
     for count in sorted({len(mesh.axes) for mesh, _ in given}):
@@ -82,7 +95,7 @@ def bounded(whole: Frame, given: Sequence[Candidate], world: World, redundant: b
     found = [0.0] * len(given)
 
     def run(chunk: list[int]) -> None:
-        bound = _messages(whole, [given[i] for i in chunk], world, redundant)
+        bound = _messages(whole, [given[i] for i in chunk], world, redundant, price)
         for place, seconds in zip(chunk, bound.run(), strict=True):
             found[place] = float(seconds)
 
@@ -91,26 +104,39 @@ def bounded(whole: Frame, given: Sequence[Candidate], world: World, redundant: b
     return found
 
 
-def _messages(whole: Frame, given: Sequence[Candidate], world: World, redundant: bool) -> Bound:
+def _messages(
+    whole: Frame,
+    given: Sequence[Candidate],
+    world: World,
+    redundant: bool,
+    price: Price | None,
+) -> Bound:
     """A bound whose messages have come to rest on a shorter frame."""
     meshes = Meshes([mesh for mesh, _ in given], world)
-    costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], redundant)
+    costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], redundant, price)
     short, twins = shortened(whole)
     start = Bound(short, costs)
     start.run(_ROUNDS)
     return start if short is whole else Bound(whole, costs, start, twins)
 
 
-def exact(whole: Frame, mesh: Mesh, constraint: Constraint, world: World, redundant: bool) -> Plan:
+def exact(
+    whole: Frame,
+    mesh: Mesh,
+    constraint: Constraint,
+    world: World,
+    redundant: bool = False,
+    price: Price | None = None,
+) -> Plan:
     """The plan of least modelled time on one mesh, among the options that the bound leaves."""
     if not mesh.axes or not constraint.free:  # rules leave little to search
-        return search(whole.program, mesh, world, constraint, redundant)
-    bound = _messages(whole, [(mesh, constraint)], world, redundant)
+        return search(whole.program, mesh, world, constraint, redundant, None, price)
+    bound = _messages(whole, [(mesh, constraint)], world, redundant, price)
     least = float(bound.run(2)[0])
     for most in _LEFT:
         try:
             left = near(bound, _MARGIN * least, most)
-            return search(whole.program, mesh, world, constraint, redundant, left)
+            return search(whole.program, mesh, world, constraint, redundant, left, price)
         except PlanError as error:
             refused = error
     raise refused

@@ -1,0 +1,147 @@
+"""The bytes that a plan keeps, as a sum over its nodes and stored tensors, at a price in seconds a
+byte: so a search for time alone turns away from plans that do not fit (Everett, 1963).
+
+Every value that the backward needs counts once: those who keep it share it. The sum leaves out
+what lives for a moment only; cost/peak.py knows all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import fx
+
+from ..graphs import producer
+from ..layout import Layout
+from ..plan import Plan
+from ..program import Program, Value
+from ..rules import operands_of, value_of
+from ..strategies import Strategy
+from .memory import STATES, Optimizer
+from .saved import Saved, SavedOf
+
+_IDLE = ("I", "R", "P")  # of Choice.splits: the axis splits nothing
+
+
+class Share(NamedTuple):
+    """What a node keeps: bytes for every element that a rank has of its operands and results, by
+    index, and bytes inside where nothing is split.
+    """
+
+    operands: tuple[tuple[int, float], ...]
+    results: tuple[tuple[int, float], ...]
+    inside: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an annotated program's nodes keep for the backward, and its parameters for training."""
+
+    program: Program
+    optimizer: Optimizer = "adamw"
+
+    def of(self, node: fx.Node) -> Share:
+        """The node's share of what is kept."""
+        return self._shares[node.name]
+
+    def stored(self, element_bytes: int, trained: bool) -> float:
+        """Bytes for every element of a parameter that a rank stores: gradient and states; itself is
+        what the products keep, or gathered from it.
+        """
+        if not trained:
+            return float(element_bytes)
+        states = self.optimizer
+        each = STATES[states] * element_bytes if isinstance(states, str) else float(states)
+        return element_bytes + each
+
+    @cached_property
+    def _shares(self) -> Mapping[str, Share]:
+        notes = self.program.annotations
+        assert notes is not None
+        saved_of = SavedOf(notes.gradient)
+        nodes = [
+            n
+            for n in self.program.module.graph.nodes
+            if n.op == "call_function" and n.name in notes.searched and n.name in notes.specs
+        ]
+        found = {node.name: saved_of(node) for node in nodes}
+        roots: dict[Value, Value] = {}  # of a view: the value whose memory it shares
+        keepers: Counter[Value] = Counter()
+        for node in nodes:
+            saved, operands = found[node.name], operands_of(node)
+            for index, operand in enumerate(saved.views):
+                source = None if operand is None else operands[operand]
+                if source is not None:
+                    own = producer(source)
+                    roots[node.name, index] = roots.get(own, own)
+            keepers.update(dict.fromkeys(_values(node, saved, roots), 1))
+        return {node.name: _share(node, found[node.name], roots, keepers) for node in nodes}
+
+
+class Price(NamedTuple):
+    """What keeping a byte costs a plan, in seconds, and what is kept."""
+
+    kept: Kept
+    seconds_per_byte: float
+
+
+def _values(node: fx.Node, saved: Saved, roots: Mapping[Value, Value]) -> list[Value]:
+    operands = operands_of(node)
+    taken = [producer(n) for i in sorted(saved.operands) if (n := operands[i]) is not None]
+    made = [(node.name, i) for i in sorted(saved.results) if saved.views[i] is None]
+    return [roots.get(value, value) for value in (*taken, *made)]
+
+
+def _share(
+    node: fx.Node, saved: Saved, roots: Mapping[Value, Value], keepers: Counter[Value]
+) -> Share:
+    operands = operands_of(node)
+
+    def each(value: Value) -> float:
+        return 1.0 / max(1, keepers[roots.get(value, value)])
+
+    taken = [
+        (i, saved.operand_element_bytes[i] * each(producer(n)))
+        for i in sorted(saved.operands)
+        if (n := operands[i]) is not None
+    ]
+    made = [
+        (i, saved.result_element_bytes[i] * each((node.name, i)))
+        for i in sorted(saved.results)
+        if saved.views[i] is None
+    ]
+    return Share(tuple(taken), tuple(made), saved.inside_bytes)
+
+
+def bytes_of(share: Share, strategy: Strategy) -> float:
+    """On one rank, under a strategy."""
+    total = sum(_elements(strategy.operands[i]) * each for i, each in share.operands)
+    total += sum(_elements(strategy.results[i]) * each for i, each in share.results)
+    return total + share.inside / max(1, strategy.parts)
+
+
+def _elements(layout: Layout | None) -> float:
+    return 0.0 if layout is None else float(layout.local_size)
+
+
+def bytes_kept(kept: Kept, plan: Plan) -> float:
+    """Of a whole plan, on one rank."""
+    total = 0.0
+    for node in kept.program.module.graph.nodes:
+        choice = plan.choices.get(node.name)
+        if choice is not None:
+            pairs = zip(plan.mesh.axes, choice.splits, strict=True)
+            parts = math.prod(axis.size for axis, split in pairs if split not in _IDLE)
+            strategy = Strategy((), choice.operands, choice.results, parts)
+            total += bytes_of(kept.of(node), strategy)
+    parameters = {e.node for e in kept.program.signature.inputs if e.kind == "parameter"}
+    for node in kept.program.module.graph.nodes:
+        if node.name in parameters and node.name in plan.stored:
+            size = value_of(node).dtype.itemsize
+            total += kept.stored(size, True) * plan.stored[node.name].local_size
+    return total
