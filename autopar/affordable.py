@@ -1,8 +1,9 @@
 """The fastest plan that fits the memory: time is searched for at several prices of a byte.
 
 A price of bytes gives the fastest plan among those that keep no more than it does (Everett 1963).
-Where the plan of least time does not fit, prices are halved and doubled towards the lowest one
-whose plan fits; each plan is tried with as few recomputed blocks as it takes, and the fastest wins.
+Where the plan of least time does not fit, the price goes up until its plan does, and down again
+towards the lowest such price. That plan competes with those that recompute blocks: the first one,
+and the frugal one, each with as few blocks as it takes. The fastest wins.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .program import Program
 from .report.summary import summarised
 from .world import World
 
-_STEP = 8.0  # between the first prices; its square root, then its fourth root, once one fits
-_TRIES = 6
+_STEP = 8.0  # between the first prices; its square root at every turn
+_TRIES = 5
 
 
 class _Tried(NamedTuple):
@@ -45,32 +46,48 @@ def affordable(
     chosen = choose.choose(program, world, layout, redundant, budget)
     if budget is None or budget.memory_bytes is None:
         return chosen
-    tried = [_try(chosen, world, budget)]
-    if budget.fits(tried[0].memory) and not _recomputes(tried[0], budget):
-        return tried[0].program
+    least = _try(chosen, world, budget)
+    if budget.fits(least.memory):
+        return least.program
+    frugal = _at_a_price(program, world, layout, redundant, budget, least)
+    tried = [frugal]
+    if budget.recompute == "auto":
+        tried += [_try(one.program, world, budget, again=True) for one in (least, frugal)]
+    fitting = [one for one in tried if budget.fits(one.memory)]
+    if fitting:
+        return min(fitting, key=lambda one: one.seconds).program
+    return min(tried, key=lambda one: one.memory.peak).program
+
+
+def _at_a_price(
+    program: Program,
+    world: World,
+    layout: Layouts,
+    redundant: bool,
+    budget: Budget,
+    least: _Tried,
+) -> _Tried:
+    """The fastest of the plans that fit, found by bisection; else that of least memory."""
     kept = Kept(program, budget.optimizer)
-    price, step = tried[0].seconds / max(1.0, tried[0].memory.peak), _STEP
+    price, step = least.seconds / max(1.0, least.memory.peak), _STEP
+    best, was_enough = least, False
     for _ in range(_TRIES):
         paid = Price(kept, price)
         found = _try(choose.choose(program, world, layout, redundant, budget, paid), world, budget)
-        tried.append(found)
-        enough = budget.fits(found.memory) and not _recomputes(found, budget)
-        step = step**0.5 if enough != budget.fits(tried[-2].memory) else step
-        price = price / step if enough else price * step
-    fitting = [one for one in tried if budget.fits(one.memory)]
-    if not fitting:
-        return min(tried, key=lambda one: one.memory.peak).program
-    return min(fitting, key=lambda one: one.seconds).program
+        enough = budget.fits(found.memory)
+        better = found.seconds < best.seconds or not budget.fits(best.memory)
+        if (enough and better) or (not enough and found.memory.peak < best.memory.peak):
+            best = found
+        step = step**0.5 if enough != was_enough else step
+        price, was_enough = (price / step if enough else price * step), enough
+    return best
 
 
-def _recomputes(tried: _Tried, budget: Budget) -> bool:
-    """Whether blocks are recomputed that need not be if the plan kept less."""
-    assert tried.program.plan is not None
-    return bool(tried.program.plan.recompute) and budget.recompute != "full"
-
-
-def _try(chosen: Program, world: World, budget: Budget) -> _Tried:
+def _try(chosen: Program, world: World, budget: Budget, again: bool = False) -> _Tried:
+    """What a chosen program needs; `again`: with as few recomputed blocks as make it fit."""
     emitted = emit.emit(pipeline.pipeline(rewrite.rewrite(chosen, world)))
+    if not again:
+        budget = dataclasses.replace(budget, memory_bytes=None)
     found, memory = effort(emitted, world, budget)
     made = summarised(found, world)
     plan = dataclasses.replace(chosen.plan, recompute=made.recompute)  # type: ignore[type-var]

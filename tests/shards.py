@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -95,7 +96,7 @@ class Traced:
         )
         result_shapes = tuple(shape_of(v) for v in results_of(self.node))
         on = Mesh.parse(mesh)
-        choices = axis_choices(self.spec, factors, on, self.gradient)
+        choices = itertools.product(*axis_choices(self.spec, factors, on, self.gradient))
         return strategies(self.spec, factors, on, operand_shapes, result_shapes, choices, True)
 
 
