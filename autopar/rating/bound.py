@@ -3,7 +3,7 @@
 Tree reweighted message passing, in sequence (Kolmogorov, TPAMI 28, 2006): every variable hands its
 neighbours the least costs of what lies behind it, forwards through the graph and back. Any
 messages give a bound; a few rounds make it tight on the graphs of transformers. A message is an
-array over the joint states of a value, one per mesh.
+array over the joint states of a value and, last, the mesh.
 
 Updates are remembered by the identity of what goes in. A message that hardly differs from a known
 one of the same kind is replaced by that, and the bound is lowered by the difference; so the layers
@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,9 +56,10 @@ class _End:
     look: Hashable
 
     def across(self, given: Floats) -> Floats:
-        """From costs over the states at this end to costs over those at the other."""
-        if self.moves is not None:
-            given = self.moves.push(given) if self.makes else self.moves.pull(given)
+        """From costs over the states at this end to costs over those at the other: a new array."""
+        if self.moves is None:
+            return _only(given.copy(), self.theirs, self.states)
+        given = self.moves.push(given) if self.makes else self.moves.pull(given)
         return _only(given, self.theirs, self.states)
 
 
@@ -77,7 +79,8 @@ class Bound:
         self.frame, self.costs, self.meshes = frame, costs, costs.meshes
         self.live = [v for v in frame.variables if not v.is_leaf]
         self._place = {id(v): i for i, v in enumerate(frame.variables)}
-        self._rated = {id(v): costs.rated(v) for v in frame.variables}
+        self._inward: dict[int, Rated] = {} if start is None else start._inward
+        self._rated = {id(v): self._mesh_last(costs.rated(v)) for v in frame.variables}
         self._moves: dict[Hashable, Moves] = {} if start is None else start._moves
         self._ends: dict[int, list[_End]] = {id(v): self._ends_of(v) for v in frame.variables}
         self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
@@ -92,6 +95,12 @@ class Bound:
             self._take_over(start, twins)
 
     # -- set up ------------------------------------------------------------------------------------
+    def _mesh_last(self, rated: Rated) -> Rated:
+        if rated.number not in self._inward:
+            seconds = np.ascontiguousarray(np.moveaxis(rated.seconds, 0, -1))
+            self._inward[rated.number] = rated._replace(seconds=seconds)
+        return self._inward[rated.number]
+
     def _ends_of(self, variable: Variable) -> list[_End]:
         return [self._end(edge, edge.maker is variable) for edge in variable.edges]
 
@@ -149,7 +158,7 @@ class Bound:
         made = self._states(kind, own, variable)
         wanted = tuple(s if kind.gradient or s != WHOLE else REPLICATED for s in states)
         moves = self._moves_of(kind, made, wanted)
-        free = np.zeros((len(self.meshes),) + (len(moves.states),) * self.meshes.count, np.float32)
+        free = np.zeros((len(moves.states),) * self.meshes.count + (len(self.meshes),), np.float32)
         return _spread(moves.pull(_only(free, wanted, moves.states)), made, moves.states)
 
     def _take_over(self, other: Bound, twins: Twins) -> None:
@@ -209,44 +218,45 @@ class Bound:
         return (0, None) if message is None else (message.number, message.seconds)
 
     def _total(self, seconds: Floats, ends: list[_End]) -> Floats:
+        """A new array: its own costs and what has arrived."""
+        total = seconds.copy()
         for end in ends:
             _, arrived = self._arrived(end)
             if arrived is not None:
-                seconds = seconds + _spread(arrived, end.mine, end.states)
-        return np.minimum(seconds, BIG)
+                total += _spread(arrived, end.mine, end.states)
+        return np.minimum(total, BIG, out=total)
 
     def _computed(
         self, seconds: Floats, ends: list[_End], sending: list[_End], share: float
     ) -> tuple[Bounds, list[Message]]:
         total = self._total(seconds, ends)
-        lowest, possible = self._lowest(total), total < HALF
-        total = np.float32(share) * (total - self._per_mesh(lowest, total))
+        lowest, impossible = self._lowest(total), total >= HALF
+        total -= lowest
+        total *= np.float32(share)
+        np.copyto(total, BIG, where=impossible)
         bounds, sent = lowest.astype(np.float64), []
         for end in sending:
-            given = total
+            given = _least(total, end.mine, end.states)
             _, arrived = self._arrived(end)
             if arrived is not None:
-                given = given - _spread(arrived, end.mine, end.states)
-            given = _least(np.where(possible, given, BIG), end.mine, end.states)
+                given = np.where(given < HALF, given - arrived, BIG)
             there = end.across(given)
             lowest = self._lowest(there)
             bounds += lowest
-            there = there - self._per_mesh(lowest, there)
-            message, excess = self._unique(np.minimum(there, BIG), (end.look, end.makes))
+            there -= lowest
+            np.minimum(there, BIG, out=there)
+            message, excess = self._unique(there, (end.look, end.makes))
             bounds -= excess
             sent.append(message)
         return bounds, sent
 
     def _lowest(self, seconds: Floats) -> Floats:
-        return seconds.reshape(len(self.meshes), -1).min(axis=1)
-
-    def _per_mesh(self, numbers: Floats, like: Floats) -> Floats:
-        return numbers.reshape((-1,) + (1,) * (like.ndim - 1))
+        return seconds.reshape(-1, len(self.meshes)).min(axis=0)
 
     def _unique(self, seconds: Floats, kind: Hashable) -> tuple[Message, Bounds | float]:
         """A message of these costs or nearly these, and by how much the bound is lower for it."""
         known = self._kinds[kind]
-        sample = seconds.reshape(-1)[:: 1 + seconds.size // 200]
+        sample = seconds.reshape(-1)[:: 1 | seconds.size // 200]  # odd, to fall on most meshes
         for message in reversed(known):
             if float(np.abs(message.sample - sample).max()) <= self._grain:
                 excess = message.seconds - seconds
@@ -303,10 +313,11 @@ def _beyond(end: _End, twins: Twins | None = None) -> Hashable:
 
 
 def _lowest_of(own: Rated, total: Floats, margin: float, most: int) -> Joint:
+    total = total[..., 0]
     flat = total.reshape(-1)
     low = np.argsort(flat, kind="stable")[:most]
     low = low[flat[low] <= min(float(flat[low[0]]) + margin, float(HALF))]
-    places = np.unravel_index(low, total.shape[1:])
+    places = np.unravel_index(low, total.shape)
     tuples = zip(*(place.tolist() for place in places), strict=True) if places else [()]
     return frozenset(tuple(own.options[i] for i in each) for each in tuples)
 
@@ -314,32 +325,60 @@ def _lowest_of(own: Rated, total: Floats, margin: float, most: int) -> Joint:
 # -- between joint options and joint states --------------------------------------------------------
 def _spread(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
     """From joint states to joint options, given the state of each option."""
-    index = np.array([known.index(state) for state in states])
-    for dim in range(1, seconds.ndim):
-        seconds = np.take(seconds, index, axis=dim)
-    return seconds
+    if states == known:
+        return seconds
+    axes = seconds.ndim - 1
+    rows = seconds.reshape(len(known) ** axes, -1)
+    found = rows.take(_rows(states, known, axes), axis=0)
+    return found.reshape((len(states),) * axes + (-1,))
+
+
+@cache
+def _rows(states: tuple[int, ...], known: tuple[int, ...], axes: int) -> NDArray[np.intp]:
+    """The place among joint states of every joint option."""
+    one = np.array([known.index(state) for state in states], dtype=np.intp)
+    found = np.zeros((), dtype=np.intp)
+    for _ in range(axes):
+        found = found[..., None] * len(known) + one
+    return found.reshape(-1)
 
 
 def _least(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
-    """From joint options to joint states: the least of the options that have it, BIG without."""
-    several = [[i for i, s in enumerate(states) if s == state] for state in known]
-    for dim in range(1, seconds.ndim):
-        shape = list(seconds.shape)
-        shape[dim] = len(known)
-        found = np.full(shape, BIG, dtype=np.float32)
-        into, out = np.moveaxis(found, dim, 0), np.moveaxis(seconds, dim, 0)
-        for place, options in enumerate(several):
-            for option in options:
-                np.minimum(into[place], out[option], out=into[place])
+    """From joint options to joint states: the least of the options that have it, BIG without.
+    A new array where that differs.
+    """
+    if states == known:
+        return seconds
+    first, more, missing = _options(states, known)
+    for dim in range(seconds.ndim - 1):
+        before: Any = (slice(None),) * dim
+        found = seconds.take(first, axis=dim)
+        for place, option in more:
+            into = found[(*before, place)]
+            np.minimum(into, seconds[(*before, option)], out=into)
+        if missing:
+            found[(*before, missing)] = BIG
         seconds = found
     return seconds
 
 
-def _only(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
-    """BIG in the states that no option has."""
+@cache
+def _options(
+    states: tuple[int, ...], known: tuple[int, ...]
+) -> tuple[NDArray[np.intp], tuple[tuple[int, int], ...], list[int]]:
+    """Of every known state the first option that has it (some option where none has), then (state,
+    option) of the further ones, and the states without.
+    """
+    first = [states.index(state) if state in states else 0 for state in known]
+    more = [(known.index(s), i) for i, s in enumerate(states) if first[known.index(s)] != i]
     missing = [place for place, state in enumerate(known) if state not in states]
-    if missing:
-        seconds = seconds.copy()
-        for dim in range(1, seconds.ndim):
-            np.moveaxis(seconds, dim, 0)[missing] = BIG
+    return np.array(first, dtype=np.intp), tuple(more), missing
+
+
+def _only(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
+    """BIG in the states that no option has; in place."""
+    missing = [place for place, state in enumerate(known) if state not in states]
+    for dim in range(seconds.ndim - 1) if missing else ():
+        index: Any = (*(slice(None),) * dim, missing)
+        seconds[index] = BIG
     return seconds

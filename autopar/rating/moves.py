@@ -1,17 +1,18 @@
 """Conversions of one kind of value as arrays: the least cost from every joint state to every other,
 on many meshes at once.
 
-An array over joint states has one dim for the mesh and one per axis. What a change moves depends
-on into how many parts the other axes have cut the value, not on which dims they cut. Relaxing all
-changes once, in the order in which layout.steps takes them, gives least costs: no conversion of
-layout.steps costs less. It may cost more, where the order in which axes share a dim is in the way.
+An array over joint states has one dim per axis and, last, one for the mesh: numpy works on rows of
+meshes. What a change moves depends on into how many parts the other axes have cut the value, not on
+which dims they cut. Relaxing all changes once, in the order in which layout.steps takes them, gives
+least costs: no conversion of layout.steps costs less. It may cost more, where the order in which
+axes share a dim is in the way.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,14 +28,16 @@ _LETTER = {WHOLE: "I", REPLICATED: "R", PARTIAL: "P"}
 
 
 class _Move(NamedTuple):
-    source: Index
-    target: Index
+    """Any of these joint states to any of those, at one cost."""
+
+    sources: tuple[Index, ...]
+    targets: tuple[Index, ...]
     cost: Floats
 
 
 class Moves:
     """Of one kind of value, from `sources` to `targets`; `states` are these and what lies between.
-    Arrays are float32 [mesh, state of axis 0, state of axis 1, …], in seconds.
+    Arrays are float32 [state of axis 0, state of axis 1, …, mesh], in seconds.
     """
 
     def __init__(
@@ -52,41 +55,55 @@ class Moves:
     def push(self, given: Floats) -> Floats:
         """From costs of source states to costs of target states."""
         found = given.copy()
-        for source, target, cost in self._moves:
-            np.minimum(found[target], found[source] + cost, out=found[target])
+        for sources, targets, cost in self._moves:
+            _relax(found, sources, targets, cost)
         return found
 
     def pull(self, wanted: Floats) -> Floats:
         """From costs of target states to costs of source states."""
         found = wanted.copy()
-        for source, target, cost in reversed(self._moves):
-            np.minimum(found[source], found[target] + cost, out=found[source])
+        for sources, targets, cost in reversed(self._moves):
+            _relax(found, targets, sources, cost)
         return found
 
     def _dim(self, state: int) -> int | None:
         return self.kind.slots[state - FIRST_SLOT][0] if state >= FIRST_SLOT else None
 
     def _of(self, kind: str) -> Iterator[_Move]:
-        pairs = [p for p in itertools.product(self.sources, self.targets) if self._is(kind, *p)]
+        groups = list(self._groups(kind))
         count = self.meshes.count
-        for length in range(count, 0, -1) if pairs else ():
+        for length in range(count, 0, -1) if groups else ():
             for axes in itertools.combinations(range(count), length):
                 cost = self._cost(kind, axes)
-                for source, target in pairs:
-                    yield _Move(self._place(axes, source), self._place(axes, target), cost)
+                for sources, targets in groups:
+                    yield _Move(self._places(axes, sources), self._places(axes, targets), cost)
+
+    def _groups(self, kind: str) -> Iterator[tuple[list[int], list[int]]]:
+        """Sources and targets of a kind, each source with each target: such a change costs the same
+        for all of them. (Where a state is in both, it is given to itself, at a cost.)
+        """
+        targets: dict[tuple[int, ...], list[int]] = {}
+        for target in sorted(self.targets):
+            sources = tuple(s for s in sorted(self.sources) if self._is(kind, s, target))
+            if kind == "S->S" and sources and target in self.sources:
+                sources = tuple(sorted({*sources, target}))
+            if sources:
+                targets.setdefault(sources, []).append(target)
+        for sources, those in targets.items():
+            yield list(sources), those
 
     def _is(self, kind: str, source: int, target: int) -> bool:
         if source == target or kind != f"{_LETTER.get(source, 'S')}->{_LETTER.get(target, 'S')}":
             return False
         return kind != "S->S" or self._dim(source) != self._dim(target)
 
-    def _place(self, axes: tuple[int, ...], state: int) -> Index:
-        index = self.states.index(state)
+    def _places(self, axes: tuple[int, ...], states: Sequence[int]) -> tuple[Index, ...]:
         several = range(self.meshes.count)
-        return (slice(None), *(index if a in axes else slice(None) for a in several))
+        numbers = [self.states.index(state) for state in states]
+        return tuple(tuple(n if a in axes else slice(None) for a in several) for n in numbers)
 
     def _cost(self, kind: str, axes: tuple[int, ...]) -> Floats:
-        """Of the axes' joint change: [mesh, states of the other axes]."""
+        """Of the axes' joint change: [states of the other axes, mesh]."""
         whole = self._cut_by_others(axes) * self.kind.element_bytes
         group = self.meshes.sizes[:, list(axes)].prod(axis=1)
         moved = whole / group.reshape((-1,) + (1,) * (whole.ndim - 1)) if kind == "S->S" else whole
@@ -95,7 +112,7 @@ class Moves:
         for name in (forward, backward if self.kind.gradient else None):
             if name is not None:
                 total = total + self.meshes.seconds(name, axes, whole)
-        return total.astype(np.float32)
+        return np.ascontiguousarray(np.moveaxis(total, 0, -1), dtype=np.float32)
 
     def _cut_by_others(self, axes: tuple[int, ...]) -> NDArray[np.float64]:
         """Elements that a rank has where these axes cut nothing: [mesh, states of the others]."""
@@ -108,3 +125,19 @@ class Moves:
             shape[1 + place] = len(self.states)
             found = found / parts.reshape(shape)
         return np.broadcast_to(found, (len(self.meshes),) + (len(self.states),) * len(others))
+
+
+def _relax(
+    found: Floats, sources: tuple[Index, ...], targets: tuple[Index, ...], cost: Floats
+) -> None:
+    least = found[sources[0]]
+    if len(sources) > 1:
+        least = np.minimum(least, found[sources[1]])
+        for source in sources[2:]:
+            np.minimum(least, found[source], out=least)
+        least += cost
+    else:
+        least = least + cost
+    for target in targets:
+        into = found[target]
+        np.minimum(into, least, out=into)

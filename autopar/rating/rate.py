@@ -28,8 +28,8 @@ from .repeats import shortened
 
 Candidate = tuple[Mesh, Constraint]
 
-_TOGETHER = 48  # meshes whose messages are arrays together: larger ones leave the caches
-_ROUNDS = 2
+_TOGETHER = 96  # meshes whose messages are arrays together: rows of meshes are what numpy works on
+_ROUNDS = 1  # on the shorter frame: a second changes the bounds by 1e-5 and costs as much again
 _MARGIN = 2e-3  # of the bound: what an option may lie above the least to be searched exactly
 _LEFT = (8, 4, 2, 1)  # options of a region that are searched exactly; fewer where tables outgrow
 _GAP = 1e-3  # a mesh that promises less than this more is not searched

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping
 
 from .frame import Edge, Frame, Variable
 
-_KEPT = 3  # equal blocks that stay at either end
+_KEPT = 2  # equal blocks that stay at either end
 
 Block = tuple[str, int]
 Blocks = Mapping[Block, list[Variable]]

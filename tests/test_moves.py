@@ -1,0 +1,92 @@
+"""Conversions as arrays against layout.steps, one pair of layouts at a time."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autopar import World
+from autopar.cost.comm import path_seconds
+from autopar.layout import I, Layout, P, R, S, steps
+from autopar.mesh import Mesh
+from autopar.rating import bound
+from autopar.rating.frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
+from autopar.rating.moves import Moves
+from autopar.rating.prices import Meshes
+
+WORLD = World.preset("dgx-h100", ranks=32)
+KIND = Kind((64, 32, 96), ((0, 1, 64), (1, 1, 32), (2, 1, 96)), 2, True)
+STATES = (WHOLE, REPLICATED, PARTIAL, *range(FIRST_SLOT, FIRST_SLOT + 3))
+BIG = 1e6
+
+
+def moves(meshes: list[Mesh], sources: tuple[int, ...], targets: tuple[int, ...]) -> Moves:
+    return Moves(KIND, frozenset(sources), frozenset(targets), Meshes(meshes, WORLD))
+
+
+def table(found: Moves, axes: int, pull: bool = False) -> np.ndarray:
+    """Seconds [source, target, mesh] between joint states, from push or from pull."""
+    count = len(found.states) ** axes
+    rows = []
+    for place in range(count):
+        given = np.full((count, len(found.meshes)), BIG, np.float32)
+        given[place] = 0
+        shaped = given.reshape((len(found.states),) * axes + (-1,))
+        across = found.pull(shaped) if pull else found.push(shaped)
+        rows.append(across.reshape(count, -1))
+    return np.stack(rows, axis=1 if pull else 0)
+
+
+def layout(mesh: Mesh, states: tuple[int, ...]) -> Layout:
+    """An outer axis has the outer digit of a dim that it shares."""
+    left = list(KIND.shape)
+    found = []
+    for axis, state in zip(mesh.axes, states, strict=True):
+        if state < FIRST_SLOT:
+            found.append((I, R, P)[state])
+            continue
+        dim = state - FIRST_SLOT
+        left[dim] //= axis.size
+        found.append(S(dim, left[dim]))
+    return Layout(mesh, KIND.shape, tuple(found))
+
+
+def test_push_and_pull_are_one_table() -> None:
+    meshes = [Mesh.parse("x4.y8"), Mesh.parse("x2.y16"), Mesh.parse("x16.y2")]
+    found = moves(meshes, STATES[:5], STATES[1:])
+    np.testing.assert_allclose(table(found, 2), table(found, 2, pull=True), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("text", ["x4.y8", "x2.y16"])
+def test_no_path_of_layout_steps_costs_less(text: str) -> None:
+    mesh = Mesh.parse(text)
+    found = moves([mesh], STATES, STATES)
+    seconds = table(found, 2)[..., 0]
+    joint = list(itertools.product(found.states, repeat=2))
+    legal = [(n, layout(mesh, states)) for n, states in enumerate(joint)]
+    for (i, source), (j, target) in itertools.product(legal, repeat=2):
+        exact = path_seconds(steps(source, target), True, 2, WORLD)
+        assert seconds[i, j] <= exact * (1 + 1e-4) + 1e-12, (str(source), str(target))
+
+
+def test_meshes_together_are_as_each_alone() -> None:
+    meshes = [Mesh.parse("x4.y8"), Mesh.parse("x2.y16")]
+    both = table(moves(meshes, STATES, STATES), 2)
+    for place, mesh in enumerate(meshes):
+        alone = table(moves([mesh], STATES, STATES), 2)
+        np.testing.assert_array_equal(both[..., place], alone[..., 0])
+
+
+@pytest.mark.parametrize("states", [(0, 1, 2), (2, 0, 2, 2, 1), (1, 1)])
+def test_options_and_states(states: tuple[int, ...]) -> None:
+    """A joint state costs what its cheapest joint option does; an option what its state does."""
+    known, generator = (0, 1, 2), np.random.default_rng(0)
+    seconds = generator.random((len(states), len(states), 4), np.float32)
+    expected = np.full((3, 3, 4), BIG, np.float32)
+    for (i, a), (j, b) in itertools.product(enumerate(states), repeat=2):
+        expected[a, b] = np.minimum(expected[a, b], seconds[i, j])
+    np.testing.assert_array_equal(bound._least(seconds, states, known), expected)
+    spread = bound._spread(expected, states, known)
+    np.testing.assert_array_equal(spread, expected[np.ix_(states, states)])
