@@ -154,11 +154,17 @@ def plan(
     pipeline = _Pipeline(progress)
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
     program = _chosen(pipeline, _analysed(pipeline, source), found, layout, budget, redundant)
-    return _finished(pipeline, source, program, found, budget)
+    return _finished(pipeline, source, program, found, budget, layout, redundant)
 
 
 def _finished(
-    pipeline: _Pipeline, source: Program, chosen: Program, world: World, budget: Budget | None
+    pipeline: _Pipeline,
+    source: Program,
+    chosen: Program,
+    world: World,
+    budget: Budget | None,
+    layout: Layouts | None = None,
+    redundant: bool = False,
 ) -> Plan:
     """The plan with its figures and what `apply` needs. `budget` None: it was made to fit."""
     program = _fitted(pipeline, source, chosen, world, budget)
@@ -169,7 +175,8 @@ def _finished(
         seconds_by_pass=dict(pipeline.seconds),
     )
     ready = dataclasses.replace(program, plan=made)
-    return dataclasses.replace(made, ready=Ready(ready, pipeline.graphs, world, chosen))
+    kept = Ready(ready, pipeline.graphs, world, chosen, layout, redundant)
+    return dataclasses.replace(made, ready=kept)
 
 
 def _fitted(
@@ -347,7 +354,7 @@ def _shared_plan(
     program = dataclasses.replace(program, plan=Plan.from_json(data))
     return ranks.together(
         "rewriting",
-        lambda: _finished(pipeline, source, program, world, None),
+        lambda: _finished(pipeline, source, program, world, None, layout, redundant),
     )
 
 

@@ -83,6 +83,10 @@ RedundantOption = Annotated[
     bool,
     typer.Option("--redundant", help="Products may be computed whole on several ranks at once."),
 ]
+WhyOption = Annotated[
+    str | None,
+    typer.Option(metavar="PATTERN", help="Also why this subgraph or node has its layout."),
+]
 SaveOption = Annotated[
     Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the plan there, as JSON.")
 ]
@@ -103,6 +107,7 @@ def plan(
     optimizer: OptimizerOption = "adamw",
     recompute: RecomputeOption = "auto",
     redundant: RedundantOption = False,
+    why: WhyOption = None,
     save: SaveOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -137,12 +142,18 @@ def plan(
         seconds = time.perf_counter() - start
         if save is not None:
             made.save(save)
+        answer: Any = None
+        if why is not None:
+            answer = watched(f"asking why {why}", lambda report: made.why(why), as_json)
         if as_json:
-            _print_json(_facts(made) | {"target": chosen.name, "parameters": chosen.parameters})
+            facts = _facts(made) | {"target": chosen.name, "parameters": chosen.parameters}
+            _print_json(facts | ({} if answer is None else {"why": answer.facts()}))
             return
         out = console()
         line(out, "model", _model(chosen))
         _show(out, made, found)
+        if answer is not None:
+            out.print(answer)
         line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
 
 

@@ -209,6 +209,23 @@ class Plan:
             raise PlanError("a plan from a file holds no graph: plan again to see its timeline")
         return self.ready.timeline(overlap)
 
+    def why(self, pattern: str) -> Any:
+        """Why this choice in these nodes: a `report.why.Why`, to print with rich, with up to five
+        runners-up and what each would cost more in the whole plan, by term.
+
+        `pattern` is a node's name or a module path, "blocks.0.mlp", "blocks.*.mlp" for all layers
+        alike; what lies below counts too. Raises PlanError where it names nothing, and for a plan
+        from a file.
+
+        Example: rich.print(plan.why("blocks.0.mlp"))
+        """
+        if self.ready is None:
+            raise PlanError(
+                "a plan from a file does not know what it was chosen from: plan again in this "
+                "process, with autopar.plan(model, world, inputs, layout)"
+            )
+        return self.ready.why(pattern)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
         with open(path, "w", encoding="utf-8") as file:

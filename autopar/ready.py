@@ -11,7 +11,10 @@ from torch import fx
 
 from ._compat import pytree
 from .cost.timeline import Timeline, timeline
+from .errors import PlanError
+from .layouts import Layouts
 from .program import Program
+from .report.why import Why, why
 from .world import World
 
 
@@ -25,6 +28,19 @@ class Ready:
     graphs: dict[str, fx.GraphModule]
     world: World
     source: Program
+    layout: Layouts | None = None  # that was asked for; None for a plan from a file
+    redundant: bool = False
+
+    def why(self, pattern: str) -> Why:
+        """See Plan.why."""
+        plan = self.program.plan
+        assert plan is not None
+        if self.layout is None:
+            raise PlanError(
+                "a plan from a file does not know what it was chosen from: plan again in this "
+                "process, with autopar.plan(model, world, inputs, layout)"
+            )
+        return why(self.source, plan, self.layout, self.redundant, pattern)
 
     def timeline(self, overlap: bool) -> Timeline:
         """See Plan.timeline."""

@@ -120,6 +120,15 @@ def _messages(
     return start if short is whole else Bound(whole, costs, start, twins)
 
 
+def bound_on(
+    program: Program, mesh: Mesh, constraint: Constraint, world: World, redundant: bool
+) -> Bound:
+    """What bounds every option of every node on one mesh, to read `near.near` off."""
+    bound = _messages(frame(program), [(mesh, constraint)], world, redundant, None)
+    bound.run(2)
+    return bound
+
+
 def exact(
     whole: Frame,
     mesh: Mesh,

@@ -131,12 +131,12 @@ def _layout_text(program: Program, chain: str) -> str:
     )
     texts = []
     for index, axis in enumerate(plan.mesh.axes):
-        letters = [_letter(program, n, plan.choices[n].splits[index]) for n in nodes]
+        letters = [letter_of(program, n, plan.choices[n].splits[index]) for n in nodes]
         texts.append(f"{axis.name}→{' '.join(dict.fromkeys(letters))}")
     return ", ".join(texts)
 
 
-def _letter(program: Program, name: str, split: str) -> str:
+def letter_of(program: Program, name: str, split: str) -> str:
     """A factor for people: its role in a product, the dim of the result that it is, or the state
     that all of the node shares.
     """

@@ -1,0 +1,252 @@
+"""Why a subgraph has its layout: the runners-up, and what each would cost more in the whole plan.
+
+A runner-up is fixed in all the places that are asked about, and everything else is searched again
+around it: so what it costs elsewhere (conversions, what is stored) is in the difference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections import defaultdict
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from torch import fx
+
+from ..constraint import Constraint
+from ..cost.peak import peak
+from ..errors import PlanError
+from ..graphs import module_path, where
+from ..layouts import Layouts, candidates
+from ..passes import emit, pipeline, recompute, rewrite
+from ..plan import Plan
+from ..price import Terms, terms
+from ..program import Program
+from ..rating.bound import Bound
+from ..rating.near import near
+from ..rating.rate import bound_on
+from ..search import Near, search
+from ..strategies import Choice, split_of
+from .summary import letter_of
+from .terminal import duration, memory
+
+_AROUND = (8, 4, 2)  # options of everything else; fewer where tables outgrow
+_READ = (4, 8, 16, 32, 64, 128)  # options among which runners-up are looked for
+_EACH = 4  # runners-up tried of every product
+_NAMED = 6  # nodes whose choice is told
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A choice that was not made: what it splits, what the whole step would take more (seconds, in
+    all and by term) and how many bytes more a rank would hold at the peak.
+    """
+
+    layout: str
+    more_seconds: float
+    by_term: Terms
+    more_bytes: float
+    plan: Plan = dataclasses.field(repr=False, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Why:
+    """The answer of `plan.why`: print it with rich. `seconds` and `peak_bytes` are of the plan that
+    was chosen, blocks that run again not counted in its seconds.
+    """
+
+    pattern: str
+    chosen: str
+    seconds: float
+    peak_bytes: float
+    runners: tuple[Runner, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """For programs: all of it but the plans."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        names = ("layout", "more_seconds", "by_term", "more_bytes")
+        return found | {"runners": [{n: getattr(r, n) for n in names} for r in self.runners]}
+
+    def __rich__(self) -> Group:
+        title = f"{self.pattern}: {self.chosen}; the step takes {duration(self.seconds)}"
+        table = Table(title=title, title_justify="left", caption_justify="left")
+        table.add_column("instead", overflow="fold")
+        table.add_column("step", justify="right")
+        table.add_column("of which", overflow="fold")
+        table.add_column("memory", justify="right")
+        for runner in self.runners:
+            share = runner.more_seconds / self.seconds if self.seconds else 0.0
+            parts = sorted(runner.by_term.items(), key=lambda pair: -abs(pair[1]))
+            told = [f"{name} {_more(s)}" for name, s in parts if abs(s) > 1e-4 * self.seconds]
+            held = f"{'-' if runner.more_bytes < 0 else '+'}{memory(abs(runner.more_bytes))}"
+            step = f"{_more(runner.more_seconds)} ({share:+.2%})"
+            table.add_row(runner.layout, step, ", ".join(told) or "nothing to speak of", held)
+        table.caption = self._caption()
+        return Group(table)
+
+    def _caption(self) -> str:
+        if not self.runners:
+            return "the layout leaves no other way here on this mesh"
+        open_ = any(runner.more_seconds < 0 for runner in self.runners)
+        faster = "; what is faster holds more, or lies within the search's gap" if open_ else ""
+        return f"each fixed here, everything else searched again around it; modelled{faster}"
+
+
+def why(program: Program, plan: Plan, layout: Layouts, redundant: bool, pattern: str) -> Why:
+    """The choice in the nodes that the pattern names, by module path or by name, and up to five
+    runners-up. `program`: annotated. Raises PlanError where the pattern names nothing.
+    """
+    return _Question(program, plan, layout, redundant, pattern).answer()
+
+
+class _Question:
+    def __init__(
+        self, program: Program, plan: Plan, layout: Layouts, redundant: bool, pattern: str
+    ) -> None:
+        self.program, self.plan, self.redundant = program, plan, redundant
+        self.pattern, self.world = pattern, plan.world
+        self.groups = _groups(program, plan, pattern)
+        self.spent = terms(program, plan, plan.world)
+        self.constraint = self._constraint(layout)
+
+    def answer(self) -> Why:
+        found: dict[str, Plan] = {}
+        if self.plan.mesh.axes:
+            bound = bound_on(
+                self.program, self.plan.mesh, self.constraint, self.world, self.redundant
+            )
+            for names in self.groups:
+                for choice in self._others(bound, names):
+                    made = self._around(bound, names, choice)
+                    if made is not None:
+                        text = self._text(made)
+                        if text not in found or made.seconds < found[text].seconds:
+                            found[text] = made
+        chosen = self._text(self.plan)
+        found.pop(chosen, None)
+        best = sorted(found.items(), key=lambda pair: pair[1].seconds)[:5]
+        now = self.plan.peak_bytes
+        runners = tuple(self._runner(text, made) for text, made in best)
+        return Why(self.pattern, chosen, sum(self.spent.values()), now, runners)
+
+    def _constraint(self, layout: Layouts) -> Constraint:
+        """The rules under which the plan was searched."""
+        several = [
+            c for m, c in candidates(layout, self.world.ranks, self.program) if m == self.plan.mesh
+        ]
+        if len(several) == 1:
+            return several[0]
+        seconds = sum(self.spent.values())
+
+        def off(rules: Constraint) -> float:
+            made = search(self.program, self.plan.mesh, self.world, rules, self.redundant)
+            return abs(made.seconds - seconds)
+
+        return min(several, key=off)
+
+    def _others(self, bound: Bound, names: list[str]) -> list[tuple[Choice, ...]]:
+        """The most promising joint choices of the first of these nodes that split otherwise."""
+        found: dict[tuple[str, ...], tuple[Choice, ...]] = {}
+        chosen = self.plan.choices[names[0]].splits
+        for most in _READ:
+            for joint in near(bound, math.inf, most).get(names[0], ()):
+                splits = tuple(map(split_of, joint))
+                if splits != chosen:
+                    found.setdefault(splits, joint)
+            if len(found) >= _EACH:
+                break
+        return list(found.values())[:_EACH]
+
+    def _around(self, bound: Bound, names: list[str], choice: tuple[Choice, ...]) -> Plan | None:
+        """The best plan in which these nodes do so; None where there is none."""
+        for most in _AROUND:
+            among: Near = {**near(bound, math.inf, most), **dict.fromkeys(names, (choice,))}
+            try:
+                return search(
+                    self.program,
+                    self.plan.mesh,
+                    self.world,
+                    self.constraint,
+                    self.redundant,
+                    among,
+                )
+            except PlanError:
+                continue
+        return None
+
+    def _runner(self, text: str, made: Plan) -> Runner:
+        spent = terms(self.program, made, self.world)
+        more = {
+            name: spent.get(name, 0.0) - self.spent.get(name, 0.0)
+            for name in {**self.spent, **spent}
+        }
+        held = self._peak(made) - self.plan.peak_bytes if self.plan.memory else 0.0
+        return Runner(text, sum(spent.values()) - sum(self.spent.values()), more, held, made)
+
+    def _peak(self, made: Plan) -> float:
+        made = dataclasses.replace(made, recompute=self.plan.recompute)
+        program = rewrite.rewrite(dataclasses.replace(self.program, plan=made), self.world)
+        program = recompute.recompute(emit.emit(pipeline.pipeline(program)))
+        return peak(program, self.plan.optimizer, self.world.backend).peak
+
+    def _text(self, plan: Plan) -> str:
+        """What the nodes that were asked about split: "up x→n y→m, down x→k y→m"."""
+        parts = []
+        for names in self.groups[:_NAMED]:
+            letters = [letter_of(self.program, names[0], s) for s in plan.choices[names[0]].splits]
+            axes = zip(plan.mesh.names, letters, strict=True)
+            split = " ".join(f"{axis}→{letter}" for axis, letter in axes)
+            parts.append(f"{self._short(names[0])} {split}".strip())
+        more = len(self.groups) - _NAMED
+        return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
+
+    def _short(self, name: str) -> str:
+        node = next(n for n in self.program.module.graph.nodes if n.name == name)
+        last = module_path(node).rpartition(".")[2]
+        same = [g for g in self.groups if _path(self.program, g[0]) == _path(self.program, name)]
+        return last if last and len(same) == 1 else name
+
+
+def _groups(program: Program, plan: Plan, pattern: str) -> list[list[str]]:
+    """The products (else all nodes) that the pattern names; those that are equal but for the number
+    of their layer are one group.
+    """
+    nodes = [n for n in program.module.graph.nodes if n.name in plan.choices]
+    named = [n for n in nodes if n.name == pattern] or [
+        n
+        for n in nodes
+        if fnmatch.fnmatch(module_path(n), pattern)
+        or fnmatch.fnmatch(module_path(n), pattern + ".*")
+    ]
+    if not named:
+        paths = dict.fromkeys(chain.name for chain in program.chains)
+        raise PlanError(
+            f"{pattern!r} names no node whose layout was chosen; subgraphs are "
+            f"{', '.join([*paths][:12])}{', …' if len(paths) > 12 else ''}; nodes such as "
+            f"{where(nodes[0]) if nodes else 'none'}"
+        )
+    assert program.annotations is not None
+    specs = program.annotations.specs
+    asked = [n for n in named if specs[n.name].product] or named
+    groups: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    times: dict[tuple[str, str], int] = defaultdict(int)
+    for node in asked:
+        here = module_path(node), str(node.target)
+        times[here] += 1
+        groups[re.sub(r"\d+", "*", here[0]), here[1], times[here]].append(node.name)
+    return list(groups.values())
+
+
+def _path(program: Program, name: str) -> str:
+    found: fx.Node = next(n for n in program.module.graph.nodes if n.name == name)
+    return module_path(found)
+
+
+def _more(seconds: float) -> str:
+    size = abs(seconds)
+    text = f"{size * 1e6:.1f} µs" if size < 1e-3 else duration(size)
+    return f"{'-' if seconds < 0 else '+'}{text}"
