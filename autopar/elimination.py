@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from .errors import PlanError
 
 _LARGEST = 1 << 27  # entries of one table: 1 GiB of float64
+_SMALL = 1 << 14  # entries of one table: adding up takes no longer than looking for an order
 
 
 class Table(NamedTuple):
@@ -100,16 +101,19 @@ def _without_settled(tables: Sequence[Table]) -> list[Table]:
 
 
 def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
-    """An order in which to eliminate: that of the heuristic whose largest table is smallest (all
-    look only at sizes, so they are cheap).
+    """An order in which to eliminate: that of the first heuristic whose tables are all small, else
+    of the one whose largest is smallest. (They look only at sizes.)
     """
     neighbours: list[set[int]] = [set() for _ in sizes]
     for table in tables:
         for variable in table.variables:
             neighbours[variable].update(set(table.variables) - {variable})
-    largest, order, entangled = min(
-        (_simulated(sizes, neighbours, rate) for rate in _RATES), key=lambda found: found[0]
-    )
+    tried: list[tuple[float, list[int], list[int]]] = []
+    for rate in _RATES:
+        tried.append(_simulated(sizes, neighbours, rate))
+        if tried[-1][0] <= _SMALL:
+            break
+    largest, order, entangled = min(tried, key=lambda found: found[0])
     if largest > _LARGEST:
         raise PlanError(
             f"the search would need a table over {len(entangled)} variables of "

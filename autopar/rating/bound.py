@@ -44,7 +44,8 @@ class Message(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _End:
     """An edge as one of its variables sees it: the state of each of its own options and of each of
-    the other's, in `states`; `moves`: what converts from one to the other (None: they are equal).
+    the other's, in `states`; `moves`: what converts from one to the other (None: they are equal);
+    `look`: an identity of all these.
     """
 
     edge: Edge
@@ -53,7 +54,7 @@ class _End:
     theirs: tuple[int, ...]
     states: tuple[int, ...]
     moves: Moves | None
-    look: Hashable
+    look: int
 
     def across(self, given: Floats) -> Floats:
         """From costs over the states at this end to costs over those at the other: a new array."""
@@ -61,6 +62,16 @@ class _End:
             return _only(given.copy(), self.theirs, self.states)
         given = self.moves.push(given) if self.makes else self.moves.pull(given)
         return _only(given, self.theirs, self.states)
+
+
+class _Look(NamedTuple):
+    """Edges that look alike: see _End."""
+
+    made: tuple[int, ...]
+    wanted: tuple[int, ...]
+    states: tuple[int, ...]
+    moves: Moves | None
+    number: int
 
 
 class Bound:
@@ -82,6 +93,7 @@ class Bound:
         self._inward: dict[int, Rated] = {} if start is None else start._inward
         self._rated = {id(v): self._mesh_last(costs.rated(v)) for v in frame.variables}
         self._moves: dict[Hashable, Moves] = {} if start is None else start._moves
+        self._looks: dict[Hashable, _Look] = {} if start is None else start._looks
         self._ends: dict[int, list[_End]] = {id(v): self._ends_of(v) for v in frame.variables}
         self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
         self._kinds: dict[Hashable, list[Message]] = defaultdict(list)
@@ -105,12 +117,17 @@ class Bound:
         return [self._end(edge, edge.maker is variable) for edge in variable.edges]
 
     def _end(self, edge: Edge, makes: bool) -> _End:
-        made = self._states(edge.kind, edge.made, edge.maker)
-        wanted = self._states(edge.kind, edge.wanted, edge.user)
+        numbers = (self._rated[id(edge.maker)].number, self._rated[id(edge.user)].number)
+        key = (edge.look, *numbers)
+        if key not in self._looks:
+            made = self._states(edge.kind, edge.made, edge.maker)
+            wanted = self._states(edge.kind, edge.wanted, edge.user)
+            moves = None if edge.equal else self._moves_of(edge.kind, made, wanted)
+            states = tuple(sorted({*made, *wanted})) if moves is None else moves.states
+            self._looks[key] = _Look(made, wanted, states, moves, len(self._looks) + 1)
+        made, wanted, states, moves, look = self._looks[key]
         mine, theirs = (made, wanted) if makes else (wanted, made)
-        moves = None if edge.equal else self._moves_of(edge.kind, made, wanted)
-        states = tuple(sorted({*made, *wanted})) if moves is None else moves.states
-        return _End(edge, makes, mine, theirs, states, moves, (edge.kind, made, wanted, edge.equal))
+        return _End(edge, makes, mine, theirs, states, moves, look)
 
     def _states(self, kind: Kind, states: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
         """The states of the options that are left; I and R are one where no gradient flows."""

@@ -62,17 +62,18 @@ def best(
         ]
         best_one = min(plans, key=lambda plan: plan.seconds)
         return Best(best_one, best_one.seconds, tuple(plan.seconds for plan in plans))
-    bounds = bounded(whole, given, world, redundant, price)
+    bounds = bounded(whole, given, world, redundant, price) if len(given) > 1 else [0.0]
     order = sorted(range(len(given)), key=lambda i: (_rounded(bounds[i]), len(given[i][0].axes), i))
     found: Plan | None = None
     for place in order[:_TRIES]:
         if found is not None and bounds[place] >= found.seconds * (1 - _GAP):
             break
-        plan = exact(whole, *given[place], world, redundant, price)
+        plan, bound = exact(whole, *given[place], world, redundant, price)
+        bounds[place] = max(bounds[place], bound)
         if found is None or plan.seconds < found.seconds * (1 - 1e-9):
             found = plan
     assert found is not None
-    return Best(found, min(bounds[order[0]], found.seconds), tuple(bounds))
+    return Best(found, min(*bounds, found.seconds), tuple(bounds))
 
 
 def _rounded(seconds: float) -> float:
@@ -136,16 +137,20 @@ def exact(
     world: World,
     redundant: bool = False,
     price: Price | None = None,
-) -> Plan:
-    """The plan of least modelled time on one mesh, among the options that the bound leaves."""
+) -> tuple[Plan, float]:
+    """The plan of least modelled time on one mesh, among the options that the bound leaves, and the
+    bound in seconds.
+    """
     if not mesh.axes or not constraint.free:  # rules leave little to search
-        return search(whole.program, mesh, world, constraint, redundant, None, price)
+        plan = search(whole.program, mesh, world, constraint, redundant, None, price)
+        return plan, plan.seconds
     bound = _messages(whole, [(mesh, constraint)], world, redundant, price)
-    least = float(bound.run(2)[0])
+    least = float(bound.run()[0])
     for most in _LEFT:
         try:
             left = near(bound, _MARGIN * least, most)
-            return search(whole.program, mesh, world, constraint, redundant, left, price)
+            plan = search(whole.program, mesh, world, constraint, redundant, left, price)
+            return plan, min(least, plan.seconds)
         except PlanError as error:
             refused = error
     raise refused
