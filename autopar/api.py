@@ -7,15 +7,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import time
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from . import editing, ranks
+from . import editing, ranks, sizing
 from ._compat import pytree
 from .affordable import affordable
 from .backends import Backend, Overlap, runner
@@ -32,7 +31,8 @@ from .module import ParallelModule
 from .passes import annotate, chains, choose, emit, rewrite, trace
 from .passes import pipeline as panels
 from .passes import recompute as recomputing
-from .plan import Plan
+from .pipeline import Pipeline, Progress
+from .plan import Memory, Plan
 from .price import terms
 from .program import Program
 from .ready import Ready, fingerprint
@@ -42,8 +42,6 @@ from .verify import Check, compare, widened
 from .world import World
 
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
-Progress = Callable[[str], None]
-T = TypeVar("T")
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -62,44 +60,18 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-class _Pipeline:
-    """Runs passes one after the other, checks each one's contract, and keeps what it made.
-    `progress` is called with the name of each pass as it starts.
-    """
-
-    def __init__(self, progress: Progress | None = None) -> None:
-        self.progress = progress or (lambda name: None)
-        self.graphs: dict[str, fx.GraphModule] = {}
-        self.seconds: dict[str, float] = {}
-
-    def run(
-        self,
-        name: str,
-        given: T,
-        step: Callable[[T], Program],
-        check: Callable[[Program], None],
-    ) -> Program:
-        self.progress(name)
-        start = time.perf_counter()
-        program = step(given)
-        check(program)
-        self.graphs[name] = program.module
-        self.seconds[name] = time.perf_counter() - start
-        return program
-
-
 def _traced(model: nn.Module, inputs: Inputs) -> Program:
     args, kwargs = arguments(inputs)
     return trace.trace(model, args, kwargs)
 
 
-def _analysed(pipeline: _Pipeline, program: Program) -> Program:
+def _analysed(pipeline: Pipeline, program: Program) -> Program:
     program = pipeline.run("annotate", program, annotate.annotate, annotate.check)
     return pipeline.run("chains", program, chains.chains, chains.check)
 
 
 def _chosen(
-    pipeline: _Pipeline,
+    pipeline: Pipeline,
     program: Program,
     world: World,
     layout: Layouts,
@@ -112,12 +84,12 @@ def _chosen(
     return pipeline.run("choose", program, step, choose.check)
 
 
-def _rewritten(pipeline: _Pipeline, program: Program, world: World) -> Program:
+def _rewritten(pipeline: Pipeline, program: Program, world: World) -> Program:
     program = _emitted(pipeline, program, world)
     return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
 
 
-def _emitted(pipeline: _Pipeline, program: Program, world: World) -> Program:
+def _emitted(pipeline: Pipeline, program: Program, world: World) -> Program:
     program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
     program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
     return pipeline.run("emit", program, emit.emit, emit.check)
@@ -133,6 +105,7 @@ def plan(
     recompute: Recompute = "auto",
     redundant: bool = False,
     progress: Progress | None = None,
+    smaller: bool = True,
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
     for the parameters.
@@ -144,21 +117,27 @@ def plan(
     every trained number. `recompute`: "full" computes every repeated block again in the backward,
     "none" none, "auto" as few as make it fit. `redundant`: a matrix product may be computed whole
     on several ranks of an axis that could split it, which on slow links can be the fastest.
-    `progress` is called with the name of each pass as it starts. Raises TraceError, LayoutError,
-    PlanError (also where nothing fits), WorldError.
+    `progress` is called with the name of each pass as it starts. `smaller=False` does not look
+    whether a smaller world would be as fast (plan.smaller), which takes a few bounds on few meshes.
+    Raises TraceError, LayoutError, PlanError (also where nothing fits), WorldError.
 
     Example: plan(model, 8, (tokens, targets)).table()
     """
     found = World.of(world)
     budget = Budget.of(found, memory, optimizer, recompute)
-    pipeline = _Pipeline(progress)
+    pipeline = Pipeline(progress)
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
     program = _chosen(pipeline, _analysed(pipeline, source), found, layout, budget, redundant)
-    return _finished(pipeline, source, program, found, budget, layout, redundant)
+    made = _finished(pipeline, source, program, found, budget, layout, redundant)
+    if not smaller:
+        return made
+    pipeline.progress("smaller worlds")
+    fewer = sizing.smaller(program, made, layout, redundant, budget)
+    return dataclasses.replace(made, smaller=fewer)
 
 
 def _finished(
-    pipeline: _Pipeline,
+    pipeline: Pipeline,
     source: Program,
     chosen: Program,
     world: World,
@@ -167,7 +146,7 @@ def _finished(
     redundant: bool = False,
 ) -> Plan:
     """The plan with its figures and what `apply` needs. `budget` None: it was made to fit."""
-    program = _fitted(pipeline, source, chosen, world, budget)
+    program = _fitted(pipeline, source, chosen, world, budget, layout, redundant)
     assert program.plan is not None
     made = dataclasses.replace(
         summarised(program, world),
@@ -180,10 +159,24 @@ def _finished(
 
 
 def _fitted(
-    pipeline: _Pipeline, source: Program, chosen: Program, world: World, budget: Budget | None
+    pipeline: Pipeline,
+    source: Program,
+    chosen: Program,
+    world: World,
+    budget: Budget | None,
+    layout: Layouts | None = None,
+    redundant: bool = False,
 ) -> Program:
     program = _on_one_rank(source, _emitted(pipeline, chosen, world))
-    return pipeline.run("recompute", program, lambda p: fitted(p, world, budget), recomputing.check)
+
+    def larger(needs: Memory) -> str:
+        assert budget is not None and chosen.plan is not None
+        return sizing.larger(chosen, chosen.plan, layout or "auto", redundant, budget, needs)
+
+    def step(program: Program) -> Program:
+        return fitted(program, world, budget, larger)
+
+    return pipeline.run("recompute", program, step, recomputing.check)
 
 
 def _on_one_rank(source: Program, program: Program) -> Program:
@@ -268,7 +261,7 @@ def renewed(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
 
     Example: renewed(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
     """
-    pipeline = _Pipeline()
+    pipeline = Pipeline()
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
     _same_graph(plan, source)
     program = _analysed(pipeline, source)
@@ -331,7 +324,7 @@ def _shared_plan(
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
     never one inside another.
     """
-    pipeline = _Pipeline()
+    pipeline = Pipeline()
     source = ranks.together(
         "tracing",
         lambda: pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check),
@@ -345,7 +338,7 @@ def _shared_plan(
         nonlocal chosen
         if ranks.rank() == 0:
             best = _chosen(pipeline, program, world, layout, budget, redundant)
-            chosen = _fitted(pipeline, source, best, world, budget)
+            chosen = _fitted(pipeline, source, best, world, budget, layout, redundant)
 
     ranks.together("searching", search)
     data = ranks.from_rank_0(
@@ -378,7 +371,7 @@ def verify(
     Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
     """
     found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
-    pipeline = _Pipeline(progress)
+    pipeline = Pipeline(progress)
     traced = _traced(model, inputs)
     program = _analysed(pipeline, widened(traced))
     if isinstance(layout, Plan):
@@ -390,5 +383,5 @@ def verify(
         best = _chosen(pipeline, program, found, layout, budget, redundant)
         several = _rewritten(pipeline, best, found)
     pipeline.progress("compare")
-    one = _rewritten(_Pipeline(), choose.choose(program, World.of(1), "auto"), found)
+    one = _rewritten(Pipeline(), choose.choose(program, World.of(1), "auto"), found)
     return compare(several, one, pytree.tree_leaves(arguments(inputs)), tolerance)

@@ -335,6 +335,7 @@ def _facts(made: Plan) -> dict[str, Any]:
         "ranks": made.mesh.size,
         "rows": [dataclasses.asdict(row) for row in made.rows],
         "unsplit": list(made.unsplit),
+        "smaller": made.smaller,
         "meshes": [{"mesh": mesh, "seconds": seconds} for mesh, seconds in made.meshes],
         "seconds_by_pass": made.seconds_by_pass,
     }

@@ -51,7 +51,10 @@ def compared(before: Plan, after: Plan) -> Plan:
             told.append(f"{name}: {new:,.6g} {unit} as worked out now, the file says {old:,.6g}")
     bound = after.bound if after.bound <= after.seconds * (1 + _ALIKE) else 0.0
     unsplit = () if before.edited else tuple(dict.fromkeys(after.unsplit))
-    return dataclasses.replace(after, told=tuple(told), bound=bound, unsplit=unsplit)
+    smaller = None if before.edited else after.smaller
+    return dataclasses.replace(
+        after, told=tuple(told), bound=bound, unsplit=unsplit, smaller=smaller
+    )
 
 
 class _Checker:

@@ -5,6 +5,7 @@ blocks as it takes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from .cost.memory import Budget, refusal
 from .cost.peak import peak
@@ -15,12 +16,17 @@ from .program import Program
 from .world import World
 
 
-def fitted(program: Program, world: World, budget: Budget | None) -> Program:
+def fitted(
+    program: Program,
+    world: World,
+    budget: Budget | None,
+    larger: Callable[[Memory], str] = lambda memory: "",
+) -> Program:
     """The emitted program with its blocks recomputed as planned, and the plan with its memory.
 
     Where that does not fit and recompute is "auto": with the fewest blocks recomputed, the first
     ones, that fit. Raises PlanError where nothing does. `budget` None: as planned, whatever it
-    needs.
+    needs. `larger`: from what is needed here to the smallest world that it would fit, in words.
     """
     assert program.plan is not None
     if budget is None:
@@ -29,7 +35,8 @@ def fitted(program: Program, world: World, budget: Budget | None) -> Program:
     if not budget.fits(memory):
         assert budget.memory_bytes is not None and found.plan is not None
         every = len(found.plan.recompute) == len(blocks(program.module.graph.nodes))
-        raise refusal(memory, budget.memory_bytes, world, program.plan.layout, every)
+        name, advice = program.plan.layout, larger(memory)
+        raise refusal(memory, budget.memory_bytes, world, name, every, advice)
     return found
 
 
@@ -51,7 +58,9 @@ def _tried(
     made = recompute.recompute(dataclasses.replace(program, plan=plan))
     recompute.check(made)
     memory = peak(made, budget.optimizer, world.backend)
-    plan = dataclasses.replace(plan, memory=memory, peak_bytes=memory.peak)
+    plan = dataclasses.replace(
+        plan, memory=memory, peak_bytes=memory.peak, optimizer=budget.optimizer
+    )
     return dataclasses.replace(made, plan=plan), memory
 
 

@@ -122,6 +122,9 @@ class Plan:
     memory: Memory | None = None  # what the peak is made of, known after the rewrite
     bound: float = 0.0  # seconds: no plan of this layout is modelled faster, on any mesh rated
     optimizer: str | float = "adamw"  # whose states are in `memory`
+    smaller: tuple[int, float] | None = (
+        None  # ranks and modelled seconds of a smaller world that would be as fast
+    )
     planned: tuple[str, str] = field(
         default=("", ""), compare=False
     )  # digests of what was split and of the layouts, as autopar planned them
@@ -155,6 +158,7 @@ class Plan:
             [
                 legend,
                 *(f"not split: {escape(reason)}" for reason in self.unsplit),
+                *self._as_fast(),
                 *(escape(line) for line in self.told),
             ]
         )
@@ -173,6 +177,13 @@ class Plan:
         several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
         proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the optimum"
         return f", {proof}{several}"
+
+    def _as_fast(self) -> list[str]:
+        if self.smaller is None:
+            return []
+        ranks, seconds = self.smaller
+        plural = "s" if ranks > 1 else ""
+        return [f"{ranks} rank{plural} would be as fast: {seconds * 1e3:.1f} ms a step modelled"]
 
     @property
     def edited(self) -> frozenset[str]:
@@ -265,6 +276,7 @@ class Plan:
             "unsplit": list(self.unsplit),
             "meshes": [list(pair) for pair in self.meshes],
             "optimizer": self.optimizer,
+            "smaller": None if self.smaller is None else list(self.smaller),
         }
         return {**data, "planned": list(self.planned if any(self.planned) else _digests(data))}
 
@@ -334,6 +346,7 @@ def _from_json(data: dict[str, Any], where: str) -> Plan:
         None if data["memory"] is None else Memory(**data["memory"]),
         data["bound"],
         data["optimizer"],
+        None if data["smaller"] is None else (data["smaller"][0], data["smaller"][1]),
         (data["planned"][0], data["planned"][1]),
     )
 

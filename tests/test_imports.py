@@ -16,7 +16,7 @@ ORDER = (
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
     "rating", "lockstep", "passes", "backends", "fitting", "placement", "module", "verify",
-    "report", "affordable", "ready", "held", "deferred", "api", "calibration",
+    "report", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "api", "calibration",
     "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 

@@ -294,11 +294,12 @@ class OptionCosts:
     def _kept(self, node: fx.Node, found: list[AxisOption], price: Price) -> Any:
         """Bytes that a rank keeps of the node for the backward."""
         share, operands = price.kept.of(node), operands_of(node)
+        spec = self.notes.specs[node.name]
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         total: Any = share.inside / self._parts([isinstance(f.choice, Slot) for f in found])
         for index, each in share.operands:
             operand = operands[index]
-            if operand is not None and found[0].operands[index] is not None:
+            if operand is not None and spec.operands[index] is not None:
                 states = [f.operands[index] for f in found]
                 total = total + each * self._local(shape_of(value_of(operand)), states)
         for index, each in share.results:
