@@ -63,7 +63,7 @@ def _as_fast(
     least = min(range(len(given)), key=bounds.__getitem__)
     if bounds[least] > seconds:
         return None
-    plan = exact(whole, *given[least], world, redundant)
+    plan, _ = exact(whole, *given[least], world, redundant)
     if plan.seconds > seconds:
         return None
     once = dataclasses.replace(budget, recompute="none")
