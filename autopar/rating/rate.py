@@ -7,6 +7,7 @@ the options that its bound leaves, then the next, until none promises more than 
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +33,9 @@ Candidate = tuple[Mesh, Constraint]
 
 _TOGETHER = 96  # meshes whose messages are arrays together: rows of meshes are what numpy works on
 _ROUNDS = 1  # on the shorter frame: a second changes the bounds by 1e-5 and costs as much again
-_MARGIN = 2e-3  # of the bound: what an option may lie above the least to be searched exactly
+_MARGIN = 2e-2  # of the bound: what an option may lie above the least to be searched exactly
 _LEFT = (8, 4, 2, 1)  # options of a region that are searched exactly; fewer where tables outgrow
+_AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same on the best mesh in the end, by its axes
 _GAP = 1e-3  # a mesh that promises less than this more is not searched
 _TRIES = 4  # meshes searched exactly
 _FEW = 16  # meshes under a layout's rules: all are searched exactly
@@ -90,6 +92,8 @@ def best(
         if found is None or plan.seconds < found.seconds * (1 - 1e-9):
             found = plan
     assert found is not None
+    if price is None:  # prices of memory are tried one after the other: these would add up
+        found = _again(whole, found, given, world, redundant)
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
 
 
@@ -163,13 +167,45 @@ def exact(
         return plan, plan.seconds
     bound = _messages(whole, [(mesh, constraint)], world, redundant, price)
     least = float(bound.run()[0])
-    for most in _LEFT:
+    plan = _among(bound, _MARGIN * least, _LEFT, (mesh, constraint), world, redundant, price)
+    if plan.seconds * (1 - _GAP) > least:
+        least = max(least, float(bound.run(2)[0]))
+    return plan, min(least, plan.seconds)
+
+
+def _again(
+    whole: Frame, found: Plan, given: Sequence[Candidate], world: World, redundant: bool
+) -> Plan:
+    """The best plan, or a better one on its mesh, among more options of every region, the lowest in
+    the bound. Where these are all that there are, it is the best there is.
+    """
+    one = next(pair for pair in given if pair[0] == found.mesh and pair[1].name == found.layout)
+    if not found.mesh.axes or not one[1].free:
+        return found
+    bound = _messages(whole, [one], world, redundant, None)
+    bound.run(2)
+    most = _AGAIN[len(found.mesh.axes)]
+    counts = [n for n in (most, most // 4, most // 16) if n]
+    other = _among(bound, math.inf, counts, one, world, redundant, None)
+    return other if other.seconds < found.seconds * (1 - 1e-9) else found
+
+
+def _among(
+    bound: Bound,
+    margin: float,
+    counts: Sequence[int],
+    candidate: Candidate,
+    world: World,
+    redundant: bool,
+    price: Price | None,
+) -> Plan:
+    """The best plan among so many options of every region, the next number where tables outgrow."""
+    mesh, constraint = candidate
+    program = bound.frame.program
+    for most in counts:
         try:
-            left = near(bound, _MARGIN * least, most)
-            plan = search(whole.program, mesh, world, constraint, redundant, left, price)
-            if plan.seconds * (1 - _GAP) > least:
-                least = max(least, float(bound.run(2)[0]))
-            return plan, min(least, plan.seconds)
+            left = near(bound, margin, most)
+            return search(program, mesh, world, constraint, redundant, left, price)
         except PlanError as error:
             refused = error
     raise refused
