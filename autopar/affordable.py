@@ -14,15 +14,17 @@ from typing import NamedTuple
 from .cost.kept import Kept, Price
 from .cost.memory import Budget
 from .fitting import effort
-from .layouts import Layouts
+from .layouts import Layouts, candidates
 from .passes import choose, emit, pipeline, rewrite
 from .plan import Memory
 from .program import Program
+from .rating.rate import Candidate
 from .report.summary import summarised
 from .world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn
 _TRIES = 5
+_MESHES = 24  # that are tried at the second price and later ones: the best at the first
 
 
 class _Tried(NamedTuple):
@@ -68,12 +70,14 @@ def _at_a_price(
     least: _Tried,
 ) -> _Tried:
     """The fastest of the plans that fit, found by bisection; else that of least memory."""
-    kept = Kept(program, budget.optimizer)
+    kept, given = Kept(program, budget.optimizer), list(candidates(layout, world.ranks, program))
     price, step = least.seconds / max(1.0, least.memory.peak), _STEP
     best, was_enough = least, False
     for _ in range(_TRIES):
         paid = Price(kept, price)
-        found = _try(choose.choose(program, world, layout, redundant, budget, paid), world, budget)
+        chosen = choose.choose(program, world, layout, redundant, budget, paid, given)
+        given = _promising(chosen, given)
+        found = _try(chosen, world, budget)
         enough = budget.fits(found.memory)
         better = found.seconds < best.seconds or not budget.fits(best.memory)
         if (enough and better) or (not enough and found.memory.peak < best.memory.peak):
@@ -81,6 +85,14 @@ def _at_a_price(
         step = step**0.5 if enough != was_enough else step
         price, was_enough = (price / step if enough else price * step), enough
     return best
+
+
+def _promising(chosen: Program, given: list[Candidate]) -> list[Candidate]:
+    """The meshes of the lowest bounds, in their order."""
+    assert chosen.plan is not None
+    bounds = [bound for _, bound in chosen.plan.meshes]
+    low = sorted(range(len(given)), key=bounds.__getitem__)[:_MESHES]
+    return [given[i] for i in sorted(low)]
 
 
 def _try(chosen: Program, world: World, budget: Budget, again: bool = False) -> _Tried:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from ..cost.kept import Price, bytes_kept
 from ..cost.memory import Budget
 from ..graphs import blocks
 from ..layouts import Layouts, candidates
 from ..program import Program
-from ..rating.rate import best
+from ..rating.rate import Candidate, best
 from ..world import World
 
 
@@ -20,15 +21,17 @@ def choose(
     redundant: bool = False,
     budget: Budget | None = None,
     price: Price | None = None,
+    given: Sequence[Candidate] | None = None,
 ) -> Program:
     """The best plan over every mesh that `layout` allows on the ranks of `world`, with a proven
     bound; ties go to fewer axes, then to the first mesh.
 
     `budget`: with recompute "full" every repeated block is; "auto" leaves it to what follows.
     `price`: what the bytes that a plan keeps cost, for plans that must fit; the plan's seconds and
-    bound are without it (the bound: of plans that keep no more than this one).
+    bound are without it (the bound: of plans that keep no more than this one). `given`: only these
+    meshes, each with its constraint.
     """
-    given = list(candidates(layout, world.ranks, program))
+    given = list(candidates(layout, world.ranks, program)) if given is None else given
     found = best(program, given, world, redundant, price)
     meshes = tuple((str(mesh), s) for (mesh, _), s in zip(given, found.bounds, strict=True))
     full = budget is not None and budget.recompute == "full"
