@@ -5,6 +5,7 @@ blocks as it takes.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from .cost.memory import Budget, refusal
@@ -45,7 +46,7 @@ def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Mem
     assert program.plan is not None
     found, memory = _tried(program, program.plan.recompute, world, budget)
     if not budget.fits(memory) and budget.recompute == "auto":
-        return _fewest(program, blocks(program.module.graph.nodes), world, budget)
+        return _fewest(program, memory.peak, world, budget)
     return found, memory
 
 
@@ -65,16 +66,20 @@ def _tried(
 
 
 def _fewest(
-    program: Program, names: tuple[str, ...], world: World, budget: Budget
+    program: Program, without: float, world: World, budget: Budget
 ) -> tuple[Program, Memory]:
-    """By halving; all blocks where not even that fits."""
-    best = _tried(program, names, world, budget)
-    few, many = 0, len(names)  # too few, enough
-    while budget.fits(best[1]) and many - few > 1:
-        middle = (few + many) // 2
-        tried = _tried(program, names[:middle], world, budget)
+    """All blocks, where not even that fits. Every block that is recomputed takes about as much off
+    the peak `without` any, so the guess is a straight line; it is raised until it fits.
+    """
+    names = blocks(program.module.graph.nodes)
+    every = _tried(program, names, world, budget)
+    limit, least = budget.memory_bytes, every[1].peak
+    if limit is None or not budget.fits(every[1]) or without <= least:
+        return every
+    few = max(1, math.ceil(len(names) * (without - limit) / (without - least)))
+    while few < len(names):
+        tried = _tried(program, names[:few], world, budget)
         if budget.fits(tried[1]):
-            best, many = tried, middle
-        else:
-            few = middle
-    return best
+            return tried
+        few += max(1, len(names) // 16)
+    return every

@@ -143,7 +143,8 @@ class Plan:
             f"{self._certificate()}"
         )
         table = Table(title=title, title_justify="left", caption_justify="left")
-        for name in ("subgraph", "layout", "collectives"):
+        table.add_column("subgraph", no_wrap=True)
+        for name in ("layout", "collectives"):
             table.add_column(name, overflow="fold")
         table.add_column("MB/rank/step", justify="right")
         table.add_column("ms", justify="right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def test_plan_prints_a_table_and_saves_what_show_prints(tmp_path: Path) -> None:
     printed = run("plan", "gpt2", "--ranks", "8", "--batch", "8x128", "--save", saved).stdout
     assert "gpt2, batch 8x128: 124 M parameters" in printed
     assert "8 ranks of" in printed
-    assert "blocks.0-11.up" in printed
+    assert re.search(r"blocks\.[0-9-]+\.up ", printed)
     assert " at the peak on each device" in printed
     shown = run("show", saved).stdout
     assert table(shown) == table(printed)
@@ -84,7 +85,7 @@ def test_plan_prints_a_table_and_saves_what_show_prints(tmp_path: Path) -> None:
     facts = json.loads(run("show", saved, "--json").stdout)
     assert facts["ranks"] == 8
     assert facts["seconds"] > 0
-    assert any(row["subgraph"] == "blocks.0-11.up" for row in facts["rows"])
+    assert any(re.fullmatch(r"blocks\.[0-9-]+\.up", row["subgraph"]) for row in facts["rows"])
 
 
 def table(text: str) -> list[str]:

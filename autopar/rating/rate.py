@@ -75,6 +75,10 @@ def best(
     `price`, the plan's seconds and all bounds contain what the bytes that it keeps cost.
     """
     whole = frame(program)
+    if not given[0][0].axes:  # one rank: nothing to choose
+        mesh, rules = given[0]
+        plan = search(program, mesh, world, rules, redundant, None, price)
+        return Best(plan, plan.seconds, (plan.seconds,))
     if all(not constraint.free for _, constraint in given) and len(given) <= _FEW:
         plans = [
             search(program, mesh, world, rules, redundant, None, price) for mesh, rules in given
