@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from .cost.kept import Kept, Price
+from .cost.kept import Kept, Price, bytes_kept
 from .cost.memory import Budget
 from .fitting import effort
 from .layouts import Layouts, candidates
@@ -23,7 +23,8 @@ from .report.summary import summarised
 from .world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn
-_TRIES = 5
+_TRIES = 4
+_ROUNDS = 2  # of so many tries each: what a plan holds besides is corrected in between
 _MESHES = 24  # that are tried at the second price and later ones: the best at the first
 
 
@@ -69,22 +70,36 @@ def _at_a_price(
     budget: Budget,
     least: _Tried,
 ) -> _Tried:
-    """The fastest of the plans that fit, found by bisection; else that of least memory."""
+    """The fastest of the plans that fit, found by bisection; else that of least memory.
+
+    What a plan keeps is known at once; what it holds besides is taken to be as much as in the last
+    plan whose peak was worked out.
+    """
     kept, given = Kept(program, budget.optimizer), list(candidates(layout, world.ranks, program))
     price, step = least.seconds / max(1.0, least.memory.peak), _STEP
     best, was_enough = least, False
-    for _ in range(_TRIES):
-        paid = Price(kept, price)
-        chosen = choose.choose(program, world, layout, redundant, budget, paid, given)
-        given = _promising(chosen, given)
-        found = _try(chosen, world, budget)
-        enough = budget.fits(found.memory)
-        better = found.seconds < best.seconds or not budget.fits(best.memory)
-        if (enough and better) or (not enough and found.memory.peak < best.memory.peak):
-            best = found
-        step = step**0.5 if enough != was_enough else step
-        price, was_enough = (price / step if enough else price * step), enough
+    for _ in range(_ROUNDS):
+        besides = best.memory.peak - _kept(kept, best.program)
+        found: list[tuple[bool, float, float, Program]] = []
+        for _ in range(_TRIES):
+            paid = Price(kept, price)
+            chosen = choose.choose(program, world, layout, redundant, budget, paid, given)
+            given = _promising(chosen, given)
+            needs = besides + _kept(kept, chosen)
+            enough = needs <= (budget.memory_bytes or 0.0)
+            seconds = chosen.plan.seconds if chosen.plan is not None and enough else 0.0
+            found.append((not enough, seconds, needs, chosen))
+            step = step**0.5 if enough != was_enough else step
+            price, was_enough = (price / step if enough else price * step), enough
+        best = _try(min(found, key=lambda one: one[:3])[3], world, budget)
+        if budget.fits(best.memory):
+            return best
     return best
+
+
+def _kept(kept: Kept, chosen: Program) -> float:
+    assert chosen.plan is not None
+    return bytes_kept(kept, chosen.plan)
 
 
 def _promising(chosen: Program, given: list[Candidate]) -> list[Candidate]:
