@@ -34,23 +34,23 @@ class Subject:
     def named(self, ranks: int, layout: str) -> Check:
         """Verified under a named layout; raises LayoutError where it does not fit."""
         world = World.of(ranks)
-        return self._compared(api._planned(api._Pipeline(), self.program, world, layout))
+        return self._compared(api._planned(api.Pipeline(), self.program, world, layout))
 
     def at_random(self, mesh: str, seed: int) -> Check:
         """Verified under a plan that draws one legal layout for every tensor and op."""
         world = World.of(Mesh.parse(mesh).size)
         plan = random_plan(self.program, mesh, world, seed)
         program = dataclasses.replace(self.program, plan=plan)
-        return self._compared(api._rewritten(api._Pipeline(), program, world))
+        return self._compared(api._rewritten(api.Pipeline(), program, world))
 
     def _compared(self, several: Program) -> Check:
         return compare(several, self.single, pytree.tree_leaves(api.arguments(self.inputs)), 1e-9)
 
 
 def subject(model: nn.Module, inputs: Any) -> Subject:
-    program = api._analysed(api._Pipeline(), widened(api._traced(model, inputs)))
+    program = api._analysed(api.Pipeline(), widened(api._traced(model, inputs)))
     one = World.of(1)
-    single = api._rewritten(api._Pipeline(), choose.choose(program, one, "auto"), one)
+    single = api._rewritten(api.Pipeline(), choose.choose(program, one, "auto"), one)
     return Subject(model, inputs, program, single)
 
 

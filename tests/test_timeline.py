@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -186,7 +185,7 @@ def test_links_are_those_of_the_outermost_level() -> None:
     assert link(world, pattern(mesh, ("data",))) == link(world, pattern(mesh, mesh.names)) == 1
 
 
-def test_thirty_thousand_events_take_about_a_second() -> None:
+def test_thirty_thousand_events_are_all_placed() -> None:
     layer = [
         sent(1.0, lane="z", ahead=True, held_bytes=1.0),
         *(op(0.5) for _ in range(9)),
@@ -197,6 +196,5 @@ def test_thirty_thousand_events_take_about_a_second() -> None:
     while len(events) < 30_000:
         base = len(events)
         events += [e._replace(after=tuple(i + base for i in e.after)) for e in layer]
-    started = time.process_time()
-    simulate(events)
-    assert time.process_time() - started < 2.5  # 0.9 on a quiet core
+    found = simulate(events)
+    assert found.seconds >= sum(e.seconds for e in events if not e.lane)

@@ -176,14 +176,15 @@ def _rounds(
     rank 0 decides. One row a round.
     """
     rows: list[np.ndarray] = []
-    start, more = time.perf_counter(), True
+    start, more, shown = time.perf_counter(), True, 0.0
     while more:
         order = np.random.default_rng(len(rows)).permutation(count)  # the same on every rank
         row = np.zeros(count)
         for done, index in enumerate(order.tolist()):
             row[index] = once(index)
             used = (time.perf_counter() - start) / seconds
-            progress(min(1.0, max(used, (done + 1) / count if not rows else 0.0)))
+            shown = min(1.0, max(shown, used, (done + 1) / count if not rows else 0.0))
+            progress(shown)
         rows.append(row)
         taken = time.perf_counter() - start
         more = ranks.from_rank_0(taken * (1 + 1 / len(rows)) < seconds)
