@@ -34,7 +34,9 @@ class Subject:
     def named(self, ranks: int, layout: str) -> Check:
         """Verified under a named layout; raises LayoutError where it does not fit."""
         world = World.of(ranks)
-        return self._compared(api._planned(api.Pipeline(), self.program, world, layout))
+        run = api.Pipeline()
+        chosen = api._chosen(run, self.program, world, layout, None, False)
+        return self._compared(api._rewritten(run, chosen, world))
 
     def at_random(self, mesh: str, seed: int) -> Check:
         """Verified under a plan that draws one legal layout for every tensor and op."""
