@@ -1,6 +1,5 @@
 """Calibration: measure what runs, in rounds over all cases so that drift meets them alike, until
-the time is used up; lower quartiles, since what else runs on a machine only ever adds time; a world
-that plans use from then on.
+the time is used up; medians, since a step pays what is usual; a world that plans use from then on.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from .. import ranks
 from ..errors import WorldError
 from ..world import KINDS, Measured, World
 from . import measure
-from .fit import efficiencies, fitted, line
+from .fit import efficiencies, fitted, line, rising
 from .measure import Case, Product
 from .pattern import Pattern, size
 
 Progress = Callable[[float, str], None]  # share that is done, what is being done
 
-CPU_SIZES = tuple(2**power for power in (12, 15, 18, 20, 22, 24))  # bytes of the whole value
-GPU_SIZES = tuple(2**power for power in (14, 17, 20, 23, 26, 28))
+# Bytes of the whole value; four times the one before, as what lies between is read off a line.
+CPU_SIZES = tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24))
+GPU_SIZES = tuple(2**power for power in (10, 14, 16, 18, 20, 22, 24, 26, 28))
 CPU_SQUARES = (16, 32, 64, 128, 256, 512, 1024)
 GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
 _ON_COLLECTIVES = 0.75  # of the time
-_QUANTILE = 0.25  # of a case's rounds: as steady as a median, less moved by what else runs
+_ALONE = 3  # what plans do not run is measured in every so manieth round
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,10 @@ def timed_collectives(
                 return 0.0
             return measure.seconds(works[index], times[index], device)
 
-        rows = _rounds(len(wanted), once, seconds, lambda s: progress(s, "collectives"))
+        every = [1 if case.together else _ALONE for case in wanted]
+        rows = _rounds(every, once, seconds, lambda s: progress(s, "collectives"))
     slowest = np.max(ranks.all_of(rows), axis=0)
-    return _quartiles(wanted, slowest)
+    return _medians(wanted, slowest)
 
 
 def _with_first(digits: Pattern, rank: int) -> bool:
@@ -165,23 +166,29 @@ def timed_products(
         measure.barrier()
         return measure.seconds(works[index], times[index], device)
 
-    rows = _rounds(len(wanted), once, seconds, lambda s: progress(s, "products"))
-    return _quartiles(wanted, np.concatenate(ranks.all_of(rows)))
+    rows = _rounds([1] * len(wanted), once, seconds, lambda s: progress(s, "products"))
+    return _medians(wanted, np.concatenate(ranks.all_of(rows)))
 
 
 def _rounds(
-    count: int, once: Callable[[int], float], seconds: float, progress: Callable[[float], None]
+    every: Sequence[int],
+    once: Callable[[int], float],
+    seconds: float,
+    progress: Callable[[float], None],
 ) -> np.ndarray:
     """Rounds over all cases, each in another order, as many as the time allows and at least one;
-    rank 0 decides. One row a round.
+    rank 0 decides. `every`: a case takes part in the first of so many rounds. One row a round, NaN
+    where a case took no part.
     """
+    count = len(every)
     rows: list[np.ndarray] = []
     start, more, shown = time.perf_counter(), True, 0.0
     while more:
         order = np.random.default_rng(len(rows)).permutation(count)  # the same on every rank
-        row = np.zeros(count)
+        row = np.full(count, np.nan)
         for done, index in enumerate(order.tolist()):
-            row[index] = once(index)
+            if len(rows) % every[index] == 0:
+                row[index] = once(index)
             used = (time.perf_counter() - start) / seconds
             shown = min(1.0, max(shown, used, (done + 1) / count if not rows else 0.0))
             progress(shown)
@@ -191,14 +198,16 @@ def _rounds(
     return np.stack(rows)
 
 
-def _quartiles(wanted: Sequence[Case | Product], rows: np.ndarray) -> Times:
-    found = np.quantile(rows, _QUANTILE, axis=0).tolist()
+def _medians(wanted: Sequence[Case | Product], rows: np.ndarray) -> Times:
+    found = np.nanmedian(rows, axis=0).tolist()
     return Times(dict(zip(wanted, found, strict=True)), len(rows))
 
 
 # -- what follows from it --------------------------------------------------------------------------
 def lines(times: Times) -> list[Measured]:
-    """A line through the sizes of each collective over each pattern."""
+    """The times of each collective over each pattern, in the order of sizes, and a line through
+    them.
+    """
     series: dict[tuple[str, Pattern, bool], list[tuple[int, float]]] = {}
     for case, seconds in times.seconds.items():
         assert isinstance(case, Case)
@@ -206,8 +215,11 @@ def lines(times: Times) -> list[Measured]:
         series.setdefault(key, []).append((measure.actual_bytes(case), seconds))
     found = []
     for (kind, digits, together), points in series.items():
-        start, rate = line(*zip(*points, strict=True))
-        found.append(Measured(kind, digits, size(digits), start, rate, together))
+        points.sort()
+        sizes, took = [size for size, _ in points], [took for _, took in points]
+        start, rate = line(sizes, took)
+        bent = tuple(zip(map(float, sizes), rising(took), strict=True))
+        found.append(Measured(kind, digits, size(digits), start, rate, together, bent))
     return found
 
 

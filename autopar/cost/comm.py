@@ -64,7 +64,7 @@ def collective_cost(
     part, found = _found(world, mesh, axes, traffic.collective, find)
     whole = traffic.elements * element_bytes
     way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole))
-    return Price(part * whole, way.start_s + way.s_per_byte * whole, way)
+    return Price(part * whole, way.seconds(whole), way)
 
 
 def sent(kind: str, ranks: Any) -> Any:
@@ -87,9 +87,9 @@ def seconds(
     way that is the fastest for it. `digits` is `pattern(mesh, axes)`.
     """
     first, *others = ways(world, kind, digits)
-    fastest = first.start_s + first.s_per_byte * whole_bytes
+    fastest = first.all_seconds(whole_bytes)
     for way in others:
-        fastest = np.minimum(fastest, way.start_s + way.s_per_byte * whole_bytes)
+        fastest = np.minimum(fastest, way.all_seconds(whole_bytes))
     return fastest
 
 

@@ -32,6 +32,22 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     return float(start), float(rate)
 
 
+def rising(seconds: Sequence[float]) -> list[float]:
+    """The times nearest to these (least squares of their logarithms) that never fall: what takes
+    less for more bytes was disturbed.
+
+    >>> rising([2.0, 8.0, 2.0, 9.0])
+    [2.0, 4.0, 4.0, 9.0]
+    """
+    blocks: list[tuple[float, int]] = []  # (mean logarithm, how many)
+    for logarithm in np.log(np.asarray(seconds, dtype=np.float64)).tolist():
+        blocks.append((logarithm, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (late, some), (early, others) = blocks.pop(), blocks.pop()
+            blocks.append(((late * some + early * others) / (some + others), some + others))
+    return [_six(math.exp(mean)) for mean, count in blocks for _ in range(count)]
+
+
 def nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
     """Least squares of rows · x = wanted with no x below 0: what falls below is left out, the
     lowest first. Columns may differ in scale.
@@ -110,8 +126,8 @@ def _factor(world: World, measured: Sequence[Measured]) -> float:
     ratios = []
     for one in measured:
         modelled = formula(world, one.kind, one.pattern)
-        for size in _SIZES:
-            took = one.start_s + one.s_per_byte * size
+        line = [(size, one.start_s + one.s_per_byte * size) for size in _SIZES]
+        for size, took in one.points or line:
             if took > 0 and modelled.seconds(size) > 0:
                 ratios.append(math.log(took / modelled.seconds(size)))
     return math.exp(float(np.median(ratios))) if ratios else 1.0

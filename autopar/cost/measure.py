@@ -18,9 +18,10 @@ from .pattern import Pattern, members, size
 
 _WARM_S = 2e-3  # on a GPU, what is shorter is run several times for one measurement
 _MOST = 20  # times
-# On CPUs always as often: a rank that computes for long is put aside for others, so that many small
-# collectives in a row would seem slower than one large one.
+# On CPUs as often whether it takes 0.1 or 10 ms: a rank that computes for long is put aside for
+# others, so that many small collectives in a row would seem slower than one large one.
 _ON_CPU = 3
+_LONG_S = 50e-3  # what takes longer is run once, so that there are more rounds
 FORMS = ("NN", "NT", "TN")  # whether the left or the right operand lies transposed
 
 
@@ -142,7 +143,7 @@ def times_for(work: Callable[[], object], device: torch.device, taking_part: boo
         took = seconds(work, 1, device)
     longest = max(ranks.all_of(took))
     if device.type == "cpu":
-        return _ON_CPU
+        return _ON_CPU if longest < _LONG_S else 1
     return int(min(_MOST, max(1, _WARM_S // max(longest, 1e-9))))
 
 

@@ -1,4 +1,5 @@
-"""The ways to run a collective over a group, each seconds = start + per byte · bytes of the whole.
+"""The ways to run a collective over a group, each seconds = start + per byte · bytes of the whole,
+with bends where calibration found some.
 
 On a group of p ranks, with B the bytes of the whole value on its axes (Thakur, Rabenseifner, Gropp
 2005): a ring passes (p-1)/p·B over every edge in an all-gather or a reduce-scatter, twice that in
@@ -9,12 +10,16 @@ the same collective across on B/inside, gather inside; each of the three again i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..world import World
+import numpy as np
+from numpy.typing import NDArray
+
+from ..world import Measured, World
 from .load import load
 from .pattern import Pattern, halves, size
 
@@ -23,15 +28,41 @@ class Way(NamedTuple):
     """One algorithm: "ring", "tree", "exchange", "measured" (whatever the backend does, as
     calibration found it) or "two-level" with so many ranks `inside`, then inside what is left
     across, and so on (else ()); seconds that it takes for nothing, and per byte of the whole value.
+    `bends`: (bytes, how much more a byte takes from there on).
     """
 
     algorithm: str
     inside: tuple[int, ...]
     start_s: float
     s_per_byte: float
+    bends: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, whole_bytes: float) -> float:
-        return self.start_s + self.s_per_byte * whole_bytes
+        found = self.start_s + self.s_per_byte * whole_bytes
+        for at, more in self.bends:
+            if whole_bytes > at:
+                found += more * (whole_bytes - at)
+        return found
+
+    def all_seconds(self, whole_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`seconds`, elementwise."""
+        found = self.start_s + self.s_per_byte * whole_bytes
+        for at, more in self.bends:
+            found += more * np.maximum(whole_bytes - at, 0.0)
+        return found
+
+    def after(self, other: Way) -> Way:
+        """Both, one after the other, on values of as many bytes; named as this one."""
+        return self._replace(
+            start_s=self.start_s + other.start_s,
+            s_per_byte=self.s_per_byte + other.s_per_byte,
+            bends=self.bends + other.bends,
+        )
+
+    def on_part(self, ranks: int) -> Way:
+        """This on one of so many equal parts of the whole value."""
+        bends = tuple((at * ranks, more / ranks) for at, more in self.bends)
+        return self._replace(s_per_byte=self.s_per_byte / ranks, bends=bends)
 
 
 FREE = Way("ring", (), 0.0, 0.0)
@@ -57,12 +88,29 @@ def flat_ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
         return (FREE,)
     known = world.found(kind, digits)
     if known is not None:
-        return (Way("measured", (), known.start_s, known.s_per_byte),)
+        return (_measured(known),)
     factor = world.factor(kind)
     return _best(
         Way(name, (), factor * (world.launch_s + start), factor * rate)
         for name, start, rate in _flat(world, kind, digits)
     )
+
+
+def _measured(known: Measured) -> Way:
+    """Straight lines between the points; as long for less as for the first, as steep for more as
+    before the last.
+    """
+    if len(known.points) < 2:
+        return Way("measured", (), known.start_s, known.s_per_byte)
+    slopes = [0.0] + [
+        (later - sooner) / (larger - smaller)
+        for (smaller, sooner), (larger, later) in itertools.pairwise(known.points)
+    ]
+    bends = tuple(
+        (at, after - before)
+        for (at, _), (before, after) in zip(known.points, itertools.pairwise(slopes))
+    )
+    return Way("measured", (), known.points[0][1], 0.0, bends)
 
 
 def _flat(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float, float]]:
@@ -95,22 +143,23 @@ def _two_level(world: World, kind: str, digits: Pattern) -> Iterator[Way]:
     for inside, across in halves(digits):
         ranks = size(inside)
         for way in ways(world, kind, across):  # what goes across is the part that a rank has
-            made = [(way.start_s, way.s_per_byte / ranks)]
+            made = [Way("two-level", (ranks, *way.inside), *way.on_part(ranks)[2:])]
             for stage in ("reduce_scatter", "all_gather"):
                 if kind in (stage, "all_reduce"):
                     once = flat_ways(world, stage, inside)
-                    made = [(s + w.start_s, r + w.s_per_byte) for s, r in made for w in once]
-            levels = (ranks, *way.inside)
-            yield from (Way("two-level", levels, start, rate) for start, rate in made)
+                    made = [found.after(w) for found in made for w in once]
+            yield from made
 
 
 def _best(candidates: Iterable[Way]) -> tuple[Way, ...]:
-    """The lower envelope of lines; of equal ones the first, which is the simplest."""
+    """The lower envelope; of equal ones the first, which is the simplest."""
     kept: list[Way] = []
     for way in candidates:
         if not any(_beats(other, way) for other in kept):
             kept = [other for other in kept if not _beats(way, other)] + [way]
     kept.sort(key=lambda way: way.start_s)
+    if any(way.bends for way in kept):
+        return tuple(kept)
     hull: list[Way] = []
     for way in kept:
         while len(hull) > 1 and _overtakes(hull[-2], way) <= _overtakes(hull[-2], hull[-1]):
@@ -121,9 +170,10 @@ def _best(candidates: Iterable[Way]) -> tuple[Way, ...]:
 
 def _beats(one: Way, other: Way) -> bool:
     """As fast or faster at every size, but for rounding."""
-    return all(
-        mine <= theirs * (1 + 1e-9)
-        for mine, theirs in ((one.start_s, other.start_s), (one.s_per_byte, other.s_per_byte))
+    sizes = (0.0, *(at for at, _ in (*one.bends, *other.bends)))
+    mine, theirs = (w.s_per_byte + sum(more for _, more in w.bends) for w in (one, other))
+    return mine <= theirs * (1 + 1e-9) and all(
+        one.seconds(size) <= other.seconds(size) * (1 + 1e-9) for size in sizes
     )
 
 

@@ -1,0 +1,105 @@
+"""Ways with bends: straight lines between measured sizes, in every place that reads them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.cost import comm
+from autopar.cost.fit import rising
+from autopar.cost.pattern import pattern
+from autopar.cost.ways import Way, _best, flat_ways, ways
+from autopar.errors import WorldError
+from autopar.layout import Traffic
+from autopar.mesh import Mesh
+from autopar.rating.prices import Meshes
+from autopar.world import Device, Level, Measured, World
+
+CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
+POINTS = ((1e3, 1e-3), (1e4, 1.1e-3), (1e5, 4e-3), (1e6, 1e-2))
+BENT = Measured("all_gather", ((2, 1),), 2, 1e-3, 1e-8, points=POINTS)
+LOWER = tuple((size, seconds / 4) for size, seconds in POINTS)
+PLAIN = World((Level(2, 6e8, 1e-4), Level(2, 5e7, 1e-3)), CORE)
+WORLD = replace(
+    PLAIN,
+    measured=(
+        BENT,
+        replace(BENT, kind="reduce_scatter", points=LOWER),
+        Measured("all_reduce", ((2, 2),), 2, 2e-3, 4e-8, points=((1e3, 2e-3), (1e6, 5e-2))),
+        Measured("all_reduce", ((4, 1),), 4, 2e-3, 4e-8, points=((1e3, 3e-3), (1e6, 9e-2))),
+    ),
+)
+SIZES = np.array([0.0, 500.0, 1e3, 3e3, 1e4, 7e4, 1e5, 5e5, 1e6])
+
+
+def test_straight_lines_between_the_points() -> None:
+    (way,) = flat_ways(WORLD, "all_gather", ((2, 1),))
+    expected = np.interp(SIZES, *zip(*POINTS, strict=True))
+    assert [way.seconds(size) for size in SIZES] == pytest.approx(expected)
+    assert way.all_seconds(SIZES) == pytest.approx(expected)
+
+
+def test_beyond_the_points() -> None:
+    """As long for less as for the first; as steep for more as before the last."""
+    (way,) = flat_ways(WORLD, "all_gather", ((2, 1),))
+    assert way.seconds(0) == pytest.approx(1e-3)
+    assert way.seconds(2e6) == pytest.approx(1e-2 + 1e6 * 6e-3 / 9e5)
+
+
+def test_one_point_is_no_line() -> None:
+    world = replace(PLAIN, measured=(replace(BENT, points=POINTS[:1]),))
+    assert flat_ways(world, "all_gather", ((2, 1),)) == (Way("measured", (), 1e-3, 1e-8),)
+
+
+def test_two_levels_add_up_bend_by_bend() -> None:
+    """A sum over four: scatter in the node, sum half across, gather in the node."""
+    found = {way.algorithm: way for way in ways(WORLD, "all_reduce", ((4, 1),))}
+    stages = [
+        flat_ways(WORLD, kind, digits)[0]
+        for kind, digits in (
+            ("reduce_scatter", ((2, 1),)),
+            ("all_reduce", ((2, 2),)),
+            ("all_gather", ((2, 1),)),
+        )
+    ]
+    for size in SIZES:
+        scatter, across, gather = stages
+        expected = scatter.seconds(size) + across.seconds(size / 2) + gather.seconds(size)
+        assert found["two-level"].seconds(size) == pytest.approx(expected)
+
+
+def test_what_is_never_the_fastest_is_left_out() -> None:
+    low = Way("measured", (), 1e-3, 0.0, ((1e4, 1e-8),))
+    high = Way("two-level", (2,), 1.5e-3, 0.0, ((1e4, 2e-8),))
+    later = Way("two-level", (4,), 2e-3, 1e-9)
+    assert _best([low, high, later]) == (low, later)
+    assert _best([high, low]) == (low,)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce", "reduce_scatter", "all_to_all"])
+def test_every_reader_says_the_same(kind: str) -> None:
+    """One price, an array of sizes, and an array of meshes."""
+    meshes = [Mesh.parse("a2.b2"), Mesh.parse("b4.a1")]
+    whole = np.stack([SIZES, SIZES])
+    for axes in ((0,), (1,), (0, 1)):
+        rated = Meshes(meshes, WORLD).seconds(kind, axes, whole)
+        for mesh, row in zip(meshes, rated, strict=True):
+            names = tuple(mesh.axes[a].name for a in axes)
+            array = comm.seconds(WORLD, pattern(mesh, names), kind, SIZES)
+            one = [
+                comm.collective_cost(Traffic(kind, int(size)), names, mesh, 1, WORLD).seconds
+                for size in SIZES
+            ]
+            assert row == pytest.approx(array) and one == pytest.approx(array)
+
+
+def test_times_never_fall() -> None:
+    assert rising([2.0, 8.0, 2.0, 9.0]) == [2.0, 4.0, 4.0, 9.0]
+    assert rising([3.0, 2.0, 1.0]) == pytest.approx([6.0 ** (1 / 3)] * 3, rel=1e-5)
+
+
+def test_points_in_another_order_are_refused() -> None:
+    with pytest.raises(WorldError, match="write them in rising order"):
+        replace(BENT, points=POINTS[::-1])
