@@ -28,7 +28,7 @@ from .layout import Layout
 from .layouts import Layouts, candidates
 from .mesh import Mesh, connect
 from .module import ParallelModule
-from .passes import annotate, chains, choose, emit, rewrite, trace
+from .passes import annotate, chains, choose, emit, forms, rewrite, trace
 from .passes import pipeline as panels
 from .passes import recompute as recomputing
 from .pipeline import Pipeline, Progress
@@ -92,6 +92,7 @@ def _rewritten(pipeline: Pipeline, program: Program, world: World) -> Program:
 def _emitted(pipeline: Pipeline, program: Program, world: World) -> Program:
     program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
     program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
+    program = pipeline.run("forms", program, lambda p: forms.forms(p, world), forms.check)
     return pipeline.run("emit", program, emit.emit, emit.check)
 
 

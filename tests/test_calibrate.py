@@ -122,16 +122,40 @@ def test_every_pattern_of_a_world() -> None:
 
 def test_the_products_that_ranks_may_get() -> None:
     found = local_products([(torch.float32, 8, 6, 4)], 4)
-    assert {(p.m, p.n, p.k) for p in found} == {
-        (2, 6, 4), (8, 6, 1), (4, 3, 4), (4, 6, 2), (8, 3, 2),
-    }  # fmt: skip
+    forward = {(p.m, p.n, p.k) for p in found if p.form == "NT"}
+    assert forward == {(2, 6, 4), (8, 6, 1), (4, 3, 4), (4, 6, 2), (8, 3, 2)}
+    assert {(p.m, p.n, p.k) for p in found if p.form == "NN"} == {(m, k, n) for m, n, k in forward}
+    assert {(p.m, p.n, p.k) for p in found if p.form == "TN"} == {(n, k, m) for m, n, k in forward}
+    assert len(found) == 3 * 3 * len(forward)  # as they are, and with either operand copied
 
 
 @pytest.mark.parametrize("form", measure.FORMS)
 def test_forms_lie_as_they_say(form: str) -> None:
-    shape = Product(torch.float32, 3, 5, 7, form)
-    assert measure.product(shape, torch.device("cpu"))().shape == (3, 5)
-    assert shape.flops == 2 * 3 * 5 * 7 and shape.moved_bytes == 4 * (21 + 35 + 15)
+    left, right = torch.randn(40), torch.randn(40)
+    x = left[:21].view(7, 3).t() if form[0] == "T" else left[:21].view(3, 7)
+    y = right[:35].view(5, 7).t() if form[1] == "T" else right[:35].view(7, 5)
+    for copied in measure.COPIES:
+        shape = Product(torch.float32, 3, 5, 7, form, copied)
+        torch.testing.assert_close(measure.product(shape, left, right)(), x @ y)
+        assert shape.flops == 2 * 3 * 5 * 7 and shape.moved_bytes == 4 * (21 + 35 + 15)
+
+
+def test_what_plans_do_not_run_is_measured_less_often() -> None:
+    rows = calibrate._rounds([1, 3], lambda index: 1.0 + index, 1e-4, lambda share: None)
+    rows = np.concatenate([rows] + [rows] * 3) if len(rows) == 1 else rows
+    assert np.isfinite(rows[:, 0]).all() and np.isfinite(rows[0, 1])
+
+
+def test_products_and_their_copies_become_forms() -> None:
+    shapes = [Product(torch.float32, 2, 3, 4, "NT", copied) for copied in measure.COPIES]
+    times = dict(zip(shapes, (3e-3, 4e-3, 2e-3), strict=True))
+    times[Product(torch.float32, 8, 8, 8)] = 1e-3  # a square, measured one way only
+    world = with_products(TRUE, Times({**times}, 1))
+    (found,) = world.device.forms
+    assert (found.as_it_is_s, found.left_copied_s, found.right_copied_s) == (3e-3, 4e-3, 2e-3)
+    assert world.device.to_copy(torch.float32, 2, 3, 4, "NT") == "right"
+    assert world.device.to_copy(torch.float32, 8, 8, 8, "NN") == ""
+    assert len(world.device.efficiency["float32"]) == 2
 
 
 def test_one_process_calibrates_its_device_alone() -> None:

@@ -14,10 +14,20 @@ from torch import fx
 
 import autopar
 import models
-from autopar import api, collectives, report
+from autopar import api, collectives, report, sharded
 from autopar.layout import I, Layout, P, R
 from autopar.mesh import Mesh
-from autopar.passes import annotate, chains, choose, emit, pipeline, recompute, rewrite, trace
+from autopar.passes import (
+    annotate,
+    chains,
+    choose,
+    emit,
+    forms,
+    pipeline,
+    recompute,
+    rewrite,
+    trace,
+)
 from autopar.program import Program
 from autopar.world import World
 
@@ -29,6 +39,7 @@ PASSES = {
     "choose": choose,
     "rewrite": rewrite,
     "pipeline": pipeline,
+    "forms": forms,
     "emit": emit,
     "recompute": recompute,
 }
@@ -45,7 +56,8 @@ def programs() -> dict[str, Program]:
     made["choose"] = choose.choose(made["chains"], world, autopar.Grid25D(q=2, d=1))
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
     made["pipeline"] = pipeline.pipeline(made["rewrite"])
-    made["emit"] = emit.emit(made["pipeline"])
+    made["forms"] = forms.forms(made["pipeline"], world)
+    made["emit"] = emit.emit(made["forms"])
     made["recompute"] = recompute.recompute(planned(made["emit"], recompute=("blocks.1",)))
     return made
 
@@ -164,6 +176,15 @@ def panels_of_a_gathered_weight(program: Program) -> Program:
     return changed(program, graph=gather)
 
 
+def linear_that_copies_nothing(program: Program) -> Program:
+    def replace(graph: fx.Graph) -> None:
+        node = first_call(graph, aten.linear.default)
+        x, weight, bias = (*node.args, None)[:3]
+        node.target, node.args = sharded.linear, (x, weight, bias, ("", "", ""))
+
+    return changed(program, graph=replace)
+
+
 def call_that_nothing_uses(program: Program) -> Program:
     def add(graph: fx.Graph) -> None:
         used = first_call(graph, aten.gelu.default)
@@ -219,6 +240,8 @@ BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("rewrite", partial_output, "output .* is partial"),
     ("pipeline", one_input_less, "placeholders and signature differ"),
     ("pipeline", panels_of_a_gathered_weight, r"takes \['all_gather.*'\], which are gathered"),
+    ("forms", one_input_less, "placeholders and signature differ"),
+    ("forms", linear_that_copies_nothing, "copies nothing: it is an ordinary linear"),
     ("recompute", one_input_less, "placeholders and signature differ"),
     ("recompute", block_not_grouped, "1 blocks are recomputed, the plan names 2"),
     ("recompute", node_left_outside, r"neg.* of blocks.1 is not recomputed"),
@@ -238,7 +261,7 @@ def test_a_broken_contract_is_noticed(
         PASSES[name].check(breaks(programs()[name]))
 
 
-@pytest.mark.parametrize("name", ["trace", "rewrite", "pipeline", "emit", "recompute"])
+@pytest.mark.parametrize("name", ["trace", "rewrite", "pipeline", "forms", "emit", "recompute"])
 def test_a_graph_out_of_order_is_noticed(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"gelu.* used before it has been defined"):
         PASSES[name].check(use_before_it_is_made(programs()[name]))

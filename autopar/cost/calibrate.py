@@ -5,7 +5,7 @@ the time is used up; medians, since a step pays what is usual; a world that plan
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from .. import ranks
 from ..errors import WorldError
-from ..world import KINDS, Measured, World
+from ..world import KINDS, Forms, Measured, World
 from . import measure
 from .fit import efficiencies, fitted, line, rising
 from .measure import Case, Product
@@ -29,6 +29,7 @@ GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
 _ON_COLLECTIVES = 0.75  # of the time
+_WARMING = 0.1  # of the progress that is shown
 _ALONE = 3  # what plans do not run is measured in every so manieth round
 
 
@@ -133,7 +134,7 @@ def timed_collectives(
     with measure.groups(list(dict.fromkeys(case.pattern for case in wanted))) as names:
         works = [measure.collective(case, names[case.pattern], numbers) for case in wanted]
         joins = [case.together or _with_first(case.pattern, own) for case in wanted]
-        times = [measure.times_for(work, device, joins[index]) for index, work in enumerate(works)]
+        times, seconds = _warmed(works, joins, device, seconds, progress, "collectives")
 
         def once(index: int) -> float:
             measure.barrier()
@@ -142,7 +143,7 @@ def timed_collectives(
             return measure.seconds(works[index], times[index], device)
 
         every = [1 if case.together else _ALONE for case in wanted]
-        rows = _rounds(every, once, seconds, lambda s: progress(s, "collectives"))
+        rows = _rounds(every, once, seconds, _after_warming(progress, "collectives"))
     slowest = np.max(ranks.all_of(rows), axis=0)
     return _medians(wanted, slowest)
 
@@ -159,15 +160,48 @@ def timed_products(
     wanted: Sequence[Product], device: torch.device, seconds: float, progress: Progress
 ) -> Times:
     """Seconds of each product, over rounds and ranks, all ranks at work at once."""
-    works = [measure.product(shape, device) for shape in wanted]
-    times = [measure.times_for(work, device) for work in works]
+    numbers = {
+        dtype: [torch.randn(count, device=device).to(dtype) for count in counts]
+        for dtype, counts in _operand_sizes(wanted).items()
+    }
+    works = [measure.product(shape, *numbers[shape.dtype]) for shape in wanted]
+    times, seconds = _warmed(works, [True] * len(works), device, seconds, progress, "products")
 
     def once(index: int) -> float:
         measure.barrier()
         return measure.seconds(works[index], times[index], device)
 
-    rows = _rounds([1] * len(wanted), once, seconds, lambda s: progress(s, "products"))
+    rows = _rounds([1] * len(wanted), once, seconds, _after_warming(progress, "products"))
     return _medians(wanted, np.concatenate(ranks.all_of(rows)))
+
+
+def _warmed(
+    works: Sequence[Callable[[], object]],
+    joins: Sequence[bool],
+    device: torch.device,
+    seconds: float,
+    progress: Progress,
+    doing: str,
+) -> tuple[list[int], float]:
+    """How often to run each for one measurement, and the seconds that are left."""
+    start, times = time.perf_counter(), []
+    for done, (work, taking_part) in enumerate(zip(works, joins, strict=True)):
+        progress(_WARMING * done / len(works), doing)
+        times.append(measure.times_for(work, device, taking_part))
+    return times, max(seconds / 2, seconds - (time.perf_counter() - start))
+
+
+def _after_warming(progress: Progress, doing: str) -> Callable[[float], None]:
+    return lambda share: progress(_WARMING + (1 - _WARMING) * share, doing)
+
+
+def _operand_sizes(wanted: Sequence[Product]) -> dict[torch.dtype, tuple[int, int]]:
+    """By dtype, the numbers of the largest left and the largest right operand."""
+    found: dict[torch.dtype, tuple[int, int]] = {}
+    for shape in wanted:
+        left, right = found.get(shape.dtype, (0, 0))
+        found[shape.dtype] = max(left, shape.m * shape.k), max(right, shape.k * shape.n)
+    return found
 
 
 def _rounds(
@@ -224,30 +258,51 @@ def lines(times: Times) -> list[Measured]:
 
 
 def with_products(world: World, times: Times) -> World:
-    """The world with the rates and efficiencies of the products that were measured."""
+    """The world with the rates and efficiencies of the products that were measured, and the times
+    of those that were measured with copies, too.
+    """
     device = world.device
     rates, shares = dict(device.flop_per_s), dict(device.efficiency)
     by_dtype: dict[str, list[tuple[float, float]]] = {}
     for shape, seconds in times.seconds.items():
         assert isinstance(shape, Product)
-        name = str(shape.dtype).removeprefix("torch.")
-        by_dtype.setdefault(name, []).append((shape.flops, seconds))
+        if not shape.copied:
+            by_dtype.setdefault(_name(shape.dtype), []).append((shape.flops, seconds))
     for name, points in by_dtype.items():
         rates[name], shares[name] = efficiencies(points, device.launch_s)
-    return replace(world, device=replace(device, flop_per_s=rates, efficiency=shares))
+    forms = tuple(_forms(times))
+    device = replace(device, flop_per_s=rates, efficiency=shares, forms=forms)
+    return replace(world, device=device)
+
+
+def _forms(times: Times) -> Iterator[Forms]:
+    for shape in times.seconds:
+        assert isinstance(shape, Product)
+        ways = [times.seconds.get(shape._replace(copied=copied)) for copied in measure.COPIES]
+        if not shape.copied and None not in ways:
+            dtype, m, n, k, form, _ = shape
+            yield Forms(_name(dtype), m, n, k, form, *ways)  # type: ignore[arg-type]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def local_products(
     products: Sequence[tuple[torch.dtype, int, int, int]], count: int
 ) -> list[Product]:
     """The products that a rank may get of a model's whole ones, (dtype, m, n, k): each split over
-    all the ranks in every way that comes out even.
+    all the ranks in every way that comes out even; forward, for the gradient of what comes in, and
+    for that of the weight, each as it is and with one operand copied into the other order.
     """
     found: dict[Product, None] = {}
-    for dtype, m, n, k in products:
+    for dtype, whole_m, whole_n, whole_k in products:
         for rows, columns, inner in _factored(count):
-            if m % rows == n % columns == k % inner == 0:
-                found[Product(dtype, m // rows, n // columns, k // inner)] = None
+            if whole_m % rows == whole_n % columns == whole_k % inner == 0:
+                m, n, k = whole_m // rows, whole_n // columns, whole_k // inner
+                for sizes, form in (((m, n, k), "NT"), ((m, k, n), "NN"), ((n, k, m), "TN")):
+                    for copied in measure.COPIES:
+                        found[Product(dtype, *sizes, form, copied)] = None
     return list(found)
 
 

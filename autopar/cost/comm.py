@@ -124,9 +124,7 @@ def levels(step: Step, grad: bool, element_bytes: int, world: World) -> tuple[Le
     return forward, backward
 
 
-def inside_costs(
-    found: Iterable[Inside], mesh: Mesh, world: World
-) -> Iterator[Cost]:
+def inside_costs(found: Iterable[Inside], mesh: Mesh, world: World) -> Iterator[Cost]:
     """Every collective inside a sharded implementation; these go in one level."""
     for one in found:
         size = one.element_bytes

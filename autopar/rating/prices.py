@@ -50,9 +50,7 @@ class Meshes:
         assert best is not None
         return best
 
-    def _all_ways(
-        self, kind: str, axes: tuple[int, ...], flat: bool
-    ) -> tuple[Array, Array, Array]:
+    def _all_ways(self, kind: str, axes: tuple[int, ...], flat: bool) -> tuple[Array, Array, Array]:
         """(seconds to start, seconds per byte), each [way, mesh], and the bends of every way: [way,
         bend, bytes and seconds per byte more, mesh].
         """

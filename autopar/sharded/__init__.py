@@ -13,6 +13,7 @@ from autopar.sharded.dropout import dropout
 from autopar.sharded.index import Digit, embedding
 from autopar.sharded.norms import layer_norm, rms_norm
 from autopar.sharded.panels import panel_linear
+from autopar.sharded.products import linear
 from autopar.sharded.softmaxes import log_softmax, softmax
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "dropout",
     "embedding",
     "layer_norm",
+    "linear",
     "log_softmax",
     "panel_linear",
     "rms_norm",

@@ -1,7 +1,17 @@
 """The hardware: how many ranks, what a device can do, what the links between ranks carry."""
 
 from .cluster import World
-from .hardware import KINDS, Device, Level, Link, Measured
+from .hardware import KINDS, Copied, Device, Forms, Level, Link, Measured
 from .presets import PRESETS
 
-__all__ = ["KINDS", "PRESETS", "Device", "Level", "Link", "Measured", "World"]
+__all__ = [
+    "KINDS",
+    "PRESETS",
+    "Copied",
+    "Device",
+    "Forms",
+    "Level",
+    "Link",
+    "Measured",
+    "World",
+]

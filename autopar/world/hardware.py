@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeVar
 
 import torch
@@ -37,6 +38,41 @@ def check_number(name: str, value: float, above: bool = False) -> None:
         )
 
 
+Copied = Literal["", "left", "right"]  # the operand of a product that is copied first
+FORM_GAIN = 0.05  # a copy has to gain more than this share of a product's time
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Seconds of one rank's product (m, k) · (k, n), with all ranks at work, as its operands come
+    in the `form`, and with the left or the right one copied into the other order first. "N": row by
+    row in memory, "T": column by column.
+
+    >>> Forms("float32", 64, 64, 64, "NT", 2e-3, 3e-3, 1e-3).fastest
+    'right'
+    """
+
+    __pydantic_config__ = STRICT
+    dtype: str
+    m: int
+    n: int
+    k: int
+    form: Literal["NN", "NT", "TN"]
+    as_it_is_s: float
+    left_copied_s: float
+    right_copied_s: float
+
+    def __post_init__(self) -> None:
+        positive(self, "m", "n", "k", "as_it_is_s", "left_copied_s", "right_copied_s")
+
+    @property
+    def fastest(self) -> Copied:
+        """What to copy; "" unless that gains enough."""
+        seconds, operand = min((self.left_copied_s, "left"), (self.right_copied_s, "right"))
+        gains = seconds < self.as_it_is_s * (1 - FORM_GAIN)
+        return operand if gains else ""  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class Device:
     """One rank's device: FLOP/s by dtype ("bfloat16", "float32"; dense, of matrix products),
@@ -44,7 +80,7 @@ class Device:
 
     `efficiency`: by dtype, points (FLOPs of one rank's product, share of flop_per_s that it
     reaches), with rising FLOPs; without any, flop_per_s itself is reached. `launch_s`: seconds to
-    start any op.
+    start any op. `forms`: a model's products as calibration timed them, in several forms each.
 
     >>> Device("H100", {"bfloat16": 989e12, "float32": 67e12}, 80e9, 3.35e12).rate(torch.float32)
     67000000000000.0
@@ -59,6 +95,7 @@ class Device:
         default_factory=dict, hash=False
     )
     launch_s: float = 0.0
+    forms: tuple[Forms, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         positive(self, "memory_bytes", "memory_bytes_per_s")
@@ -95,6 +132,17 @@ class Device:
         """
         found = _stand_in(self.flop_per_s, dtype)
         return self.flops if found is None else found
+
+    def to_copy(self, dtype: torch.dtype, m: int, n: int, k: int, form: str) -> Copied:
+        """The operand of a rank's product (m, k) · (k, n) to copy into the other order first; ""
+        where none, and where the product was not measured.
+        """
+        found = self._forms.get((str(dtype).removeprefix("torch."), m, n, k, form))
+        return found.fastest if found else ""
+
+    @cached_property
+    def _forms(self) -> dict[tuple[str, int, int, int, str], Forms]:
+        return {(f.dtype, f.m, f.n, f.k, f.form): f for f in self.forms}
 
     def points(self, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
         """`efficiency` in this dtype, with the same stand-ins as `rate`; () where not known."""
