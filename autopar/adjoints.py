@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -15,17 +16,23 @@ from torch.autograd.function import once_differentiable
 from autopar import levels, wire
 from autopar.wire import Route
 
+Wide = torch.dtype | None  # what a gradient is added up in; None: its own
+
 
 class AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, inner: int, there: Route, back: Route) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dim: int, inner: int, there: Route, back: Route, wide: Wide
+    ) -> Tensor:
         ctx.facts = dim, inner, back
+        ctx.wide = wide
         return _gather(x, dim, inner, there)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _scatter(grad, *ctx.facts), None, None, None, None
+        summed = _scatter(widened(grad, ctx.wide), *ctx.facts).to(grad.dtype)
+        return summed, None, None, None, None, None
 
 
 class AllGatherToInvariant(Function):
@@ -58,14 +65,14 @@ class ReduceScatter(Function):
 
 class AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Route, back: Route) -> Tensor:
-        ctx.back = back
+    def forward(ctx: Any, x: Tensor, there: Route, back: Route, wide: Wide) -> Tensor:
+        ctx.facts = back, wide
         return levels.all_reduce(x, there)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return levels.all_reduce(grad, ctx.back), None, None
+        return _sum(grad, *ctx.facts), None, None, None
 
 
 class AllReduceToInvariant(Function):
@@ -81,14 +88,14 @@ class AllReduceToInvariant(Function):
 
 class Replicate(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, back: Route) -> Tensor:
-        ctx.back = back
+    def forward(ctx: Any, x: Tensor, back: Route, wide: Wide) -> Tensor:
+        ctx.facts = back, wide
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return levels.all_reduce(grad, ctx.back), None
+        return _sum(grad, *ctx.facts), None, None
 
 
 class Scale(Function):
@@ -166,6 +173,18 @@ class AllToAll(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _swap(grad, *ctx.facts), None, None, None, None, None, None
+
+
+# -- sums of gradients -----------------------------------------------------------------------------
+
+
+def _sum(grad: Tensor, route: Route, wide: Wide) -> Tensor:
+    return levels.all_reduce(widened(grad, wide), route).to(grad.dtype)
+
+
+def widened(grad: Tensor, wide: Wide) -> Tensor:
+    """In the dtype that it is to be added up in, or its own if that is the wider one."""
+    return grad if wide is None else grad.to(torch.promote_types(grad.dtype, wide))
 
 
 # -- digits of a dim: (outer, inner) ↔ (outer, axis, inner) ----------------------------------------

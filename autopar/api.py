@@ -33,6 +33,7 @@ from .passes import pipeline as panels
 from .passes import recompute as recomputing
 from .pipeline import Pipeline, Progress
 from .plan import Memory, Plan
+from .plan import reduce_dtype as read_reduce_dtype
 from .price import terms
 from .program import Program
 from .ready import Ready, fingerprint
@@ -65,8 +66,11 @@ def _traced(model: nn.Module, inputs: Inputs) -> Program:
     return trace.trace(model, args, kwargs)
 
 
-def _analysed(pipeline: Pipeline, program: Program) -> Program:
+def _analysed(
+    pipeline: Pipeline, program: Program, reduce_dtype: torch.dtype | None = None
+) -> Program:
     program = pipeline.run("annotate", program, annotate.annotate, annotate.check)
+    program = annotate.reduced_in(program, reduce_dtype)
     return pipeline.run("chains", program, chains.chains, chains.check)
 
 
@@ -107,6 +111,7 @@ def plan(
     redundant: bool = False,
     progress: Progress | None = None,
     smaller: bool = True,
+    reduce_dtype: torch.dtype | str | None = None,
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
     for the parameters.
@@ -118,17 +123,20 @@ def plan(
     every trained number. `recompute`: "full" computes every repeated block again in the backward,
     "none" none, "auto" as few as make it fit. `redundant`: a matrix product may be computed whole
     on several ranks of an axis that could split it, which on slow links can be the fastest.
+    `reduce_dtype`: torch.float32 adds up the gradients of parameters across ranks in float32, where
+    they are of a narrower dtype (as FSDP's MixedPrecisionPolicy does); None: in their own dtype.
     `progress` is called with the name of each pass as it starts. `smaller=False` does not look
     whether a smaller world would be as fast (plan.smaller), which takes a few bounds on few meshes.
     Raises TraceError, LayoutError, PlanError (also where nothing fits), WorldError.
 
     Example: plan(model, 8, (tokens, targets)).table()
     """
-    found = World.of(world)
+    found, summed = World.of(world), read_reduce_dtype(reduce_dtype)
     budget = Budget.of(found, memory, optimizer, recompute)
     pipeline = Pipeline(progress)
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
-    program = _chosen(pipeline, _analysed(pipeline, source), found, layout, budget, redundant)
+    analysed = _analysed(pipeline, source, summed)
+    program = _chosen(pipeline, analysed, found, layout, budget, redundant)
     made = _finished(pipeline, source, program, found, budget, layout, redundant)
     if not smaller:
         return made
@@ -265,7 +273,7 @@ def renewed(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     pipeline = Pipeline()
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
     _same_graph(plan, source)
-    program = _analysed(pipeline, source)
+    program = _analysed(pipeline, source, plan.reduce_dtype)
     checked = editing.checked(program, plan)
     seconds = sum(terms(program, checked, plan.world).values())
     program = dataclasses.replace(program, plan=dataclasses.replace(checked, seconds=seconds))
@@ -293,6 +301,7 @@ def parallelize(
     recompute: Recompute = "auto",
     overlap: Overlap = False,
     redundant: bool = False,
+    reduce_dtype: torch.dtype | str | None = None,
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
 
@@ -303,14 +312,15 @@ def parallelize(
     targets).backward()
     """
     if inputs is None:
-        wanted = layout, backend, memory, optimizer, recompute, overlap, redundant
+        wanted = layout, backend, memory, optimizer, recompute, overlap, redundant, reduce_dtype
         return Deferred(lambda given: parallelize(model, world, given, *wanted))
     found = ranks.together("reading the world", lambda: World.of(world))
     found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together(
         "reading the limits", lambda: Budget.of(found, memory, optimizer, recompute)
     )
-    plan = _shared_plan(model, found, inputs, layout, budget, redundant)
+    summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
+    plan = _shared_plan(model, found, inputs, layout, budget, redundant, summed)
     return apply(model, plan, None, backend, overlap)
 
 
@@ -321,6 +331,7 @@ def _shared_plan(
     layout: Layouts,
     budget: Budget,
     redundant: bool,
+    reduce_dtype: torch.dtype | None,
 ) -> Plan:
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
     never one inside another.
@@ -331,7 +342,7 @@ def _shared_plan(
         lambda: pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check),
     )
     ranks.agree("model", fingerprint(source))
-    program = ranks.together("annotating", lambda: _analysed(pipeline, source))
+    program = ranks.together("annotating", lambda: _analysed(pipeline, source, reduce_dtype))
     ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
     chosen: Program | None = None
 
@@ -374,7 +385,8 @@ def verify(
     found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = Pipeline(progress)
     traced = _traced(model, inputs)
-    program = _analysed(pipeline, widened(traced))
+    summed = layout.reduce_dtype if isinstance(layout, Plan) else None  # in float64 all the same
+    program = _analysed(pipeline, widened(traced), summed)
     if isinstance(layout, Plan):
         _same_graph(layout, traced)
         program = dataclasses.replace(program, plan=editing.checked(program, layout))

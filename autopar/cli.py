@@ -83,6 +83,13 @@ RedundantOption = Annotated[
     bool,
     typer.Option("--redundant", help="Products may be computed whole on several ranks at once."),
 ]
+ReduceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="float32: what gradients are added up in across ranks; left out: their own dtype.",
+    ),
+]
 WhyOption = Annotated[
     str | None,
     typer.Option(metavar="PATTERN", help="Also why this subgraph or node has its layout."),
@@ -107,6 +114,7 @@ def plan(
     optimizer: OptimizerOption = "adamw",
     recompute: RecomputeOption = "auto",
     redundant: RedundantOption = False,
+    reduce_dtype: ReduceOption = None,
     why: WhyOption = None,
     save: SaveOption = None,
     as_json: JsonOption = False,
@@ -136,6 +144,7 @@ def plan(
                 recompute,  # type: ignore[arg-type]
                 redundant,
                 report,
+                reduce_dtype=reduce_dtype,
             ),
             as_json,
         )

@@ -32,6 +32,7 @@ Arguments that mean the same everywhere:
                 the same on all ranks; for several axes one of each, in mesh order
     inside      the collective goes in two levels, so many ranks (neighbours on the axis) inside, or
                 in more of them: see autopar/levels.py. `backward_inside`: that of the backward
+    reduce_dtype  what the gradient is added up in, if that is wider than its own dtype
     lane        which of the process groups carries it: what waits in one lane holds up no other
 
 Every communication goes through `autopar.wire`.
@@ -42,6 +43,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from autopar import adjoints, wire
@@ -63,6 +65,7 @@ def all_gather(
     inside: Levels = (),
     backward_inside: Levels = (),
     lane: int = 0,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """S → R or I: the dim grows by the axis size. `coordinate` is needed for I, whose backward
     takes the own slice.
@@ -74,7 +77,7 @@ def all_gather(
     dim = dim % x.dim()
     inner = x.shape[dim] if inner is None else inner
     if to == "R":
-        return adjoints.AllGather.apply(x, dim, inner, there, back)
+        return adjoints.AllGather.apply(x, dim, inner, there, back, reduce_dtype)
     assert coordinate is not None, (
         "all_gather to I takes its own slice in the backward: pass `coordinate`"
     )
@@ -109,23 +112,29 @@ def all_reduce(
     inside: Levels = (),
     backward_inside: Levels = (),
     lane: int = 0,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """P → R or I: the sum over the ranks of the axis; over several axes at once where `axis` is a
     tuple.
     """
     there, back = _both_ways(axis, mesh, inside, backward_inside, lane)
     if to == "R":
-        return adjoints.AllReduce.apply(x, there, back)
+        return adjoints.AllReduce.apply(x, there, back, reduce_dtype)
     return adjoints.AllReduceToInvariant.apply(x, there)
 
 
 def replicate(
-    x: Tensor, axis: Axes, mesh: str, backward_inside: Levels = (), lane: int = 0
+    x: Tensor,
+    axis: Axes,
+    mesh: str,
+    backward_inside: Levels = (),
+    lane: int = 0,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """I → R: the value stays; the ranks' gradients are summed, over several axes at once where
     `axis` is a tuple.
     """
-    return adjoints.Replicate.apply(x, wire.route(axis, mesh, backward_inside, lane))
+    return adjoints.Replicate.apply(x, wire.route(axis, mesh, backward_inside, lane), reduce_dtype)
 
 
 def invariant(x: Tensor, axis: Axes, mesh: str) -> Tensor:

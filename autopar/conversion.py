@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import collectives, wire
-from .layout import Step
+from .layout import SUMS, TRAFFIC, Step
 
 Levels = tuple[int, ...]
 
@@ -19,16 +20,20 @@ def emit_step(
     step: Step,
     coordinate: Callable[[str], fx.Node],
     levels: tuple[Levels, Levels] = ((), ()),
+    reduce_dtype: torch.dtype | None = None,
 ) -> fx.Node:
     """Appends to `graph` the node that takes the local part of a value `x` through `step`.
 
     `coordinate` gives the rank's own place on an axis; it is asked only where the step needs it.
-    `levels`: how the collectives go, forward and backward (see `cost.comm.levels`).
+    `levels`: how the collectives go, forward and backward (see `cost.comm.levels`). `reduce_dtype`:
+    what the gradient is added up in (None: its own), where the adjoint is a sum.
     """
     function, args, kwargs = _moving(step) or _placing(step, coordinate)
     where = {"axis": _one_or_all(step.axes), "mesh": str(step.before.mesh)}
     ways = zip(("inside", "backward_inside"), levels, strict=True)
-    how = {name: _one_or_all(inside) for name, inside in ways if inside}
+    how: dict[str, Any] = {name: _one_or_all(inside) for name, inside in ways if inside}
+    if reduce_dtype is not None and TRAFFIC[step.kind][1] in SUMS:
+        how["reduce_dtype"] = reduce_dtype
     return graph.call_function(function, (x, *args), {**where, **kwargs, **how})
 
 

@@ -8,16 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost.comm import path_seconds
-from .layout import Layout, steps
+from .layout import Element, Layout, steps
 from .regions import Array, Known
 from .world import World
-
-
-class Facts(NamedTuple):
-    """Of a value: the bytes of one element, and whether it carries a gradient."""
-
-    element_bytes: int
-    gradient: bool
 
 
 class Want(NamedTuple):
@@ -33,41 +26,43 @@ class Conversions:
 
     def __init__(self, world: World, known: Known) -> None:
         self._world, self._known = world, known
-        self._single: dict[tuple[Layout, Layout, Facts], float] = {}
+        self._single: dict[tuple[Layout, Layout, Element], float] = {}
 
-    def direct(self, native: Want, want: Want, facts: Facts) -> Array:
+    def direct(self, native: Want, want: Want, element: Element) -> Array:
         """From each option of the maker to each of the user."""
-        key = ("direct", native.key, want.key, facts)
-        return self._known.array(key, lambda: self._between(native.layouts, want.layouts, facts))
+        key = ("direct", native.key, want.key, element)
+        return self._known.array(key, lambda: self._between(native.layouts, want.layouts, element))
 
-    def copied(self, native: Want, copy: Want, facts: Facts) -> Array:
+    def copied(self, native: Want, copy: Want, element: Element) -> Array:
         """From each option of the maker to each copy; the first option of a copy is none."""
 
         def make() -> Array:
-            matrix = self._between(native.layouts, copy.layouts, facts)
+            matrix = self._between(native.layouts, copy.layouts, element)
             return np.concatenate([np.zeros((len(native.layouts), 1)), matrix], axis=1)
 
-        return self._known.array(("copied", native.key, copy.key, facts), make)
+        return self._known.array(("copied", native.key, copy.key, element), make)
 
-    def nearer(self, native: Want, copy: Want, want: Want, facts: Facts) -> Array:
+    def nearer(self, native: Want, copy: Want, want: Want, element: Element) -> Array:
         """To each option of the user from the maker or from the copy, whichever is nearer."""
 
         def make() -> Array:
-            direct = self._between(native.layouts, want.layouts, facts)[:, None, :]
-            through = self._between(copy.layouts, want.layouts, facts)[None, :, :]
+            direct = self._between(native.layouts, want.layouts, element)[:, None, :]
+            through = self._between(copy.layouts, want.layouts, element)[None, :, :]
             return np.concatenate([direct, np.minimum(direct, through)], axis=1)
 
-        return self._known.array(("nearer", native.key, copy.key, want.key, facts), make)
+        return self._known.array(("nearer", native.key, copy.key, want.key, element), make)
 
-    def _between(self, sources: Sequence[Layout], targets: Sequence[Layout], facts: Facts) -> Array:
+    def _between(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], element: Element
+    ) -> Array:
         rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
-        small = np.array([[self._seconds(a, b, facts) for b in columns] for a in rows])
+        small = np.array([[self._seconds(a, b, element) for b in columns] for a in rows])
         return small[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
 
-    def _seconds(self, source: Layout, target: Layout, facts: Facts) -> float:
-        key = (source, target, facts)
+    def _seconds(self, source: Layout, target: Layout, element: Element) -> float:
+        key = (source, target, element)
         if key not in self._single:
             path = steps(source, target)
-            self._single[key] = path_seconds(path, facts.gradient, facts.element_bytes, self._world)
+            self._single[key] = path_seconds(path, element, self._world)
         return self._single[key]

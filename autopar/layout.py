@@ -201,6 +201,22 @@ class Traffic(NamedTuple):
     elements: int
 
 
+class Element(NamedTuple):
+    """Of a value: the bytes of an element, and of one of its gradient where ranks add it up (0: the
+    value carries no gradient).
+    """
+
+    bytes: int
+    gradient: int
+
+    def of(self, collective: str, backward: bool) -> int:
+        """Bytes of an element in a collective of a change of state or of its adjoint."""
+        return self.gradient if backward and collective in SUMS else self.bytes
+
+
+SUMS = ("all_reduce", "reduce_scatter", "reduce")
+
+
 @dataclass(frozen=True)
 class Step:
     """One change of state, on one axis or jointly on several: from `before` to `after`, both legal

@@ -11,6 +11,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,6 +21,7 @@ from .mesh import Mesh
 from .world import World
 
 VERSION = 2
+REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
 _WHOLE = {"I": I, "R": R, "P": P}
 
 
@@ -125,6 +127,7 @@ class Plan:
     smaller: tuple[int, float] | None = (
         None  # ranks and modelled seconds of a smaller world that would be as fast
     )
+    reduce_dtype: torch.dtype | None = None  # what parameters' gradients are added up in
     planned: tuple[str, str] = field(
         default=("", ""), compare=False
     )  # digests of what was split and of the layouts, as autopar planned them
@@ -278,6 +281,7 @@ class Plan:
             "meshes": [list(pair) for pair in self.meshes],
             "optimizer": self.optimizer,
             "smaller": None if self.smaller is None else list(self.smaller),
+            "reduce_dtype": REDUCE_DTYPES[self.reduce_dtype],
         }
         return {**data, "planned": list(self.planned if any(self.planned) else _digests(data))}
 
@@ -348,7 +352,21 @@ def _from_json(data: dict[str, Any], where: str) -> Plan:
         data["bound"],
         data["optimizer"],
         None if data["smaller"] is None else (data["smaller"][0], data["smaller"][1]),
+        reduce_dtype(data.get("reduce_dtype")),
         (data["planned"][0], data["planned"][1]),
+    )
+
+
+def reduce_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
+    """What gradients of parameters are to be added up in: None for their own dtype, float32 by name
+    or as a dtype. Raises PlanError for others.
+    """
+    for dtype, name in REDUCE_DTYPES.items():
+        if given in (dtype, name):
+            return dtype
+    raise PlanError(
+        f"reduce_dtype is {given!r}: gradients of parameters are added up in float32, or "
+        "(None) in their own dtype"
     )
 
 

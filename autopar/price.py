@@ -14,7 +14,7 @@ from .cost.comm import Cost, costs, inside_costs, path_seconds
 from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import inside
 from .graphs import producer
-from .layout import Layout, steps
+from .layout import Element, Layout, steps
 from .plan import Plan
 from .program import Annotations, Program, Value
 from .regions import Known, Region, Regions
@@ -123,17 +123,17 @@ class _Pricer:
                 near = copy
             self._walk(value, near, layout)
 
-    def _facts(self, value: Value) -> tuple[bool, int]:
+    def _element(self, value: Value) -> Element:
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
-        return value in self.notes.gradient, size
+        return self.notes.element(value, size)
 
     def _far(self, value: Value, source: Layout, target: Layout) -> float:
-        return path_seconds(steps(source, target), *self._facts(value), self.world)
+        return path_seconds(steps(source, target), self._element(value), self.world)
 
     def _walk(self, value: Value, source: Layout, target: Layout) -> None:
-        path, (gradient, size) = steps(source, target), self._facts(value)
-        paid = self._pay(costs(path, gradient, size, self.world))
-        self.spent[SLICES] += path_seconds(path, gradient, size, self.world) - paid
+        path, element = steps(source, target), self._element(value)
+        paid = self._pay(costs(path, element, self.world))
+        self.spent[SLICES] += path_seconds(path, element, self.world) - paid
 
     def _pay(self, found: Iterable[Cost]) -> float:
         total = 0.0

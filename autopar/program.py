@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ._compat import pytree
-from .layout import Layout
+from .layout import Element, Layout
 from .plan import Plan
 from .rules import Spec
 
@@ -86,7 +86,9 @@ class Annotations:
     `dims` gives the atoms of every dim of every value, outer first; `factors` those of every factor
     of every node. `searched` are the nodes whose values hang on parameters or carry a gradient:
     their layouts are chosen. All others (masks, positions, token ids) are made in whatever layout
-    their consumers want. `gradient` are the values that carry a gradient.
+    their consumers want. `gradient` are the values that carry a gradient, `weights` those of them
+    that hang on parameters alone; where ranks add up the gradient of one of these, they do so in
+    `reduce_dtype`, if that is wider than its own.
     """
 
     specs: dict[str, Spec]
@@ -97,6 +99,16 @@ class Annotations:
     batch: Atom | None = None
     probed: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    weights: frozenset[Value] = frozenset()
+    reduce_dtype: torch.dtype | None = None
+
+    def element(self, value: Value, own_bytes: int) -> Element:
+        """Of a value of `own_bytes` an element."""
+        if value not in self.gradient:
+            return Element(own_bytes, 0)
+        if value not in self.weights or self.reduce_dtype is None:
+            return Element(own_bytes, own_bytes)
+        return Element(own_bytes, max(own_bytes, self.reduce_dtype.itemsize))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .constraint import Constraint
-from .conversion_costs import Conversions, Facts, Want
+from .conversion_costs import Conversions, Want
 from .cost.comm import inside_costs
 from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import HAVE_INSIDE, inside
@@ -172,12 +172,16 @@ class _Search:
         )
         dtype = results[0].dtype
         path = module_path(node)
-        free = self.constraint.roles(path) is None
+        # What casts or transposes a weight goes with it, whatever the layout asks of the module.
+        of_weight = spec.product is None and (node.name, 0) in self.notes.weights
+        free = of_weight or self.constraint.roles(path) is None
         per_axis: list[list[AxisChoice]] = []
         joint: tuple[tuple[AxisChoice, ...], ...] | None = None
         if self.among is None:
             everything = axis_choices(spec, factors, self.mesh, gradient)
             per_axis = self.constraint.narrow(path, spec, factors, everything)
+            if of_weight:
+                per_axis = [list(choices) for choices in everything]
         else:
             joint = self.among[node.name]
 
@@ -279,17 +283,17 @@ class _Search:
     # -- conversions -------------------------------------------------------------------------------
     def _convert(self, value: Value, wants: list[Want]) -> None:
         native = self.native[value]
-        facts = Facts(self.element[value[0]][value[1]], self._gradient(value))
+        element = self.notes.element(value, self.element[value[0]][value[1]])
         copy = self._copy(value, native, wants) if len(wants) > 1 else None
         if copy is not None:
             order = (native.variable, copy.variable)
-            self.tables.append(Table(order, self.conversions.copied(native, copy, facts)))
+            self.tables.append(Table(order, self.conversions.copied(native, copy, element)))
         for want in wants:
             if copy is None:
-                costs = self.conversions.direct(native, want, facts)
+                costs = self.conversions.direct(native, want, element)
                 self.tables.append(Table((native.variable, want.variable), costs))
             else:
-                costs = self.conversions.nearer(native, copy, want, facts)
+                costs = self.conversions.nearer(native, copy, want, element)
                 self.tables.append(Table((native.variable, copy.variable, want.variable), costs))
 
     def _copy(self, value: Value, native: Want, wants: list[Want]) -> Want | None:
@@ -342,6 +346,7 @@ class _Search:
             unsplit=tuple(dict.fromkeys(unsplit)),
             world=self.world,
             panels=self.constraint.panels,
+            reduce_dtype=self.notes.reduce_dtype,
         )
 
     def _splits(self, strategy: Strategy) -> tuple[str, ...]:

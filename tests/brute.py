@@ -19,7 +19,7 @@ from autopar.cost.comm import inside_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.cost.inside import inside
 from autopar.graphs import producer
-from autopar.layout import I, Layout, R, steps
+from autopar.layout import Element, I, Layout, R, steps
 from autopar.mesh import Mesh
 from autopar.program import Program, Value
 from autopar.rating.frame import carries_gradient
@@ -72,7 +72,8 @@ class Objective:
     def _conversion(
         self, source: Layout, target: Layout, element_bytes: int, gradient: bool
     ) -> float:
-        return path_seconds(steps(source, target), gradient, element_bytes, self.world)
+        element = Element(element_bytes, element_bytes * gradient)
+        return path_seconds(steps(source, target), element, self.world)
 
     def placed(self, node: fx.Node) -> Layouts:
         """How a parameter may be stored, or the layout of an input that wants a gradient."""

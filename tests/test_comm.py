@@ -29,7 +29,7 @@ from autopar.cost.load import Load, _counted, load
 from autopar.cost.pattern import Pattern, halves, members, pattern, size, within
 from autopar.cost.ways import ways
 from autopar.errors import WorldError
-from autopar.layout import I, Layout, P, R, S, Traffic, steps
+from autopar.layout import Element, I, Layout, P, R, S, Traffic, steps
 from autopar.mesh import Mesh
 from autopar.world import KINDS, Device, Level, World
 
@@ -138,8 +138,8 @@ def test_a_change_says_how_its_collectives_go() -> None:
     whole, split = (Layout(Mesh.parse("x4"), (1 << 21,), (state,)) for state in (R, S(0, 1 << 19)))
     (step,) = steps(split, whole)
     for grad, backward in ((True, (2,)), (False, ())):
-        assert levels(step, grad, 4, EMULATED) == ((2,), backward)
-    assert levels(*steps(whole, split), True, 4, EMULATED) == ((), ())
+        assert levels(step, Element(4, 4 * grad), EMULATED) == ((2,), backward)
+    assert levels(*steps(whole, split), Element(4, 4), EMULATED) == ((), ())
 
 
 def test_collectives_inside_an_op_go_in_one_level() -> None:
@@ -412,7 +412,7 @@ def test_costs_of_a_path_know_their_axes() -> None:
     mesh = Mesh.parse("n2.l2")
     source, target = (Layout(mesh, (64, 32), states) for states in ((P, S(0, 32)), (R, R)))
     path = steps(source, target)
-    found = list(costs(path, True, 4, EMULATED))
+    found = list(costs(path, Element(4, 4), EMULATED))
     assert [(c.kind, c.axes, c.backward) for c in found] == [
         ("all_reduce", ("n",), False),
         ("all_reduce", ("n",), True),
@@ -421,13 +421,13 @@ def test_costs_of_a_path_know_their_axes() -> None:
     ]
     assert found[0].seconds == price(EMULATED, "n2.l2", "n", "all_reduce", 32 * 32 * 4).seconds
     assert [c.algorithm for c in found] == ["ring", "ring", "ring", "exchange"]
-    assert path_seconds(path, True, 4, EMULATED) > sum(c.seconds for c in found)
+    assert path_seconds(path, Element(4, 4), EMULATED) > sum(c.seconds for c in found)
 
 
 def test_a_joint_sum_is_one_group() -> None:
     mesh = Mesh.parse("n2.l2")
     whole = Layout(mesh, (64,), (I, I))
-    (found,) = costs(steps(whole, Layout(mesh, (64,), (R, R))), True, 4, EMULATED)
+    (found,) = costs(steps(whole, Layout(mesh, (64,), (R, R))), Element(4, 4), EMULATED)
     assert found.axes == ("n", "l") and found.backward
     assert found.seconds == price(EMULATED, "x4", "x", "all_reduce", 256).seconds
 

@@ -19,7 +19,7 @@ from autopar.conversion import emit_step, groups_of
 from autopar.cost.comm import collective_cost
 from autopar.cost.comm import levels as levels_of
 from autopar.cost.moves import moves
-from autopar.layout import I, Layout, P, R, S, State, steps
+from autopar.layout import Element, I, Layout, P, R, S, State, steps
 from autopar.layouts import Grid4D
 from autopar.mesh import Mesh
 from autopar.world import Device, Level, World
@@ -147,7 +147,7 @@ def test_a_step_is_emitted_the_way_that_it_is_priced(before: State, after: State
     mesh = Mesh.parse("x4")
     source, target = (Layout(mesh, (1 << 19,), (state,)) for state in (before, after))
     (step,) = steps(source, target)
-    ways = levels_of(step, True, 4, UNEQUAL)
+    ways = levels_of(step, Element(4, 4), UNEQUAL)
     graph = torch.fx.Graph()
     node = emit_step(graph, graph.placeholder("x"), step, graph.placeholder, ways)
     for traffic, key in zip(step.traffic(True), ("inside", "backward_inside"), strict=True):
@@ -162,7 +162,7 @@ def test_a_step_is_emitted_the_way_that_it_is_priced(before: State, after: State
 
 def test_three_levels_of_links_are_three_levels_of_sums() -> None:
     (step,) = steps(*(Layout(Mesh.parse("x8"), (1 << 22,), (state,)) for state in (P, R)))
-    assert levels_of(step, True, 4, EIGHT) == ((2, 2), (2, 2))
+    assert levels_of(step, Element(4, 4), EIGHT) == ((2, 2), (2, 2))
 
 
 LAYOUTS: list[tuple[World, Any]] = [

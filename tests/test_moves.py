@@ -17,7 +17,7 @@ from autopar.rating.moves import Moves
 from autopar.rating.prices import Meshes
 
 WORLD = World.preset("dgx-h100", ranks=32)
-KIND = Kind((64, 32, 96), ((0, 1, 64), (1, 1, 32), (2, 1, 96)), 2, True)
+KIND = Kind((64, 32, 96), ((0, 1, 64), (1, 1, 32), (2, 1, 96)), 2, 2)
 STATES = (WHOLE, REPLICATED, PARTIAL, *range(FIRST_SLOT, FIRST_SLOT + 3))
 BIG = 1e6
 
@@ -67,7 +67,7 @@ def test_no_path_of_layout_steps_costs_less(text: str) -> None:
     joint = list(itertools.product(found.states, repeat=2))
     legal = [(n, layout(mesh, states)) for n, states in enumerate(joint)]
     for (i, source), (j, target) in itertools.product(legal, repeat=2):
-        exact = path_seconds(steps(source, target), True, 2, WORLD)
+        exact = path_seconds(steps(source, target), KIND.element, WORLD)
         assert seconds[i, j] <= exact * (1 + 1e-4) + 1e-12, (str(source), str(target))
 
 

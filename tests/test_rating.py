@@ -225,7 +225,7 @@ def moved_at_random(
         source, target = (laid_out(kind, meshes.meshes[0], joint) for joint in pair)
         if source is not None and target is not None:
             path = steps(source, target)
-            exact = path_seconds(path, kind.gradient, kind.element_bytes, world)
+            exact = path_seconds(path, kind.element, world)
             scatters = any(s.kind[-1] == "S" and len(s.axes) > 1 for s in path)
             yield pushed(moves, *pair), exact, len(path), scatters
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Step, Traffic
+from ..layout import Element, Step, Traffic
 from ..mesh import Mesh
 from ..world import World
 from .inside import Inside
@@ -102,24 +102,25 @@ def _found(
     return sent(kind, size(digits)), find(world, kind, digits)
 
 
-def costs(path: Iterable[Step], grad: bool, element_bytes: int, world: World) -> Iterator[Cost]:
+def costs(path: Iterable[Step], element: Element, world: World) -> Iterator[Cost]:
     """Every collective of a path of changes, forward and backward."""
     for step in path:
-        for backward, traffic in enumerate(step.traffic(grad)):
+        for late, traffic in zip((False, True), step.traffic(bool(element.gradient)), strict=True):
             if traffic is not None:
-                yield _cost(
-                    traffic, step.axes, bool(backward), step.before.mesh, element_bytes, world
-                )
+                size = element.of(traffic.collective, late)
+                yield _cost(traffic, step.axes, late, step.before.mesh, size, world)
 
 
-def levels(step: Step, grad: bool, element_bytes: int, world: World) -> tuple[Levels, Levels]:
+def levels(step: Step, element: Element, world: World) -> tuple[Levels, Levels]:
     """How the collectives of a change are to go, forward and backward: `Way.inside`, () for in one
     level or not at all.
     """
     mesh = step.before.mesh
     forward, backward = (
-        collective_cost(t, step.axes, mesh, element_bytes, world).way.inside if t else ()
-        for t in step.traffic(grad)
+        collective_cost(t, step.axes, mesh, element.of(t.collective, late), world).way.inside
+        if t
+        else ()
+        for late, t in zip((False, True), step.traffic(bool(element.gradient)), strict=True)
     )
     return forward, backward
 
@@ -144,7 +145,7 @@ def _cost(
     return Cost(traffic.collective, axes, backward, price.bytes, price.seconds, price.way.algorithm)
 
 
-def path_seconds(path: Iterable[Step], grad: bool, element_bytes: int, world: World) -> float:
+def path_seconds(path: Iterable[Step], element: Element, world: World) -> float:
     """Seconds of all collectives of a path, plus what slicing and padding in memory cost (so that
     ties go to fewer steps).
     """
@@ -152,7 +153,7 @@ def path_seconds(path: Iterable[Step], grad: bool, element_bytes: int, world: Wo
     for step in path:
         total += (
             max(step.before.local_size, step.after.local_size)
-            * element_bytes
+            * element.bytes
             / world.device.memory_bytes_per_s
         )
-    return total + sum(cost.seconds for cost in costs(path, grad, element_bytes, world))
+    return total + sum(cost.seconds for cost in costs(path, element, world))

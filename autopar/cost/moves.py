@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..graphs import every_node
-from ..layout import Layout, Step, Traffic
+from ..layout import Element, Layout, Step, Traffic
 from ..program import Atom, Program
 from .inside import Inside
 
@@ -62,10 +62,10 @@ def _of_step(node: fx.Node, step: Step, program: Program) -> Iterator[Move]:
     layout = max(step.before, step.after, key=lambda layout: layout.local_size)
     dims = tuple(range(len(layout.shape)))
     atoms = program.annotations.dims[node.meta["value"]]
-    size = node.meta["element_bytes"]
-    for backward, traffic in enumerate(step.traffic(node.meta["gradient"])):
+    element: Element = node.meta["element"]
+    for late, traffic in zip((False, True), step.traffic(bool(element.gradient)), strict=True):
         if traffic is not None:
-            late = bool(backward)
+            size = element.of(traffic.collective, late)
             yield Move(node, traffic, step.axes, late, size, False, layout, dims, atoms)
 
 

@@ -173,7 +173,7 @@ class _Step:
                 entry = self.entries.get(node.name)
                 carries = entry is not None and entry.trainable
             elif "step" in node.meta:
-                carries = node.meta["gradient"]
+                carries = node.meta["element"].gradient > 0
             else:
                 carries = node.meta.get("source") in sources
             if carries and (node.op == "placeholder" or found & set(node.all_input_nodes)):
@@ -266,7 +266,7 @@ class _Step:
         )
         lane = "+".join(move.axes) + (" aside" if aside else "")
         layout = node.meta["layout"]
-        held = layout.local_size * node.meta["element_bytes"] if "step" in node.meta else 0.0
+        held = layout.local_size * node.meta["element"].bytes if "step" in node.meta else 0.0
         return self._add(
             node,
             move.traffic.collective,

@@ -51,8 +51,16 @@ def annotate(program: Program) -> Program:
         _batch(program, refined),
         probed,
         unknown,
+        _of_parameters(program, gradient),
     )
     return dataclasses.replace(program, annotations=annotations)
+
+
+def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
+    """The annotated program, to add up the gradients of its parameters in `dtype`."""
+    assert program.annotations is not None
+    notes = dataclasses.replace(program.annotations, reduce_dtype=dtype)
+    return dataclasses.replace(program, annotations=notes)
 
 
 def check(program: Program) -> None:
@@ -220,6 +228,18 @@ def _batch(program: Program, refined: _Refinement) -> Atom | None:
             atoms = refined.atoms(refined.values[entry.node, 0][0])
             return atoms[0] if atoms else None
     return None
+
+
+def _of_parameters(program: Program, gradient: frozenset[Value]) -> frozenset[Value]:
+    """What hangs on no input of the user and carries a gradient: a parameter, its cast, its
+    transpose.
+    """
+    fed: set[str] = set()
+    users = {entry.node for entry in program.signature.inputs if entry.kind == "user"}
+    for node in program.module.graph.nodes:
+        if node.name in users or any(n.name in fed for n in node.all_input_nodes):
+            fed.add(node.name)
+    return frozenset(value for value in gradient if value[0] not in fed)
 
 
 # -- what is searched ------------------------------------------------------------------------------

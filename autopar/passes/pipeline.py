@@ -117,17 +117,18 @@ def _replace(
     x, weight = product.x.all_input_nodes[0], product.weight.all_input_nodes[0]
     with graph.inserting_before(node):
         arguments = (x, weight, product.bias, *axes, mesh, coordinates, product.transposed)
-        new = graph.call_function(sharded.panel_linear, arguments)
+        wide = {k: v for k, v in product.weight.kwargs.items() if k == "reduce_dtype"}
+        new = graph.call_function(sharded.panel_linear, arguments, wide)
     new.meta = dict(node.meta)
     places = (1, 2) if product.transposed else (0, 1)  # of X and W among the operands
     moved = [
-        (Part.all(place, gathered.meta["step"].after), axis, gathered.meta["element_bytes"])
+        (Part.all(place, gathered.meta["step"].after), axis, gathered.meta["element"])
         for place, gathered, axis in zip(places, (product.x, product.weight), reversed(axes))
     ]
     new.meta["inside"] = [
-        moving(kind, part, (axis,), late, size)
+        moving(kind, part, (axis,), late, element.of(kind, late))
         for kind, late in _MOVES
-        for part, axis, size in moved
+        for part, axis, element in moved
     ]
     node.replace_all_uses_with(new)
     graph.erase_node(node)

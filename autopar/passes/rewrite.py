@@ -20,7 +20,7 @@ from ..conversion import emit_step
 from ..cost.comm import levels, path_seconds
 from ..cost.inside import inside
 from ..graphs import chain_name, producer
-from ..layout import Layout, R, State, Step, steps
+from ..layout import Element, Layout, R, State, steps
 from ..local import Call, emit_local
 from ..plan import Plan
 from ..program import Annotations, Input, Program, Value
@@ -234,33 +234,27 @@ class _Rewriter:
         sources = [self.native[value]]
         if value in self.plan.copies:
             sources.append(self._plain(value, self.plan.copies[value]))
-        gradient = value in self.notes.gradient
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
-        best = min(
-            sources, key=lambda s: path_seconds(steps(s, layout), gradient, size, self.world)
-        )
+        element = self.notes.element(value, size)
+        best = min(sources, key=lambda s: path_seconds(steps(s, layout), element, self.world))
         if best != self.native[value]:
-            self._walk(value, self.native[value], best, gradient, size)
-        return self._walk(value, best, layout, gradient, size)
+            self._walk(value, self.native[value], best, element)
+        return self._walk(value, best, layout, element)
 
-    def _walk(
-        self, value: Value, source: Layout, target: Layout, gradient: bool, size: int
-    ) -> fx.Node:
+    def _walk(self, value: Value, source: Layout, target: Layout, element: Element) -> fx.Node:
         """The steps from one layout of a value that is made to another; those that were made before
         are shared.
         """
         for step in steps(source, target):
             if (value, step.after) not in self.made:
                 before = self.made[value, step.before]
-                ways = levels(step, gradient, size, self.world)
-                node = emit_step(self.graph, before, step, self.coordinates.__getitem__, ways)
-                self._tell(node, value, step, gradient, size)
+                ways = levels(step, element, self.world)
+                wide = self.notes.reduce_dtype if element.gradient > element.bytes else None
+                node = emit_step(self.graph, before, step, self.coordinates.__getitem__, ways, wide)
+                self._describe(node, self.nodes[value[0]], step.after)
+                node.meta.update(step=step, element=element)
                 self._make(value, step.after, node)
         return self.made[value, target]
-
-    def _tell(self, node: fx.Node, value: Value, step: Step, gradient: bool, size: int) -> None:
-        self._describe(node, self.nodes[value[0]], step.after)
-        node.meta.update(step=step, gradient=gradient, element_bytes=size)
 
     # -- values without a layout of their own ------------------------------------------------------
     def _free(self, node: fx.Node, layout: Layout) -> fx.Node:
@@ -291,7 +285,7 @@ class _Rewriter:
                 new = self.graph.call_function(operator.getitem, (new, value[1]))
                 self._describe(new, source, reached)
             self._make(value, reached, new)
-        return self._walk(value, reached, layout, False, results[value[1]].dtype.itemsize)
+        return self._walk(value, reached, layout, Element(results[value[1]].dtype.itemsize, 0))
 
     def _all(self, shape: tuple[int, ...], state: State) -> Layout:
         return Layout(self.mesh, shape, (state,) * len(self.mesh.axes))

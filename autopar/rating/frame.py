@@ -18,6 +18,7 @@ from torch import fx
 from ..constraint import has_weight
 from ..cost.inside import HAVE_INSIDE
 from ..graphs import module_path, producer
+from ..layout import Element
 from ..program import Annotations, Atom, Program, Value
 from ..regions import Known, Region, Regions
 from ..rules import Dims, Spec, operands_of, results_of, shape_of, value_of
@@ -42,7 +43,11 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     slots: tuple[tuple[int, int, int], ...]  # (dim, unit, size of the atom) of every slot
     element_bytes: int
-    gradient: bool
+    gradient: int  # bytes of an element where ranks add it up; 0: there is none
+
+    @property
+    def element(self) -> Element:
+        return Element(self.element_bytes, self.gradient)
 
 
 @dataclass(eq=False)
@@ -308,9 +313,7 @@ class _Builder:
                 if not atom.opaque:
                     slots.append((dim, unit, atom.size))
                 unit *= atom.size
-        return Kind(
-            shape_of(found), tuple(slots), found.dtype.itemsize, value in self.notes.gradient
-        )
+        return Kind(shape_of(found), tuple(slots), *self.notes.element(value, found.dtype.itemsize))
 
 
 def carries_gradient(notes: Annotations, node: fx.Node) -> bool:

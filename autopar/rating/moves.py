@@ -104,14 +104,16 @@ class Moves:
 
     def _cost(self, kind: str, axes: tuple[int, ...]) -> Floats:
         """Of the axes' joint change: [states of the other axes, mesh]."""
-        whole = self._cut_by_others(axes) * self.kind.element_bytes
+        elements, element = self._cut_by_others(axes), self.kind.element
+        whole = elements * element.bytes
         group = self.meshes.sizes[:, list(axes)].prod(axis=1)
         moved = whole / group.reshape((-1,) + (1,) * (whole.ndim - 1)) if kind == "S->S" else whole
         total = moved / self.meshes.world.device.memory_bytes_per_s
         forward, backward = TRAFFIC[kind]
-        for name in (forward, backward if self.kind.gradient else None):
+        for name, late in ((forward, False), (backward if element.gradient else None, True)):
             if name is not None:
-                total = total + self.meshes.seconds(name, axes, whole)
+                size = element.of(name, late)
+                total = total + self.meshes.seconds(name, axes, elements * size)
         return np.ascontiguousarray(np.moveaxis(total, 0, -1), dtype=np.float32)
 
     def _cut_by_others(self, axes: tuple[int, ...]) -> NDArray[np.float64]:

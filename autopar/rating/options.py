@@ -83,7 +83,15 @@ class OptionCosts:
         paths = {self.path(name) for name in names}
         letters = self.constraints[0].letters.get(variable.name)
         roles = tuple(c.roles(path) for c in self.constraints for path in sorted(paths))
-        return roles, letters, tuple(self._marks(name) for name in names)
+        bound = tuple(self._of_weight(name) for name in names)
+        return roles, letters, bound, tuple(self._marks(name) for name in names)
+
+    def _of_weight(self, name: str) -> bool:
+        """Whether a node casts or transposes a weight: it goes with that, whatever is asked of its
+        module.
+        """
+        spec = self.notes.specs.get(name)
+        return spec is not None and spec.product is None and (name, 0) in self.notes.weights
 
     def _marks(self, name: str) -> Hashable:
         """Which of a node's atoms are the batch, the sequence, the residual stream."""
@@ -176,7 +184,7 @@ class OptionCosts:
         constraint: Constraint,
         eased: bool,
     ) -> Bools:
-        roles = constraint.roles(self.path(name))
+        roles = None if self._of_weight(name) else constraint.roles(self.path(name))
         role = None if roles is None else roles[axis]
         marks = None if role is None else self._marks(name)
         key = (variable.look, position, size, role, marks, eased)

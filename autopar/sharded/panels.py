@@ -27,6 +27,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from autopar import wire
+from autopar.adjoints import widened
 
 
 def panel_linear(
@@ -38,13 +39,15 @@ def panel_linear(
     mesh: str,
     coordinates: Sequence[Tensor],
     transposed: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x · weightᵀ + bias on blocks: x (..., k/q), weight (n/q, k/q), bias (n/q), result (..., n/q).
 
     `row` and `column` are two axes of q ranks each. k of x and n lie on `column`, k of weight on
     `row`, in contiguous blocks. The leading dims of x lie on `row`, and where you like on axes
     other than `column`. `coordinates` are the rank's own places on `row` and on `column`.
-    `transposed`: weight is (k/q, n/q), as addmm and GPT-2's Conv1D have it.
+    `transposed`: weight is (k/q, n/q), as addmm and GPT-2's Conv1D have it. `reduce_dtype`: what
+    the gradient of weight is added up in, if that is wider than its own dtype.
 
     The gradients of x and weight are whole over `row` and `column`. That of weight is still to be
     summed over further axes that the leading dims lie on, that of bias over these and `row`. Sums
@@ -56,7 +59,8 @@ def panel_linear(
     size = wire.size_of(column, mesh)
     assert wire.size_of(row, mesh) == size, f"panels need {row} and {column} of one size: {mesh}"
     groups = wire.group_of(row, mesh), wire.group_of(column, mesh)
-    return _PanelLinear.apply(x, weight, bias, *coordinates, size, *groups, transposed)
+    facts = size, *groups, transposed, reduce_dtype
+    return _PanelLinear.apply(x, weight, bias, *coordinates, *facts)
 
 
 class _PanelLinear(Function):
@@ -72,9 +76,11 @@ class _PanelLinear(Function):
         row: str,
         column: str,
         transposed: bool,
+        wide: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, row_place, column_place)
         ctx.facts = size, row, column, transposed
+        ctx.wide = wide
         y = _multiply([(_matrix(x), column), (weight, row)], bias, size, transposed)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -87,13 +93,15 @@ class _PanelLinear(Function):
         dy = _matrix(grad)
         lanes = []
         if of_x:
-            lanes.append(_Lane(weight, row, column, column_place, _x_part))
+            lanes.append(_Lane(weight, row, column, column_place, _x_part, None))
         if of_weight:
-            lanes.append(_Lane(_matrix(x), column, row, row_place, _weight_part))
+            lanes.append(_Lane(_matrix(x), column, row, row_place, _weight_part, ctx.wide))
         found = _gradients(lanes, dy, size, transposed)
         grad_weight = found.pop() if of_weight else None
         grad_x = found.pop().reshape(x.shape) if of_x else None
-        return grad_x, grad_weight, dy.sum(0) if of_bias else None, *[None] * 6
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, dy.sum(0) if of_bias else None, *[None] * 7
 
 
 class _Lane(NamedTuple):
@@ -104,6 +112,7 @@ class _Lane(NamedTuple):
     outgoing: str  # the group that shares the sum
     place: Tensor  # the own place in it: the block that this rank keeps
     multiply: Callable[[Tensor, Tensor, bool], Tensor]
+    wide: torch.dtype | None  # what the parts are added up in
 
 
 def _multiply(
@@ -139,7 +148,10 @@ def _gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool) -> l
         coming = _issue(blocks, t + 1, size)
         parts = [
             wire.issue_reduce(
-                lane.multiply(dy, wire.wait(panel), transposed), t, size, lane.outgoing
+                widened(lane.multiply(dy, wire.wait(panel), transposed), lane.wide),
+                t,
+                size,
+                lane.outgoing,
             )
             for lane, panel in zip(lanes, panels, strict=True)
         ]
