@@ -173,7 +173,7 @@ class _Rewriter:
     def _emit(
         self, node: fx.Node, operands: Any, layouts: Any, results: tuple[Layout, ...]
     ) -> fx.Node:
-        last = next(reversed(self.graph.nodes))
+        last = next(iter(reversed(self.graph.nodes)))  # torch 2.11 gives no iterator
         new = emit_local(
             Call(
                 self.graph,
