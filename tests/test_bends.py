@@ -1,4 +1,4 @@
-"""Ways with bends: straight lines between measured sizes, in every place that reads them."""
+"""Ways with bends, as calibration finds them, in every place that reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from autopar.cost import comm
-from autopar.cost.fit import rising
 from autopar.cost.pattern import pattern
 from autopar.cost.ways import Way, _best, flat_ways, ways
 from autopar.errors import WorldError
@@ -18,39 +17,25 @@ from autopar.rating.prices import Meshes
 from autopar.world import Device, Level, Measured, World
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
-POINTS = ((1e3, 1e-3), (1e4, 1.1e-3), (1e5, 4e-3), (1e6, 1e-2))
-BENT = Measured("all_gather", ((2, 1),), 2, 1e-3, 1e-8, points=POINTS)
-LOWER = tuple((size, seconds / 4) for size, seconds in POINTS)
+BENT = Measured("all_gather", ((2, 1),), 2, 1e-3, 0.0, bends=((1e4, 3e-8), (1e5, 1e-8)))
 PLAIN = World((Level(2, 6e8, 1e-4), Level(2, 5e7, 1e-3)), CORE)
 WORLD = replace(
     PLAIN,
     measured=(
         BENT,
-        replace(BENT, kind="reduce_scatter", points=LOWER),
-        Measured("all_reduce", ((2, 2),), 2, 2e-3, 4e-8, points=((1e3, 2e-3), (1e6, 5e-2))),
-        Measured("all_reduce", ((4, 1),), 4, 2e-3, 4e-8, points=((1e3, 3e-3), (1e6, 9e-2))),
+        replace(BENT, kind="reduce_scatter", start_s=5e-4, bends=((2e4, 1e-8),)),
+        Measured("all_reduce", ((2, 2),), 2, 2e-3, 1e-9, bends=((1e3, 5e-8),)),
+        Measured("all_reduce", ((4, 1),), 4, 3e-3, 2e-9, bends=((1e3, 8e-8),)),
     ),
 )
 SIZES = np.array([0.0, 500.0, 1e3, 3e3, 1e4, 7e4, 1e5, 5e5, 1e6])
 
 
-def test_straight_lines_between_the_points() -> None:
+def test_a_byte_costs_more_from_each_bend_on() -> None:
     (way,) = flat_ways(WORLD, "all_gather", ((2, 1),))
-    expected = np.interp(SIZES, *zip(*POINTS, strict=True))
+    expected = np.interp(SIZES, [0, 1e4, 1e5, 1e6], [1e-3, 1e-3, 3.7e-3, 39.7e-3])
     assert [way.seconds(size) for size in SIZES] == pytest.approx(expected)
     assert way.all_seconds(SIZES) == pytest.approx(expected)
-
-
-def test_beyond_the_points() -> None:
-    """As long for less as for the first; as steep for more as before the last."""
-    (way,) = flat_ways(WORLD, "all_gather", ((2, 1),))
-    assert way.seconds(0) == pytest.approx(1e-3)
-    assert way.seconds(2e6) == pytest.approx(1e-2 + 1e6 * 6e-3 / 9e5)
-
-
-def test_one_point_is_no_line() -> None:
-    world = replace(PLAIN, measured=(replace(BENT, points=POINTS[:1]),))
-    assert flat_ways(world, "all_gather", ((2, 1),)) == (Way("measured", (), 1e-3, 1e-8),)
 
 
 def test_two_levels_add_up_bend_by_bend() -> None:
@@ -95,11 +80,16 @@ def test_every_reader_says_the_same(kind: str) -> None:
             assert row == pytest.approx(array) and one == pytest.approx(array)
 
 
-def test_times_never_fall() -> None:
-    assert rising([2.0, 8.0, 2.0, 9.0]) == [2.0, 4.0, 4.0, 9.0]
-    assert rising([3.0, 2.0, 1.0]) == pytest.approx([6.0 ** (1 / 3)] * 3, rel=1e-5)
-
-
-def test_points_in_another_order_are_refused() -> None:
-    with pytest.raises(WorldError, match="write them in rising order"):
-        replace(BENT, points=POINTS[::-1])
+@pytest.mark.parametrize(
+    ("bends", "message"),
+    [
+        (((1e5, 1e-8), (1e4, 1e-8)), "write them in rising order"),
+        (((1e4, -1e-8),), "seconds per byte from 10000 bytes on is -1e-08"),
+        (((-1.0, 1e-8),), "Measured.bends: bytes is -1.0"),
+    ],
+)
+def test_bends_that_cannot_be_are_refused(
+    bends: tuple[tuple[float, float], ...], message: str
+) -> None:
+    with pytest.raises(WorldError, match=message):
+        replace(BENT, bends=bends)

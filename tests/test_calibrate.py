@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -63,14 +64,51 @@ def test_a_line_minds_small_sizes_as_much_as_large_ones() -> None:
     assert start == pytest.approx(1e-3, rel=0.1)
 
 
+def test_a_curve_finds_the_bend() -> None:
+    sizes = [2.0**power for power in range(8, 25, 2)]
+    exact = [2e-3 + 3e-8 * max(0.0, size - 2**16) for size in sizes]
+    start, rate, bends = fit.curve(sizes, exact)
+    assert (start, rate) == (pytest.approx(2e-3), 0)
+    assert bends == ((2**16, pytest.approx(3e-8)),)
+    noisy = [s * factor for s, factor in zip(exact, [1.1, 0.9, 1.1, 1, 0.9, 1.1, 1, 1, 1])]
+    start, rate, bends = fit.curve(sizes, noisy)
+    assert start == pytest.approx(2e-3, rel=0.1) and len(bends) < 5
+    assert all(more > 0 for _, more in bends)
+
+
+def test_a_curve_through_a_line_is_that_line() -> None:
+    sizes = [2.0**power for power in range(8, 25, 2)]
+    start, rate, bends = fit.curve(sizes, [3e-4 + 2e-9 * size for size in sizes])
+    assert start == pytest.approx(3e-4, rel=0.01)
+    assert rate + sum(more for _, more in bends) == pytest.approx(2e-9, rel=0.01)
+
+
+def test_least_squares_without_negatives() -> None:
+    """Held against trying every choice of columns that are 0."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        rows, wanted = rng.standard_normal((8, 4)), rng.standard_normal(8)
+        best = float(np.square(wanted).sum())
+        for chosen in itertools.product([False, True], repeat=4):
+            some = np.flatnonzero(chosen)
+            x = np.linalg.lstsq(rows[:, some], wanted, rcond=None)[0]
+            if len(some) and x.min() >= 0:
+                best = min(best, float(np.square(rows[:, some] @ x - wanted).sum()))
+        found = fit.nonnegative(rows, wanted)
+        assert found.min() >= 0
+        assert float(np.square(rows @ found - wanted).sum()) == pytest.approx(best, abs=1e-9)
+
+
 def test_levels_and_factors_are_recovered() -> None:
     factors = {"all_gather": 1.3, "broadcast": 0.7}
     world = fit.fitted(GUESS, lines(made_up(TRUE, factors)))
     for found, true in zip(world.levels, TRUE.levels, strict=True):
-        assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-6)
-        assert found.latency_s == pytest.approx(true.latency_s, rel=1e-6)
-    assert world.launch_s == pytest.approx(TRUE.launch_s, rel=1e-6)
-    assert world.factors == pytest.approx({kind: factors.get(kind, 1.0) for kind in KINDS})
+        assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-3)
+        assert found.latency_s == pytest.approx(true.latency_s, rel=1e-3)
+    assert world.launch_s == pytest.approx(TRUE.launch_s, rel=1e-3)
+    assert world.factors == pytest.approx(
+        {kind: factors.get(kind, 1.0) for kind in KINDS}, rel=1e-3
+    )
 
 
 def test_noise_moves_them_little() -> None:
@@ -86,7 +124,7 @@ def test_what_was_not_measured_is_priced_by_the_fitted_formulas() -> None:
     price = collective_cost(traffic, ("a", "c"), mesh, 4, world, flat_ways)
     true = collective_cost(traffic, ("a", "c"), mesh, 4, TRUE, flat_ways)
     assert price.way.algorithm == "ring"
-    assert price.seconds == pytest.approx(true.seconds, rel=1e-6)
+    assert price.seconds == pytest.approx(true.seconds, rel=1e-3)
 
 
 def test_what_was_measured_is_priced_as_measured() -> None:
@@ -140,10 +178,18 @@ def test_forms_lie_as_they_say(form: str) -> None:
         assert shape.flops == 2 * 3 * 5 * 7 and shape.moved_bytes == 4 * (21 + 35 + 15)
 
 
-def test_what_plans_do_not_run_is_measured_less_often() -> None:
-    rows = calibrate._rounds([1, 3], lambda index: 1.0 + index, 1e-4, lambda share: None)
-    rows = np.concatenate([rows] + [rows] * 3) if len(rows) == 1 else rows
-    assert np.isfinite(rows[:, 0]).all() and np.isfinite(rows[0, 1])
+def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:
+    case = Case("all_gather", ((2, 1),), True, 4096)
+    short, long = measure.Often(3, 1e-4), measure.Often(1, 0.3)
+    assert calibrate._visits(case, short) == 12 and calibrate._visits(case, long) == 1
+    assert calibrate._visits(case._replace(together=False), short) == 3
+
+
+def test_rounds_visit_each_case_as_often_as_asked() -> None:
+    shares: list[float] = []
+    found = calibrate._rounds([1, 3], lambda index: float(index), 1e-4, shares.append)
+    assert len(found[1]) == 3 * len(found[0]) and set(found[1]) == {1.0}
+    assert shares == sorted(shares)
 
 
 def test_products_and_their_copies_become_forms() -> None:

@@ -15,7 +15,7 @@ from .. import ranks
 from ..errors import WorldError
 from ..world import KINDS, Forms, Measured, World
 from . import measure
-from .fit import efficiencies, fitted, line, rising
+from .fit import curve, efficiencies, fitted
 from .measure import Case, Product
 from .pattern import Pattern, size
 
@@ -30,12 +30,13 @@ CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the band
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
 _ON_COLLECTIVES = 0.75  # of the time
 _WARMING = 0.1  # of the progress that is shown
-_ALONE = 3  # what plans do not run is measured in every so manieth round
+_MOST_VISITS, _VISITING_S = 12, 0.1  # of one case in one round; all of them together
+_ALONE = 4  # what plans do not run is measured so many times less often
 
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured: seconds of each case and product, and in how many rounds."""
+    """What was measured: seconds of each case and product, and from how many samples at least."""
 
     seconds: dict[Case | Product, float]
     rounds: int
@@ -140,12 +141,19 @@ def timed_collectives(
             measure.barrier()
             if not joins[index]:
                 return 0.0
-            return measure.seconds(works[index], times[index], device)
+            return measure.seconds(works[index], times[index].times, device)
 
-        every = [1 if case.together else _ALONE for case in wanted]
-        rows = _rounds(every, once, seconds, _after_warming(progress, "collectives"))
-    slowest = np.max(ranks.all_of(rows), axis=0)
-    return _medians(wanted, slowest)
+        visits = [_visits(case, t) for case, t in zip(wanted, times, strict=True)]
+        found = _rounds(visits, once, seconds, _after_warming(progress, "collectives"))
+    return _medians(wanted, [np.max(s, axis=0) for s in zip(*ranks.all_of(found), strict=True)])
+
+
+def _visits(case: Case, often: measure.Often) -> int:
+    """In one round: many where a case is short and so easily disturbed, fewer where no plan runs
+    it.
+    """
+    found = int(min(_MOST_VISITS, max(1, _VISITING_S // (often.times * often.took_s))))
+    return found if case.together else max(1, found // _ALONE)
 
 
 def _with_first(digits: Pattern, rank: int) -> bool:
@@ -169,10 +177,10 @@ def timed_products(
 
     def once(index: int) -> float:
         measure.barrier()
-        return measure.seconds(works[index], times[index], device)
+        return measure.seconds(works[index], times[index].times, device)
 
-    rows = _rounds([1] * len(wanted), once, seconds, _after_warming(progress, "products"))
-    return _medians(wanted, np.concatenate(ranks.all_of(rows)))
+    found = _rounds([1] * len(wanted), once, seconds, _after_warming(progress, "products"))
+    return _medians(wanted, [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)])
 
 
 def _warmed(
@@ -182,9 +190,9 @@ def _warmed(
     seconds: float,
     progress: Progress,
     doing: str,
-) -> tuple[list[int], float]:
+) -> tuple[list[measure.Often], float]:
     """How often to run each for one measurement, and the seconds that are left."""
-    start, times = time.perf_counter(), []
+    start, times = time.perf_counter(), list[measure.Often]()
     for done, (work, taking_part) in enumerate(zip(works, joins, strict=True)):
         progress(_WARMING * done / len(works), doing)
         times.append(measure.times_for(work, device, taking_part))
@@ -205,43 +213,40 @@ def _operand_sizes(wanted: Sequence[Product]) -> dict[torch.dtype, tuple[int, in
 
 
 def _rounds(
-    every: Sequence[int],
+    visits: Sequence[int],
     once: Callable[[int], float],
     seconds: float,
     progress: Callable[[float], None],
-) -> np.ndarray:
+) -> list[list[float]]:
     """Rounds over all cases, each in another order, as many as the time allows and at least one;
-    rank 0 decides. `every`: a case takes part in the first of so many rounds. One row a round, NaN
-    where a case took no part.
+    rank 0 decides. `visits`: how often each case is measured in one round. What each measured.
     """
-    count = len(every)
-    rows: list[np.ndarray] = []
-    start, more, shown = time.perf_counter(), True, 0.0
+    found: list[list[float]] = [[] for _ in visits]
+    start, more, shown, rounds = time.perf_counter(), True, 0.0, 0
+    places = np.repeat(np.arange(len(visits)), visits)
     while more:
-        order = np.random.default_rng(len(rows)).permutation(count)  # the same on every rank
-        row = np.full(count, np.nan)
+        order = np.random.default_rng(rounds).permutation(places)  # the same on every rank
         for done, index in enumerate(order.tolist()):
-            if len(rows) % every[index] == 0:
-                row[index] = once(index)
+            found[index].append(once(index))
             used = (time.perf_counter() - start) / seconds
-            shown = min(1.0, max(shown, used, (done + 1) / count if not rows else 0.0))
+            shown = min(1.0, max(shown, used, (done + 1) / len(order) if not rounds else 0.0))
             progress(shown)
-        rows.append(row)
+        rounds += 1
         taken = time.perf_counter() - start
-        more = ranks.from_rank_0(taken * (1 + 1 / len(rows)) < seconds)
-    return np.stack(rows)
+        more = ranks.from_rank_0(taken * (1 + 1 / rounds) < seconds)
+    return found
 
 
-def _medians(wanted: Sequence[Case | Product], rows: np.ndarray) -> Times:
-    found = np.nanmedian(rows, axis=0).tolist()
-    return Times(dict(zip(wanted, found, strict=True)), len(rows))
+def _medians(
+    wanted: Sequence[Case | Product], samples: Sequence[Sequence[float] | np.ndarray]
+) -> Times:
+    found = {one: float(np.median(s)) for one, s in zip(wanted, samples, strict=True)}
+    return Times(found, min(len(s) for s in samples))
 
 
 # -- what follows from it --------------------------------------------------------------------------
 def lines(times: Times) -> list[Measured]:
-    """The times of each collective over each pattern, in the order of sizes, and a line through
-    them.
-    """
+    """A line with bends through the sizes of each collective over each pattern."""
     series: dict[tuple[str, Pattern, bool], list[tuple[int, float]]] = {}
     for case, seconds in times.seconds.items():
         assert isinstance(case, Case)
@@ -249,11 +254,8 @@ def lines(times: Times) -> list[Measured]:
         series.setdefault(key, []).append((measure.actual_bytes(case), seconds))
     found = []
     for (kind, digits, together), points in series.items():
-        points.sort()
-        sizes, took = [size for size, _ in points], [took for _, took in points]
-        start, rate = line(sizes, took)
-        bent = tuple(zip(map(float, sizes), rising(took), strict=True))
-        found.append(Measured(kind, digits, size(digits), start, rate, together, bent))
+        start, rate, bends = curve(*zip(*sorted(points), strict=True))
+        found.append(Measured(kind, digits, size(digits), start, rate, together, bends))
     return found
 
 

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from ..world import Level, Measured, World
 from .pattern import Pattern
-from .ways import formula
+from .ways import Way, formula
 
 _REFERENCE = "all_reduce"  # what levels are fitted to; factors say how the other kinds differ
 _SIZES = (2**14, 2**18, 2**22)  # bytes at which factors are compared
+_WIDE = (2**12, *_SIZES, 2**24)  # and through which lines are drawn where there are bends
+_MOST, _TINY = 10, 1e-12  # steps for each unknown; what is nothing
 _ROUNDS = 20  # of fitting bandwidths from the inside out; two suffice unless levels hide another
 
 
@@ -32,35 +34,62 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     return float(start), float(rate)
 
 
-def rising(seconds: Sequence[float]) -> list[float]:
-    """The times nearest to these (least squares of their logarithms) that never fall: what takes
-    less for more bytes was disturbed.
+def curve(
+    sizes: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float, tuple[tuple[float, float], ...]]:
+    """(seconds at the start, seconds per byte, bends (bytes, seconds per byte more from there on)),
+    nothing below 0, of least squares of the relative errors: what is small is launched, what is
+    large fills links and overflows caches, so bytes only ever become dearer. Bends are at `sizes`,
+    which rise, few of them.
 
-    >>> rising([2.0, 8.0, 2.0, 9.0])
-    [2.0, 4.0, 4.0, 9.0]
+    Example: curve([1, 10, 100, 200], [5.0, 5.0, 5.0, 15.0]) is (5.0, 0.0, ((100, 0.1),)), but for
+    rounding.
     """
-    blocks: list[tuple[float, int]] = []  # (mean logarithm, how many)
-    for logarithm in np.log(np.asarray(seconds, dtype=np.float64)).tolist():
-        blocks.append((logarithm, 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (late, some), (early, others) = blocks.pop(), blocks.pop()
-            blocks.append(((late * some + early * others) / (some + others), some + others))
-    return [_six(math.exp(mean)) for mean, count in blocks for _ in range(count)]
+    times, at = np.asarray(seconds, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
+    knees = [0.0, *at[:-1].tolist()]
+    rows = np.stack([np.ones(len(at)), *(np.maximum(at - knee, 0.0) for knee in knees)], axis=1)
+    start, rate, *more = nonnegative(rows / times[:, None], np.ones(len(at))).tolist()
+    bends = zip(knees[1:], more, strict=True)
+    return _six(start), _six(rate), tuple((knee, _six(s)) for knee, s in bends if s > 0)
 
 
 def nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of rows · x = wanted with no x below 0: what falls below is left out, the
-    lowest first. Columns may differ in scale.
+    """Least squares of rows · x = wanted with no x below 0. Columns may differ in scale. Source:
+    Lawson and Hanson 1974, chapter 23.
     """
     scale = np.abs(rows).max(axis=0)
-    free = [column for column in range(rows.shape[1]) if scale[column] > 0]
-    found = np.zeros(rows.shape[1])
-    while free:
-        values = np.linalg.lstsq(rows[:, free] / scale[free], wanted, rcond=None)[0]
-        if values.min() >= 0:
-            found[free] = values / scale[free]
+    used = np.flatnonzero(scale > 0)
+    scaled, found = rows[:, used] / scale[used], np.zeros(len(used))
+    free = np.zeros(len(used), dtype=bool)
+    for _ in range(_MOST * len(used)):
+        gain = np.where(free, -np.inf, scaled.T @ (wanted - scaled @ found))
+        if free.all() or gain.max() <= _TINY * np.abs(wanted).max() * len(wanted):
             break
-        free.pop(int(values.argmin()))
+        free[gain.argmax()] = True
+        found = _inside(scaled, wanted, found, free)
+    result = np.zeros(rows.shape[1])
+    result[used] = found / scale[used]
+    return result
+
+
+def _inside(
+    rows: NDArray[np.float64],
+    wanted: NDArray[np.float64],
+    found: NDArray[np.float64],
+    free: NDArray[np.bool_],
+) -> NDArray[np.float64]:
+    """From one solution towards the best among the free columns, as far as none falls below 0;
+    those that reach 0 are no longer free.
+    """
+    while free.any():
+        best = np.zeros(len(found))
+        best[free] = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
+        low = free & (best <= 0)
+        if not low.any():
+            return best
+        found = found + np.min(found[low] / (found[low] - best[low])) * (best - found)
+        free &= found > _TINY
+        found[~free] = 0.0
     return found
 
 
@@ -70,7 +99,7 @@ def fitted(world: World, measured: Sequence[Measured]) -> World:
     priced by the formulas with these. An irregular network keeps its links.
     """
     together = [m for m in measured if m.together]
-    sums = [m for m in together if m.kind == _REFERENCE]
+    sums = [_straight(m) for m in together if m.kind == _REFERENCE]
     bare = replace(world, measured=(), factors={})
     if sums and not world.links:
         bare = _with_latencies(_with_bandwidths(bare, sums), sums)
@@ -79,6 +108,16 @@ def fitted(world: World, measured: Sequence[Measured]) -> World:
         for kind in dict.fromkeys(m.kind for m in together)
     }
     return replace(bare, factors=factors, measured=tuple(measured))
+
+
+def _straight(one: Measured) -> Measured:
+    """Without bends: a line through its times at sizes far and wide."""
+    start, rate = line(_WIDE, [_way(one).seconds(size) for size in _WIDE])
+    return replace(one, start_s=start, s_per_byte=rate, bends=()) if one.bends else one
+
+
+def _way(one: Measured) -> Way:
+    return Way("measured", (), one.start_s, one.s_per_byte, one.bends)
 
 
 def _with_bandwidths(world: World, sums: Sequence[Measured]) -> World:
@@ -126,8 +165,8 @@ def _factor(world: World, measured: Sequence[Measured]) -> float:
     ratios = []
     for one in measured:
         modelled = formula(world, one.kind, one.pattern)
-        line = [(size, one.start_s + one.s_per_byte * size) for size in _SIZES]
-        for size, took in one.points or line:
+        for size in _SIZES:
+            took = _way(one).seconds(size)
             if took > 0 and modelled.seconds(size) > 0:
                 ratios.append(math.log(took / modelled.seconds(size)))
     return math.exp(float(np.median(ratios))) if ratios else 1.0

@@ -143,7 +143,14 @@ def seconds(work: Callable[[], object], times: int, device: torch.device) -> flo
     return (time.perf_counter() - start) / times
 
 
-def times_for(work: Callable[[], object], device: torch.device, taking_part: bool = True) -> int:
+class Often(NamedTuple):
+    """How many times a work is run for one measurement, and about what one run took, in s."""
+
+    times: int
+    took_s: float
+
+
+def times_for(work: Callable[[], object], device: torch.device, taking_part: bool = True) -> Often:
     """Warm up, and find how often to run for one measurement: the same number on all ranks."""
     took = 0.0
     if taking_part:
@@ -152,8 +159,8 @@ def times_for(work: Callable[[], object], device: torch.device, taking_part: boo
         took = seconds(work, 1, device)
     longest = max(ranks.all_of(took))
     if device.type == "cpu":
-        return _ON_CPU if longest < _LONG_S else 1
-    return int(min(_MOST, max(1, _WARM_S // max(longest, 1e-9))))
+        return Often(_ON_CPU if longest < _LONG_S else 1, longest)
+    return Often(int(min(_MOST, max(1, _WARM_S // max(longest, 1e-9)))), longest)
 
 
 def memory_bytes_per_s(total_bytes: float, device: torch.device) -> float:
@@ -163,7 +170,7 @@ def memory_bytes_per_s(total_bytes: float, device: torch.device) -> float:
     def work() -> None:
         torch.add(x, y, out=z)
 
-    times = times_for(work, device)
+    times = times_for(work, device).times
     barrier()
     found = sorted(seconds(work, times, device) for _ in range(5))[2]
     return 12 * x.numel() / _median(ranks.all_of(found))

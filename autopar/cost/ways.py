@@ -10,7 +10,6 @@ the same collective across on B/inside, gather inside; each of the three again i
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -19,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..world import Measured, World
+from ..world import World
 from .load import load
 from .pattern import Pattern, halves, size
 
@@ -88,29 +87,12 @@ def flat_ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
         return (FREE,)
     known = world.found(kind, digits)
     if known is not None:
-        return (_measured(known),)
+        return (Way("measured", (), known.start_s, known.s_per_byte, known.bends),)
     factor = world.factor(kind)
     return _best(
         Way(name, (), factor * (world.launch_s + start), factor * rate)
         for name, start, rate in _flat(world, kind, digits)
     )
-
-
-def _measured(known: Measured) -> Way:
-    """Straight lines between the points; as long for less as for the first, as steep for more as
-    before the last.
-    """
-    if len(known.points) < 2:
-        return Way("measured", (), known.start_s, known.s_per_byte)
-    slopes = [0.0] + [
-        (later - sooner) / (larger - smaller)
-        for (smaller, sooner), (larger, later) in itertools.pairwise(known.points)
-    ]
-    bends = tuple(
-        (at, after - before)
-        for (at, _), (before, after) in zip(known.points, itertools.pairwise(slopes))
-    )
-    return Way("measured", (), known.points[0][1], 0.0, bends)
 
 
 def _flat(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float, float]]:

@@ -216,8 +216,7 @@ class Measured:
     """What calibration found for one collective over the groups of one pattern (cost/pattern.py:
     (size, stride) of each digit, outer first): start_s + s_per_byte · bytes of the whole value on a
     group. `together`: with all groups of the pattern at once, as plans run them; else one alone.
-    `points`: (bytes, seconds) with rising bytes; where there are two or more, the time is read off
-    the straight lines between them, and the line above says it in short.
+    `bends`: (bytes, how many more seconds a byte takes from there on), with rising bytes.
 
     Example: Measured("all_reduce", ((2, 4),), 2, 1e-3, 2e-9): 8 ranks in pairs 4 apart sum 1 MB in
     3 ms.
@@ -230,11 +229,11 @@ class Measured:
     start_s: float
     s_per_byte: float
     together: bool = True
-    points: tuple[tuple[float, float], ...] = ()
+    bends: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         check_kind("Measured.kind", self.kind)
-        self._check_points()
+        self._check_bends()
         check_number("Measured.start_s", self.start_s)
         check_number("Measured.s_per_byte", self.s_per_byte)
         if not self.pattern or any(size < 2 or stride < 1 for size, stride in self.pattern):
@@ -244,13 +243,15 @@ class Measured:
         if self.ranks != math.prod(size for size, _ in self.pattern):
             raise WorldError(f"Measured.ranks is {self.ranks}, its pattern is {self.pattern}")
 
-    def _check_points(self) -> None:
-        for size, seconds in self.points:
-            check_number("Measured.points: bytes", size)
-            check_number("Measured.points: seconds", seconds)
-        sizes = [size for size, _ in self.points]
+    def _check_bends(self) -> None:
+        slope = self.s_per_byte
+        for size, more in self.bends:
+            check_number("Measured.bends: bytes", size)
+            slope += more
+            check_number(f"Measured.bends: seconds per byte from {size:g} bytes on", slope)
+        sizes = [size for size, _ in self.bends]
         if any(after <= before for before, after in itertools.pairwise(sizes)):
-            raise WorldError(f"Measured.points has {sizes} bytes: write them in rising order")
+            raise WorldError(f"Measured.bends has {sizes} bytes: write them in rising order")
 
     @property
     def reach(self) -> int:
