@@ -117,5 +117,9 @@ def _try(chosen: Program, world: World, budget: Budget, again: bool = False) -> 
         budget = dataclasses.replace(budget, memory_bytes=None)
     found, memory = effort(emitted, world, budget)
     made = summarised(found, world)
-    plan = dataclasses.replace(chosen.plan, recompute=made.recompute)  # type: ignore[type-var]
+    plan = dataclasses.replace(
+        chosen.plan,
+        recompute=made.recompute,
+        regather=made.regather,  # type: ignore[type-var]
+    )
     return _Tried(dataclasses.replace(chosen, plan=plan), made.seconds, memory)

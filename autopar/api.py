@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from . import editing, ranks, sizing
 from ._compat import pytree
@@ -235,7 +235,8 @@ def apply(
             "torch.distributed.init_process_group"
         )
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
-    groups = groups_of(program.module.graph)
+    graphs = [m.graph for m in program.module.modules() if isinstance(m, fx.GraphModule)]
+    groups = {group for graph in graphs for group in groups_of(graph)}
     device_mesh = connect(mesh, device.type, groups) if mesh.axes else None
     world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
     run = runner(program, world, backend, overlap)

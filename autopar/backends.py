@@ -40,9 +40,13 @@ def runner(
     if backend is not None:
         return torch.compile(program.module, backend=backend)
     assert program.plan is not None
-    if not program.plan.mesh.axes or program.plan.recompute or overlap is False:
+    if not program.plan.mesh.axes or _runs_twice(program) or overlap is False:
         return program.module  # AOTAutograd would save what the plan says is computed again
     return Scheduled(program, world, passes)
+
+
+def _runs_twice(program: Program) -> bool:
+    return program.plan is not None and bool(program.plan.recompute or program.plan.regather)
 
 
 class Scheduled:

@@ -77,7 +77,7 @@ OptimizerOption = Annotated[
 ]
 RecomputeOption = Annotated[
     str,
-    typer.Option(metavar="HOW", help="Blocks computed again in the backward: auto, none, full."),
+    typer.Option(metavar="HOW", help="What runs again in the backward: auto, none, gathers, full."),
 ]
 RedundantOption = Annotated[
     bool,
@@ -320,9 +320,8 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     memory = f"{terminal.memory(made.peak_bytes)} at the peak on each device"
     if made.memory is not None:
         memory = f"{made.memory} at the peak on each device"
-    if made.recompute:
-        again = f"{len(made.recompute)} blocks computed again in the backward"
-        memory += f"; {again}, {made.recompute[0]} to {made.recompute[-1]}"
+    for names, what in made.dropped:
+        memory += f"; {what} again in the backward: {names}"
     if world is not None and made.peak_bytes > world.device.memory_bytes:
         memory += f", [red]which has {terminal.memory(world.device.memory_bytes)}: too little[/]"
     out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
@@ -340,6 +339,7 @@ def _facts(made: Plan) -> dict[str, Any]:
         "world": str(made.world),
         "memory": None if made.memory is None else dataclasses.asdict(made.memory),
         "recompute": list(made.recompute),
+        "regather": list(made.regather),
         "mesh": made.mesh.sizes,
         "ranks": made.mesh.size,
         "rows": [dataclasses.asdict(row) for row in made.rows],

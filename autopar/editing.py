@@ -265,11 +265,12 @@ class _Checker:
 
     def _blocks(self) -> None:
         known = blocks(self.nodes.values())
-        strange = [name for name in self.plan.recompute if name not in known]
-        if strange:
-            raise PlanError(
-                f"the plan recomputes {strange[0]!r}; the model's blocks are {_listed(known)}"
-            )
+        for names, does in ((self.plan.recompute, "recomputes"), (self.plan.regather, "regathers")):
+            strange = [name for name in names if name not in known]
+            if strange:
+                raise PlanError(
+                    f"the plan {does} {strange[0]!r}; the model's blocks are {_listed(known)}"
+                )
 
 
 def _same_names(what: str, given: Iterable[str], wanted: frozenset[str]) -> None:

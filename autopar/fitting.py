@@ -1,5 +1,5 @@
-"""Making a plan fit: the modelled peak against the memory that there is, and as few recomputed
-blocks as it takes.
+"""Making a plan fit: the modelled peak against the memory that there is, and as little gathered
+again or recomputed as it takes.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .cost.memory import Budget, refusal
 from .cost.peak import peak
@@ -14,6 +15,7 @@ from .graphs import blocks
 from .passes import recompute
 from .plan import Memory
 from .program import Program
+from .report.summary import summarised
 from .world import World
 
 
@@ -25,9 +27,10 @@ def fitted(
 ) -> Program:
     """The emitted program with its blocks recomputed as planned, and the plan with its memory.
 
-    Where that does not fit and recompute is "auto": with the fewest blocks recomputed, the first
-    ones, that fit. Raises PlanError where nothing does. `budget` None: as planned, whatever it
-    needs. `larger`: from what is needed here to the smallest world that it would fit, in words.
+    Where that does not fit and recompute is "auto": with as little as it takes made again in the
+    backward, in the first blocks. Raises PlanError where nothing does. `budget` None: as planned,
+    whatever it needs. `larger`: from what is needed here to the smallest world that it would fit,
+    in words.
     """
     assert program.plan is not None
     if budget is None:
@@ -44,42 +47,100 @@ def fitted(
 def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Memory]:
     """As `fitted`, but where nothing fits what comes nearest."""
     assert program.plan is not None
-    found, memory = _tried(program, program.plan.recompute, world, budget)
-    if not budget.fits(memory) and budget.recompute == "auto":
-        return _fewest(program, memory.peak, world, budget)
-    return found, memory
+    rungs = _Rungs(program, world, budget)
+    idle = {*rungs.names} - {*rungs.fetching}  # blocks that gather no weight
+    fetching = tuple(name for name in program.plan.regather if name not in idle)
+    found = rungs.tried(_Rung(program.plan.recompute, fetching))
+    if not budget.fits(found.memory) and budget.recompute == "auto":
+        found = rungs.cheapest(found)
+    return found.program, found.memory
 
 
-def _tried(
-    program: Program, names: tuple[str, ...], world: World, budget: Budget
-) -> tuple[Program, Memory]:
-    """The program with these blocks recomputed, and what that needs."""
-    assert program.plan is not None
-    plan = dataclasses.replace(program.plan, recompute=names)
-    made = recompute.recompute(dataclasses.replace(program, plan=plan))
-    recompute.check(made)
-    memory = peak(made, budget.optimizer, world.backend)
-    plan = dataclasses.replace(
-        plan, memory=memory, peak_bytes=memory.peak, optimizer=budget.optimizer
-    )
-    return dataclasses.replace(made, plan=plan), memory
+class _Rung(NamedTuple):
+    """The blocks that are recomputed, and those that only gather their weights again."""
+
+    recompute: tuple[str, ...]
+    regather: tuple[str, ...]
 
 
-def _fewest(
-    program: Program, without: float, world: World, budget: Budget
-) -> tuple[Program, Memory]:
-    """All blocks, where not even that fits. Every block that is recomputed takes about as much off
-    the peak `without` any, so the guess is a straight line; it is raised until it fits.
-    """
-    names = blocks(program.module.graph.nodes)
-    every = _tried(program, names, world, budget)
-    limit, least = budget.memory_bytes, every[1].peak
-    if limit is None or not budget.fits(every[1]) or without <= least:
-        return every
-    few = max(1, math.ceil(len(names) * (without - limit) / (without - least)))
-    while few < len(names):
-        tried = _tried(program, names[:few], world, budget)
-        if budget.fits(tried[1]):
-            return tried
-        few += max(1, len(names) // 16)
-    return every
+class _Tried(NamedTuple):
+    """A program with what it drops, what that needs, and the seconds of what runs twice."""
+
+    program: Program
+    memory: Memory
+    seconds: float
+
+
+class _Rungs:
+    """A program that drops more and more of what it makes and makes it again in the backward."""
+
+    def __init__(self, program: Program, world: World, budget: Budget) -> None:
+        self.program, self.world, self.budget = program, world, budget
+        self.names = blocks(program.module.graph.nodes)
+        self.fetching = recompute.regathers(program)
+        self.known: dict[_Rung, _Tried] = {}
+
+    def tried(self, rung: _Rung) -> _Tried:
+        if rung not in self.known:
+            self.known[rung] = self._try(rung)
+        return self.known[rung]
+
+    def _try(self, rung: _Rung) -> _Tried:
+        assert self.program.plan is not None
+        plan = dataclasses.replace(
+            self.program.plan, recompute=rung.recompute, regather=rung.regather
+        )
+        made = recompute.recompute(dataclasses.replace(self.program, plan=plan))
+        recompute.check(made)
+        memory = peak(made, self.budget.optimizer, self.world.backend)
+        seconds = summarised(made, self.world).seconds - plan.seconds
+        plan = dataclasses.replace(
+            plan, memory=memory, peak_bytes=memory.peak, optimizer=self.budget.optimizer
+        )
+        return _Tried(dataclasses.replace(made, plan=plan), memory, seconds)
+
+    def cheapest(self, start: _Tried) -> _Tried:
+        """What takes the fewest seconds of those that fit; what comes nearest where nothing does.
+
+        Either as few blocks as it takes gather again, and where that is not enough as few as it
+        takes of these are recomputed; or as few as it takes are recomputed and the others keep all.
+        """
+        names, fetching = self.names, self.fetching
+        every = [_Rung(names[: n + 1], ()) for n in range(len(names))]
+        ladders = [(start, every)] if every else []
+        if fetching:
+            fetched = [_Rung((), fetching[: n + 1]) for n in range(len(fetching))]
+            middle = self.tried(fetched[-1])
+            if self._fits(middle):
+                ladders.append((start, fetched))
+            else:
+                mixed = [_Rung(rung.recompute, _without(fetching, rung)) for rung in every]
+                ladders.append((middle, mixed))
+        useful = [(low, rungs) for low, rungs in ladders if self._fits(self.tried(rungs[-1]))]
+        if not useful:
+            return min((start, *self.known.values()), key=lambda tried: tried.memory.peak)
+        return self._climb(*min(useful, key=lambda pair: self._guess(*pair)[1]))
+
+    def _fits(self, tried: _Tried) -> bool:
+        return self.budget.fits(tried.memory)
+
+    def _guess(self, low: _Tried, rungs: list[_Rung]) -> tuple[int, float]:
+        """The first rung that could fit, and its seconds, if every one takes as much off the peak
+        and costs as much as the next.
+        """
+        assert self.budget.memory_bytes is not None
+        high = self.tried(rungs[-1])
+        part = (low.memory.peak - self.budget.memory_bytes) / (low.memory.peak - high.memory.peak)
+        number = min(len(rungs), max(1, math.ceil(part * len(rungs) - 1e-9)))
+        return number - 1, low.seconds + (high.seconds - low.seconds) * number / len(rungs)
+
+    def _climb(self, low: _Tried, rungs: list[_Rung]) -> _Tried:
+        """From the guessed rung upwards until it fits."""
+        number = self._guess(low, rungs)[0]
+        while not self._fits(self.tried(rungs[number])):
+            number = min(len(rungs) - 1, number + max(1, len(rungs) // 16))
+        return self.tried(rungs[number])
+
+
+def _without(fetching: tuple[str, ...], rung: _Rung) -> tuple[str, ...]:
+    return tuple(name for name in fetching if name not in rung.recompute)

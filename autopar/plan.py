@@ -20,9 +20,10 @@ from .layout import I, Layout, P, R, State
 from .mesh import Mesh
 from .world import World
 
-VERSION = 2
+VERSION = 3
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
 _WHOLE = {"I": I, "R": R, "P": P}
+_LAYOUTS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")  # in a file
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Plan:
         str, ...
     ] = ()  # the row and the column axis, where products run in SUMMA's panels
     recompute: tuple[str, ...] = ()  # blocks whose activations are computed again in the backward
+    regather: tuple[str, ...] = ()  # blocks whose weights are only gathered again there, not kept
     memory: Memory | None = None  # what the peak is made of, known after the rewrite
     bound: float = 0.0  # seconds: no plan of this layout is modelled faster, on any mesh rated
     optimizer: str | float = "adamw"  # whose states are in `memory`
@@ -162,6 +164,7 @@ class Plan:
             [
                 legend,
                 *(f"not split: {escape(reason)}" for reason in self.unsplit),
+                *(f"{what} again in the backward: {names}" for names, what in self.dropped),
                 *self._as_fast(),
                 *(escape(line) for line in self.told),
             ]
@@ -181,6 +184,12 @@ class Plan:
         several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
         proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the optimum"
         return f", {proof}{several}"
+
+    @property
+    def dropped(self) -> tuple[tuple[str, str], ...]:
+        """What is not kept for the backward, in words: which blocks, and what is done there."""
+        pairs = (self.recompute, "computed"), (self.regather, "weights gathered")
+        return tuple((_spanned(names), what) for names, what in pairs if names)
 
     def _as_fast(self) -> list[str]:
         if self.smaller is None:
@@ -276,6 +285,7 @@ class Plan:
             "collectives": [asdict(c) for c in self.collectives],
             "panels": list(self.panels),
             "recompute": list(self.recompute),
+            "regather": list(self.regather),
             "memory": None if self.memory is None else asdict(self.memory),
             "unsplit": list(self.unsplit),
             "meshes": [list(pair) for pair in self.meshes],
@@ -308,6 +318,12 @@ class Plan:
             return _from_json(data, where)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise PlanError(f"{where} is no plan, or is cut short: {error!r}; plan again") from None
+
+
+def _spanned(names: tuple[str, ...]) -> str:
+    """blocks.0, blocks.1, blocks.2 -> 3 blocks, blocks.0 to blocks.2"""
+    several = f"{len(names)} blocks, " if len(names) > 1 else ""
+    return several + (f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0])
 
 
 def _from_json(data: dict[str, Any], where: str) -> Plan:
@@ -348,6 +364,7 @@ def _from_json(data: dict[str, Any], where: str) -> Plan:
         several("inputs"),
         tuple(data["panels"]),
         tuple(data["recompute"]),
+        tuple(data["regather"]),
         None if data["memory"] is None else Memory(**data["memory"]),
         data["bound"],
         data["optimizer"],
@@ -373,7 +390,7 @@ def reduce_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
 def _digests(data: dict[str, Any]) -> tuple[str, str]:
     """Of what the nodes split, and of every layout."""
     splits = {name: choice["splits"] for name, choice in data["choices"].items()}
-    layouts = [data[key] for key in ("mesh", "stored", "outputs", "copies", "recompute")]
+    layouts = [data[key] for key in _LAYOUTS]
     layouts += [[name, c["operands"], c["results"]] for name, c in data["choices"].items()]
     return _digest(splits), _digest(layouts)
 

@@ -22,7 +22,7 @@ from .errors import VerificationError
 from .graphs import where
 from .layout import Layout
 from .program import Input, Program
-from .recomputed import recomputed
+from .recomputed import recomputed, regathered
 
 STEPS = 3
 _SEED = 20_011
@@ -259,7 +259,7 @@ def _steps(module: fx.GraphModule, inputs: list[Any]) -> Generator[tuple[fx.Node
             env[node] = next(given)
         elif node.op == "get_attr":
             env[node] = getattr(module, str(node.target))
-        elif node.target is recomputed:
+        elif node.target in (recomputed, regathered):
             block, _, *values = args
             env[node] = yield from _steps(block, values)
         else:

@@ -15,9 +15,9 @@ ORDER = (
     "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
-    "rating", "lockstep", "passes", "backends", "fitting", "placement", "module", "verify",
-    "report", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "api", "calibration",
-    "targets", "options", "cli", "__main__", "",
+    "rating", "lockstep", "passes", "backends", "placement", "module", "verify", "report",
+    "fitting", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "api",
+    "calibration", "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

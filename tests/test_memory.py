@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ QUICK = ("gpt 2 ddp", "gpt2 2 fsdp full", "llama 4 2.5d")
 
 
 def _name(case: Case) -> str:
-    again = " full" if case.recompute == "full" else ""
+    again = f" {case.recompute}" if case.recompute != "none" else ""
     return f"{case.model} {case.ranks} {case.layout}{again}"
 
 
@@ -70,8 +72,27 @@ def test_as_few_blocks_as_it_takes() -> None:
     between = (free.peak_bytes + full.peak_bytes) / 2
     made = autopar.plan(model, 2, args, "ddp", memory=between)
     assert made.recompute == ("blocks.0",) and full.peak_bytes <= made.peak_bytes <= between
+    assert made.regather == ()
     assert made.memory is not None and made.memory.peak == made.peak_bytes
     assert autopar.plan(model, 2, args, "ddp").recompute == ()  # a CPU has no limit
+
+
+def test_gathers_before_blocks() -> None:
+    """Where gathered weights are enough, nothing else is dropped; then some blocks, too."""
+    model, args, _ = models.gpt()
+
+    def planned(**how: Any) -> autopar.Plan:
+        return autopar.plan(model, 4, args, "fsdp", smaller=False, **how)
+
+    free, gathers, full = (planned(recompute=how) for how in ("none", "gathers", "full"))
+    assert full.peak_bytes < gathers.peak_bytes < 0.9 * free.peak_bytes
+    assert free.seconds < gathers.seconds < full.seconds
+    half = planned(memory=(free.peak_bytes + gathers.peak_bytes) / 2)
+    assert half.recompute == () and half.regather == ("blocks.0",)
+    assert planned(memory=gathers.peak_bytes).regather == ("blocks.0", "blocks.1")
+    both = planned(memory=gathers.peak_bytes - 1)
+    assert both.recompute == ("blocks.0",) and both.regather == ("blocks.1",)
+    assert gathers.seconds < both.seconds < full.seconds
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 import autopar
 import models
-from autopar import PlanError, lockstep, report, wire
+from autopar import PlanError, collectives, lockstep, report, wire
 from autopar._compat import pytree
 from autopar.graphs import every_node
-from autopar.recomputed import recomputed
+from autopar.layouts import Grid4D
+from autopar.recomputed import recomputed, regathered
 from autopar.verify import _Rank
 
 
@@ -32,6 +34,67 @@ def test_every_node_and_gradient_is_right(name: str, ranks: int, layout: str) ->
     plain = autopar.verify(model, ranks, inputs, layout)
     again = autopar.verify(model, ranks, inputs, layout, recompute="full")
     assert again.nodes == plain.nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layout"),
+    [("gpt", 4, "fsdp"), ("llama", 8, Grid4D(2, 1, 2, 2)), ("gpt2", 2, "fsdp")],
+)
+def test_weights_gathered_again_are_right(name: str, ranks: int, layout: Any) -> None:
+    model, inputs = example(name)
+    plain = autopar.verify(model, ranks, inputs, layout)
+    again = autopar.verify(model, ranks, inputs, layout, recompute="gathers")
+    assert again.nodes == plain.nodes
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layout"), [("gpt", 2, "fsdp"), ("llama", 8, Grid4D(2, 1, 2, 2))]
+)
+def test_only_weights_of_products_are_gathered_again(name: str, ranks: int, layout: Any) -> None:
+    """As many collectives more as run more; nothing is computed twice."""
+    model, inputs = example(name)
+    plain = autopar.plan(model, ranks, inputs, layout, recompute="none", smaller=False)
+    again = autopar.plan(model, ranks, inputs, layout, recompute="gathers", smaller=False)
+    assert plain.regather == () and len(again.regather) == 2
+    assert again.peak_bytes < plain.peak_bytes and again.recompute == ()
+    more = len(again.collectives) - len(plain.collectives)
+    assert more == calls(again, inputs) - calls(plain, inputs) > 0
+    made = [c for c in again.collectives if c.backward and c.kind == "all_gather"]
+    assert more <= len(made)
+    module = again.ready.program.module
+    twice = [n for n, again in every_node(module) if again and n.op == "call_function"]
+    assert all("step" in node.meta for node in twice)
+    assert sum(node.target is collectives.all_gather for node in twice) == more
+    seconds = [plan.ready.timeline(overlap=False).seconds for plan in (plain, again)]
+    assert seconds[1] - seconds[0] == pytest.approx(again.seconds - plain.seconds, rel=0.02)
+
+
+def test_what_gathers_nothing_regathers_nothing() -> None:
+    model, inputs = example("gpt")
+    for ranks, layout in ((4, "ddp"), (1, "auto")):
+        plan = autopar.plan(model, ranks, inputs, layout, recompute="gathers")
+        assert (
+            plan.regather == ()
+            and plan.ready.program.module.graph.find_nodes(op="call_function", target=regathered)
+            == []
+        )
+
+
+def test_a_frozen_weight_keeps_no_activation_alive() -> None:
+    """What a product needs is kept, what is to be gathered again is not held by how."""
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    whole = graph.call_function(torch.cat, ([w, w],))
+    graph.output((graph.call_function(torch.matmul, (x, whole)),))
+    block = torch.fx.GraphModule(torch.nn.Module(), graph)
+    given, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 5)
+    activation = given * 1.0
+    (y,) = regathered(block, 1, activation, weight)
+    gone = weakref.ref(activation)
+    del activation
+    assert gone() is None
+    y.sum().backward()
+    torch.testing.assert_close(given.grad, torch.ones(3, 5) @ torch.cat([weight, weight]).T)
 
 
 def test_dropout_drops_the_same_again() -> None:
@@ -124,7 +187,11 @@ def test_a_plan_keeps_its_blocks_in_a_file(tmp_path: Path) -> None:
 
 def test_a_block_that_is_not_there() -> None:
     model, inputs = example("gpt")
-    plan = dataclasses.replace(autopar.plan(model, 1, inputs), recompute=("blocks.7",), ready=None)
+    made = autopar.plan(model, 1, inputs)
+    plan = dataclasses.replace(made, regather=("blocks.8",), ready=None)
+    with pytest.raises(PlanError, match=r"blocks\.8 cannot be regathered|regathers 'blocks\.8'"):
+        autopar.apply(model, plan, inputs)
+    plan = dataclasses.replace(made, recompute=("blocks.7",), ready=None)
     with pytest.raises(
         PlanError, match=r"blocks\.7 cannot be recomputed.* are blocks\.0, blocks\.1"
     ):

@@ -73,6 +73,24 @@ def test_compiled_gradients_equal_one_device(tmp_path: Path) -> None:
     compiled(launched(tmp_path, 2, "aot_eager")["aot_eager"])
 
 
+def test_weights_gathered_again_equal_one_device(tmp_path: Path) -> None:
+    """The graphs that a compiler derives gather what the plan says, forward and backward."""
+    facts = launched(tmp_path, 2, "regathered", "gathers of graphs")
+    right(facts["regathered"])
+    assert facts["regathered"]["regather"] == ["blocks.0", "blocks.1"]
+    kept, again = facts["gathers of graphs"]["none"], facts["gathers of graphs"]["gathers"]
+    assert kept["graphs"] == kept["planned"] and again["graphs"] == again["planned"]
+    assert again["planned"][1] - kept["planned"][1] == 8  # four products in each of two blocks
+
+
+@pytest.mark.slow
+def test_compiled_weights_gathered_again(tmp_path: Path) -> None:
+    names = ["regathered by aot_eager", "regathered by inductor"]
+    facts = launched(tmp_path, 2, *names)
+    for name in names:
+        right(facts[name])
+
+
 @pytest.mark.slow
 def test_inductor_gradients_equal_one_device(tmp_path: Path) -> None:
     compiled(launched(tmp_path, 2, "inductor")["inductor"])
@@ -80,9 +98,13 @@ def test_inductor_gradients_equal_one_device(tmp_path: Path) -> None:
 
 def compiled(facts: dict[str, Any]) -> None:
     for layout in ("fsdp", "megatron"):
-        assert facts[layout]["loss"] < LIMIT
-        assert facts[layout]["gradients"][0] < LIMIT, facts[layout]
-        assert facts[layout]["parameters"][0] < LIMIT, facts[layout]
+        right(facts[layout])
+
+
+def right(facts: dict[str, Any]) -> None:
+    assert facts["loss"] < LIMIT
+    assert facts["gradients"][0] < LIMIT, facts
+    assert facts["parameters"][0] < LIMIT, facts
 
 
 def test_scheduled_graphs_equal_unscheduled_ones_to_the_bit(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 
 import autopar
@@ -322,7 +324,40 @@ def scheduled() -> Facts:
     return facts
 
 
+def regathered(backend: str | None) -> Facts:
+    """Weights gathered again in the backward: errors against one device."""
+    model, inputs = example("gpt")
+    single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
+    how: Any = {"layout": "fsdp", "backend": backend, "recompute": "gathers"}
+    par = autopar.parallelize(model, None, inputs, **how)
+    found = trained(par, inputs, lambda n, t: joined(t, par.layout(n)))
+    return {**compared(single, found), "regather": par.plan.regather}
+
+
+def gathers_of_graphs() -> Facts:
+    """All-gathers in the forward and backward graphs that AOTAutograd derives, kept and not."""
+    model, inputs = example("gpt")
+    facts: Facts = {}
+    for recompute in ("none", "gathers"):
+        counts: list[int] = []
+
+        def count(module: Any, _: Any, counts: list[int] = counts) -> Any:
+            counts.append(sum("all_gather_into" in str(n.target) for n in module.graph.nodes))
+            return make_boxed_func(module.forward)
+
+        how: Any = {"backend": aot_autograd(fw_compiler=count), "recompute": recompute}
+        par = autopar.parallelize(model, None, inputs, layout="fsdp", **how)
+        called(par, inputs)[0].backward()
+        planned = [c.backward for c in par.plan.collectives if c.kind == "all_gather"]
+        facts[recompute] = {"graphs": counts, "planned": [planned.count(False), sum(planned)]}
+    return facts
+
+
 TASKS: dict[str, Callable[[], Facts]] = {
+    "regathered": lambda: regathered(None),
+    "regathered by aot_eager": lambda: regathered("aot_eager"),
+    "regathered by inductor": lambda: regathered("inductor"),
+    "gathers of graphs": gathers_of_graphs,
     "gpt": lambda: parity("gpt"),
     "llama": lambda: parity("llama"),
     "grids": grids,

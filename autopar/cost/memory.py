@@ -27,14 +27,15 @@ Optimizer = str | float  # one of STATES, or bytes of state for every trained nu
 
 RESERVE = 0.08  # of a device's memory: the driver's context, transports, what lies between blocks
 
-Recompute = Literal["auto", "none", "full"]
+Recompute = Literal["auto", "none", "gathers", "full"]
 Limit = Literal["auto"] | float  # bytes on each device
 
 
 @dataclass(frozen=True)
 class Budget:
     """What a plan must fit: bytes on each device (None: no limit), the optimizer whose states are
-    among them, and whether blocks may ("auto"), must ("full") or must not ("none") be recomputed.
+    among them, and whether blocks may ("auto"), must ("full") or must not ("none") be recomputed;
+    "gathers": only the weights that they gather are dropped and gathered again.
     """
 
     memory_bytes: float | None = None
@@ -46,8 +47,10 @@ class Budget:
         """From what a user gives. `memory` "auto" is the device's less RESERVE of it; a CPU, whose
         memory the system shares out and extends on disk, has no limit then. Raises PlanError.
         """
-        if recompute not in ("auto", "none", "full"):
-            raise PlanError(f"recompute is {recompute!r}: it is 'auto', 'none' or 'full'")
+        if recompute not in ("auto", "none", "gathers", "full"):
+            raise PlanError(
+                f"recompute is {recompute!r}: it is 'auto', 'none', 'gathers' or 'full'"
+            )
         _known(optimizer)
         if memory != "auto" and not (isinstance(memory, int | float) and memory > 0):
             raise PlanError(f"memory is {memory!r}: it is 'auto' or bytes on each device, above 0")

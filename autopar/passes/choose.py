@@ -26,7 +26,8 @@ def choose(
     """The best plan over every mesh that `layout` allows on the ranks of `world`, with a proven
     bound; ties go to fewer axes, then to the first mesh.
 
-    `budget`: with recompute "full" every repeated block is; "auto" leaves it to what follows.
+    `budget`: with recompute "full" or "gathers" every repeated block is; "auto" leaves it to what
+    follows.
     `price`: what the bytes that a plan keeps cost, for plans that must fit; the plan's seconds and
     bound are without it (the bound: of plans that keep no more than this one). `given`: only these
     meshes, each with its constraint.
@@ -34,14 +35,16 @@ def choose(
     given = list(candidates(layout, world.ranks, program)) if given is None else given
     found = best(program, given, world, redundant, price)
     meshes = tuple((str(mesh), s) for (mesh, _), s in zip(given, found.bounds, strict=True))
-    full = budget is not None and budget.recompute == "full"
-    again = blocks(program.module.graph.nodes) if full else ()
+    asked = "auto" if budget is None else budget.recompute
+    every = blocks(program.module.graph.nodes)
+    again = every if asked == "full" else ()
+    fetched = every if asked == "gathers" else ()
     paid = 0.0
     if price is not None:
         paid = price.seconds_per_byte * bytes_kept(price.kept, found.plan)
     seconds, bound = found.plan.seconds - paid, found.bound - paid
     plan = dataclasses.replace(
-        found.plan, seconds=seconds, bound=bound, meshes=meshes, recompute=again
+        found.plan, seconds=seconds, bound=bound, meshes=meshes, recompute=again, regather=fetched
     )
     return dataclasses.replace(program, plan=plan)
 

@@ -40,12 +40,14 @@ def _lines(module: fx.GraphModule) -> list[str]:
 
 
 def _block(module: fx.GraphModule, node: fx.Node) -> list[str]:
-    """A block that is computed again in the backward: what it takes, and its own lines indented."""
+    """What is computed or gathered again in the backward: what it takes, and its own lines
+    indented.
+    """
     (block,) = called(module, node)
     taken = ", ".join(str(a) for a in node.args[2:])
     inner = "\n".join(line for line in _lines(block) if not line.startswith("input "))
     indented = [f"    {line}" if line else "" for line in inner.split("\n")]
-    return [f"\n   {node.name} = recomputed({taken}):", *indented]
+    return [f"\n   {node.name} = {_name(node.target)}({taken}):", *indented]
 
 
 def _line(node: fx.Node) -> str:

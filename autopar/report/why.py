@@ -188,7 +188,7 @@ class _Question:
         return Runner(text, sum(spent.values()) - sum(self.spent.values()), more, held, made)
 
     def _peak(self, made: Plan) -> float:
-        made = dataclasses.replace(made, recompute=self.plan.recompute)
+        made = dataclasses.replace(made, recompute=self.plan.recompute, regather=self.plan.regather)
         program = rewrite.rewrite(dataclasses.replace(self.program, plan=made), self.world)
         program = recompute.recompute(emit.emit(pipeline.pipeline(program)))
         return peak(program, self.plan.optimizer, self.world.backend).peak
