@@ -142,7 +142,7 @@ def test_efficiencies_of_products() -> None:
     device = replace(CORE, launch_s=1e-6)
     exact = {Product(torch.float32, n, n, n): 2 * n**3 / 3e10 + 1e-6 for n in (64, 512)}
     exact[Product(torch.float32, 8, 8, 8)] = 2 * 8**3 / 1e9 + 1e-6
-    world = with_products(replace(TRUE, device=device), Times({**exact}, 1))
+    world = with_products(replace(TRUE, device=device), Times({**exact}, 1), 1e-6)
     assert world.device.flop_per_s["float32"] == pytest.approx(3e10)
     points = world.device.efficiency["float32"]
     assert [share for _, share in points] == pytest.approx([1 / 30, 1, 1])
@@ -164,7 +164,7 @@ def test_the_products_that_ranks_may_get() -> None:
     assert forward == {(2, 6, 4), (8, 6, 1), (4, 3, 4), (4, 6, 2), (8, 3, 2)}
     assert {(p.m, p.n, p.k) for p in found if p.form == "NN"} == {(m, k, n) for m, n, k in forward}
     assert {(p.m, p.n, p.k) for p in found if p.form == "TN"} == {(n, k, m) for m, n, k in forward}
-    assert len(found) == 3 * 3 * len(forward)  # as they are, and with either operand copied
+    assert len(found) == 3 * len(forward)
 
 
 @pytest.mark.parametrize("form", measure.FORMS)
@@ -192,16 +192,23 @@ def test_rounds_visit_each_case_as_often_as_asked() -> None:
     assert shares == sorted(shares)
 
 
-def test_products_and_their_copies_become_forms() -> None:
-    shapes = [Product(torch.float32, 2, 3, 4, "NT", copied) for copied in measure.COPIES]
-    times = dict(zip(shapes, (3e-3, 4e-3, 2e-3), strict=True))
-    times[Product(torch.float32, 8, 8, 8)] = 1e-3  # a square, measured one way only
-    world = with_products(TRUE, Times({**times}, 1))
-    (found,) = world.device.forms
-    assert (found.as_it_is_s, found.left_copied_s, found.right_copied_s) == (3e-3, 4e-3, 2e-3)
-    assert world.device.to_copy(torch.float32, 2, 3, 4, "NT") == "right"
-    assert world.device.to_copy(torch.float32, 8, 8, 8, "NN") == ""
-    assert len(world.device.efficiency["float32"]) == 2
+def test_forms_of_products_are_timed_with_copies() -> None:
+    shapes = [Product(torch.float32, 64, 32, 16, form) for form in measure.FORMS]
+    shares: list[float] = []
+    found = calibrate.timed_forms(
+        shapes, torch.device("cpu"), 0.1, lambda share, doing: shares.append(share)
+    )
+    assert [(f.m, f.n, f.k, f.form) for f in found] == [(64, 32, 16, f) for f in measure.FORMS]
+    assert all(min(f.as_it_is_s, f.left_copied_s, f.right_copied_s) > 0 for f in found)
+    assert shares == sorted(shares)
+
+
+def test_a_long_look_at_short_work() -> None:
+    """So that ranks which share a core take turns."""
+    runs: list[int] = []
+    often = measure.Often(3, 1e-2)
+    measure.shared_seconds(lambda: runs.append(1), often, torch.device("cpu"))
+    assert len(runs) == 10
 
 
 def test_one_process_calibrates_its_device_alone() -> None:

@@ -5,7 +5,7 @@ the time is used up; medians, since a step pays what is usual; a world that plan
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,7 +28,8 @@ CPU_SQUARES = (16, 32, 64, 128, 256, 512, 1024)
 GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
-_ON_COLLECTIVES = 0.75  # of the time
+_ON_COLLECTIVES = 0.65  # of the time; of the rest half on products, half on their forms
+_COPIED = 0.75  # the quantile that counts with an operand copied
 _WARMING = 0.1  # of the progress that is shown
 _MOST_VISITS, _VISITING_S = 12, 0.1  # of one case in one round; all of them together
 _ALONE = 4  # what plans do not run is measured so many times less often
@@ -93,22 +94,35 @@ def calibrate(
     memory = measure.memory_bytes_per_s(GPU_MEMORY if gpu else CPU_MEMORY, device)
     world = replace(
         world,
-        device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.launch_s(device)),
+        device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
     )
-    split = _ON_COLLECTIVES if world.ranks > 1 else 0.0
+    on_both = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
+    on_products = on_both / 2 if products else on_both
     everything = dict.fromkeys((*squares(gpu), *products))
     shapes = [p for p in everything if _bearable(p, world)]
     left = len(everything) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
+
+    def part(start: float, share: float) -> Progress:
+        return lambda done, doing: progress(start + share * done, doing)
+
+    noted = part(0.0, on_products)
     found = timed_products(
-        shapes, device, seconds * (1 - split), lambda s, d: progress(s * (1 - split), d + note)
+        shapes, device, seconds * on_products, lambda done, doing: noted(done, doing + note)
     )
-    world = with_products(world, found)
+    world = with_products(world, found, measure.launch_s(device))
+    forms = timed_forms(
+        [p for p in shapes if p in set(products)],
+        device,
+        seconds * (on_both - on_products),
+        part(on_products, on_both - on_products),
+    )
+    world = replace(world, device=replace(world.device, forms=forms))
     if world.ranks == 1:
         return world
     wanted = cases(world.ranks, GPU_SIZES if gpu else CPU_SIZES)
     times = timed_collectives(
-        wanted, device, seconds * split, lambda s, d: progress(1 - split + s * split, d)
+        wanted, device, seconds * _ON_COLLECTIVES, part(on_both, _ON_COLLECTIVES)
     )
     return fitted(world, lines(times))
 
@@ -168,19 +182,50 @@ def timed_products(
     wanted: Sequence[Product], device: torch.device, seconds: float, progress: Progress
 ) -> Times:
     """Seconds of each product, over rounds and ranks, all ranks at work at once."""
+    works = _products(wanted, device)
+    often, seconds = _warmed(works, [True] * len(works), device, seconds, progress, "products")
+
+    def once(index: int) -> float:
+        return measure.shared_seconds(works[index], often[index], device)
+
+    found = _rounds([1] * len(wanted), once, seconds, _after_warming(progress, "products"))
+    return _medians(wanted, [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)])
+
+
+def timed_forms(
+    wanted: Sequence[Product], device: torch.device, seconds: float, progress: Progress
+) -> tuple[Forms, ...]:
+    """Each of these products as it comes and with either operand copied, over rounds and ranks. The
+    lower quartile as it comes stands against the upper ones with a copy: noise is no gain.
+    """
+    if not wanted:
+        return ()
+    ways = [one._replace(copied=copied) for one in wanted for copied in measure.COPIES]
+    works = _products(ways, device)
+    doing = "forms of products"
+
+    def once(index: int) -> float:
+        return measure.working_seconds(works[index], device)
+
+    found = _rounds([1] * len(ways), once, seconds, lambda share: progress(share, doing))
+    samples = [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)]
+    found_s = [
+        float(np.quantile(s, _COPIED if way.copied else 1 - _COPIED))
+        for way, s in zip(ways, samples, strict=True)
+    ]
+    return tuple(
+        Forms(_name(one.dtype), one.m, one.n, one.k, one.form, *found_s[3 * place : 3 * place + 3])  # type: ignore[arg-type]
+        for place, one in enumerate(wanted)
+    )
+
+
+def _products(wanted: Sequence[Product], device: torch.device) -> list[Callable[[], torch.Tensor]]:
+    """What runs each, on common numbers."""
     numbers = {
         dtype: [torch.randn(count, device=device).to(dtype) for count in counts]
         for dtype, counts in _operand_sizes(wanted).items()
     }
-    works = [measure.product(shape, *numbers[shape.dtype]) for shape in wanted]
-    times, seconds = _warmed(works, [True] * len(works), device, seconds, progress, "products")
-
-    def once(index: int) -> float:
-        measure.barrier()
-        return measure.seconds(works[index], times[index].times, device)
-
-    found = _rounds([1] * len(wanted), once, seconds, _after_warming(progress, "products"))
-    return _medians(wanted, [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)])
+    return [measure.product(shape, *numbers[shape.dtype]) for shape in wanted]
 
 
 def _warmed(
@@ -259,31 +304,19 @@ def lines(times: Times) -> list[Measured]:
     return found
 
 
-def with_products(world: World, times: Times) -> World:
-    """The world with the rates and efficiencies of the products that were measured, and the times
-    of those that were measured with copies, too.
+def with_products(world: World, times: Times, launch_s: float) -> World:
+    """The world with the rates and efficiencies of the products that were measured, each with the
+    seconds that launching it took.
     """
     device = world.device
     rates, shares = dict(device.flop_per_s), dict(device.efficiency)
     by_dtype: dict[str, list[tuple[float, float]]] = {}
     for shape, seconds in times.seconds.items():
         assert isinstance(shape, Product)
-        if not shape.copied:
-            by_dtype.setdefault(_name(shape.dtype), []).append((shape.flops, seconds))
+        by_dtype.setdefault(_name(shape.dtype), []).append((shape.flops, seconds))
     for name, points in by_dtype.items():
-        rates[name], shares[name] = efficiencies(points, device.launch_s)
-    forms = tuple(_forms(times))
-    device = replace(device, flop_per_s=rates, efficiency=shares, forms=forms)
-    return replace(world, device=device)
-
-
-def _forms(times: Times) -> Iterator[Forms]:
-    for shape in times.seconds:
-        assert isinstance(shape, Product)
-        ways = [times.seconds.get(shape._replace(copied=copied)) for copied in measure.COPIES]
-        if not shape.copied and None not in ways:
-            dtype, m, n, k, form, _ = shape
-            yield Forms(_name(dtype), m, n, k, form, *ways)  # type: ignore[arg-type]
+        rates[name], shares[name] = efficiencies(points, launch_s)
+    return replace(world, device=replace(device, flop_per_s=rates, efficiency=shares))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -295,7 +328,7 @@ def local_products(
 ) -> list[Product]:
     """The products that a rank may get of a model's whole ones, (dtype, m, n, k): each split over
     all the ranks in every way that comes out even; forward, for the gradient of what comes in, and
-    for that of the weight, each as it is and with one operand copied into the other order.
+    for that of the weight.
     """
     found: dict[Product, None] = {}
     for dtype, whole_m, whole_n, whole_k in products:
@@ -303,8 +336,7 @@ def local_products(
             if whole_m % rows == whole_n % columns == whole_k % inner == 0:
                 m, n, k = whole_m // rows, whole_n // columns, whole_k // inner
                 for sizes, form in (((m, n, k), "NT"), ((m, k, n), "NN"), ((n, k, m), "TN")):
-                    for copied in measure.COPIES:
-                        found[Product(dtype, *sizes, form, copied)] = None
+                    found[Product(dtype, *sizes, form)] = None
     return list(found)
 
 

@@ -4,6 +4,7 @@ launches. Every function here is collective: all ranks call it in the same order
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ _MOST = 20  # times
 # On CPUs as often whether it takes 0.1 or 10 ms: a rank that computes for long is put aside for
 # others, so that many small collectives in a row would seem slower than one large one.
 _ON_CPU = 3
+_SHARED_S = 0.1
+_LAUNCHES = 200
 _LONG_S = 20e-3  # what takes longer is run once, so that there are more rounds
 FORMS = ("NN", "NT", "TN")  # whether the left or the right operand lies transposed
 COPIES: tuple[Copied, ...] = ("", "left", "right")
@@ -133,14 +136,34 @@ def product(shape: Product, left: Tensor, right: Tensor) -> Callable[[], Tensor]
     return lambda: torch.mm(x, y)
 
 
-def seconds(work: Callable[[], object], times: int, device: torch.device) -> float:
+def seconds(
+    work: Callable[[], object],
+    times: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Of one run, `times` in a row."""
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(times):
         work()
     synchronize(device)
-    return (time.perf_counter() - start) / times
+    return (clock() - start) / times
+
+
+def working_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of one run; on a CPU the seconds that it works, not those in which others do."""
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    return seconds(work, 1, device, clock)
+
+
+def shared_seconds(work: Callable[[], object], often: Often, device: torch.device) -> float:
+    """Of one run while all ranks do the same, for long enough that ranks which share a core have
+    taken turns. A short run would get a core for itself, or none.
+    """
+    times = max(1, math.ceil(_SHARED_S / often.took_s)) if device.type == "cpu" else often.times
+    barrier()
+    return seconds(work, times, device)
 
 
 class Often(NamedTuple):
@@ -170,19 +193,35 @@ def memory_bytes_per_s(total_bytes: float, device: torch.device) -> float:
     def work() -> None:
         torch.add(x, y, out=z)
 
-    times = times_for(work, device).times
-    barrier()
-    found = sorted(seconds(work, times, device) for _ in range(5))[2]
+    often = times_for(work, device)
+    found = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
     return 12 * x.numel() / _median(ranks.all_of(found))
 
 
 def launch_s(device: torch.device) -> float:
     """Of starting one small op, on all ranks at once."""
     x = torch.ones(8, device=device)
-    seconds(lambda: x + x, 100, device)
+    seconds(lambda: x + x, _LAUNCHES, device)
     barrier()
-    found = sorted(seconds(lambda: x + x, 200, device) for _ in range(5))[2]
+    found = sorted(seconds(lambda: x + x, _LAUNCHES, device) for _ in range(5))[2]
     return _median(ranks.all_of(found))
+
+
+def node_s(device: torch.device) -> float:
+    """Of starting one small op as emitted graphs run it, on all ranks at once: from Python, and a
+    third of what it takes with its part in the backward, which is priced at twice the forward.
+    """
+    x = torch.ones(8, device=device, requires_grad=True)
+
+    def work() -> None:
+        y = x
+        for _ in range(_LAUNCHES):
+            y = y * x
+        y.sum().backward()
+
+    often = times_for(work, device)
+    found = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
+    return _median(ranks.all_of(found)) / (3 * _LAUNCHES)
 
 
 def barrier() -> None:

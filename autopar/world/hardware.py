@@ -44,9 +44,9 @@ FORM_GAIN = 0.05  # a copy has to gain more than this share of a product's time
 
 @dataclass(frozen=True)
 class Forms:
-    """Seconds of one rank's product (m, k) · (k, n), with all ranks at work, as its operands come
-    in the `form`, and with the left or the right one copied into the other order first. "N": row by
-    row in memory, "T": column by column.
+    """Seconds of one rank's product (m, k) · (k, n) as its operands come in the `form`, and with
+    the left or the right one copied into the other order first. "N": row by row in memory, "T":
+    column by column.
 
     >>> Forms("float32", 64, 64, 64, "NT", 2e-3, 3e-3, 1e-3).fastest
     'right'
