@@ -17,6 +17,7 @@ from ..world import KINDS, Forms, Measured, World
 from . import measure
 from .fit import curve, efficiencies, fitted
 from .measure import Case, Product
+from .meeting import meeting_s
 from .pattern import Pattern, size
 
 Progress = Callable[[float, str], None]  # share that is done, what is being done
@@ -29,6 +30,7 @@ GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
 _ON_COLLECTIVES = 0.65  # of the time; of the rest half on products, half on their forms
+_ON_MEETING = 0.08  # of the time, among that on collectives
 _COPIED = 0.75  # the quantile that counts with an operand copied
 _WARMING = 0.1  # of the progress that is shown
 _MOST_VISITS, _VISITING_S = 12, 0.1  # of one case in one round; all of them together
@@ -121,10 +123,15 @@ def calibrate(
     if world.ranks == 1:
         return world
     wanted = cases(world.ranks, GPU_SIZES if gpu else CPU_SIZES)
-    times = timed_collectives(
-        wanted, device, seconds * _ON_COLLECTIVES, part(on_both, _ON_COLLECTIVES)
+    share = _ON_COLLECTIVES - _ON_MEETING
+    times = timed_collectives(wanted, device, seconds * share, part(on_both, share))
+    meeting = meeting_s(
+        patterns(world.ranks),
+        device,
+        seconds * _ON_MEETING,
+        lambda done: progress(1 - _ON_MEETING * (1 - done), "meetings"),
     )
-    return fitted(world, lines(times))
+    return fitted(replace(world, meeting_s=meeting), lines(times))
 
 
 def squares(gpu: bool) -> list[Product]:

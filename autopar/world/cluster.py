@@ -26,7 +26,8 @@ class World:
     `links` of an irregular network. Ranks are numbered from the inside out: neighbours share a
     node.
 
-    `launch_s`: seconds to start any collective. `factors`: how much longer than modelled each kind
+    `launch_s`: seconds to start any collective; `meeting_s`: what ranks that compute lose beyond
+    that on coming together for one. `factors`: how much longer than modelled each kind
     of collective takes on this `backend`, where calibration has found out; `measured`: what it
     found for single patterns, which stands in place of the formulas. `version`: of the file. Raises
     WorldError where the parts contradict one another.
@@ -44,10 +45,12 @@ class World:
     factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     links: tuple[Link, ...] = ()
     measured: tuple[Measured, ...] = ()
+    meeting_s: float = 0.0
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         check_number("World.launch_s", self.launch_s)
+        check_number("World.meeting_s", self.meeting_s)
         for kind, factor in self.factors.items():
             check_kind("World.factors", kind)
             check_number(f"World.factors[{kind!r}]", factor, above=True)
@@ -64,7 +67,7 @@ class World:
     def _hash(self) -> int:
         factors = tuple(sorted(self.factors.items()))
         parts = self.levels, self.device, self.backend, self.links, self.launch_s, self.measured
-        return hash((parts, factors))
+        return hash((parts, factors, self.meeting_s))
 
     @cached_property
     def ranks(self) -> int:

@@ -1,0 +1,82 @@
+"""What ranks that compute lose on coming together for a collective, beyond what it takes where
+nothing else runs: they come at different times, and whoever waits is woken late. On ranks that
+share cores it is milliseconds, the same for small and large values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from .. import ranks
+from . import measure
+from .measure import Case
+from .pattern import Pattern
+
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+_BYTES = 2**13  # small: nothing but the meeting shows
+_COMPUTE_S = 1e-2  # between two collectives, about
+_SIDE = 512  # of the square matrices that are multiplied meanwhile
+_TURNS = 5  # of computing and meeting in one measurement
+_LEAST_ROUNDS = 3
+
+
+def meeting_s(
+    patterns: list[Pattern], device: torch.device, seconds: float, progress: Callable[[float], None]
+) -> float:
+    """Computing and collectives in turn, less both alone, in the middle over kinds, patterns and
+    rounds; never below 0. Collective.
+    """
+    cases = [Case(kind, digits, True, _BYTES) for digits in patterns for kind in _KINDS]
+    numbers = torch.ones(max(measure.actual_bytes(case) for case in cases) // 4, device=device)
+    multiply = _computing(device)
+    with measure.groups(patterns) as names:
+        works = [measure.collective(case, names[case.pattern], numbers) for case in cases]
+        for work in works:
+            work()
+        rows: list[list[float]] = []
+        start, more = time.perf_counter(), True
+        while more:
+            rows.append(_round(works, multiply, device))
+            taken = time.perf_counter() - start
+            progress(min(1.0, max(taken / seconds, len(rows) / _LEAST_ROUNDS)))
+            left = taken * (1 + 1 / len(rows)) < seconds or len(rows) < _LEAST_ROUNDS
+            more = ranks.from_rank_0(left)
+    slowest = np.median(np.max(ranks.all_of(rows), axis=0), axis=0)
+    count = len(works)
+    lost = slowest[1 + count :] - slowest[1 : 1 + count] - slowest[0]
+    return max(0.0, float(np.median(lost)))
+
+
+def _computing(device: torch.device) -> Callable[[], None]:
+    x = torch.randn(_SIDE, _SIDE, device=device)
+    took = measure.times_for(lambda: x @ x, device).took_s
+    repeats = max(1, round(_COMPUTE_S / took))
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            _ = x @ x
+
+    return multiply
+
+
+def _round(
+    works: list[Callable[[], object]], multiply: Callable[[], None], device: torch.device
+) -> list[float]:
+    """Seconds of one turn: of computing, of every collective, of each after computing."""
+
+    def turn(work: Callable[[], object]) -> Callable[[], object]:
+        def both() -> None:
+            multiply()
+            work()
+
+        return both
+
+    found = []
+    for work in (multiply, *works, *(turn(work) for work in works)):
+        measure.barrier()
+        found.append(measure.seconds(work, _TURNS, device))
+    return found
