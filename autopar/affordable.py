@@ -14,6 +14,7 @@ from typing import NamedTuple
 from .cost.kept import Kept, Price, bytes_kept
 from .cost.memory import Budget
 from .fitting import effort
+from .hiding import by_step
 from .layouts import Layouts, candidates
 from .passes import choose, emit, pipeline, rewrite
 from .plan import Memory
@@ -42,16 +43,24 @@ def affordable(
     layout: Layouts,
     redundant: bool = False,
     budget: Budget | None = None,
+    overlap: bool = False,
 ) -> Program:
     """The program with the fastest plan found that fits the budget; with that of least memory where
-    none fits. `budget` None or without a limit: with the plan of least time.
+    none fits. `budget` None or without a limit: with the plan of least time. `overlap`: by the time
+    of a step in which communication runs under computation, else by the sum.
     """
-    chosen = choose.choose(program, world, layout, redundant, budget)
+    if overlap and (budget is None or budget.recompute != "full"):
+        several = by_step(program, world, layout, redundant, budget)
+    else:
+        several = [choose.choose(program, world, layout, redundant, budget)]
     if budget is None or budget.memory_bytes is None:
-        return chosen
-    least = _try(chosen, world, budget)
-    if budget.fits(least.memory):
-        return least.program
+        return several[0]
+    for chosen in several:
+        least = _try(chosen, world, budget)
+        if budget.fits(least.memory):
+            return least.program
+    if len(several) > 1:
+        least = _try(min(several, key=_summed), world, budget)
     frugal = _at_a_price(program, world, layout, redundant, budget, least)
     tried = [frugal]
     if budget.recompute == "auto":
@@ -95,6 +104,11 @@ def _at_a_price(
         if budget.fits(best.memory):
             return best
     return best
+
+
+def _summed(chosen: Program) -> float:
+    assert chosen.plan is not None
+    return chosen.plan.seconds
 
 
 def _kept(kept: Kept, chosen: Program) -> float:

@@ -17,9 +17,10 @@ from torch import fx, nn
 from . import editing, ranks, sizing
 from ._compat import pytree
 from .affordable import affordable
-from .backends import Backend, Overlap, runner
+from .backends import OVERLAP, Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
+from .cost.timeline import timeline
 from .deferred import Deferred
 from .errors import InputError, PlanError, WorldError
 from .fitting import fitted
@@ -81,9 +82,10 @@ def _chosen(
     layout: Layouts,
     budget: Budget | None,
     redundant: bool,
+    overlap: Overlap = False,
 ) -> Program:
     def step(program: Program) -> Program:
-        return affordable(program, world, layout, redundant, budget)
+        return affordable(program, world, layout, redundant, budget, bool(overlap))
 
     return pipeline.run("choose", program, step, choose.check)
 
@@ -112,6 +114,7 @@ def plan(
     progress: Progress | None = None,
     smaller: bool = True,
     reduce_dtype: torch.dtype | str | None = None,
+    overlap: Overlap = OVERLAP,
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
     for the parameters.
@@ -125,6 +128,8 @@ def plan(
     on several ranks of an axis that could split it, which on slow links can be the fastest.
     `reduce_dtype`: torch.float32 adds up the gradients of parameters across ranks in float32, where
     they are of a narrower dtype (as FSDP's MixedPrecisionPolicy does); None: in their own dtype.
+    `overlap`: as `apply` will be told: with it, plans are compared by a step in which communication
+    runs under computation (plan.overlapped), else by the sum of all seconds (plan.seconds).
     `progress` is called with the name of each pass as it starts. `smaller=False` does not look
     whether a smaller world would be as fast (plan.smaller), which takes a few bounds on few meshes.
     Raises TraceError, LayoutError, PlanError (also where nothing fits), WorldError.
@@ -136,8 +141,8 @@ def plan(
     pipeline = Pipeline(progress)
     source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
     analysed = _analysed(pipeline, source, summed)
-    program = _chosen(pipeline, analysed, found, layout, budget, redundant)
-    made = _finished(pipeline, source, program, found, budget, layout, redundant)
+    program = _chosen(pipeline, analysed, found, layout, budget, redundant, overlap)
+    made = _finished(pipeline, source, program, found, budget, layout, redundant, overlap)
     if not smaller:
         return made
     pipeline.progress("smaller worlds")
@@ -153,6 +158,7 @@ def _finished(
     budget: Budget | None,
     layout: Layouts | None = None,
     redundant: bool = False,
+    overlap: Overlap = False,
 ) -> Plan:
     """The plan with its figures and what `apply` needs. `budget` None: it was made to fit."""
     program = _fitted(pipeline, source, chosen, world, budget, layout, redundant)
@@ -160,11 +166,21 @@ def _finished(
     made = dataclasses.replace(
         summarised(program, world),
         fingerprint=fingerprint(source),
+        overlapped=_overlapped(program, world) if overlap else None,
         seconds_by_pass=dict(pipeline.seconds),
     )
     ready = dataclasses.replace(program, plan=made)
     kept = Ready(ready, pipeline.graphs, world, chosen, layout, redundant)
     return dataclasses.replace(made, ready=kept)
+
+
+def _overlapped(program: Program, world: World) -> float | None:
+    """Seconds of a step with communication under computation. None for what runs in order: one
+    rank, or with blocks that are recomputed.
+    """
+    assert program.plan is not None
+    runs_in_order = not program.plan.mesh.axes or program.plan.recompute
+    return None if runs_in_order else timeline(program, world).seconds
 
 
 def _fitted(
@@ -208,7 +224,7 @@ def apply(
     plan: Plan,
     inputs: Inputs | None = None,
     backend: Backend = None,
-    overlap: Overlap = False,
+    overlap: Overlap = OVERLAP,
 ) -> ParallelModule:
     """The model on the running ranks, by a plan. Collective: every rank calls it with the same
     plan.
@@ -279,7 +295,8 @@ def renewed(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     seconds = sum(terms(program, checked, plan.world).values())
     program = dataclasses.replace(program, plan=dataclasses.replace(checked, seconds=seconds))
     budget = Budget(None, plan.optimizer, "none")
-    made = _finished(pipeline, source, program, plan.world, budget)
+    overlap = plan.overlapped is not None
+    made = _finished(pipeline, source, program, plan.world, budget, overlap=overlap)
     return editing.compared(plan, made)
 
 
@@ -300,7 +317,7 @@ def parallelize(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
-    overlap: Overlap = False,
+    overlap: Overlap = OVERLAP,
     redundant: bool = False,
     reduce_dtype: torch.dtype | str | None = None,
 ) -> nn.Module:
@@ -321,7 +338,8 @@ def parallelize(
         "reading the limits", lambda: Budget.of(found, memory, optimizer, recompute)
     )
     summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    plan = _shared_plan(model, found, inputs, layout, budget, redundant, summed)
+    how = layout, budget, redundant, summed, overlap
+    plan = _shared_plan(model, found, inputs, *how)
     return apply(model, plan, None, backend, overlap)
 
 
@@ -333,6 +351,7 @@ def _shared_plan(
     budget: Budget,
     redundant: bool,
     reduce_dtype: torch.dtype | None,
+    overlap: Overlap,
 ) -> Plan:
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
     never one inside another.
@@ -350,7 +369,7 @@ def _shared_plan(
     def search() -> None:
         nonlocal chosen
         if ranks.rank() == 0:
-            best = _chosen(pipeline, program, world, layout, budget, redundant)
+            best = _chosen(pipeline, program, world, layout, budget, redundant, overlap)
             chosen = _fitted(pipeline, source, best, world, budget, layout, redundant)
 
     ranks.together("searching", search)
@@ -360,7 +379,7 @@ def _shared_plan(
     program = dataclasses.replace(program, plan=Plan.from_json(data))
     return ranks.together(
         "rewriting",
-        lambda: _finished(pipeline, source, program, world, None, layout, redundant),
+        lambda: _finished(pipeline, source, program, world, None, layout, redundant, overlap),
     )
 
 

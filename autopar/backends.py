@@ -25,6 +25,7 @@ Backend = str | Callable[..., Any] | None
 
 Overlap = bool | Sequence[str]
 PASSES = ("bucket", "schedule")
+OVERLAP: Overlap = False  # where a user does not say
 
 
 def runner(

@@ -19,6 +19,7 @@ from torch import nn
 
 from . import api, calibration
 from . import ranks as running
+from .backends import OVERLAP
 from .errors import AutoparError, PlanError, WorldError
 from .options import read_layout, read_memory, read_optimizer
 from .plan import Plan
@@ -90,6 +91,10 @@ ReduceOption = Annotated[
         help="float32: what gradients are added up in across ranks; left out: their own dtype.",
     ),
 ]
+OverlapOption = Annotated[
+    bool,
+    typer.Option(help="Compare plans by a step in which communication runs under computation."),
+]
 WhyOption = Annotated[
     str | None,
     typer.Option(metavar="PATTERN", help="Also why this subgraph or node has its layout."),
@@ -115,6 +120,7 @@ def plan(
     recompute: RecomputeOption = "auto",
     redundant: RedundantOption = False,
     reduce_dtype: ReduceOption = None,
+    overlap: OverlapOption = bool(OVERLAP),
     why: WhyOption = None,
     save: SaveOption = None,
     as_json: JsonOption = False,
@@ -145,6 +151,7 @@ def plan(
                 redundant,
                 report,
                 reduce_dtype=reduce_dtype,
+                overlap=overlap,
             ),
             as_json,
         )
@@ -316,7 +323,7 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     line(out, "layout", made.layout)
     out.print(made.table())
     moved = f"{terminal.amount(made.comm_bytes)}B"
-    line(out, "modelled", f"{terminal.duration(made.seconds)} a step; a rank sends {moved}")
+    line(out, "modelled", f"{_step(made)}; a rank sends {moved}")
     memory = f"{terminal.memory(made.peak_bytes)} at the peak on each device"
     if made.memory is not None:
         memory = f"{made.memory} at the peak on each device"
@@ -331,9 +338,16 @@ def _model(target: Target) -> str:
     return f"{target.name}: {terminal.count(target.parameters)} parameters"
 
 
+def _step(made: Plan) -> str:
+    summed = terminal.duration(made.seconds)
+    if made.overlapped is None:
+        return f"{summed} a step"
+    return f"{terminal.duration(made.overlapped)} a step with communication hidden, {summed} summed"
+
+
 def _facts(made: Plan) -> dict[str, Any]:
     """What a program wants to know of a plan; every layout in it is in the file of --save."""
-    names = ("layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes")
+    names = ("layout", "fingerprint", "seconds", "overlapped", "comm_bytes", "peak_bytes")
     facts = {name: getattr(made, name) for name in names}
     return facts | {
         "world": str(made.world),

@@ -130,6 +130,8 @@ class Plan:
         None  # ranks and modelled seconds of a smaller world that would be as fast
     )
     reduce_dtype: torch.dtype | None = None  # what parameters' gradients are added up in
+    overlapped: float | None = None  # seconds of a step with communication under computation, where
+    # the plan was chosen to run so
     planned: tuple[str, str] = field(
         default=("", ""), compare=False
     )  # digests of what was split and of the layouts, as autopar planned them
@@ -144,8 +146,8 @@ class Plan:
     def table(self) -> Table:
         """The plan for people: one line a subgraph. Print it with rich."""
         title = (
-            f"mesh {str(self.mesh) or 'of one rank'}, {self.seconds * 1e3:.1f} ms a step modelled"
-            f"{self._certificate()}"
+            f"mesh {str(self.mesh) or 'of one rank'}, {self._hidden()}{self.seconds * 1e3:.1f} ms "
+            f"{'a step modelled' if self.overlapped is None else 'summed'}{self._certificate()}"
         )
         table = Table(title=title, title_justify="left", caption_justify="left")
         table.add_column("subgraph", no_wrap=True)
@@ -174,9 +176,15 @@ class Plan:
     @property
     def gap(self) -> float:
         """By what part a plan of this layout could at most be faster, in modelled seconds: 0 where
-        the plan is proven to be the fastest.
+        the plan is proven to be the fastest. Of `seconds`, where nothing hides.
         """
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds and self.bound else 0.0
+
+    def _hidden(self) -> str:
+        """The step with communication under computation, if it is to run so."""
+        if self.overlapped is None:
+            return ""
+        return f"{self.overlapped * 1e3:.1f} ms a step modelled with communication hidden, "
 
     def _certificate(self) -> str:
         if not self.bound or not self.mesh.axes:
@@ -291,6 +299,7 @@ class Plan:
             "meshes": [list(pair) for pair in self.meshes],
             "optimizer": self.optimizer,
             "smaller": None if self.smaller is None else list(self.smaller),
+            "overlapped": self.overlapped,
             "reduce_dtype": REDUCE_DTYPES[self.reduce_dtype],
         }
         return {**data, "planned": list(self.planned if any(self.planned) else _digests(data))}
@@ -370,6 +379,7 @@ def _from_json(data: dict[str, Any], where: str) -> Plan:
         data["optimizer"],
         None if data["smaller"] is None else (data["smaller"][0], data["smaller"][1]),
         reduce_dtype(data.get("reduce_dtype")),
+        data.get("overlapped"),
         (data["planned"][0], data["planned"][1]),
     )
 

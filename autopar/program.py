@@ -88,7 +88,8 @@ class Annotations:
     their layouts are chosen. All others (masks, positions, token ids) are made in whatever layout
     their consumers want. `gradient` are the values that carry a gradient, `weights` those of them
     that hang on parameters alone; where ranks add up the gradient of one of these, they do so in
-    `reduce_dtype`, if that is wider than its own.
+    `reduce_dtype`, if that is wider than its own. `share`: what part of the seconds of their
+    collectives a search is to count, for these can hide under computation.
     """
 
     specs: dict[str, Spec]
@@ -101,14 +102,16 @@ class Annotations:
     unknown: tuple[str, ...] = ()
     weights: frozenset[Value] = frozenset()
     reduce_dtype: torch.dtype | None = None
+    share: float = 1.0
 
     def element(self, value: Value, own_bytes: int) -> Element:
         """Of a value of `own_bytes` an element."""
         if value not in self.gradient:
             return Element(own_bytes, 0)
-        if value not in self.weights or self.reduce_dtype is None:
+        if value not in self.weights:
             return Element(own_bytes, own_bytes)
-        return Element(own_bytes, max(own_bytes, self.reduce_dtype.itemsize))
+        wide = 0 if self.reduce_dtype is None else self.reduce_dtype.itemsize
+        return Element(own_bytes, max(own_bytes, wide), self.share)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ ORDER = (
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
     "rating", "lockstep", "passes", "backends", "placement", "module", "verify", "report",
-    "fitting", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "api",
+    "fitting", "hiding", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "api",
     "calibration", "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 

@@ -156,4 +156,4 @@ def path_seconds(path: Iterable[Step], element: Element, world: World) -> float:
             * element.bytes
             / world.device.memory_bytes_per_s
         )
-    return total + sum(cost.seconds for cost in costs(path, element, world))
+    return total + element.share * sum(cost.seconds for cost in costs(path, element, world))

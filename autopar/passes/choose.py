@@ -22,6 +22,7 @@ def choose(
     budget: Budget | None = None,
     price: Price | None = None,
     given: Sequence[Candidate] | None = None,
+    thorough: bool = True,
 ) -> Program:
     """The best plan over every mesh that `layout` allows on the ranks of `world`, with a proven
     bound; ties go to fewer axes, then to the first mesh.
@@ -30,10 +31,11 @@ def choose(
     follows.
     `price`: what the bytes that a plan keeps cost, for plans that must fit; the plan's seconds and
     bound are without it (the bound: of plans that keep no more than this one). `given`: only these
-    meshes, each with its constraint.
+    meshes, each with its constraint. `thorough=False`: the best mesh is not searched again among
+    more options.
     """
     given = list(candidates(layout, world.ranks, program)) if given is None else given
-    found = best(program, given, world, redundant, price)
+    found = best(program, given, world, redundant, price, thorough)
     meshes = tuple((str(mesh), s) for (mesh, _), s in zip(given, found.bounds, strict=True))
     asked = "auto" if budget is None else budget.recompute
     every = blocks(program.module.graph.nodes)

@@ -44,10 +44,11 @@ class Kind(NamedTuple):
     slots: tuple[tuple[int, int, int], ...]  # (dim, unit, size of the atom) of every slot
     element_bytes: int
     gradient: int  # bytes of an element where ranks add it up; 0: there is none
+    share: float = 1.0
 
     @property
     def element(self) -> Element:
-        return Element(self.element_bytes, self.gradient)
+        return Element(self.element_bytes, self.gradient, self.share)
 
 
 @dataclass(eq=False)

@@ -113,7 +113,8 @@ class Moves:
         for name, late in ((forward, False), (backward if element.gradient else None, True)):
             if name is not None:
                 size = element.of(name, late)
-                total = total + self.meshes.seconds(name, axes, elements * size)
+                seconds = self.meshes.seconds(name, axes, elements * size)
+                total = total + element.share * seconds
         return np.ascontiguousarray(np.moveaxis(total, 0, -1), dtype=np.float32)
 
     def _cut_by_others(self, axes: tuple[int, ...]) -> NDArray[np.float64]:

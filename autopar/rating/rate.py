@@ -70,6 +70,7 @@ def best(
     world: World,
     redundant: bool = False,
     price: Price | None = None,
+    thorough: bool = True,
 ) -> Best:
     """The best plan over these candidates; ties go to fewer axes, then to the first. With a
     `price`, the plan's seconds and all bounds contain what the bytes that it keeps cost.
@@ -96,7 +97,7 @@ def best(
         if found is None or plan.seconds < found.seconds * (1 - 1e-9):
             found = plan
     assert found is not None
-    if price is None:  # prices of memory are tried one after the other: these would add up
+    if thorough and price is None:  # prices are tried one after the other: these would add up
         found = _again(whole, found, given, world, redundant)
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
 

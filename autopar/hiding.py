@@ -1,0 +1,72 @@
+"""The plan whose step is the shortest when communication runs under computation.
+
+The search adds up seconds, as if nothing ran under anything else. What can wait or be fetched
+early, gathers of weights and sums of their gradients, may count less in it (`Annotations.share`):
+that gives other plans, which lean on what hides. The best plan of the sum and these are emitted and
+run in the simulation that the scheduler goes by (cost/simulate.py); the shortest step comes first.
+So the proven gap is one of the summed seconds, not of the simulated ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+from .cost.memory import Budget
+from .cost.timeline import timeline
+from .layouts import Layouts, candidates
+from .passes import choose, emit, pipeline, rewrite
+from .plan import Plan
+from .price import terms
+from .program import Program
+from .rating.rate import Candidate
+from .world import World
+
+SHARES = (0.4, 0.1)  # of the seconds of what can hide
+_FREE, _NAMED = 4, 2  # meshes, the most promising, that are searched again at every share
+_NEAR = 1.5  # times the best bound: a mesh above is not searched again
+
+
+def by_step(
+    program: Program, world: World, layout: Layouts, redundant: bool, budget: Budget | None
+) -> list[Program]:
+    """Chosen programs, the one with the shortest simulated step first."""
+    summed = choose.choose(program, world, layout, redundant, budget)
+    assert summed.plan is not None and program.annotations is not None
+    if not summed.plan.mesh.axes:
+        return [summed]
+    found = {_looks(summed.plan): summed}
+    given = _promising(summed.plan, list(candidates(layout, world.ranks, program)))
+    for share in SHARES:
+        notes = dataclasses.replace(program.annotations, share=share)
+        light = dataclasses.replace(program, annotations=notes)
+        other = choose.choose(light, world, layout, redundant, budget, None, given, thorough=False)
+        assert other.plan is not None
+        seconds = sum(terms(program, other.plan, world).values())
+        made = dataclasses.replace(
+            other.plan, seconds=seconds, bound=summed.plan.bound, meshes=summed.plan.meshes
+        )
+        found.setdefault(_looks(made), dataclasses.replace(program, plan=made))
+    return sorted(found.values(), key=lambda one: simulated(one, world))
+
+
+def simulated(chosen: Program, world: World) -> float:
+    """Seconds of the step of a chosen program, with communication under computation."""
+    emitted = emit.emit(pipeline.pipeline(rewrite.rewrite(chosen, world)))
+    return timeline(emitted, world).seconds
+
+
+def _looks(plan: Plan) -> Hashable:
+    """Plans that look alike are one."""
+    layouts = plan.choices.items(), plan.stored.items(), plan.copies.items(), plan.outputs.items()
+    return plan.mesh, *(frozenset(each) for each in layouts)
+
+
+def _promising(plan: Plan, given: list[Candidate]) -> list[Candidate]:
+    """The meshes of the lowest bounds, in their order."""
+    bounds: Any = [bound for _, bound in plan.meshes]
+    most = _FREE if all(rules.free for _, rules in given) else _NAMED
+    low = sorted(range(len(given)), key=bounds.__getitem__)[:most]
+    limit = _NEAR * bounds[low[0]]
+    return [given[i] for i in sorted(low) if bounds[i] <= limit]

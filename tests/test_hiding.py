@@ -1,0 +1,82 @@
+"""Plans compared by a step in which communication runs under computation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+import autopar
+from autopar import Plan, hiding
+from autopar.layouts import candidates
+from autopar.passes import annotate, chains, trace
+from autopar.price import terms
+from autopar.program import Program
+from autopar.rating.rate import best
+from benchmarks.quality import cluster, small_gpt
+
+WORLD = cluster()
+
+
+@lru_cache
+def program() -> Program:
+    model, inputs = small_gpt()
+    return chains.chains(annotate.annotate(trace.trace(model, inputs, {})))
+
+
+@lru_cache
+def several() -> list[Program]:
+    return hiding.by_step(program(), WORLD, "auto", False, None)
+
+
+def test_the_shortest_step_comes_first() -> None:
+    steps = [hiding.simulated(one, WORLD) for one in several()]
+    assert steps == sorted(steps) and len(steps) > 1
+
+
+def test_the_sum_is_not_what_a_step_takes() -> None:
+    """On a slow link a plan that gathers and sums more, but where it hides, is a tenth faster."""
+    first, summed = several()[0], min(several(), key=lambda one: one.plan.seconds)  # type: ignore[union-attr]
+    assert hiding.simulated(first, WORLD) < 0.9 * hiding.simulated(summed, WORLD)
+    assert first.plan is not None and summed.plan is not None
+    assert first.plan.seconds > summed.plan.seconds == pytest.approx(first.plan.bound, rel=1e-3)
+
+
+def test_every_plan_has_its_real_price() -> None:
+    for one in several():
+        assert one.plan is not None and one.annotations is not None
+        assert one.annotations.share == 1.0
+        assert sum(terms(program(), one.plan, WORLD).values()) == pytest.approx(one.plan.seconds)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.1])
+def test_a_share_lowers_the_bound_with_the_price(share: float) -> None:
+    """The bound stays one where weights count less: of each mesh, what the search finds."""
+    notes = program().annotations
+    assert notes is not None
+    light = replace(program(), annotations=replace(notes, share=share))
+    given = list(candidates("auto", WORLD.ranks, light))
+    found, whole = (best(p, given, WORLD) for p in (light, program()))
+    assert found.bound <= found.plan.seconds * (1 + 1e-6) < whole.plan.seconds
+    assert found.bound == pytest.approx(found.plan.seconds, rel=1e-2)
+
+
+def test_plan_says_both_and_a_file_keeps_them() -> None:
+    model, inputs = small_gpt()
+    plan = autopar.plan(model, WORLD, inputs, memory=1e18, smaller=False, overlap=True)
+    assert plan.overlapped == pytest.approx(plan.timeline().seconds)
+    assert plan.overlapped < plan.seconds
+    title = str(plan.table().title)
+    assert f"{plan.overlapped * 1e3:.1f} ms a step modelled with communication hidden" in title
+    assert f"{plan.seconds * 1e3:.1f} ms summed" in title
+    assert Plan.from_json(plan.to_json()).overlapped == plan.overlapped
+    in_order = autopar.plan(model, WORLD, inputs, memory=1e18, smaller=False, overlap=False)
+    assert in_order.overlapped is None and in_order.seconds < plan.seconds
+    assert in_order.timeline().seconds > plan.overlapped
+
+
+def test_one_rank_has_nothing_to_hide() -> None:
+    model, inputs = torch.nn.Linear(4, 4), torch.zeros(2, 4)
+    assert autopar.plan(model, 1, inputs, smaller=False, overlap=True).overlapped is None
