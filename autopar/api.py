@@ -179,7 +179,7 @@ def _overlapped(program: Program, world: World) -> float | None:
     rank, or with blocks that are recomputed.
     """
     assert program.plan is not None
-    runs_in_order = not program.plan.mesh.axes or program.plan.recompute
+    runs_in_order = not program.plan.mesh.axes or program.plan.recompute or program.plan.regather
     return None if runs_in_order else timeline(program, world).seconds
 
 
