@@ -151,6 +151,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warmups", type=int, default=2)
     add("--timeout", type=float, default=1800.0, help="seconds a group")
     add("--calibrate", type=float, default=90.0, help="seconds; 0: the world is written by hand")
+    add("--world", type=Path, help="of an earlier run at this one rate: it is not measured again")
     add("--out", type=Path, default=Path("out/predicted"))
     options = parser.parse_args(arguments)
     try:
@@ -158,6 +159,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         options.shapes = [Shape(*size, read_rate(rate)) for rate in options.rates]
     except ValueError as error:
         parser.error(str(error))
+    if options.world is not None and (len(options.shapes) > 1 or not options.world.is_file()):
+        parser.error("--world names the file of a world that was measured at the one rate given")
     return options
 
 
@@ -171,8 +174,9 @@ def groups_of(layouts: Sequence[str], size: int) -> list[tuple[str, ...]]:
 def run(shape: Shape, options: argparse.Namespace, console: Console) -> None:
     """One rate: its groups one after the other, on one world."""
     options.out.mkdir(parents=True, exist_ok=True)
-    world = (options.out / f"world-{rate_text(shape.rate)}.json").absolute()
-    world.unlink(missing_ok=True)
+    world = (options.world or options.out / f"world-{rate_text(shape.rate)}.json").absolute()
+    if options.world is None:
+        world.unlink(missing_ok=True)
     done = []
     for group in groups_of(options.layouts, options.group):
         settings = Settings(

@@ -65,6 +65,17 @@ def test_all_forced_layouts_fit_four_ranks():
     assert all(list(candidates(layout, 4, program)) for layout in FORCED.values())
 
 
+def test_a_world_of_an_earlier_run_is_of_one_rate(tmp_path, capsys):
+    file = tmp_path / "world.json"
+    with pytest.raises(SystemExit):
+        predicted.parse(["--rates", "1gbit", "--world", str(file)])
+    file.write_text("{}")
+    assert predicted.parse(["--rates", "1gbit", "--world", str(file)]).world == file
+    with pytest.raises(SystemExit):
+        predicted.parse(["--rates", "1gbit", "200mbit", "--world", str(file)])
+    assert "measured at the one rate given" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_small_run_from_end_to_end(tmp_path):
     options = "--model tiny --rates unlimited --layouts ddp megatron --steps 1 --warmups 1"
