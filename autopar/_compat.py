@@ -24,6 +24,7 @@ __all__ = [
     "backend_name",
     "default_partition",
     "fake_mode",
+    "forget_groups",
     "process_group",
     "pytree",
     "register_process_group",
@@ -50,6 +51,13 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
 def register_work(x: torch.Tensor, work: torch.distributed.Work) -> None:
     """Lets `_c10d_functional.wait_tensor(x)` wait for `work`, which x is kept alive for."""
     torch._C._distributed_c10d._register_work(x, work)
+
+
+def forget_groups(device_mesh: torch.distributed.DeviceMesh) -> None:
+    """Lets go of a mesh's process groups: DTensors hold their mesh for as long as they live, and so
+    the groups' threads. The mesh can communicate no more.
+    """
+    getattr(device_mesh, "_pg_registry", {}).clear()
 
 
 def backend_name(name: str, device_type: str) -> str:

@@ -4,12 +4,13 @@ collectives.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -201,6 +202,7 @@ def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMe
     axis "rank". Raises WorldError where the mesh and the running process group differ in size.
     """
     world = _running_world(mesh)
+    _end_groups_at_exit()
     known = _connections.get((mesh, device_type))
     if known is None or known.world is not world:
         sizes, axes = tuple(mesh.sizes.values()) or (1,), mesh.names or ("rank",)
@@ -221,6 +223,27 @@ def disconnect() -> None:
         for name in connection.names:
             _compat.unregister_process_group(name)
     _connections.clear()
+
+
+def _end_groups() -> None:
+    """Ends gloo's threads while Python still runs. Such a thread lets go of the tensors of its last
+    collective a moment after that is waited for, and needs Python's lock for it; one that asks for
+    the lock while the interpreter is being torn down aborts the process ("terminate called without
+    an active exception"). Only a group that nothing holds any more joins its threads.
+    """
+    running = dist.is_initialized()
+    if running and dist.get_backend() != "gloo":
+        return
+    for connection in _connections.values():
+        _compat.forget_groups(connection.device_mesh)
+    disconnect()
+    if running:
+        dist.destroy_process_group()
+
+
+@cache
+def _end_groups_at_exit() -> None:
+    atexit.register(_end_groups)
 
 
 def _running_world(mesh: Mesh) -> dist.ProcessGroup:

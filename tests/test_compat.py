@@ -105,6 +105,15 @@ def test_groups_are_found_by_the_names_that_we_give_them(group: dist.ProcessGrou
     _compat.unregister_process_group(name)
 
 
+@covers("forget_groups")
+def test_a_mesh_lets_go_of_its_groups(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
+    held = getattr(mesh, "_pg_registry", None)
+    assert held is None or held, "a mesh holds its groups somewhere else now"
+    _compat.forget_groups(mesh)
+    assert not held
+
+
 @covers("register_work")
 def test_wait_tensor_waits_for_work_that_we_started(group: dist.ProcessGroup) -> None:
     x = torch.ones(3)

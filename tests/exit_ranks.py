@@ -1,0 +1,42 @@
+"""What test_exit.py starts: `python exit_ranks.py RANK STORE END`. A rank that ends while a thread
+of gloo still has a tensor to let go of, for which it needs Python's lock. END: "destroyed" where
+the process groups are destroyed first, as torch asks for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from autopar import _compat, mesh
+
+RANK, STORE, END = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+
+def main() -> None:
+    global held
+    dist.init_process_group("gloo", init_method=f"file://{STORE}", rank=RANK, world_size=2)
+    device_mesh = mesh.connect(mesh.Mesh.parse("x2"), "cpu")
+    held = DTensor.from_local(torch.ones(3), device_mesh, [Shard(0)])  # as a module's parameters
+    group = _compat.process_group(mesh.group_name("x2", ["x"]))
+    if RANK == 1:
+        time.sleep(0.3)  # so that rank 0 lets go of the work before it is done
+    dist.all_reduce(tensor, group=group, async_op=True)
+    if END == "destroyed":
+        dist.destroy_process_group()
+    sys.setswitchinterval(100)  # seconds for which no other thread gets the lock
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        pass
+
+
+held: DTensor
+tensor = torch.ones(10)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
