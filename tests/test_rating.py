@@ -20,6 +20,7 @@ from torch import nn
 
 import autopar
 import brute
+import integer
 import models
 from autopar.constraint import Constraint
 from autopar.cost.comm import path_seconds
@@ -99,6 +100,29 @@ def test_search_and_bound_against_trying_everything(first: int) -> None:
         equals_trying_everything(seed)
 
 
+# -- against an integer program --------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "mesh", "preset"),
+    [
+        ("gpt", "x2.y2", "dgx-h100"),
+        pytest.param("gpt", "x2.y4", "ethernet-25g", marks=slow),
+        pytest.param("llama", "x2.y2", "dgx-h100", marks=slow),
+    ],
+)
+def test_search_equals_an_integer_program(
+    name: str, mesh: str, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block, with embedding, head and loss, written down from the prices alone."""
+    monkeypatch.setattr(models, "LAYERS", 1)
+    model = models.Gpt(layers=1)
+    ids = models.token_ids()
+    program = analysed(*((model, (ids, ids), {}) if name == "gpt" else getattr(models, name)()))
+    found = Mesh.parse(mesh)
+    world = World.preset(preset, found.size)
+    least = search(program, found, world, AUTO).seconds
+    assert integer.least(program, found, world) == pytest.approx(least, rel=1e-6)
+
+
 # -- against the exact prices ----------------------------------------------------------------------
 MESHES = ("x2.y4", "x2.y2.z4", "w2.x2.y2.z2")
 
@@ -163,18 +187,26 @@ def _exact(objective: brute.Objective, variable: Variable, joint: list[int]) -> 
     return total
 
 
-def laid_out(kind: Kind, mesh: Mesh, joint: list[int]) -> Layout | None:
-    """The layout of a joint state whose digits are in mesh order; None where they do not fit."""
-    states, left = [], {}
-    for axis, state in zip(mesh.axes, joint, strict=True):
+def laid_out(
+    kind: Kind, mesh: Mesh, joint: list[int], draw: random.Random | None = None
+) -> Layout | None:
+    """The layout of a joint state whose digits are in mesh order, or in one that is drawn; None
+    where they do not fit.
+    """
+    places = list(range(len(joint)))
+    if draw is not None:
+        draw.shuffle(places)
+    states, left = [I] * len(joint), {}
+    for place in places:
+        state, size_of_axis = joint[place], mesh.axes[place].size
         if state < FIRST_SLOT:
-            states.append((I, R, P)[state])
+            states[place] = (I, R, P)[state]
             continue
         dim, unit, size = kind.slots[state - FIRST_SLOT]
-        left[state], rest = divmod(left.get(state, size), axis.size)
+        left[state], rest = divmod(left.get(state, size), size_of_axis)
         if rest:
             return None
-        states.append(S(dim, unit * left[state]))
+        states[place] = S(dim, unit * left[state])
     return Layout(mesh, kind.shape, tuple(states))
 
 
@@ -190,9 +222,8 @@ def states_of(kind: Kind, states: tuple[int, ...]) -> list[int]:
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_moves_cost_no_more_than_conversions(mesh: str) -> None:
-    """For pairs drawn at random, however odd. Known exceptions, about one in a hundred: digits of
-    two atoms that are one digit jointly, and axes that layout.steps takes in another order. One
-    step costs just the same, but where cutting on one axis after the other is cheaper than jointly.
+    """For pairs drawn at random, however odd, and digits in any order. One step costs just the
+    same, but where cutting on one axis after the other is cheaper than jointly.
     """
     draw = random.Random(0)
     above: list[bool] = []
@@ -205,7 +236,7 @@ def test_moves_cost_no_more_than_conversions(mesh: str) -> None:
                 above.append(moved > exact * (1 + 1e-5) + 1e-12)
                 if count == 1 and not slicing:
                     single.append(moved == pytest.approx(exact, rel=1e-5, abs=1e-12))
-    assert sum(above) <= 0.02 * len(above) and len(above) > 200
+    assert not any(above) and len(above) > 200
     assert sum(single) >= 0.95 * len(single) and len(single) > 20
 
 
@@ -222,7 +253,7 @@ def moved_at_random(
     ]
     pairs += [([s] * meshes.count, [t] * meshes.count) for s in sources for t in targets]
     for pair in pairs:
-        source, target = (laid_out(kind, meshes.meshes[0], joint) for joint in pair)
+        source, target = (laid_out(kind, meshes.meshes[0], joint, draw) for joint in pair)
         if source is not None and target is not None:
             path = steps(source, target)
             exact = path_seconds(path, kind.element, world)

@@ -1,19 +1,27 @@
-"""Conversions of one kind of value as arrays: the least cost from every joint state to every other,
-on many meshes at once.
+"""Conversions of one kind of value as arrays: what it costs at least to bring it from every joint
+state to every other, on many meshes at once.
 
 An array over joint states has one dim per axis and, last, one for the mesh: numpy works on rows of
 meshes. What a change moves depends on into how many parts the other axes have cut the value, not on
-which dims they cut. Relaxing all changes once, in the order in which layout.steps takes them, gives
-least costs: no conversion of layout.steps costs less. It may cost more, where the order in which
-axes share a dim is in the way.
+which dims they cut. The changes are relaxed one after the other in an order in which every path of
+layout.steps can be found again at no higher cost, so no conversion of layout.steps costs less. It
+may cost more, where the order in which axes share a dim is in the way.
+
+Why that order is enough. Of two neighbouring changes of a path, on different axes, a slice costs no
+more before than after one that gathers or leaves the number of parts as it is, and makes the other
+one cheaper; likewise what leaves the number of parts costs no more before a gather. So any path may
+be sorted: slices, then what leaves the number of parts (in any order, it makes no difference), then
+gathers. Slices may have had to wait until another axis had left the dim that they split, so they
+are relaxed in every order of the axes. Nothing is ever in the way of a gather: they go by kind and
+first axis. A shard that makes room, gathered and sliced again, leaves the number of parts as it is
+if its slice is moved up to its gather, which makes both cheaper.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,20 +31,69 @@ from .frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
 from .prices import Meshes
 
 Floats = NDArray[np.float32]
-Index = tuple[slice | int, ...]
+Places = tuple[int, ...]
 _LETTER = {WHOLE: "I", REPLICATED: "R", PARTIAL: "P"}
+_SLICES = tuple(kind for kind in ORDER if kind in ("I->S", "R->S", "P->S"))
+_GATHERS = tuple(kind for kind in ORDER if kind in ("S->P", "S->I", "S->R"))
+_STEPS = {"S->R->S": ("S->R", "R->S")}
+# By the number of axes: a sequence in which every order of them can be found.
+_EVERY_ORDER = {2: (0, 1, 0), 3: (0, 1, 0, 2, 0, 1, 0), 4: (0, 1, 2, 3, 0, 1, 2, 0, 3, 1, 0, 2)}
+_NEUTRAL = tuple(kind for kind in ORDER if "S" not in kind)
 
 
-class _Move(NamedTuple):
-    """Any of these joint states to any of those, at one cost."""
+class _Joint(NamedTuple):
+    """A change of some axes jointly: its seconds by the states of the others, [state, …, mesh]; and
+    those in which one more axis (a dim of that array) takes part.
+    """
 
-    sources: tuple[Index, ...]
-    targets: tuple[Index, ...]
-    cost: Floats
+    seconds: Floats
+    further: tuple[tuple[int, _Joint], ...]
+
+
+class _Change(NamedTuple):
+    """Of axis `axis` and perhaps later ones, each from any of `sources` to any of `targets` (places
+    of states).
+    """
+
+    axis: int
+    sources: Places
+    targets: Places
+    joint: _Joint
+
+    def turned(self) -> _Change:
+        return self._replace(sources=self.targets, targets=self.sources)
+
+
+class _Together(NamedTuple):
+    """Changes of one axis that are relaxed from the same costs; `least`: places of states, and the
+    changes (by number) that lead there.
+    """
+
+    axis: int
+    changes: tuple[_Change, ...]
+    least: tuple[tuple[Places, Places], ...]
+
+    @staticmethod
+    def of(changes: Sequence[_Change]) -> _Together:
+        targets = sorted({place for change in changes for place in change.targets})
+        least: dict[Places, Places] = {}
+        for place in targets:
+            leading = tuple(n for n, change in enumerate(changes) if place in change.targets)
+            least[leading] = (*least.get(leading, ()), place)
+        pairs = tuple((places, leading) for leading, places in least.items())
+        return _Together(changes[0].axis, tuple(changes), pairs)
+
+    def relax(self, found: Floats) -> None:
+        reached = [_reached(_lowest(found, self.axis, c.sources), c, c.joint) for c in self.changes]
+        for places, (first, *others) in self.least:
+            least = reached[first]
+            for other in others:
+                least = np.minimum(least, reached[other])
+            _enter(found, self.axis, places, least)
 
 
 class Moves:
-    """Of one kind of value, from `sources` to `targets`; `states` are these and what lies between.
+    """Of one kind of value, from `sources` to `targets`; `states` are these.
     Arrays are float32 [state of axis 0, state of axis 1, …, mesh], in seconds.
     """
 
@@ -44,66 +101,104 @@ class Moves:
         self, kind: Kind, sources: frozenset[int], targets: frozenset[int], meshes: Meshes
     ) -> None:
         self.kind, self.meshes = kind, meshes
-        reshuffled = any(self._dim(s) == self._dim(t) for s in sources for t in targets if s != t)
-        self.sources = sources | {REPLICATED}
-        self.targets = targets | ({REPLICATED} if reshuffled else set())
-        self.states = tuple(sorted(self.sources | self.targets))
-        # A digit of the same dim is gathered and sliced again.
-        order = [*ORDER, *(("R->S", "R->I", "R->P") if reshuffled else ())]
-        self._moves = [move for kind in order for move in self._of(kind)]
+        self.sources, self.targets = sources, targets
+        self.states = tuple(sorted(sources | targets))
+        self._known: dict[tuple[str, Places], Floats] = {}
+        in_order = [changes for changes in self._in_order() if changes]
+        self._forwards = [_Together.of(changes) for changes in in_order]
+        self._backwards = [_Together.of([c.turned() for c in cs]) for cs in reversed(in_order)]
 
     def push(self, given: Floats) -> Floats:
         """From costs of source states to costs of target states."""
         found = given.copy()
-        for sources, targets, cost in self._moves:
-            _relax(found, sources, targets, cost)
+        for together in self._forwards:
+            together.relax(found)
         return found
 
     def pull(self, wanted: Floats) -> Floats:
         """From costs of target states to costs of source states."""
         found = wanted.copy()
-        for sources, targets, cost in reversed(self._moves):
-            _relax(found, targets, sources, cost)
+        for together in self._backwards:
+            together.relax(found)
         return found
 
-    def _dim(self, state: int) -> int | None:
-        return self.kind.slots[state - FIRST_SLOT][0] if state >= FIRST_SLOT else None
+    # -- which changes, in which order -------------------------------------------------------------
+    def _in_order(self) -> Iterator[list[_Change]]:
+        everywhere = range(self.meshes.count)
+        for axis in _EVERY_ORDER.get(self.meshes.count, tuple(everywhere) * self.meshes.count):
+            yield [change for kind in _SLICES for change in self._of(kind, axis)]
+        for kind in _NEUTRAL:
+            yield from self._one_by_one(kind)
+        for axis in everywhere:
+            yield [*self._of("S->S", axis), *self._room(axis)]
+        for kind in _GATHERS:
+            yield from self._one_by_one(kind)
 
-    def _of(self, kind: str) -> Iterator[_Move]:
-        groups = list(self._groups(kind))
-        count = self.meshes.count
-        for length in range(count, 0, -1) if groups else ():
-            for axes in itertools.combinations(range(count), length):
-                cost = self._cost(kind, axes)
-                for sources, targets in groups:
-                    yield _Move(self._places(axes, sources), self._places(axes, targets), cost)
+    def _one_by_one(self, kind: str) -> Iterator[list[_Change]]:
+        for axis in range(self.meshes.count):
+            yield list(self._of(kind, axis))
 
-    def _groups(self, kind: str) -> Iterator[tuple[list[int], list[int]]]:
-        """Sources and targets of a kind, each source with each target: such a change costs the same
-        for all of them. (Where a state is in both, it is given to itself, at a cost.)
-        """
-        targets: dict[tuple[int, ...], list[int]] = {}
-        for target in sorted(self.targets):
-            sources = tuple(s for s in sorted(self.sources) if self._is(kind, s, target))
-            if kind == "S->S" and sources and target in self.sources:
-                sources = tuple(sorted({*sources, target}))
-            if sources:
-                targets.setdefault(sources, []).append(target)
-        for sources, those in targets.items():
-            yield list(sources), those
+    def _of(self, kind: str, axis: int) -> Iterator[_Change]:
+        """Changes of `axis` and perhaps later ones: from one dim (or I, R, P) to one other."""
+        for sources, targets in self._groups(kind):
+            yield self._change(kind, axis, sources, targets)
 
-    def _is(self, kind: str, source: int, target: int) -> bool:
-        if source == target or kind != f"{_LETTER.get(source, 'S')}->{_LETTER.get(target, 'S')}":
-            return False
-        return kind != "S->S" or self._dim(source) != self._dim(target)
+    def _room(self, axis: int) -> Iterator[_Change]:
+        """Gathered and sliced again. (Axes of several dims would not do so in one step.)"""
+        sources, targets = (self._of_letter("S", states) for states in (self.sources, self.targets))
+        if sources and targets and not (sources == targets and len(sources) == 1):
+            yield self._change("S->R->S", axis, sources, targets)
 
-    def _places(self, axes: tuple[int, ...], states: Sequence[int]) -> tuple[Index, ...]:
-        several = range(self.meshes.count)
-        numbers = [self.states.index(state) for state in states]
-        return tuple(tuple(n if a in axes else slice(None) for a in several) for n in numbers)
+    def _change(self, kind: str, axis: int, sources: Places, targets: Places) -> _Change:
+        others = tuple(range(axis + 1, self.meshes.count))
+        return _Change(axis, sources, targets, self._joint(kind, (axis,), others))
 
-    def _cost(self, kind: str, axes: tuple[int, ...]) -> Floats:
+    def _groups(self, kind: str) -> Iterator[tuple[Places, Places]]:
+        """Sources and targets of a kind, on every axis that changes jointly."""
+        before, after = kind.split("->")
+        sources, targets = (
+            self._of_letter(before, self.sources),
+            self._of_letter(after, self.targets),
+        )
+        if kind != "S->S":
+            yield from [(sources, targets)] if sources and targets else ()
+            return
+        for dim in sorted({self._dim(place) for place in targets}):
+            there = tuple(place for place in targets if self._dim(place) == dim)
+            elsewhere = tuple(place for place in sources if self._dim(place) != dim)
+            if elsewhere:
+                yield elsewhere, there
+
+    def _of_letter(self, letter: str, states: frozenset[int]) -> Places:
+        found = enumerate(self.states)
+        return tuple(n for n, s in found if s in states and _LETTER.get(s, "S") == letter)
+
+    def _dim(self, place: int) -> int:
+        return self.kind.slots[self.states[place] - FIRST_SLOT][0]
+
+    # -- what they cost ----------------------------------------------------------------------------
+    def _joint(self, kind: str, axes: Places, others: Places) -> _Joint:
+        further = tuple(
+            (b - len(axes), self._joint(kind, (*axes, b), others[i + 1 :]))
+            for i, b in enumerate(others)
+        )
+        return _Joint(self._seconds(kind, axes), further)
+
+    def _seconds(self, kind: str, axes: Places) -> Floats:
         """Of the axes' joint change: [states of the other axes, mesh]."""
+        if (kind, axes) not in self._known:
+            total: NDArray[np.float64] = sum(  # type: ignore[assignment]
+                self._of_step(step, axes) for step in _STEPS.get(kind, (kind,))
+            )
+            found = np.ascontiguousarray(np.moveaxis(total, 0, -1), dtype=np.float32)
+            splits = [int(state >= FIRST_SLOT) for state in self.states]
+            for dim in range(self.meshes.count - len(axes)):
+                found = found.take(splits, axis=dim)
+            self._known[kind, axes] = found
+        return self._known[kind, axes]
+
+    def _of_step(self, kind: str, axes: Places) -> NDArray[np.float64]:
+        """[mesh, whether each of the other axes cuts the value (0 or 1)]."""
         elements, element = self._cut_by_others(axes), self.kind.element
         whole = elements * element.bytes
         group = self.meshes.sizes[:, list(axes)].prod(axis=1)
@@ -115,32 +210,47 @@ class Moves:
                 size = element.of(name, late)
                 seconds = self.meshes.seconds(name, axes, elements * size)
                 total = total + element.share * seconds
-        return np.ascontiguousarray(np.moveaxis(total, 0, -1), dtype=np.float32)
+        return total
 
-    def _cut_by_others(self, axes: tuple[int, ...]) -> NDArray[np.float64]:
-        """Elements that a rank has where these axes cut nothing: [mesh, states of the others]."""
+    def _cut_by_others(self, axes: Places) -> NDArray[np.float64]:
+        """Elements that a rank has where these axes cut nothing: as `_of_step`."""
         others = [a for a in range(self.meshes.count) if a not in axes]
-        split = np.array([state >= FIRST_SLOT for state in self.states])
         found = np.full((len(self.meshes),) + (1,) * len(others), float(math.prod(self.kind.shape)))
         for place, axis in enumerate(others):
-            parts = np.where(split[None, :], self.meshes.sizes[:, axis, None], 1)
+            parts = np.stack([np.ones(len(self.meshes)), self.meshes.sizes[:, axis]], axis=1)
             shape = [len(self.meshes)] + [1] * len(others)
-            shape[1 + place] = len(self.states)
+            shape[1 + place] = 2
             found = found / parts.reshape(shape)
-        return np.broadcast_to(found, (len(self.meshes),) + (len(self.states),) * len(others))
+        return found
 
 
-def _relax(
-    found: Floats, sources: tuple[Index, ...], targets: tuple[Index, ...], cost: Floats
-) -> None:
-    least = found[sources[0]]
-    if len(sources) > 1:
-        least = np.minimum(least, found[sources[1]])
-        for source in sources[2:]:
-            np.minimum(least, found[source], out=least)
-        least += cost
-    else:
-        least = least + cost
-    for target in targets:
-        into = found[target]
+def _reached(least: Floats, change: _Change, joint: _Joint) -> Floats:
+    """What any of the targets costs, given the lowest costs of the sources, on the axes that have
+    changed; others may have changed with them: [states of the other axes, mesh].
+    """
+    found = least + joint.seconds
+    for axis, further in joint.further:
+        deeper = _reached(_lowest(least, axis, change.sources), change, further)
+        _enter(found, axis, change.targets, deeper)
+    return found
+
+
+def _lowest(seconds: Floats, axis: int, places: Places) -> Floats:
+    """The least over these states of an axis: a view where it is one."""
+    first, *others = (seconds[_at(axis, place)] for place in places)
+    if not others:
+        return first
+    found = np.minimum(first, others[0])
+    for other in others[1:]:
+        np.minimum(found, other, out=found)
+    return found
+
+
+def _enter(seconds: Floats, axis: int, places: Places, least: Floats) -> None:
+    for place in places:
+        into = seconds[_at(axis, place)]
         np.minimum(into, least, out=into)
+
+
+def _at(axis: int, place: int) -> Any:
+    return (*(slice(None),) * axis, place)
