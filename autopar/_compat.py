@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch.distributed
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
@@ -22,9 +27,13 @@ __all__ = [
     "TorchDispatchMode",
     "aot_module_simplified",
     "backend_name",
+    "below_autograd",
     "default_partition",
     "fake_mode",
     "forget_groups",
+    "from_part",
+    "local_of",
+    "placing_of",
     "process_group",
     "pytree",
     "register_process_group",
@@ -73,3 +82,18 @@ def fake_mode() -> FakeTensorMode:
     symbol.
     """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def local_of(x: DTensor) -> torch.Tensor:
+    """The rank's own part, the tensor itself, without an autograd function."""
+    return x._local_tensor
+
+
+def placing_of(x: DTensor) -> DTensorSpec:
+    """Where the parts of x lie: what `from_part` makes others like it of."""
+    return x._spec
+
+
+def from_part(part: torch.Tensor, placing: DTensorSpec) -> DTensor:
+    """A DTensor that lies so, with this own part; without an autograd function."""
+    return DTensor(part, copy.copy(placing), requires_grad=False)

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from . import ranks
-from ._compat import BoxedCodeGen, aot_module_simplified, default_partition
+from ._compat import BoxedCodeGen, aot_module_simplified, below_autograd, default_partition
 from .cost.derived import Phase, writes
 from .cost.simulate import Run
 from .errors import PlanError
-from .passes import bucket, schedule
+from .passes import bucket, inplace, schedule
 from .program import Program
 from .world import World
 
@@ -124,6 +124,8 @@ class Scheduled:
                 run = schedule.schedule(module.graph, self.world, self.stored, phase)
                 self.modelled[phase] = run
                 schedule.check(module.graph, before)
+            inplace.inplace(module.graph)
+            inplace.check(module.graph)
             module.recompile()
         return self.forward, self.backward
 
@@ -143,7 +145,8 @@ def _boxed(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
     gm.recompile()
 
     def run(values: list[Any]) -> Any:
-        return forward(values)
+        with below_autograd():  # what an op or a collective costs there is spent for nothing
+            return forward(values)
 
     forward = gm.forward
     run._boxed_call = True  # type: ignore[attr-defined]

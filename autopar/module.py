@@ -14,7 +14,7 @@ from ._compat import pytree
 from .errors import InputError, PlanError
 from .layout import Layout
 from .mesh import Mesh
-from .placement import placements
+from .placement import local_parts, placements
 from .plan import Plan
 from .program import Input, Program
 
@@ -142,7 +142,7 @@ class ParallelModule(nn.Module):
             )
         leaves, _ = self._leaves(args, kwargs)
         values = [self._feed(entry, leaves) for entry in self._program.signature.inputs]
-        return self._returned(self._run(*values))
+        return self._returned(self._run(*_local(values)))
 
     def _user_inputs(self) -> list[Input]:
         return [entry for entry in self._program.signature.inputs if entry.kind == "user"]
@@ -177,8 +177,7 @@ class ParallelModule(nn.Module):
         if entry.kind == "buffer":
             now = self.get_buffer(entry.target)  # what the backward saves must not be written over
             return now.clone() if entry.target in self._mutated else now
-        held = self.get_parameter(entry.target)
-        return held.to_local(grad_placements=held.placements) if isinstance(held, DTensor) else held
+        return self.get_parameter(entry.target)
 
     def _own(self, entry: Input, given: Any) -> torch.Tensor:
         """The rank's part of one input; refuses what was not planned for."""
@@ -236,6 +235,14 @@ class ParallelModule(nn.Module):
                 value = self._distributed(value, self._program.layouts[output.node])
             leaves.append(value)
         return pytree.tree_unflatten(leaves, self._program.signature.out_spec)
+
+
+def _local(values: list[Any]) -> list[Any]:
+    """The values, with the rank's own parts in place of DTensors."""
+    places = [place for place, value in enumerate(values) if isinstance(value, DTensor)]
+    for place, part in zip(places, local_parts([values[place] for place in places]), strict=True):
+        values[place] = part
+    return values
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

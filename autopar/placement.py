@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ._compat import StridedShard
+from ._compat import StridedShard, from_part, local_of, placing_of
 from .layout import Layout
 
 
@@ -31,3 +36,31 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
                 Shard(state.dim) if blocks == 1 else StridedShard(state.dim, split_factor=blocks)
             )
     return tuple(found) or (Replicate(),)
+
+
+def local_parts(xs: Sequence[DTensor]) -> list[torch.Tensor]:
+    """What `to_local` of each gives, with a DTensor like it for gradient; in one autograd function,
+    as one for each takes as long as a small op. The gradients arrive together, at the end.
+    """
+    if torch.compiler.is_compiling():
+        return [x.to_local(grad_placements=x.placements) for x in xs]
+    trained = [x for x in xs if x.requires_grad]
+    parts = iter(_LocalParts.apply(*trained)) if trained else iter(())
+    return [next(parts) if x.requires_grad else local_of(x) for x in xs]
+
+
+class _LocalParts(Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.placings = [placing_of(x) for x in xs]
+        parts = [local_of(x) for x in xs]
+        return tuple(part.view_as(part) for part in parts)  # autograd marks what it is given
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None if grad is None else from_part(grad.contiguous(), placing)
+            for grad, placing in zip(grads, ctx.placings, strict=True)
+        )

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar import _compat
 
@@ -186,6 +186,24 @@ def test_derived_graphs_show_collectives_and_take_lists() -> None:
     values = [torch.ones(1)]
     assert torch.fx.GraphModule(torch.nn.Module(), graph).forward(values).item() == -1
     assert values == []
+
+
+@covers("below_autograd")
+def test_below_autograd_nothing_is_recorded() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with _compat.below_autograd():
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+
+
+@covers("from_part", "local_of", "placing_of")
+def test_dtensors_are_taken_apart_and_put_together(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    assert _compat.local_of(x).data_ptr() == x.to_local().data_ptr()
+    y = _compat.from_part(torch.zeros(4), _compat.placing_of(x))
+    assert y.placements == x.placements and y.shape == x.shape and not y.requires_grad
+    torch.testing.assert_close((x + y).full_tensor(), torch.arange(4.0))
 
 
 def test_every_name_is_tested_here() -> None:

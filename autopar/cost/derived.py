@@ -85,11 +85,13 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def collective_of(node: fx.Node) -> str | None:
-    """The functional collective that a node issues, such as "all_reduce"; None for other nodes."""
+    """The functional collective that a node issues, such as "all_reduce", in whichever form; None
+    for other nodes.
+    """
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
         return None
-    name = target._schema.name.split("::")[1]
+    name = target._schema.name.split("::")[1].rstrip("_")
     return name if name in KINDS else None
 
 

@@ -1,7 +1,7 @@
 """Cross entropy with the vocabulary and the tokens split, without whole logits on any rank.
 
-With m the row's maximum, s = sum_c exp(x_c - m), W = sum_c w_c, label smoothing l and C classes,
-torch's loss of a token with target t is
+With m the largest log-sum-exp of a slice, s = sum_c exp(x_c - m), W = sum_c w_c, label smoothing l
+and C classes, torch's loss of a token with target t is
 
     a · log s - (1 - l) · w_t · (x_t - m) - l/C · sum_c w_c (x_c - m),        a = (1 - l) · w_t +
     l/C · W
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from autopar.errors import LayoutError
 from autopar.sharded.index import Digit, localize
@@ -51,21 +52,58 @@ def cross_entropy(
         raise LayoutError(
             "cross_entropy with class probabilities has no sharded form; keep its operands whole"
         )
+    counts = target != ignore_index
+    if not digits:
+        found = _of_whole_rows(logits, target, weight, ignore_index, label_smoothing, counts)
+        return _reduced(*found, counts, reduction, token_axes, mesh).to(logits.dtype)
     if logits.dim() > 1:
         logits = logits.movedim(1, -1)
-    counts = target != ignore_index
     axes = tuple(axis for axis, _, _ in digits)
     local, owned = localize(torch.where(counts, target, 0), coordinates, digits)
     loss, token_weight = _TokenLoss.apply(
         logits, local, owned, weight, label_smoothing, classes, axes, mesh
     )
     loss = torch.where(counts, loss, 0)
+    return _reduced(loss, token_weight, counts, reduction, token_axes, mesh).to(logits.dtype)
+
+
+def _of_whole_rows(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(loss, w_t) of every token where the classes are not split: torch's own kernels."""
+    loss = functional.cross_entropy(
+        logits,
+        target,
+        weight,
+        reduction="none",
+        ignore_index=ignore_index,
+        label_smoothing=smoothing,
+    )
+    loss = widen(loss)
+    if weight is None:
+        return loss, torch.ones_like(loss)
+    return loss, weight.to(loss.dtype)[torch.where(counts, target, 0)]
+
+
+def _reduced(
+    loss: Tensor,
+    token_weight: Tensor,
+    counts: Tensor,
+    reduction: Literal["mean", "sum", "none"],
+    token_axes: Sequence[str],
+    mesh: str,
+) -> Tensor:
     if reduction == "none":
-        return loss.to(logits.dtype)
+        return loss
     if reduction == "sum":
-        return loss.sum().to(logits.dtype)
+        return loss.sum()
     whole = total(torch.where(counts, token_weight, 0).sum(), tuple(token_axes), mesh)
-    return (loss.sum() / whole).to(logits.dtype)
+    return loss.sum() / whole
 
 
 class _TokenLoss(Function):
@@ -86,8 +124,9 @@ class _TokenLoss(Function):
         x = widen(logits)
         weight = None if weight is None else weight.to(x.dtype)
         local = torch.where(owned, local, 0)
-        maximum = total(x.amax(-1), axes, mesh, "max")
-        sums = total(_sums(x - maximum.unsqueeze(-1), local, owned, weight, smoothing), axes, mesh)
+        own = torch.logsumexp(x, -1)  # the kernel with the least memory: x may be the largest value
+        maximum = total(own, axes, mesh, "max")
+        sums = total(_sums(x, own, maximum, local, owned, weight, smoothing), axes, mesh)
         exp_sum, at_target, token_weight, everywhere, weight_sum = _named(
             sums, weight, smoothing, classes
         )
@@ -105,27 +144,36 @@ class _TokenLoss(Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         logits, local, owned, weight, scale, token_weight, log_sum = ctx.saved_tensors
         smoothing, classes = ctx.facts
-        result = torch.exp(widen(logits) - log_sum.unsqueeze(-1)) * (scale * grad).unsqueeze(-1)
+        result = (widen(logits) - log_sum.unsqueeze(-1)).exp_()
+        result = result.mul_((scale * grad).unsqueeze(-1))
         hit = torch.where(owned, -(1 - smoothing) * token_weight * grad, 0)
-        result = result.scatter_add(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
+        result = result.scatter_add_(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
         if smoothing:
             even = grad.unsqueeze(-1) * (smoothing / classes)
-            result = result - (even if weight is None else even * weight)
+            result = result.sub_(even if weight is None else even * weight)
         return result.to(logits.dtype), None, None, None, None, None, None, None
 
 
 def _sums(
-    shifted: Tensor, local: Tensor, owned: Tensor, weight: Tensor | None, smoothing: float
+    x: Tensor,
+    own: Tensor,
+    maximum: Tensor,
+    local: Tensor,
+    owned: Tensor,
+    weight: Tensor | None,
+    smoothing: float,
 ) -> Tensor:
     """This rank's part of the sums that the loss needs, stacked: what `_named` takes apart."""
-    at_target = torch.where(owned, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0)
-    rows = [shifted.exp().sum(-1)]
+    at_target = x.gather(-1, local.unsqueeze(-1)).squeeze(-1) - maximum
+    at_target = torch.where(owned, at_target, 0)
+    rows = [(own - maximum).exp()]
     if weight is None:
         rows.append(at_target)
     else:
         token_weight = torch.where(owned, weight[local], 0)
         rows += [at_target * token_weight, token_weight]
     if smoothing:
+        shifted = x - maximum.unsqueeze(-1)
         rows.append((shifted if weight is None else shifted * weight).sum(-1))
     if smoothing and weight is not None:
         rows.append(weight.sum().expand_as(at_target))

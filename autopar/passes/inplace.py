@@ -1,0 +1,157 @@
+"""inplace: ops of a derived graph that write into an operand which nothing else looks at.
+
+AOTAutograd's graphs are functional: every op makes fresh memory, and an all-reduce copies what it
+sums. Fresh memory is what large pointwise ops on a CPU cost most, and the copies of all gradients
+are as many bytes as the model has. So where the operand is memory that the graph itself made and
+the op is the only one that ever reads it, the op's in-place form takes its place: the same numbers,
+whatever the order of the nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._compat import OpOverload
+from ..cost.derived import is_wait, writes
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+
+_VIEWS = frozenset(
+    packet
+    for name in ("view", "t", "permute", "transpose", "unsqueeze", "squeeze", "alias", "detach")
+    for packet in (getattr(aten, name),)
+) | {aten._unsafe_view, aten.slice, aten.select}  # those that show no element twice
+_PLACING = frozenset({aten.scatter_add, aten.index_copy, aten.index_add, aten.masked_fill})
+
+
+def inplace(graph: fx.Graph) -> int:
+    """Replace what can be; how many were. Neither what comes in nor what goes out is written to."""
+    count = 0
+    for node in list(graph.nodes):
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            count += _summed(graph, node) or _pointwise(node)
+    return count
+
+
+def check(graph: fx.Graph) -> None:
+    """The contract: what is written to was made in the graph, and is read by the writer alone."""
+    graph.lint()
+    for node in graph.nodes:
+        if node.op == "call_function" and writes(node) and node.target is not aten.copy_.default:
+            written = node.args[0]
+            for operand in written if isinstance(written, list | tuple) else [written]:
+                assert _own(operand), f"{node.name} writes to {operand}, which is not its own"
+
+
+# -- whose memory it is ----------------------------------------------------------------------------
+def _own(operand: Any) -> bool:
+    """Whether an operand is memory that the graph made, and its one user is all that can see it."""
+    while isinstance(operand, fx.Node) and len(operand.users) == 1:
+        if operand.target is operator.getitem:
+            source, index = operand.args
+            assert isinstance(source, fx.Node)
+            alone = sum(user.args[1:] == (index,) for user in source.users) == 1
+            return alone and _fresh(source)
+        if not _is_view(operand):
+            return _fresh(operand)
+        operand = operand.args[0]
+    return False
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the result is the first operand's memory, as that of an in-place form is too."""
+    if not isinstance(node.target, OpOverload) or not isinstance(node.args[0], fx.Node):
+        return False
+    return is_wait(node) or writes(node) or node.target.overloadpacket in _VIEWS
+
+
+def _fresh(node: fx.Node) -> bool:
+    """An op whose results are no part of its operands."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return not writes(node) and bool(returns) and all(r.alias_info is None for r in returns)
+
+
+# -- collectives -----------------------------------------------------------------------------------
+def _summed(graph: fx.Graph, node: fx.Node) -> int:
+    if node.target is functional.all_reduce.default:
+        if not (_own(node.args[0]) and _contiguous(node.args[0])):
+            return 0
+        node.target = functional.all_reduce_.default
+        return 1
+    if node.target is not functional.all_reduce_coalesced.default:
+        return 0
+    operands = node.args[0]
+    assert isinstance(operands, list | tuple)
+    own = [_own(operand) and _contiguous(operand) for operand in operands]
+    if not any(own):
+        return 0
+    with graph.inserting_before(node):
+        filled = [o if mine else _copied(graph, o) for o, mine in zip(operands, own, strict=True)]
+    node.args = (filled, *node.args[1:])
+    node.target = functional.all_reduce_coalesced_.default
+    return 1
+
+
+def _contiguous(operand: Any) -> bool:
+    return bool(operand.meta["val"].is_contiguous())
+
+
+def _copied(graph: fx.Graph, operand: Any) -> fx.Node:
+    how: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    copy = graph.call_function(aten.clone.default, (operand,), how)
+    copy.meta["val"] = aten.clone.default(operand.meta["val"], **how)
+    return copy
+
+
+# -- pointwise ops ---------------------------------------------------------------------------------
+def _pointwise(node: fx.Node) -> int:
+    """Into the first operand; where an op does not mind the order, into the second."""
+    target = _in_place(node.target)
+    if target is None or not node.args:
+        return 0
+    if _fits(node.args[0], node):
+        node.target = target
+        return 1
+    either = node.target in (aten.add.Tensor, aten.mul.Tensor) and not node.kwargs
+    if either and len(node.args) == 2 and _fits(node.args[1], node):
+        node.args = (node.args[1], node.args[0])
+        node.target = target
+        return 1
+    return 0
+
+
+def _fits(operand: Any, node: fx.Node) -> bool:
+    """Whether the result can lie where the operand lies."""
+    if not isinstance(operand, fx.Node) or not _own(operand) or _mentions(node, operand) > 1:
+        return False
+    mine, found = node.meta.get("val"), operand.meta.get("val")
+    if not isinstance(mine, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return False
+    return (mine.shape, mine.dtype, mine.stride()) == (found.shape, found.dtype, found.stride())
+
+
+def _mentions(node: fx.Node, operand: fx.Node) -> int:
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found.count(operand)
+
+
+def _in_place(target: Any) -> OpOverload | None:
+    """The in-place form of a pointwise op, or of one that places some elements into others."""
+    packet = target.overloadpacket
+    if target.namespace != "aten" or target._schema.is_mutable:
+        return None
+    if torch.Tag.pointwise not in target.tags and packet not in _PLACING:
+        return None
+    overloads = getattr(aten, f"{packet.__name__}_", None)
+    form = getattr(overloads, target._overloadname, None)
+    if not isinstance(form, OpOverload):
+        return None
+    info = form._schema.arguments[0].alias_info
+    return form if info is not None and info.is_write else None
