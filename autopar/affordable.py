@@ -2,39 +2,58 @@
 
 A price of bytes gives the fastest plan among those that keep no more than it does (Everett 1963).
 Where the plan of least time does not fit, the price goes up until its plan does, and down again
-towards the lowest such price. That plan competes with those that recompute blocks: the first one,
-and the frugal one, each with as few blocks as it takes. The fastest wins.
+towards the lowest such price. Where weights may be gathered again in the backward, these plans are
+searched as if all of blocks were: they cost two gathers and no memory. The most promising plans
+then make as little as it takes again (fitting.py), and the fastest one wins. "auto" holds them
+against the named layouts, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from .cost.kept import Kept, Price, bytes_kept
+from .cost.kept import Kept, Price, bytes_kept, regathering
 from .cost.memory import Budget
-from .fitting import effort
+from .errors import LayoutError
+from .fitting import Rungs
 from .hiding import by_step
-from .layouts import Layouts, candidates
+from .layouts import NAMES, Layouts, candidates
 from .passes import choose, emit, pipeline, rewrite
-from .plan import Memory
+from .plan import Memory, Plan
+from .price import terms
 from .program import Program
-from .rating.rate import Candidate
-from .report.summary import summarised
+from .rating.frame import frame
+from .rating.rate import Candidate, again
 from .world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn
 _TRIES = 4
 _ROUNDS = 2  # of so many tries each: what a plan holds besides is corrected in between
 _MESHES = 24  # that are tried at the second price and later ones: the best at the first
+_PROMISING = 2  # plans of a round that are made to fit
 
 
 class _Tried(NamedTuple):
-    """A chosen program, the seconds of its step with what is recomputed, and its memory."""
+    """A chosen program with what it drops, the seconds of its step with what runs twice, and its
+    memory. `besides`: what its peak has that is not counted as kept.
+    """
 
     program: Program
     seconds: float
     memory: Memory
+    besides: float = 0.0
+
+
+class _Priced(NamedTuple):
+    """A program chosen at a price, its plan's seconds those in which weights are gathered again,
+    and the bytes that it keeps.
+    """
+
+    program: Program
+    kept: float
+    price: Price
 
 
 def affordable(
@@ -49,91 +68,166 @@ def affordable(
     none fits. `budget` None or without a limit: with the plan of least time. `overlap`: by the time
     of a step in which communication runs under computation, else by the sum.
     """
-    if overlap and (budget is None or budget.recompute != "full"):
+    if overlap and (budget is None or budget.recompute not in ("full", "gathers")):
         several = by_step(program, world, layout, redundant, budget)
     else:
         several = [choose.choose(program, world, layout, redundant, budget)]
     if budget is None or budget.memory_bytes is None:
         return several[0]
-    for chosen in several:
-        least = _try(chosen, world, budget)
-        if budget.fits(least.memory):
-            return least.program
-    if len(several) > 1:
-        least = _try(min(several, key=_summed), world, budget)
-    frugal = _at_a_price(program, world, layout, redundant, budget, least)
-    tried = [frugal]
-    if budget.recompute == "auto":
-        tried += [_try(one.program, world, budget, again=True) for one in (least, frugal)]
+    under = _Under(program, world, layout, redundant, budget)
+    for chosen in several if len(several) > 1 else ():
+        if _as_chosen(under.made(chosen), chosen, budget):
+            return chosen
+    chosen = min(several, key=lambda one: _plan(one).seconds)
+    found = under.best(chosen)
+    if layout == "auto" and not _as_chosen(found, chosen, budget):
+        found = _best([found, *_named(program, world, redundant, budget, found)], budget)
+    fastest = _plan(chosen)
+    limit = None if _as_chosen(found, chosen, budget) else budget.memory_bytes
+    plan = dataclasses.replace(
+        _plan(found.program), bound=fastest.bound, meshes=fastest.meshes, limit=limit
+    )
+    return dataclasses.replace(found.program, plan=plan)
+
+
+def _as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
+    """Whether the plan of least time fits as it is."""
+    return found.program is chosen and budget.fits(found.memory)
+
+
+def _named(
+    program: Program, world: World, redundant: bool, budget: Budget, best: _Tried
+) -> Iterator[_Tried]:
+    """The plans of named layouts that could be faster than the best one that fits: that of least
+    time with what it must drop. While nothing fits, those at prices, too.
+    """
+    given: list[tuple[_Under, Program]] = []
+    for name in NAMES[1:] if world.ranks > 1 else ():
+        try:
+            chosen = choose.choose(program, world, name, redundant, budget)
+        except LayoutError:
+            continue
+        if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
+            given.append((_Under(program, world, name, redundant, budget), chosen))
+    for under, chosen in sorted(given, key=lambda pair: _plan(pair[1]).seconds):
+        if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
+            found = under.made(chosen)
+            best = _best([best, found], budget)
+            yield found
+    for under, chosen in given:
+        if not budget.fits(best.memory):
+            best = under.best(chosen)
+            yield best
+
+
+def _best(tried: list[_Tried], budget: Budget) -> _Tried:
+    """The fastest that fits; where none does, that of least memory."""
     fitting = [one for one in tried if budget.fits(one.memory)]
     if fitting:
-        return min(fitting, key=lambda one: one.seconds).program
-    return min(tried, key=lambda one: one.memory.peak).program
+        return min(fitting, key=lambda one: one.seconds)
+    return min(tried, key=lambda one: one.memory.peak)
 
 
-def _at_a_price(
-    program: Program,
-    world: World,
-    layout: Layouts,
-    redundant: bool,
-    budget: Budget,
-    least: _Tried,
-) -> _Tried:
-    """The fastest of the plans that fit, found by bisection; else that of least memory.
+class _Under:
+    """Plans of a layout under a limit of memory."""
 
-    What a plan keeps is known at once; what it holds besides is taken to be as much as in the last
-    plan whose peak was worked out.
-    """
-    kept, given = Kept(program, budget.optimizer), list(candidates(layout, world.ranks, program))
-    price, step = least.seconds / max(1.0, least.memory.peak), _STEP
-    best, was_enough = least, False
-    for _ in range(_ROUNDS):
-        besides = best.memory.peak - _kept(kept, best.program)
-        found: list[tuple[bool, float, float, Program]] = []
+    def __init__(
+        self, program: Program, world: World, layout: Layouts, redundant: bool, budget: Budget
+    ) -> None:
+        self.program, self.world, self.layout = program, world, layout
+        self.redundant, self.budget = redundant, budget
+        self.searched = regathering(program) if budget.recompute == "auto" else program
+        self.kept = Kept(self.searched, budget.optimizer)
+        self.given: list[Candidate] = []
+
+    def best(self, chosen: Program) -> _Tried:
+        """The best plan found, if `chosen` is the one of least time."""
+        least = self.made(chosen)
+        if _as_chosen(least, chosen, self.budget):
+            return least
+        self.given = list(candidates(self.layout, self.world.ranks, self.program))
+        price = least.seconds / max(1.0, least.memory.peak)
+        tried = [least]
+        for _ in range(_ROUNDS):
+            besides = tried[-1].besides
+            priced = self._at_prices(price, besides)
+            price = priced[-1].price.seconds_per_byte
+            priced.sort(key=lambda one: self._promise(one, besides))
+            tried += [self.made(self._once(one)) for one in priced[:_PROMISING]]
+            if self.budget.fits(_best(tried, self.budget).memory):
+                break
+        refined = self._refined(priced[0])
+        return _best(tried + ([self.made(self._once(refined))] if refined else []), self.budget)
+
+    def made(self, chosen: Program) -> _Tried:
+        """A chosen program with as little dropped as makes it fit; what comes nearest where nothing
+        does. It is the program itself where it fits as it is.
+        """
+        emitted = emit.emit(pipeline.pipeline(rewrite.rewrite(chosen, self.world)))
+        rungs = Rungs(emitted, self.world, self.budget)
+        found = rungs.best()
+        plan, made = _plan(chosen), _plan(found.program)
+        besides = rungs.counted().memory.peak - bytes_kept(self.kept, plan)
+        if found is not rungs.planned():
+            plan = dataclasses.replace(plan, recompute=made.recompute, regather=made.regather)
+            chosen = dataclasses.replace(chosen, plan=plan)
+        return _Tried(chosen, plan.seconds + found.seconds, found.memory, besides)
+
+    def _at_prices(self, price: float, besides: float) -> list[_Priced]:
+        """The plans at a few prices, found by bisection. What a plan keeps is known at once; what
+        it holds besides is taken to be as much as in the last plan whose peak was worked out.
+        """
+        assert self.budget.memory_bytes is not None
+        found: list[_Priced] = []
+        step, was_enough = _STEP, False
         for _ in range(_TRIES):
-            paid = Price(kept, price)
-            chosen = choose.choose(program, world, layout, redundant, budget, paid, given)
-            given = _promising(chosen, given)
-            needs = besides + _kept(kept, chosen)
-            enough = needs <= (budget.memory_bytes or 0.0)
-            seconds = chosen.plan.seconds if chosen.plan is not None and enough else 0.0
-            found.append((not enough, seconds, needs, chosen))
+            found.append(self._at(Price(self.kept, price)))
+            enough = besides + found[-1].kept <= self.budget.memory_bytes
             step = step**0.5 if enough != was_enough else step
             price, was_enough = (price / step if enough else price * step), enough
-        best = _try(min(found, key=lambda one: one[:3])[3], world, budget)
-        if budget.fits(best.memory):
-            return best
-    return best
+        return found
+
+    def _at(self, price: Price) -> _Priced:
+        arguments = self.world, self.layout, self.redundant, self.budget, price, self.given
+        chosen = choose.choose(self.searched, *arguments)
+        self.given = _promising(chosen, self.given)
+        return _Priced(chosen, bytes_kept(self.kept, _plan(chosen)), price)
+
+    def _once(self, one: _Priced) -> Program:
+        """With the seconds of a step in which nothing runs twice."""
+        spent = terms(self.program, _plan(one.program), self.world)
+        plan = dataclasses.replace(_plan(one.program), seconds=sum(spent.values()))
+        return dataclasses.replace(self.program, plan=plan)
+
+    def _promise(self, one: _Priced, besides: float) -> float:
+        """About the seconds of its step if it is made to fit: of what it needs too much as many
+        blocks are recomputed as keep that, at a third of their computation.
+        """
+        assert self.budget.memory_bytes is not None
+        missing = max(0.0, besides + one.kept - self.budget.memory_bytes) / one.kept
+        return _plan(one.program).seconds * (1 + missing / 3)
+
+    def _refined(self, one: _Priced) -> _Priced | None:
+        """Searched again among more options, at the same price; None where that finds nothing."""
+        plan, more = _plan(one.program), one.price.seconds_per_byte * one.kept
+        paid = dataclasses.replace(plan, seconds=plan.seconds + more)
+        given = list(candidates(self.layout, self.world.ranks, self.program))
+        found = again(frame(self.searched), paid, given, self.world, self.redundant, one.price)
+        if found is paid:
+            return None
+        found = dataclasses.replace(found, recompute=plan.recompute, regather=plan.regather)
+        kept = bytes_kept(self.kept, found)
+        found = dataclasses.replace(found, seconds=found.seconds - more / one.kept * kept)
+        return _Priced(dataclasses.replace(one.program, plan=found), kept, one.price)
 
 
-def _summed(chosen: Program) -> float:
-    assert chosen.plan is not None
-    return chosen.plan.seconds
-
-
-def _kept(kept: Kept, chosen: Program) -> float:
-    assert chosen.plan is not None
-    return bytes_kept(kept, chosen.plan)
+def _plan(program: Program) -> Plan:
+    assert program.plan is not None
+    return program.plan
 
 
 def _promising(chosen: Program, given: list[Candidate]) -> list[Candidate]:
     """The meshes of the lowest bounds, in their order."""
-    assert chosen.plan is not None
-    bounds = [bound for _, bound in chosen.plan.meshes]
+    bounds = [bound for _, bound in _plan(chosen).meshes]
     low = sorted(range(len(given)), key=bounds.__getitem__)[:_MESHES]
     return [given[i] for i in sorted(low)]
-
-
-def _try(chosen: Program, world: World, budget: Budget, again: bool = False) -> _Tried:
-    """What a chosen program needs; `again`: with as few recomputed blocks as make it fit."""
-    emitted = emit.emit(pipeline.pipeline(rewrite.rewrite(chosen, world)))
-    if not again:
-        budget = dataclasses.replace(budget, memory_bytes=None)
-    found, memory = effort(emitted, world, budget)
-    made = summarised(found, world)
-    plan = dataclasses.replace(
-        chosen.plan,
-        recompute=made.recompute,
-        regather=made.regather,  # type: ignore[type-var]
-    )
-    return _Tried(dataclasses.replace(chosen, plan=plan), made.seconds, memory)

@@ -124,7 +124,8 @@ def plan(
     `memory`: bytes on each device, "auto" is what the world's devices have, less a reserve.
     `optimizer`: whose states are among them, a name of autopar.cost.memory.STATES or bytes for
     every trained number. `recompute`: "full" computes every repeated block again in the backward,
-    "none" none, "auto" as few as make it fit. `redundant`: a matrix product may be computed whole
+    "gathers" only gathers the weights of their products again, "none" does neither, "auto" as
+    little as makes it fit. `redundant`: a matrix product may be computed whole
     on several ranks of an axis that could split it, which on slow links can be the fastest.
     `reduce_dtype`: torch.float32 adds up the gradients of parameters across ranks in float32, where
     they are of a narrower dtype (as FSDP's MixedPrecisionPolicy does); None: in their own dtype.
@@ -170,6 +171,8 @@ def _finished(
         seconds_by_pass=dict(pipeline.seconds),
     )
     ready = dataclasses.replace(program, plan=made)
+    if layout == "auto":  # under a limit of memory that may have been a named one
+        layout = made.layout
     kept = Ready(ready, pipeline.graphs, world, chosen, layout, redundant)
     return dataclasses.replace(made, ready=kept)
 

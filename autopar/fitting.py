@@ -46,13 +46,7 @@ def fitted(
 
 def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Memory]:
     """As `fitted`, but where nothing fits what comes nearest."""
-    assert program.plan is not None
-    rungs = _Rungs(program, world, budget)
-    idle = {*rungs.names} - {*rungs.fetching}  # blocks that gather no weight
-    fetching = tuple(name for name in program.plan.regather if name not in idle)
-    found = rungs.tried(_Rung(program.plan.recompute, fetching))
-    if not budget.fits(found.memory) and budget.recompute == "auto":
-        found = rungs.cheapest(found)
+    found = Rungs(program, world, budget).best()
     return found.program, found.memory
 
 
@@ -63,7 +57,7 @@ class _Rung(NamedTuple):
     regather: tuple[str, ...]
 
 
-class _Tried(NamedTuple):
+class Tried(NamedTuple):
     """A program with what it drops, what that needs, and the seconds of what runs twice."""
 
     program: Program
@@ -71,21 +65,42 @@ class _Tried(NamedTuple):
     seconds: float
 
 
-class _Rungs:
+class Rungs:
     """A program that drops more and more of what it makes and makes it again in the backward."""
 
     def __init__(self, program: Program, world: World, budget: Budget) -> None:
         self.program, self.world, self.budget = program, world, budget
         self.names = blocks(program.module.graph.nodes)
         self.fetching = recompute.regathers(program)
-        self.known: dict[_Rung, _Tried] = {}
+        self.known: dict[_Rung, Tried] = {}
 
-    def tried(self, rung: _Rung) -> _Tried:
+    def best(self) -> Tried:
+        """As planned where that fits or nothing else may be; else the cheapest that fits, or what
+        comes nearest.
+        """
+        planned = self.planned()
+        if self._fits(planned) or self.budget.recompute != "auto":
+            return planned
+        return self.cheapest(planned)
+
+    def planned(self) -> Tried:
+        plan = self.program.plan
+        assert plan is not None
+        idle = {*self.names} - {*self.fetching}  # blocks that gather no weight
+        regather = tuple(name for name in plan.regather if name not in idle)
+        return self.tried(_Rung(plan.recompute, regather))
+
+    def counted(self) -> Tried:
+        """With every weight gathered again that may be."""
+        auto = self.budget.recompute == "auto" and self.fetching
+        return self.tried(_Rung((), self.fetching)) if auto else self.planned()
+
+    def tried(self, rung: _Rung) -> Tried:
         if rung not in self.known:
             self.known[rung] = self._try(rung)
         return self.known[rung]
 
-    def _try(self, rung: _Rung) -> _Tried:
+    def _try(self, rung: _Rung) -> Tried:
         assert self.program.plan is not None
         plan = dataclasses.replace(
             self.program.plan, recompute=rung.recompute, regather=rung.regather
@@ -97,9 +112,9 @@ class _Rungs:
         plan = dataclasses.replace(
             plan, memory=memory, peak_bytes=memory.peak, optimizer=self.budget.optimizer
         )
-        return _Tried(dataclasses.replace(made, plan=plan), memory, seconds)
+        return Tried(dataclasses.replace(made, plan=plan), memory, seconds)
 
-    def cheapest(self, start: _Tried) -> _Tried:
+    def cheapest(self, start: Tried) -> Tried:
         """What takes the fewest seconds of those that fit; what comes nearest where nothing does.
 
         Either as few blocks as it takes gather again, and where that is not enough as few as it
@@ -121,10 +136,10 @@ class _Rungs:
             return min((start, *self.known.values()), key=lambda tried: tried.memory.peak)
         return self._climb(*min(useful, key=lambda pair: self._guess(*pair)[1]))
 
-    def _fits(self, tried: _Tried) -> bool:
+    def _fits(self, tried: Tried) -> bool:
         return self.budget.fits(tried.memory)
 
-    def _guess(self, low: _Tried, rungs: list[_Rung]) -> tuple[int, float]:
+    def _guess(self, low: Tried, rungs: list[_Rung]) -> tuple[int, float]:
         """The first rung that could fit, and its seconds, if every one takes as much off the peak
         and costs as much as the next.
         """
@@ -134,7 +149,7 @@ class _Rungs:
         number = min(len(rungs), max(1, math.ceil(part * len(rungs) - 1e-9)))
         return number - 1, low.seconds + (high.seconds - low.seconds) * number / len(rungs)
 
-    def _climb(self, low: _Tried, rungs: list[_Rung]) -> _Tried:
+    def _climb(self, low: Tried, rungs: list[_Rung]) -> Tried:
         """From the guessed rung upwards until it fits."""
         number = self._guess(low, rungs)[0]
         while not self._fits(self.tried(rungs[number])):

@@ -204,11 +204,13 @@ class Traffic(NamedTuple):
 class Element(NamedTuple):
     """Of a value: the bytes of an element, and of one of its gradient where ranks add it up (0: the
     value carries no gradient). `share`: what part of its collectives' seconds a search counts.
+    `again`: what its changes of state move in the forward is moved a second time in the backward.
     """
 
     bytes: int
     gradient: int
     share: float = 1.0
+    again: bool = False
 
     def of(self, collective: str, backward: bool) -> int:
         """Bytes of an element in a collective of a change of state or of its adjoint."""

@@ -126,6 +126,7 @@ class Plan:
     memory: Memory | None = None  # what the peak is made of, known after the rewrite
     bound: float = 0.0  # seconds: no plan of this layout is modelled faster, on any mesh rated
     optimizer: str | float = "adamw"  # whose states are in `memory`
+    limit: float | None = None  # bytes on each device, where the fastest plan does not fit them
     smaller: tuple[int, float] | None = (
         None  # ranks and modelled seconds of a smaller world that would be as fast
     )
@@ -191,7 +192,8 @@ class Plan:
             return ""
         several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
         proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the optimum"
-        return f", {proof}{several}"
+        limited = self.limit is not None and self.gap >= 1e-6
+        return f", {proof}{' of unlimited memory' if limited else ''}{several}"
 
     @property
     def dropped(self) -> tuple[tuple[str, str], ...]:
@@ -298,6 +300,7 @@ class Plan:
             "unsplit": list(self.unsplit),
             "meshes": [list(pair) for pair in self.meshes],
             "optimizer": self.optimizer,
+            "limit": self.limit,
             "smaller": None if self.smaller is None else list(self.smaller),
             "overlapped": self.overlapped,
             "reduce_dtype": REDUCE_DTYPES[self.reduce_dtype],
@@ -377,6 +380,7 @@ def _from_json(data: dict[str, Any], where: str) -> Plan:
         None if data["memory"] is None else Memory(**data["memory"]),
         data["bound"],
         data["optimizer"],
+        data["limit"],
         None if data["smaller"] is None else (data["smaller"][0], data["smaller"][1]),
         reduce_dtype(data.get("reduce_dtype")),
         data.get("overlapped"),

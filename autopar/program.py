@@ -89,7 +89,8 @@ class Annotations:
     their consumers want. `gradient` are the values that carry a gradient, `weights` those of them
     that hang on parameters alone; where ranks add up the gradient of one of these, they do so in
     `reduce_dtype`, if that is wider than its own. `share`: what part of the seconds of their
-    collectives a search is to count, for these can hide under computation.
+    collectives a search is to count, for these can hide under computation. `again`: weights that
+    are taken to be gathered again in the backward (in the search for a plan that keeps little).
     """
 
     specs: dict[str, Spec]
@@ -103,15 +104,17 @@ class Annotations:
     weights: frozenset[Value] = frozenset()
     reduce_dtype: torch.dtype | None = None
     share: float = 1.0
+    again: frozenset[Value] = frozenset()
 
     def element(self, value: Value, own_bytes: int) -> Element:
         """Of a value of `own_bytes` an element."""
+        again = value in self.again
         if value not in self.gradient:
-            return Element(own_bytes, 0)
+            return Element(own_bytes, 0, again=again)
         if value not in self.weights:
-            return Element(own_bytes, own_bytes)
+            return Element(own_bytes, own_bytes, again=again)
         wide = 0 if self.reduce_dtype is None else self.reduce_dtype.itemsize
-        return Element(own_bytes, max(own_bytes, wide), self.share)
+        return Element(own_bytes, max(own_bytes, wide), self.share, again)
 
 
 @dataclass(frozen=True)

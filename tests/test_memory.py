@@ -12,6 +12,8 @@ import models
 from autopar import PlanError
 from autopar.cost.memory import RESERVE, STATES, Budget, step_bytes
 from autopar.cost.peak import Lives, highest
+from autopar.errors import LayoutError
+from autopar.layouts import NAMES
 from autopar.world import World
 from benchmarks.memory import CASES, Case, row
 
@@ -93,6 +95,44 @@ def test_gathers_before_blocks() -> None:
     both = planned(memory=gathers.peak_bytes - 1)
     assert both.recompute == ("blocks.0",) and both.regather == ("blocks.1",)
     assert gathers.seconds < both.seconds < full.seconds
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "part"),
+    [
+        ("gpt", 2, 0.0),
+        *(
+            pytest.param(name, ranks, part, marks=SLOW)
+            for name, ranks in (("gpt", 4), ("llama", 4), ("t5", 2), ("gpt2", 4))
+            for part in (0.0, 0.3, 0.7)
+        ),
+    ],
+)
+def test_auto_is_as_fast_as_any_named_layout_that_fits(name: str, ranks: int, part: float) -> None:
+    """Also where only the most frugal of them does: between its least peak and what auto takes."""
+    model, args, kwargs = getattr(models, name)()
+    inputs = kwargs or args
+
+    def planned(layout: str, **how: Any) -> autopar.Plan | None:
+        try:
+            return autopar.plan(model, ranks, inputs, layout, smaller=False, **how)
+        except (LayoutError, PlanError):
+            return None
+
+    full = [plan for layout in NAMES[1:] if (plan := planned(layout, recompute="full"))]
+    least = min(plan.peak_bytes for plan in full)
+    free = planned("auto")
+    assert free is not None
+    limit = least + part * max(0.0, free.peak_bytes - least)
+    found = planned("auto", memory=limit)
+    assert found is not None and found.peak_bytes <= limit
+    assert found.bound <= found.seconds * (1 + 1e-9)
+    for layout in NAMES[1:]:
+        plan = planned(layout, memory=limit)
+        assert plan is None or found.seconds <= plan.seconds * (1 + 1e-9), layout
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -109,6 +109,8 @@ def costs(path: Iterable[Step], element: Element, world: World) -> Iterator[Cost
             if traffic is not None:
                 size = element.of(traffic.collective, late)
                 yield _cost(traffic, step.axes, late, step.before.mesh, size, world)
+                if element.again and not late:
+                    yield _cost(traffic, step.axes, True, step.before.mesh, size, world)
 
 
 def levels(step: Step, element: Element, world: World) -> tuple[Levels, Levels]:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import fx
 
-from ..graphs import producer
+from ..graphs import block_of, producer
 from ..layout import Layout
 from ..plan import Plan
 from ..program import Program, Value
-from ..rules import operands_of, value_of
+from ..rules import operands_of, shape_of, value_of
 from ..strategies import Strategy
 from .memory import STATES, Optimizer
 from .saved import Saved, SavedOf
@@ -51,13 +51,15 @@ class Kept:
 
     def stored(self, element_bytes: int, trained: bool) -> float:
         """Bytes for every element of a parameter that a rank stores: gradient and states; itself is
-        what the products keep, or gathered from it.
+        what the products keep, or gathered from it, but where weights are gathered again.
         """
+        assert self.program.annotations is not None
+        own = float(element_bytes if self.program.annotations.again else 0)
         if not trained:
             return float(element_bytes)
         states = self.optimizer
         each = STATES[states] * element_bytes if isinstance(states, str) else float(states)
-        return element_bytes + each
+        return own + element_bytes + each
 
     @cached_property
     def _shares(self) -> Mapping[str, Share]:
@@ -80,6 +82,8 @@ class Kept:
                     own = producer(source)
                     roots[node.name, index] = roots.get(own, own)
             keepers.update(dict.fromkeys(_values(node, saved, roots), 1))
+        for value in notes.again:
+            keepers[roots.get(value, value)] = 0
         return {node.name: _share(node, found[node.name], roots, keepers) for node in nodes}
 
 
@@ -103,7 +107,8 @@ def _share(
     operands = operands_of(node)
 
     def each(value: Value) -> float:
-        return 1.0 / max(1, keepers[roots.get(value, value)])
+        several = keepers[roots.get(value, value)]
+        return 1.0 / several if several else 0.0
 
     taken = [
         (i, saved.operand_element_bytes[i] * each(producer(n)))
@@ -115,7 +120,23 @@ def _share(
         for i in sorted(saved.results)
         if saved.views[i] is None
     ]
-    return Share(tuple(taken), tuple(made), saved.inside_bytes)
+    kept = [[pair for pair in pairs if pair[1]] for pairs in (taken, made)]
+    return Share(tuple(kept[0]), tuple(kept[1]), saved.inside_bytes)
+
+
+def regathering(program: Program) -> Program:
+    """The annotated program with its products' weights in repeated blocks gathered again in the
+    backward instead of kept.
+    """
+    notes = program.annotations
+    assert notes is not None
+    found = set()
+    for node in program.module.graph.nodes:
+        value, users = (node.name, 0), list(node.users)
+        matrix = value in notes.weights and len(shape_of(value_of(node))) > 1
+        if matrix and len(users) == 1 and block_of(users[0]):
+            found.add(value)
+    return replace(program, annotations=replace(notes, again=frozenset(found)))
 
 
 def bytes_of(share: Share, strategy: Strategy) -> float:

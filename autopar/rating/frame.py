@@ -45,10 +45,11 @@ class Kind(NamedTuple):
     element_bytes: int
     gradient: int  # bytes of an element where ranks add it up; 0: there is none
     share: float = 1.0
+    again: bool = False
 
     @property
     def element(self) -> Element:
-        return Element(self.element_bytes, self.gradient, self.share)
+        return Element(self.element_bytes, self.gradient, self.share, self.again)
 
 
 @dataclass(eq=False)

@@ -207,9 +207,9 @@ class Moves:
         forward, backward = TRAFFIC[kind]
         for name, late in ((forward, False), (backward if element.gradient else None, True)):
             if name is not None:
-                size = element.of(name, late)
+                size, times = element.of(name, late), 2 if element.again and not late else 1
                 seconds = self.meshes.seconds(name, axes, elements * size)
-                total = total + element.share * seconds
+                total = total + times * element.share * seconds
         return total
 
     def _cut_by_others(self, axes: Places) -> NDArray[np.float64]:

@@ -98,7 +98,7 @@ def best(
             found = plan
     assert found is not None
     if thorough and price is None:  # prices are tried one after the other: these would add up
-        found = _again(whole, found, given, world, redundant)
+        found = again(whole, found, given, world, redundant)
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
 
 
@@ -178,8 +178,13 @@ def exact(
     return plan, min(least, plan.seconds)
 
 
-def _again(
-    whole: Frame, found: Plan, given: Sequence[Candidate], world: World, redundant: bool
+def again(
+    whole: Frame,
+    found: Plan,
+    given: Sequence[Candidate],
+    world: World,
+    redundant: bool,
+    price: Price | None = None,
 ) -> Plan:
     """The best plan, or a better one on its mesh, among more options of every region, the lowest in
     the bound. Where these are all that there are, it is the best there is.
@@ -187,11 +192,11 @@ def _again(
     one = next(pair for pair in given if pair[0] == found.mesh and pair[1].name == found.layout)
     if not found.mesh.axes or not one[1].free:
         return found
-    bound = _messages(whole, [one], world, redundant, None)
+    bound = _messages(whole, [one], world, redundant, price)
     bound.run(2)
     most = _AGAIN[len(found.mesh.axes)]
     counts = [n for n in (most, most // 4, most // 16) if n]
-    other = _among(bound, math.inf, counts, one, world, redundant, None)
+    other = _among(bound, math.inf, counts, one, world, redundant, price)
     return other if other.seconds < found.seconds * (1 - 1e-9) else found
 
 
