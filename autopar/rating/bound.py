@@ -44,8 +44,8 @@ class Message(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _End:
     """An edge as one of its variables sees it: the state of each of its own options and of each of
-    the other's, in `states`; `moves`: what converts from one to the other (None: they are equal);
-    `look`: an identity of all these.
+    the other's, in `states`; `moves`: what converts from one to the other; `look`: an identity of
+    all these.
     """
 
     edge: Edge
@@ -53,13 +53,11 @@ class _End:
     mine: tuple[int, ...]
     theirs: tuple[int, ...]
     states: tuple[int, ...]
-    moves: Moves | None
+    moves: Moves
     look: int
 
     def across(self, given: Floats) -> Floats:
         """From costs over the states at this end to costs over those at the other: a new array."""
-        if self.moves is None:
-            return _only(given.copy(), self.theirs, self.states)
         given = self.moves.push(given) if self.makes else self.moves.pull(given)
         return _only(given, self.theirs, self.states)
 
@@ -69,8 +67,7 @@ class _Look(NamedTuple):
 
     made: tuple[int, ...]
     wanted: tuple[int, ...]
-    states: tuple[int, ...]
-    moves: Moves | None
+    moves: Moves
     number: int
 
 
@@ -122,12 +119,11 @@ class Bound:
         if key not in self._looks:
             made = self._states(edge.kind, edge.made, edge.maker)
             wanted = self._states(edge.kind, edge.wanted, edge.user)
-            moves = None if edge.equal else self._moves_of(edge.kind, made, wanted)
-            states = tuple(sorted({*made, *wanted})) if moves is None else moves.states
-            self._looks[key] = _Look(made, wanted, states, moves, len(self._looks) + 1)
-        made, wanted, states, moves, look = self._looks[key]
+            moves = self._moves_of(edge.kind, made, wanted)
+            self._looks[key] = _Look(made, wanted, moves, len(self._looks) + 1)
+        made, wanted, moves, look = self._looks[key]
         mine, theirs = (made, wanted) if makes else (wanted, made)
-        return _End(edge, makes, mine, theirs, states, moves, look)
+        return _End(edge, makes, mine, theirs, moves.states, moves, look)
 
     def _states(self, kind: Kind, states: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
         """The states of the options that are left; I and R are one where no gradient flows."""
@@ -161,7 +157,6 @@ class Bound:
 
     def _of_leaf(self, end: _End) -> Floats:
         """What the best way to store a parameter costs, by the option of its user."""
-        assert end.moves is not None
         stored = _least(self._rated[id(end.edge.maker)].seconds, end.theirs, end.states)
         return _spread(end.moves.push(stored), end.mine, end.states)
 
@@ -311,7 +306,6 @@ class Bound:
         return found
 
     def _near_leaf(self, end: _End, total: Floats, margin: float, most: int) -> Joint:
-        assert end.moves is not None
         own = self._rated[id(end.edge.maker)]
         rest = np.where(total < HALF, total - self._of_leaf(end), BIG)
         user = end.moves.pull(_least(rest, end.mine, end.states))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..constraint import has_weight
 from ..cost.inside import HAVE_INSIDE
 from ..graphs import module_path, producer
 from ..layout import Element
@@ -88,9 +87,7 @@ class Variable:
 
 @dataclass(eq=False)
 class Edge:
-    """A value on its way from where it is made to one use: the state per option at both ends.
-    `equal`: the use is tied to the maker's state (of a hub), nothing is converted.
-    """
+    """A value on its way from where it is made to one use: the state per option at both ends."""
 
     value: Value
     kind: Kind
@@ -98,11 +95,10 @@ class Edge:
     made: tuple[int, ...]
     user: Variable
     wanted: tuple[int, ...]
-    equal: bool = False
 
     @property
     def look(self) -> Hashable:
-        return self.kind, self.made, self.wanted, self.equal
+        return self.kind, self.made, self.wanted
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ class _Builder:
         self.variables: list[Variable] = []
         self.kinds: dict[Value, Kind] = {}
         self.makers: dict[Value, tuple[Variable, tuple[int, ...]]] = {}
-        self.uses: dict[Value, list[tuple[Variable, tuple[int, ...], bool]]] = defaultdict(list)
+        self.uses: dict[Value, list[tuple[Variable, tuple[int, ...]]]] = defaultdict(list)
         self.owner = {
             entry.node: entry.target.rpartition(".")[0]
             for entry in program.signature.inputs
@@ -240,7 +236,6 @@ class _Builder:
             for index in range(len(items[0][position].results)):
                 made = tuple(item[position].results[index] for item in items)
                 self.makers[name, index] = (variable, made)
-            product = has_weight(self.notes.specs[name])
             for index, source in enumerate(sources):
                 if (
                     source is None
@@ -250,7 +245,7 @@ class _Builder:
                 ):
                     continue
                 wanted = tuple(item[position].operands[index] for item in items)
-                self.uses[source].append((variable, wanted, product))
+                self.uses[source].append((variable, wanted))
 
     # -- edges -------------------------------------------------------------------------------------
     def _connect(self) -> None:
@@ -258,26 +253,14 @@ class _Builder:
         for value, uses in self.uses.items():
             maker, made = self.makers[value]
             kind, place = self.kind(value), self.variables.index(maker)
-            siblings = [use for use in uses if use[2]]
-            others = [use for use in uses if not use[2]]
-            common = maker, made
             if len(uses) > 1:  # all take it in, or convert it from, one layout
-                states = tuple(sorted({s for _, wanted, _ in uses for s in wanted} | set(made)))
+                states = tuple(sorted({s for _, wanted in uses for s in wanted} | set(made)))
                 hub = Variable(f"kept {value}", states, ("hub", kind, states), maker.block, kind)
                 hubs.append((place, hub))
                 self._tie(Edge(value, kind, maker, made, hub, states))
-                common = maker, made = hub, states
-            if len(siblings) > 1 and others:  # products want one and the same
-                states = tuple(sorted({s for _, wanted, _ in siblings for s in wanted}))
-                hub = Variable(f"shared {value}", states, ("hub", kind, states), maker.block, kind)
-                hubs.append((place, hub))
-                self._tie(Edge(value, kind, maker, made, hub, states))
-                common = hub, states
-            for user, wanted, product in uses:
-                if product and len(siblings) > 1:
-                    self._tie(Edge(value, kind, *common, user, wanted, equal=True))
-                else:
-                    self._tie(Edge(value, kind, maker, made, user, wanted))
+                maker, made = hub, states
+            for user, wanted in uses:
+                self._tie(Edge(value, kind, maker, made, user, wanted))
         hubs.sort(key=lambda pair: pair[0])
         for place, hub in reversed(hubs):
             self.variables.insert(place + 1, hub)

@@ -36,6 +36,7 @@ _ROUNDS = 1  # on the shorter frame: a second changes the bounds by 1e-5 and cos
 _MARGIN = 2e-2  # of the bound: what an option may lie above the least to be searched exactly
 _LEFT = (8, 4, 2, 1)  # options of a region that are searched exactly; fewer where tables outgrow
 _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same on the best mesh in the end, by its axes
+_SETTLED = 2e-4  # of its seconds: a plan so near the bound is not searched again
 _GAP = 1e-3  # a mesh that promises less than this more is not searched
 _TRIES = 4  # meshes searched exactly
 _FEW = 16  # meshes under a layout's rules: all are searched exactly
@@ -79,7 +80,7 @@ def best(
     if not given[0][0].axes:  # one rank: nothing to choose
         mesh, rules = given[0]
         plan = search(program, mesh, world, rules, redundant, None, price)
-        return Best(plan, plan.seconds, (plan.seconds,))
+        return Best(plan, plan.seconds, (plan.seconds,) * len(given))
     if all(not constraint.free for _, constraint in given) and len(given) <= _FEW:
         plans = [
             search(program, mesh, world, rules, redundant, None, price) for mesh, rules in given
@@ -97,7 +98,8 @@ def best(
         if found is None or plan.seconds < found.seconds * (1 - 1e-9):
             found = plan
     assert found is not None
-    if thorough and price is None:  # prices are tried one after the other: these would add up
+    settled = min(bounds) >= found.seconds * (1 - _SETTLED)
+    if thorough and not settled and price is None:  # prices are tried one after the other
         found = again(whole, found, given, world, redundant)
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
 
