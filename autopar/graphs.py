@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from .program import Value
+from .program import Annotations, Value
+from .rules import operands_of, results_of
 
 
 def producer(node: fx.Node) -> Value:
@@ -18,6 +19,13 @@ def producer(node: fx.Node) -> Value:
         assert isinstance(source, fx.Node) and isinstance(index, int)
         return source.name, index
     return node.name, 0
+
+
+def carries_gradient(notes: Annotations, node: fx.Node) -> bool:
+    """Whether a gradient flows through any operand or result of a node."""
+    results = ((node.name, i) for i in range(len(results_of(node))))
+    operands = (producer(n) for n in operands_of(node) if n is not None)
+    return any(value in notes.gradient for value in (*results, *operands))
 
 
 def module_path(node: fx.Node) -> str:
@@ -38,13 +46,25 @@ def chain_name(node: fx.Node) -> str:
     return ".".join(parts[: numbers[-1] + 2] if numbers else parts[:2]) or "(model)"
 
 
-def block_of(node: fx.Node) -> str:
-    """The repeated block that a node belongs to: its subgraph's path up to the first number, such
-    as "blocks.3"; "" where there is none. A conversion belongs to the block that first wants it.
+def numbered_block(path: str) -> tuple[str, int] | None:
+    """The repeated block that a module path lies in: what stands before its first number, and that.
+
+    >>> numbered_block("model.layers.3.mlp")
+    ('model.layers', 3)
     """
-    parts = (node.meta.get("chain") or chain_name(node)).split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
+    parts = path.split(".")
+    for place, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:place]), int(part)
+    return None
+
+
+def block_of(node: fx.Node) -> str:
+    """The repeated block that a node belongs to, such as "blocks.3"; "" where there is none. A
+    conversion belongs to the block that first wants it.
+    """
+    found = numbered_block(node.meta.get("chain") or chain_name(node))
+    return "" if found is None else f"{found[0]}.{found[1]}".lstrip(".")
 
 
 def blocks(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import HAVE_INSIDE, inside
 from .cost.kept import Price, bytes_of
 from .elimination import Memo, Table, minimise
-from .graphs import module_path, producer, where
+from .graphs import carries_gradient, module_path, producer, where
 from .layout import I, Layout, R
 from .mesh import Mesh
 from .plan import Choice, Plan
@@ -32,7 +32,15 @@ from .program import Annotations, Program, Value
 from .regions import Known, Options, Region, Regions
 from .rules import Spec, operands_of, results_of, shape_of, value_of
 from .strategies import Choice as AxisChoice
-from .strategies import Slot, Strategy, axis_choices, placements, split_of, strategies
+from .strategies import (
+    Slot,
+    Strategy,
+    axis_choices,
+    placements,
+    spec_look,
+    split_of,
+    strategies,
+)
 from .world import World
 
 
@@ -167,9 +175,7 @@ class _Search:
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         operand_shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands)
         result_shapes = tuple(shape_of(v) for v in results)
-        gradient = any(self._gradient((node.name, i)) for i in range(len(results))) or any(
-            n is not None and self._gradient(producer(n)) for n in operands
-        )
+        gradient = carries_gradient(self.notes, node)
         dtype = results[0].dtype
         path = module_path(node)
         # What casts or transposes a weight goes with it, whatever the layout asks of the module.
@@ -208,7 +214,7 @@ class _Search:
         return self.known.options(
             (
                 target,
-                _look(spec, factors),
+                spec_look(spec, factors),
                 operand_shapes,
                 result_shapes,
                 dtype,
@@ -367,23 +373,3 @@ class _Search:
             if slot is None:
                 found.append(f"{where(node)}: axis {axis.name} of {axis.size} {why}")
         return found
-
-
-def _look(spec: Spec, factors: dict[str, Any]) -> Hashable:
-    """All of a node's rule that its strategies and their cost depend on."""
-    atoms = tuple(
-        (name, tuple((a.size, a.opaque) for a in chain)) for name, chain in factors.items()
-    )
-    return (
-        spec.operands,
-        spec.results,
-        tuple(spec.sizes.items()),
-        spec.sum,
-        spec.whole,
-        spec.shared,
-        spec.added,
-        spec.linear,
-        spec.product,
-        spec.flops,
-        atoms,
-    )

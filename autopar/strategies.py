@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,6 +106,24 @@ def strategies(
             )
             found.append(Strategy(choices, operands, results, parts))
     return found
+
+
+def spec_look(spec: Spec, factors: Atoms) -> Hashable:
+    """All of a node's rule that its strategies and their cost depend on."""
+    atoms = tuple((f, tuple((a.size, a.opaque) for a in chain)) for f, chain in factors.items())
+    return (
+        spec.operands,
+        spec.results,
+        tuple(spec.sizes.items()),
+        spec.sum,
+        spec.whole,
+        spec.shared,
+        spec.added,
+        spec.linear,
+        spec.product,
+        spec.flops,
+        atoms,
+    )
 
 
 def axis_choices(spec: Spec, factors: Atoms, mesh: Mesh, gradient: bool) -> list[list[Choice]]:

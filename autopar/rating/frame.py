@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from ..cost.inside import HAVE_INSIDE
-from ..graphs import module_path, producer
+from ..graphs import carries_gradient, module_path, numbered_block, producer
 from ..layout import Element
 from ..program import Annotations, Atom, Program, Value
 from ..regions import Known, Region, Regions
 from ..rules import Dims, Spec, operands_of, results_of, shape_of, value_of
-from ..strategies import Choice, Slot, Through, free_choices
+from ..strategies import Choice, Slot, Through, free_choices, spec_look
 
 WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots count on
 
@@ -174,7 +174,7 @@ class _Builder:
             node.name,
             states,
             ("stored", kind, parameter),
-            block_of(self.owner.get(node.name, "")),
+            numbered_block(self.owner.get(node.name, "")),
             kind,
             parameter=node,
             trained=parameter,
@@ -191,7 +191,7 @@ class _Builder:
     def _options(self, node: fx.Node) -> Any:
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         gradient = carries_gradient(self.notes, node)
-        key = (node_look(self, node), gradient)
+        key = (node_look(self.notes, node), gradient)
 
         def make() -> tuple[list[AxisOption], list[float]]:
             found = [self._option(spec, factors, c) for c in free_choices(spec, factors, gradient)]
@@ -227,7 +227,7 @@ class _Builder:
             first.name,
             items,
             ("region", region.options.key),
-            block_of(module_path(first)),
+            numbered_block(module_path(first)),
             self.kind((first.name, 0)),
             region,
         )
@@ -301,12 +301,6 @@ class _Builder:
         return Kind(shape_of(found), tuple(slots), *self.notes.element(value, found.dtype.itemsize))
 
 
-def carries_gradient(notes: Annotations, node: fx.Node) -> bool:
-    return any((node.name, i) in notes.gradient for i in range(len(results_of(node)))) or any(
-        n is not None and producer(n) in notes.gradient for n in operands_of(node)
-    )
-
-
 def slot_number(dims: Dims, factors: dict[str, tuple[Atom, ...]], slot: Slot) -> int:
     """Which of a tensor's slots (the order of Kind.slots) an atom of a factor is."""
     number = 0
@@ -319,40 +313,10 @@ def slot_number(dims: Dims, factors: dict[str, tuple[Atom, ...]], slot: Slot) ->
     raise AssertionError(f"{slot} is in none of {dims}")
 
 
-def node_look(builder: Any, node: fx.Node) -> Hashable:
+def node_look(notes: Annotations, node: fx.Node) -> Hashable:
     """All of a node that its options and their cost depend on, but for the constraint."""
-    notes = builder.notes
-    spec, factors = notes.specs[node.name], notes.factors[node.name]
-    atoms = tuple((f, tuple((a.size, a.opaque) for a in chain)) for f, chain in factors.items())
     shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
     results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
     target = node.target if node.target in HAVE_INSIDE else None
-    return (
-        target,
-        spec.operands,
-        spec.results,
-        tuple(spec.sizes.items()),
-        spec.sum,
-        spec.whole,
-        spec.shared,
-        spec.added,
-        spec.linear,
-        spec.product,
-        spec.flops,
-        atoms,
-        shapes,
-        results[0].dtype,
-    )
-
-
-def block_of(path: str) -> tuple[str, int] | None:
-    """The repeated block that a module path lies in: what stands before its first number, and that.
-
-    >>> block_of("model.layers.3.mlp")
-    ('model.layers', 3)
-    """
-    parts = path.split(".")
-    for place, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[:place]), int(part)
-    return None
+    rule = spec_look(notes.specs[node.name], notes.factors[node.name])
+    return target, rule, shapes, results[0].dtype

@@ -17,13 +17,13 @@ from ..constraint import Constraint, has_weight, letter
 from ..cost.compute import optimizer_seconds, product_seconds
 from ..cost.inside import HAVE_INSIDE, inside
 from ..cost.kept import Price
-from ..graphs import module_path
+from ..graphs import carries_gradient, module_path
 from ..layout import Digit
 from ..mesh import Mesh
 from ..program import Annotations
 from ..rules import Spec, operands_of, results_of, shape_of, value_of
 from ..strategies import Choice, Slot
-from .frame import FIRST_SLOT, AxisOption, Frame, Variable, carries_gradient
+from .frame import FIRST_SLOT, AxisOption, Frame, Variable
 from .prices import Meshes
 
 Floats = NDArray[np.float32]
