@@ -178,7 +178,8 @@ def enter(job: Job, world: autopar.World) -> tuple[dict[str, peers.Contestant], 
         else:
             contestants[name] = made
             if made.plan is not None:
-                timed.modelled, timed.mesh = made.plan.seconds, str(made.plan.mesh)
+                timed.modelled = made.plan.overlapped or made.plan.seconds
+                timed.mesh = str(made.plan.mesh)
         timed.made_in = time.perf_counter() - started
         table.append(timed)
         say(f"{name}: {timed.reason or f'made in {timed.made_in:.1f} s {timed.mesh}'}")

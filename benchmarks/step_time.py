@@ -37,7 +37,7 @@ from benchmarks.peers import PEERS
 RATES = ("100mbit", "400mbit", "2gbit", "unlimited")
 SHAPES = ("2x2", "4x1", "2x4")
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "4d", "3d", "2.5d")
-OWN = tuple(f"autopar {layout}" for layout in LAYOUTS)
+OWN = tuple(f"autopar {layout}" for layout in ("auto+overlap", "ddp+overlap", *LAYOUTS))
 EVERY = (*PEERS, *OWN)
 # Measured once on a quiet machine of two cores, without an optimizer: 2×2, the GPT.
 EARLIER = {
@@ -57,7 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=5, help="timed ones; at least 15 where the link is unlimited")
     add("--warmups", type=int, default=2)
     add("--timeout", type=float, default=1800.0, help="seconds a cell (default: 1800)")
-    add("--quick", action="store_true", help="the GPT, 2x2 at 1gbit, three layouts, three steps")
+    add("--quick", action="store_true", help="the GPT, 2x2 at 1gbit, a few layouts, three steps")
     add("--earlier", action="store_true", help="the peers' row that was measured before, again")
     add("--calibrate", type=float, default=90.0, help="seconds; 0: the world is written by hand")
     add("--missing", action="store_true", help="only the cells that OUT does not have yet")
@@ -68,7 +68,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         options.models, options.shapes, options.rates = ["gpt"], ["2x2"], ["1gbit"]
-        options.contestants = options.contestants or (*PEERS, *OWN[:4])
+        options.contestants = options.contestants or (*PEERS, *OWN[:5])
         options.steps, options.warmups = 3, 1
     if options.earlier:
         options.models, options.shapes, options.rates = ["gpt"], ["2x2"], list(EARLIER)

@@ -1,6 +1,6 @@
 """A cluster in one machine: nodes are network namespaces, their links are limited by `tc`.
 
-    python -m benchmarks.cluster --nodes 2 --ranks-per-node 2 --rate 400mbit -- python train.py
+python -m benchmarks.cluster --nodes 2 --ranks-per-node 2 --rate 400mbit -- python train.py
 """
 
 from .launch import Failed, Result, launch, sent_bytes, stop_on_signals
