@@ -7,15 +7,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from .graphs import producer
 from .layout import Layout, State
-from .program import Atom, Program
+from .program import Annotations, Atom, Program
 from .rules import Spec, operands_of
 from .strategies import Choice, Slot, Strategy, Through
 
+aten = torch.ops.aten
 Factors = dict[str, tuple[Atom, ...]]
+_CARRY_ON = (aten._to_copy.default, aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,13 @@ class Constraint:
     @property
     def free(self) -> bool:
         return not self.rules
+
+
+def goes_with_weight(notes: Annotations, node: fx.Node) -> bool:
+    """Whether a node casts or transposes a parameter: it is laid out as the parameter's use wants
+    it, whatever a layout asks of its module.
+    """
+    return node.target in _CARRY_ON and (node.name, 0) in notes.weights
 
 
 def has_weight(spec: Spec) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .constraint import Constraint
+from .constraint import Constraint, goes_with_weight
 from .conversion_costs import Conversions, Want
 from .cost.comm import inside_costs
 from .cost.compute import node_seconds, optimizer_seconds
@@ -179,7 +179,7 @@ class _Search:
         dtype = results[0].dtype
         path = module_path(node)
         # What casts or transposes a weight goes with it, whatever the layout asks of the module.
-        of_weight = spec.product is None and (node.name, 0) in self.notes.weights
+        of_weight = goes_with_weight(self.notes, node)
         free = of_weight or self.constraint.roles(path) is None
         per_axis: list[list[AxisChoice]] = []
         joint: tuple[tuple[AxisChoice, ...], ...] | None = None

@@ -116,7 +116,7 @@ def test_ranks_that_should_agree_and_do_not_are_found(monkeypatch: pytest.Monkey
 
 
 def identity(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return grad, None
+    return grad, None, None
 
 
 def test_a_broken_adjoint_is_found_and_names_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from ..constraint import Constraint, has_weight, letter
+from ..constraint import Constraint, goes_with_weight, has_weight, letter
 from ..cost.compute import optimizer_seconds, product_seconds
 from ..cost.inside import HAVE_INSIDE, inside
 from ..cost.kept import Price
@@ -87,11 +87,7 @@ class OptionCosts:
         return roles, letters, bound, tuple(self._marks(name) for name in names)
 
     def _of_weight(self, name: str) -> bool:
-        """Whether a node casts or transposes a weight: it goes with that, whatever is asked of its
-        module.
-        """
-        spec = self.notes.specs.get(name)
-        return spec is not None and spec.product is None and (name, 0) in self.notes.weights
+        return goes_with_weight(self.notes, self.frame.nodes[name])
 
     def _marks(self, name: str) -> Hashable:
         """Which of a node's atoms are the batch, the sequence, the residual stream."""
