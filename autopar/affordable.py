@@ -20,12 +20,12 @@ from .errors import LayoutError
 from .fitting import Rungs
 from .hiding import by_step
 from .layouts import NAMES, Layouts, candidates
-from .passes import choose, emit, pipeline, rewrite
+from .passes import choose, emitted
 from .plan import Memory, Plan
 from .price import terms
 from .program import Program
 from .rating.frame import frame
-from .rating.rate import Candidate, again
+from .rating.rate import Candidate, again, promising
 from .world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn
@@ -163,8 +163,7 @@ class _Under:
         """A chosen program with as little dropped as makes it fit; what comes nearest where nothing
         does. It is the program itself where it fits as it is.
         """
-        emitted = emit.emit(pipeline.pipeline(rewrite.rewrite(chosen, self.world)))
-        rungs = Rungs(emitted, self.world, self.budget)
+        rungs = Rungs(emitted(chosen, self.world), self.world, self.budget)
         found = rungs.best()
         plan, made = _plan(chosen), _plan(found.program)
         besides = rungs.counted().memory.peak - bytes_kept(self.kept, plan)
@@ -190,7 +189,7 @@ class _Under:
     def _at(self, price: Price) -> _Priced:
         arguments = self.world, self.layout, self.redundant, self.budget, price, self.given
         chosen = choose.choose(self.searched, *arguments)
-        self.given = _promising(chosen, self.given)
+        self.given = promising(_plan(chosen), self.given, _MESHES)
         return _Priced(chosen, bytes_kept(self.kept, _plan(chosen)), price)
 
     def _once(self, one: _Priced) -> Program:
@@ -224,10 +223,3 @@ class _Under:
 def _plan(program: Program) -> Plan:
     assert program.plan is not None
     return program.plan
-
-
-def _promising(chosen: Program, given: list[Candidate]) -> list[Candidate]:
-    """The meshes of the lowest bounds, in their order."""
-    bounds = [bound for _, bound in _plan(chosen).meshes]
-    low = sorted(range(len(given)), key=bounds.__getitem__)[:_MESHES]
-    return [given[i] for i in sorted(low)]

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any
 
 from .cost.memory import Budget
 from .cost.timeline import timeline
 from .layouts import Layouts, candidates
-from .passes import choose, emit, pipeline, rewrite
+from .passes import choose, emitted
 from .plan import Plan
 from .price import terms
 from .program import Program
-from .rating.rate import Candidate
+from .rating.rate import promising
 from .world import World
 
 SHARES = (0.4, 0.1)  # of the seconds of what can hide
@@ -37,7 +36,9 @@ def by_step(
     if not summed.plan.mesh.axes:
         return [summed]
     found = {_looks(summed.plan): summed}
-    given = _promising(summed.plan, list(candidates(layout, world.ranks, program)))
+    given = list(candidates(layout, world.ranks, program))
+    most = _FREE if all(rules.free for _, rules in given) else _NAMED
+    given = promising(summed.plan, given, most, _NEAR)
     for share in SHARES:
         notes = dataclasses.replace(program.annotations, share=share)
         light = dataclasses.replace(program, annotations=notes)
@@ -53,20 +54,10 @@ def by_step(
 
 def simulated(chosen: Program, world: World) -> float:
     """Seconds of the step of a chosen program, with communication under computation."""
-    emitted = emit.emit(pipeline.pipeline(rewrite.rewrite(chosen, world)))
-    return timeline(emitted, world).seconds
+    return timeline(emitted(chosen, world), world).seconds
 
 
 def _looks(plan: Plan) -> Hashable:
     """Plans that look alike are one."""
     layouts = plan.choices.items(), plan.stored.items(), plan.copies.items(), plan.outputs.items()
     return plan.mesh, *(frozenset(each) for each in layouts)
-
-
-def _promising(plan: Plan, given: list[Candidate]) -> list[Candidate]:
-    """The meshes of the lowest bounds, in their order."""
-    bounds: Any = [bound for _, bound in plan.meshes]
-    most = _FREE if all(rules.free for _, rules in given) else _NAMED
-    low = sorted(range(len(given)), key=bounds.__getitem__)[:most]
-    limit = _NEAR * bounds[low[0]]
-    return [given[i] for i in sorted(low) if bounds[i] <= limit]

@@ -148,3 +148,14 @@ class Program:
     dtypes: dict[str, torch.dtype] = field(
         default_factory=dict
     )  # after the rewrite: of its placeholders
+
+
+def same_inputs(program: Program) -> None:
+    """The contract of every pass that makes a graph: it is sound, and its placeholders are those of
+    the signature.
+    """
+    program.module.graph.lint()
+    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
+    assert names == [entry.node for entry in program.signature.inputs], (
+        "placeholders and signature differ"
+    )

@@ -14,7 +14,7 @@ from .cost.memory import Budget
 from .errors import LayoutError, PlanError
 from .fitting import effort
 from .layouts import Layouts, candidates
-from .passes import emit, pipeline, rewrite
+from .passes import emitted
 from .plan import Memory, Plan
 from .program import Program
 from .rating.frame import frame
@@ -98,7 +98,7 @@ def larger(
 
 def _emitted(program: Program, plan: Plan, world: World, budget: Budget) -> tuple[Program, Memory]:
     planned = dataclasses.replace(program, plan=plan)
-    return effort(emit.emit(pipeline.pipeline(rewrite.rewrite(planned, world))), world, budget)
+    return effort(emitted(planned, world), world, budget)
 
 
 def _candidates(program: Program, world: World, layout: Layouts) -> list[Candidate]:

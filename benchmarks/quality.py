@@ -43,7 +43,7 @@ from autopar.cost.ways import flat_ways
 from autopar.hiding import by_step, simulated
 from autopar.layout import SUMS
 from autopar.mesh import Mesh
-from autopar.passes import annotate, chains, emit, pipeline, rewrite, trace
+from autopar.passes import annotate, chains, emitted, trace
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.report.summary import summarised
@@ -104,7 +104,7 @@ def planned(
     model, inputs = made
     program = annotate.reduced_in(annotate.annotate(trace.trace(model, inputs, {})), dtype)
     program = chosen(chains.chains(program), world, mesh)
-    program = emit.emit(pipeline.pipeline(rewrite.rewrite(program, world)))
+    program = emitted(program, world)
     return Planned(program, summarised(program, world))
 
 

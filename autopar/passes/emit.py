@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..program import Input, Program
+from ..program import Input, Program, same_inputs
 
 
 def emit(program: Program) -> Program:
@@ -39,11 +39,7 @@ def check(program: Program) -> None:
     """The contract: placeholders are what the signature says, every call is used, and no tensor is
     made on a numbered device.
     """
-    program.module.graph.lint()
-    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], (
-        "placeholders and signature differ"
-    )
+    same_inputs(program)
     for node in program.module.graph.nodes:
         assert node.op != "call_function" or node.users, f"nothing uses {node.name}"
         device = node.kwargs.get("device")

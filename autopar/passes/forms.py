@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from .. import sharded
-from ..program import Program
+from ..program import Program, same_inputs
 from ..world import Copied, Device, World
 
 aten = torch.ops.aten
@@ -41,11 +41,7 @@ def check(program: Program) -> None:
     """The contract: placeholders are what the signature says, and what stands for a linear copies
     something.
     """
-    program.module.graph.lint()
-    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], (
-        "placeholders and signature differ"
-    )
+    same_inputs(program)
     for node in program.module.graph.nodes:
         if node.target is sharded.linear:
             assert any(node.args[3]), f"{node.name} copies nothing: it is an ordinary linear"

@@ -16,7 +16,7 @@ from torch import fx
 from .. import collectives, sharded
 from ..cost.inside import Part, moving
 from ..layout import Layout
-from ..program import Program
+from ..program import Program, same_inputs
 
 aten = torch.ops.aten
 
@@ -48,11 +48,7 @@ def check(program: Program) -> None:
     """The contract: no panel product is left with a gathered operand, and placeholders are what the
     signature says.
     """
-    program.module.graph.lint()
-    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], (
-        "placeholders and signature differ"
-    )
+    same_inputs(program)
     for node in program.module.graph.nodes:
         if node.target is sharded.panel_linear:
             gathered = [

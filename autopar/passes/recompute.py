@@ -21,7 +21,7 @@ from torch import fx
 from ..errors import PlanError
 from ..graphs import block_of, blocks
 from ..plan import Plan
-from ..program import Program
+from ..program import Program, same_inputs
 from ..recomputed import recomputed, regathered
 from ..rules import Spec
 
@@ -70,14 +70,10 @@ def check(program: Program) -> None:
     """
     assert program.plan is not None
     plan: Plan = program.plan
-    program.module.graph.lint()
+    same_inputs(program)
     calls = program.module.graph.find_nodes(op="call_function", target=recomputed)
     assert len(calls) == len(plan.recompute), (
         f"{len(calls)} blocks are recomputed, the plan names {len(plan.recompute)}"
-    )
-    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], (
-        "placeholders and signature differ"
     )
     for node in program.module.graph.nodes:
         if node.op == "call_function" and node.target not in (recomputed, regathered):

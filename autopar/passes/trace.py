@@ -24,7 +24,7 @@ from torch.export.graph_signature import (
 from autopar._compat import pytree
 from autopar.capture import DATA_ADVICE, capture, place, refusal
 from autopar.errors import InputError
-from autopar.program import Input, Output, Program, Signature
+from autopar.program import Input, Output, Program, Signature, same_inputs
 from autopar.simplify import detached, simplify
 
 KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
@@ -275,12 +275,8 @@ def check(program: Program) -> None:
     """The contract: the graph's placeholders and outputs are those of the signature, and every node
     has a value.
     """
-    program.module.graph.lint()
+    same_inputs(program)
     nodes = list(program.module.graph.nodes)
-    names = [node.name for node in nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], (
-        "placeholders and signature differ"
-    )
     returned = [node.name for node in nodes[-1].args[0]]
     assert returned == [o.node for o in program.signature.outputs if o.node is not None], (
         "outputs and signature differ"

@@ -104,6 +104,17 @@ def best(
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
 
 
+def promising(
+    plan: Plan, given: Sequence[Candidate], most: int, near: float = math.inf
+) -> list[Candidate]:
+    """Of the candidates that a plan was chosen from, so many of the lowest bounds, none above
+    `near` times the least, in their order.
+    """
+    bounds = [bound for _, bound in plan.meshes]
+    low = sorted(range(len(given)), key=bounds.__getitem__)[:most]
+    return [given[i] for i in sorted(low) if bounds[i] <= near * bounds[low[0]]]
+
+
 def _rounded(seconds: float) -> float:
     """To four digits: meshes that differ in less are tried in their order."""
     return float(f"{seconds:.3e}")

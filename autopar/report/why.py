@@ -22,7 +22,7 @@ from ..cost.peak import peak
 from ..errors import PlanError
 from ..graphs import module_path, where
 from ..layouts import Layouts, candidates
-from ..passes import emit, pipeline, recompute, rewrite
+from ..passes import emitted, recompute
 from ..plan import Plan
 from ..price import Terms, terms
 from ..program import Program
@@ -189,8 +189,8 @@ class _Question:
 
     def _peak(self, made: Plan) -> float:
         made = dataclasses.replace(made, recompute=self.plan.recompute, regather=self.plan.regather)
-        program = rewrite.rewrite(dataclasses.replace(self.program, plan=made), self.world)
-        program = recompute.recompute(emit.emit(pipeline.pipeline(program)))
+        program = emitted(dataclasses.replace(self.program, plan=made), self.world)
+        program = recompute.recompute(program)
         return peak(program, self.plan.optimizer, self.world.backend).peak
 
     def _text(self, plan: Plan) -> str:
