@@ -102,6 +102,14 @@ WhyOption = Annotated[
 SaveOption = Annotated[
     Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the plan there, as JSON.")
 ]
+TimelineOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        dir_okay=False,
+        help="Write the modelled step there, event by event, for ui.perfetto.dev.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no more.")]
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file that plan --save wrote.")
@@ -123,6 +131,7 @@ def plan(
     overlap: OverlapOption = bool(OVERLAP),
     why: WhyOption = None,
     save: SaveOption = None,
+    timeline: TimelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Choose a mesh and a layout for TARGET and say what a step costs. Needs no GPU, no memory for
@@ -131,8 +140,9 @@ def plan(
     Example: autopar plan llama3-8b --ranks 8 --batch 64x4096 --save plan.json
     """
     with _reporting(as_json):
-        if save is not None:
-            _folder(save)
+        for path, option in ((save, "--save"), (timeline, "--timeline")):
+            if path is not None:
+                _folder(path, option)
         found, wanted = read_world(world, ranks), read_layout(layout)
         chosen = _target(target, batch, found.ranks)
         start = time.perf_counter()
@@ -158,6 +168,8 @@ def plan(
         seconds = time.perf_counter() - start
         if save is not None:
             made.save(save)
+        if timeline is not None:
+            made.timeline(overlap).save(timeline)
         answer: Any = None
         if why is not None:
             answer = watched(f"asking why {why}", lambda report: made.why(why), as_json)
@@ -171,6 +183,8 @@ def plan(
         if answer is not None:
             out.print(answer)
         line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
+        if timeline is not None:
+            line(out, "timeline", f"of the modelled step as {timeline}: open it at ui.perfetto.dev")
 
 
 @app.command()
@@ -241,7 +255,7 @@ def calibrate(
     Example: torchrun --nproc-per-node 4 -m autopar calibrate
     """
     with calibration.joined(), _reporting(as_json=False, quiet=running.rank() > 0):
-        running.together("looking for the folder", lambda: _folder(save))
+        running.together("looking for the folder", lambda: _folder(save, "--save"))
 
         def build() -> tuple[nn.Module, Any]:
             made = resolve(str(target), None if batch is None else Batch.parse(batch), 16)
@@ -291,9 +305,9 @@ def _calibrated(ranks: int | None) -> World | None:
     return None
 
 
-def _folder(save: Path) -> None:
-    if not save.parent.is_dir():
-        raise FileNotFoundError(f"--save {save}: there is no folder {save.parent}")
+def _folder(path: Path, option: str) -> None:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def _target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:

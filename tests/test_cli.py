@@ -92,6 +92,17 @@ def table(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("│")]
 
 
+def test_plan_writes_the_timeline_of_the_step_it_prints(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    more = ("--ranks", "4", "--layout", "fsdp", "--timeline", str(path))
+    for overlap in (("--overlap",), ()):
+        facts = json.loads(run("plan", "test_cli:tiny", *more, *overlap, "--json").stdout)
+        seconds = facts["overlapped"] if overlap else facts["seconds"]
+        shown = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+        assert max(e["ts"] + e["dur"] for e in shown) / 1e6 == pytest.approx(seconds, rel=0.01)
+        assert sum(e["args"].get("bytes", 0) for e in shown) == pytest.approx(facts["comm_bytes"])
+
+
 def test_plan_as_json_is_all_of_stdout() -> None:
     arguments = ("plan", "test_cli:tiny", "--ranks", "4", "--layout", "ddp", "--json")
     result = run(*arguments)
@@ -156,6 +167,10 @@ def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
         (("verify", "test_cli:on_meta"), "parameters on the meta device"),
         (("verify", "test_cli:tiny", "--ranks", "3", "--layout", "ddp"), "a batch of 16"),
         (("show", "no_such_plan.json"), "no_such_plan.json: No such file or directory"),
+        (
+            ("plan", "gpt2", "--timeline", "nowhere/x.json"),
+            "--timeline nowhere/x.json: there is no",
+        ),
         (("plan", "gpt2", "--save", "no_such_folder/x.json"), "there is no folder no_such_folder"),
     ],
 )

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "ranks", "_compat", "mesh", "world", "layout", "plan", "rules", "ops", "probe",
-    "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
+    "errors", "ranks", "_compat", "spans", "mesh", "world", "layout", "plan", "rules", "ops",
+    "probe", "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
     "rating", "lockstep", "passes", "backends", "placement", "module", "verify", "report",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from autopar.cost.pattern import pattern
 from autopar.cost.simulate import Event, in_order, overlapped
 from autopar.cost.timeline import link, simulate
 from autopar.mesh import Mesh
+from autopar.spans import Seen
 
 
 def op(seconds: float, *after: int, **more: Any) -> Event:
@@ -138,14 +140,41 @@ def test_models(layout: Any, tmp_path: Path) -> None:
     plan = autopar.plan(model, autopar.World.preset("perlmutter", 8), args, layout=layout)
     alone, over = plan.timeline(overlap=False), plan.timeline()
     assert alone.exposed_seconds == pytest.approx(alone.communication)
-    assert over.communication == pytest.approx(sum(c.seconds for c in plan.collectives))
+    assert alone.communication == pytest.approx(sum(c.seconds for c in plan.collectives))
+    assert over.communication >= alone.communication * (1 - 1e-9)  # lanes share their links
     assert sum(e.bytes for e in over.events) == pytest.approx(plan.comm_bytes)
     assert over.seconds <= alone.seconds
     if layout != "2.5d":  # whose plan counts on panels under products
         assert alone.seconds == pytest.approx(plan.seconds, rel=0.01)
-    over.save(tmp_path / "trace.json")
-    shown = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert sum(e["ph"] == "X" for e in shown) == len(over.events)
+    for found in (alone, over):
+        assert found.communication == pytest.approx(found.hidden_seconds + found.exposed_seconds)
+        assert found.computing + found.exposed_seconds == pytest.approx(found.seconds)
+        shows(found, tmp_path / "trace.json")
+
+
+def shows(found: Seen, path: Path) -> None:
+    """What the file says is what the timeline says; on no track does one thing overlap another."""
+    found.save(path)
+    entries = json.loads(path.read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+    assert list(names.values())[:2] == ["compute", "waits"]
+    tracks: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for entry in entries:
+        if entry["ph"] == "X":
+            tracks[names[entry["tid"]]].append(entry)
+    for track in tracks.values():
+        ordered = sorted(track, key=lambda e: (e["ts"], e["dur"]))
+        for one, other in itertools.pairwise(ordered):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3, (one, other)  # in us
+        assert all(e["args"]["node"] and e["args"]["phase"] for e in ordered)
+    waited = sum(e["dur"] for e in tracks["waits"]) / 1e6
+    lanes = [e for name, track in tracks.items() if name not in ("compute", "waits") for e in track]
+    assert waited == pytest.approx(found.exposed_seconds)
+    assert sum(e["args"]["exposed_s"] for e in lanes) == pytest.approx(waited)
+    assert sum(e["dur"] for e in lanes) / 1e6 == pytest.approx(found.communication)
+    assert sum(e["args"]["bytes"] for e in lanes) == pytest.approx(
+        sum(total.bytes for total in found.totals())
+    )
 
 
 def test_a_plan_from_a_file_has_no_timeline(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from .comm import sent
 from .compute import product_seconds
 from .pattern import Pattern, size
 from .simulate import Event
-from .timeline import link
+from .timeline import ROOTED, link
 from .ways import flat_ways
 
 Phase = Literal["forward", "backward"]
@@ -88,7 +88,11 @@ def collective_of(node: fx.Node) -> str | None:
     """The functional collective that a node issues, such as "all_reduce", in whichever form; None
     for other nodes.
     """
-    target = node.target
+    return collective_named(node.target)
+
+
+def collective_named(target: Any) -> str | None:
+    """The same of an op."""
     if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
         return None
     name = target._schema.name.split("::")[1].rstrip("_")
@@ -142,14 +146,27 @@ def collective_seconds(node: fx.Node, world: World) -> tuple[float, float, int]:
     """(bytes that a rank sends, seconds, link) of a functional collective."""
     kind = KINDS[str(collective_of(node))]
     digits = group_pattern(group_of(node))
-    ranks = size(digits)
-    whole, parts = max(_bytes(node), sum(_bytes(n) for n in node.all_input_nodes)), 1
-    if kind == "all_to_all":
-        whole *= ranks
-    elif kind in ("broadcast", "reduce"):
-        whole, parts = whole * ranks, ranks
+    taken = sum(_bytes(n) for n in node.all_input_nodes)
+    whole, parts = _whole(kind, size(digits), taken, _bytes(node))
     seconds = min(way.seconds(whole) for way in flat_ways(world, kind, digits))
-    return sent(kind, ranks) * whole / parts, seconds / parts, link(world, digits)
+    moved = bytes_sent(kind, size(digits), taken, _bytes(node))
+    return moved, seconds / parts, link(world, digits)
+
+
+def bytes_sent(kind: str, ranks: int, taken: float, made: float) -> float:
+    """What a rank sends in a collective that takes and makes so many bytes."""
+    whole, parts = _whole(kind, ranks, taken, made)
+    return sent(kind, ranks) * whole / parts
+
+
+def _whole(kind: str, ranks: int, taken: float, made: float) -> tuple[float, int]:
+    """Bytes of the whole value, as the cost model counts them, and of how many pieces of it this is
+    one.
+    """
+    whole = max(taken, made)
+    if kind == "all_to_all":
+        return whole * ranks, 1
+    return (whole * ranks, ranks) if kind in ROOTED else (whole, 1)
 
 
 @lru_cache(maxsize=1 << 10)

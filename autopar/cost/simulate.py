@@ -53,13 +53,15 @@ class Action(NamedTuple):
 @dataclass(frozen=True)
 class Run:
     """When every event started and ended, seconds; for how long the compute stream stood still for
-    each collective; and the order in which ops were run and collectives issued.
+    each collective; the order in which ops were run and collectives issued; and when it stood still
+    for which collective: (event, from, to).
     """
 
     start: list[float]
     end: list[float]
     exposed: dict[int, float]
     order: list[Action]
+    waits: list[tuple[int, float, float]]
 
     @property
     def seconds(self) -> float:
@@ -68,15 +70,16 @@ class Run:
 
 def in_order(events: Sequence[Event]) -> Run:
     """Every event after the one before it: collectives are waited for at once."""
-    start, end, exposed, now = [], [], {}, 0.0
+    start, end, waits, now = [], [], [], 0.0
     for index, event in enumerate(events):
         start.append(now)
         now += event.seconds
         end.append(now)
         if event.lane:
-            exposed[index] = event.seconds
+            waits.append((index, start[-1], now))
+    exposed = {index: until - since for index, since, until in waits}
     order = [Action("issue" if e.lane else "run", i) for i, e in enumerate(events)]
-    return Run(start, end, exposed, order)
+    return Run(start, end, exposed, order, waits)
 
 
 def overlapped(events: Sequence[Event], ahead_bytes: float = math.inf) -> Run:
@@ -149,6 +152,10 @@ def _first_uses(events: Sequence[Event], start: Sequence[float]) -> list[float]:
     return uses
 
 
+def _since(wait: tuple[int, float, float]) -> float:
+    return wait[1]
+
+
 class _Links:
     """The collectives under way. The head of each lane's queue runs; heads on one link share it."""
 
@@ -159,6 +166,7 @@ class _Links:
         self.sharing: dict[int, int] = defaultdict(int)  # heads by link
         self.now = 0.0
         self.started: dict[int, float] = {}
+        self.ended: dict[int, float] = {}
 
     def issue(self, index: int) -> None:
         queue = self.queues[self.events[index].lane]
@@ -196,6 +204,7 @@ class _Links:
                 done.append(index)
         for index in done:
             del self.left[index]
+            self.ended[index] = then
             event = self.events[index]
             self.sharing[event.link] -= 1
             queue = self.queues[event.lane]
@@ -235,6 +244,7 @@ class _Simulation:
         self.done = [False] * count
         self.first = 0  # the first event that is not done
         self.exposed: dict[int, float] = defaultdict(float)
+        self.waits: list[tuple[int, float, float]] = []
         self.idle_since: float | None = None
         self.idle_arrivals: list[int] = []
         self.order: list[Action] = []
@@ -248,7 +258,8 @@ class _Simulation:
             if not self._compute():
                 self._wait()
         self._blame()
-        return Run(self.start, self.end, dict(self.exposed), self.order)
+        waits = sorted(self.waits, key=_since)
+        return Run(self.start, self.end, dict(self.exposed), self.order, waits)
 
     def _reachable(self, index: int) -> None:
         """All that the event takes is there."""
@@ -333,15 +344,17 @@ class _Simulation:
         for index in reversed(self.idle_arrivals):
             if self.end[index] >= until - 1e-12:
                 since = max(self.idle_since, self.start[index])
-                self.exposed[index] += max(0.0, until - since)
-                until = min(until, since)
+                if since < until:
+                    self.exposed[index] += until - since
+                    self.waits.append((index, since, until))
+                    until = since
         self.idle_since = None
         self.idle_arrivals.clear()
 
     def _arrive(self, indices: Iterable[int]) -> None:
         for index in indices:
             self.start[index] = self.links.started[index]
-            self._finish(index, self.links.now)
+            self._finish(index, self.links.ended[index])
 
     def _finish(self, index: int, when: float) -> None:
         self.end[index], self.done[index] = when, True

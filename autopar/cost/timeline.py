@@ -10,8 +10,6 @@ in torch.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from torch import fx
 
 from ..graphs import inlined
 from ..program import Program
+from ..spans import COMPUTE, WAITS, Seen, Span
 from ..strategies import Strategy
 from ..world import World
 from .comm import collective_cost
@@ -34,13 +33,15 @@ ROOTED = ("broadcast", "reduce")  # the panels' collectives
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Seen):
     """A simulated step: events with their start and end in seconds. Get one from `plan.timeline()`
     or `simulate`.
     """
 
     events: tuple[Event, ...]
     run: Run
+    title = "a modelled step"
+    process = "modelled"
 
     @property
     def seconds(self) -> float:
@@ -48,18 +49,10 @@ class Timeline:
         return self.run.seconds
 
     @cached_property
-    def communication(self) -> float:
-        """Seconds of all collectives, one after the other."""
-        return sum(event.seconds for event in self.events if event.lane)
-
-    @cached_property
-    def exposed_seconds(self) -> float:
-        """For how long the compute stream stands still."""
-        return sum(self.run.exposed.values())
-
-    @property
-    def hidden_seconds(self) -> float:
-        return max(0.0, self.communication - self.exposed_seconds)
+    def spans(self) -> tuple[Span, ...]:  # type: ignore[override]
+        ran = (self._span(index) for index in range(len(self.events)))
+        waits = (self._wait(*wait) for wait in self.run.waits)
+        return (*(span for span in ran if span.seconds or span.track != COMPUTE), *waits)
 
     @cached_property
     def exposed(self) -> dict[str, float]:
@@ -69,33 +62,18 @@ class Timeline:
             found[self.events[index].chain] += seconds
         return dict(found)
 
-    def trace(self) -> dict[str, Any]:
-        """The timeline in Chrome's trace format; open it at ui.perfetto.dev."""
-        lanes = dict.fromkeys(event.lane for event in self.events)
-        rows = {lane: row for row, lane in enumerate(sorted(lanes))}
-        named = [
-            _entry("M", row, name="thread_name", args={"name": lane or "compute"})
-            for lane, row in rows.items()
-        ]
-        return {"traceEvents": [*named, *(self._shown(i, rows) for i in range(len(self.events)))]}
+    def _span(self, index: int) -> Span:
+        event, start, end = self.events[index], self.run.start[index], self.run.end[index]
+        exposed = self.run.exposed.get(index, 0.0)
+        hidden = max(0.0, end - start - exposed) if event.lane else 0.0
+        name = event.name.removeprefix(f"{event.kind} ")
+        facts = event.phase, event.chain, event.bytes, exposed, hidden
+        return Span(name, event.kind, event.lane or COMPUTE, start, end, *facts)
 
-    def _shown(self, index: int, rows: dict[str, int]) -> dict[str, Any]:
-        event, start = self.events[index], self.run.start[index]
-        facts: dict[str, Any] = {"chain": event.chain, "phase": event.phase}
-        if event.lane:
-            exposed = self.run.exposed.get(index, 0.0)
-            facts |= {"bytes": event.bytes, "exposed_us": exposed * 1e6}
-        moment = {"ts": start * 1e6, "dur": (self.run.end[index] - start) * 1e6}
-        return _entry("X", rows[event.lane], name=event.name, cat=event.kind, args=facts, **moment)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `trace()` as JSON."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.trace(), file)
-
-
-def _entry(phase: str, row: int, **more: Any) -> dict[str, Any]:
-    return {"ph": phase, "pid": 0, "tid": row, **more}
+    def _wait(self, index: int, since: float, until: float) -> Span:
+        event = self.events[index]
+        name = event.name.removeprefix(f"{event.kind} ")
+        return Span(name, "wait", WAITS, since, until, event.phase, event.chain)
 
 
 def simulate(events: Iterable[Event], overlap: bool = True) -> Timeline:
@@ -264,7 +242,7 @@ class _Step:
         price = collective_cost(
             move.traffic, move.axes, self.plan.mesh, move.element_bytes, self.world
         )
-        lane = "+".join(move.axes) + (" aside" if aside else "")
+        lane = ".".join(move.axes) + (" aside" if aside else "")
         layout = node.meta["layout"]
         held = layout.local_size * node.meta["element"].bytes if "step" in node.meta else 0.0
         return self._add(
