@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from .frame import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
 from .moves import Moves
-from .options import BIG, HALF, Floats, OptionCosts, Rated
+from .options import Floats, OptionCosts, Rated
+from .prices import BIG, HALF
 
 _ALIKE = 2e-4  # of the bound: what all replaced messages together may take from it
 _REMEMBERED = 40  # messages of a kind that a new one is compared with

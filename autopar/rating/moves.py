@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from ..layout import ORDER, TRAFFIC
 from .frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
-from .prices import Meshes
+from .prices import BIG, Meshes
 
 Floats = NDArray[np.float32]
 Places = tuple[int, ...]
@@ -39,6 +40,7 @@ _STEPS = {"S->R->S": ("S->R", "R->S")}
 # By the number of axes: a sequence in which every order of them can be found.
 _EVERY_ORDER = {2: (0, 1, 0), 3: (0, 1, 0, 2, 0, 1, 0), 4: (0, 1, 2, 3, 0, 1, 2, 0, 3, 1, 0, 2)}
 _NEUTRAL = tuple(kind for kind in ORDER if "S" not in kind)
+_FEW = 700  # joint states
 
 
 class _Joint(NamedTuple):
@@ -110,17 +112,29 @@ class Moves:
 
     def push(self, given: Floats) -> Floats:
         """From costs of source states to costs of target states."""
-        found = given.copy()
-        for together in self._forwards:
-            together.relax(found)
-        return found
+        if self._between is not None:
+            return (self._between + given.reshape(-1)).min(axis=1).reshape(given.shape)
+        return _relaxed(self._forwards, given)
 
     def pull(self, wanted: Floats) -> Floats:
         """From costs of target states to costs of source states."""
-        found = wanted.copy()
-        for together in self._backwards:
-            together.relax(found)
-        return found
+        if self._between is not None:
+            return (self._between + wanted.reshape(-1, 1)).min(axis=0).reshape(wanted.shape)
+        return _relaxed(self._backwards, wanted)
+
+    @cached_property
+    def _between(self) -> Floats | None:
+        """[joint target, joint source]: what any state costs from any other, where that is a small
+        table on one mesh: one look there is a tenth of all changes one after the other.
+        """
+        shape = (len(self.states),) * self.meshes.count
+        states = math.prod(shape)
+        if len(self.meshes) > 1 or states > _FEW:
+            return None
+        apart = np.full((states, states), BIG, np.float32)
+        np.fill_diagonal(apart, 0.0)
+        found = _relaxed(self._forwards, apart.reshape(*shape, states))  # every source is a mesh
+        return np.minimum(found, BIG).reshape(states, states)
 
     # -- which changes, in which order -------------------------------------------------------------
     def _in_order(self) -> Iterator[list[_Change]]:
@@ -222,6 +236,13 @@ class Moves:
             shape[1 + place] = 2
             found = found / parts.reshape(shape)
         return found
+
+
+def _relaxed(changes: Sequence[_Together], given: Floats) -> Floats:
+    found = given.copy()
+    for together in changes:
+        together.relax(found)
+    return found
 
 
 def _reached(least: Floats, change: _Change, joint: _Joint) -> Floats:

@@ -24,12 +24,10 @@ from ..program import Annotations
 from ..rules import Spec, operands_of, results_of, shape_of, value_of
 from ..strategies import Choice, Slot
 from .frame import FIRST_SLOT, AxisOption, Frame, Variable
-from .prices import Meshes
+from .prices import BIG, HALF, Meshes
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-BIG = np.float32(1e6)  # seconds: what is not allowed
-HALF = np.float32(5e5)
 
 
 class Rated(NamedTuple):

@@ -14,6 +14,8 @@ from ..mesh import Mesh
 from ..world import World
 
 Array = NDArray[np.float64]
+BIG = np.float32(1e6)  # seconds: what is not allowed
+HALF = np.float32(5e5)  # more is not allowed, either
 
 
 class Meshes:
