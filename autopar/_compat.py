@@ -26,6 +26,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "aot_module_simplified",
+    "autograd_step",
     "backend_name",
     "below_autograd",
     "default_partition",
@@ -33,6 +34,7 @@ __all__ = [
     "forget_groups",
     "from_part",
     "local_of",
+    "next_autograd_step",
     "placing_of",
     "process_group",
     "pytree",
@@ -82,6 +84,17 @@ def fake_mode() -> FakeTensorMode:
     symbol.
     """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def next_autograd_step() -> int:
+    """The number that the next function gets that autograd records."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def autograd_step() -> int:
+    """The number of the function whose backward runs; -1 outside of a backward."""
+    running = torch._C._current_autograd_node()
+    return -1 if running is None else int(running._sequence_nr())
 
 
 def local_of(x: DTensor) -> torch.Tensor:

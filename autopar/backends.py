@@ -58,7 +58,7 @@ class Scheduled:
     """
 
     def __init__(self, program: Program, world: World, passes: Sequence[str] = PASSES) -> None:
-        self._module, self.world, self.passes = program.module, world, passes
+        self.module, self.world, self.passes = program.module, world, passes
         self.stored = frozenset(
             f"primals_{place}"
             for place, entry in enumerate(program.signature.inputs, start=1)
@@ -71,7 +71,7 @@ class Scheduled:
 
     def __call__(self, *values: torch.Tensor) -> Any:
         if torch.compiler.is_compiling() or not self._wants(values):
-            return self._module(*values)
+            return self.module(*values)
         if self._run is None:
             self._run = ranks.together("deriving the backward", lambda: self.derived(values))
             ranks.agree("collective order", self.order())
@@ -101,7 +101,7 @@ class Scheduled:
     def derived(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Derive and schedule the graphs for such values; what runs them."""
         return aot_module_simplified(
-            self._module,
+            self.module,
             list(values),
             fw_compiler=_boxed,
             bw_compiler=_boxed,

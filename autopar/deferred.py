@@ -19,6 +19,13 @@ class Deferred(nn.Module):
         self.made: nn.Module | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._planned(args, kwargs)(*args, **kwargs)
+
+    def timeline(self, *args: Any, **kwargs: Any) -> Any:
+        """See ParallelModule.timeline; counts as the first call."""
+        return self._planned(args, kwargs).timeline(*args, **kwargs)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.made is None:
             if args and kwargs:
                 raise InputError(
@@ -26,7 +33,7 @@ class Deferred(nn.Module):
                     "to parallelize"
                 )
             self.made = self._make(kwargs or args)
-        return self.made(*args, **kwargs)
+        return self.made
 
     def parameters(self, recurse: bool = True) -> Any:
         if self.made is None:

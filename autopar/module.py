@@ -10,9 +10,11 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from . import ranks
 from ._compat import pytree
 from .errors import InputError, PlanError
 from .layout import Layout
+from .measured import Measured, backward, measured, phase, untouched
 from .mesh import Mesh
 from .placement import local_parts, placements
 from .plan import Plan
@@ -134,6 +136,10 @@ class ParallelModule(nn.Module):
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._returned(self._run(*self._values(args, kwargs)))
+
+    def _values(self, args: Any, kwargs: Any) -> list[Any]:
+        """What the graph takes: the rank's own part of everything."""
         if self.training != self._program.signature.training:
             planned, called = ("eval", "train") if self.training else ("train", "eval")
             raise InputError(
@@ -141,8 +147,28 @@ class ParallelModule(nn.Module):
                 f"mode is part of the graph: plan again after model.{called}()"
             )
         leaves, _ = self._leaves(args, kwargs)
-        values = [self._feed(entry, leaves) for entry in self._program.signature.inputs]
-        return self._returned(self._run(*_local(values)))
+        return _local([self._feed(entry, leaves) for entry in self._program.signature.inputs])
+
+    def timeline(self, *args: Any, **kwargs: Any) -> Measured:
+        """How a step on these inputs goes, forward and backward, on this rank: what computes, every
+        collective with its node and bytes, and what is waited for; `save(path)` is for Perfetto.
+
+        Collective, on gloo; some steps are run, but gradients and buffers are left as they are. The
+        backward is that of the first scalar that the model returns, else of all that it returns.
+        Raises InputError as a call does, PlanError where another backend runs the graph.
+
+        Example: par.timeline(tokens, targets).save(f"trace{rank}.json")
+        """
+        ranks.together("reading the inputs", lambda: self._values(args, kwargs))
+        with untouched(self):
+            return measured(self._run, lambda run: self._step(run, args, kwargs))
+
+    def _step(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.zero_grad()
+        with phase("forward"):
+            found = self._returned(run(*self._values(args, kwargs)))
+        with phase("backward"):
+            backward(found)
 
     def _user_inputs(self) -> list[Input]:
         return [entry for entry in self._program.signature.inputs if entry.kind == "user"]

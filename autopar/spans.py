@@ -56,8 +56,8 @@ class Total(NamedTuple):
 class Seen:
     """The face of every timeline: `spans`, their totals, `table()` and `save(path)`.
 
-    A step takes `computing` + `exposed_seconds` + `other_seconds`; the last are 0 where it was
-    modelled, and else what Python, autograd and the start of collectives took.
+    A step takes `computing` + `exposed_seconds` + `issuing` + `other_seconds`; the last two are 0
+    where it was modelled, and else what the start of collectives took, and Python and autograd.
     """
 
     title = "a step"
@@ -82,16 +82,21 @@ class Seen:
     @cached_property
     def exposed_seconds(self) -> float:
         """For how long the compute stream stands still."""
-        return sum(total.exposed for total in self.totals())
+        return sum(span.seconds for span in self.spans if span.kind == "wait")
 
     @cached_property
     def hidden_seconds(self) -> float:
         """Of the communication, what runs while the compute stream does not stand still."""
         return sum(total.hidden for total in self.totals())
 
+    @cached_property
+    def issuing(self) -> float:
+        """Seconds that the thread which computes takes to start collectives."""
+        return sum(span.seconds for span in self.spans if span.kind == "issue")
+
     @property
     def other_seconds(self) -> float:
-        return self.seconds - self.computing - self.exposed_seconds
+        return self.seconds - self.computing - self.exposed_seconds - self.issuing
 
     def totals(self) -> list[Total]:
         """One for each kind of collective, by name."""
@@ -115,8 +120,8 @@ class Seen:
                 total.kind, str(total.number), size, *(f"{time * 1e3:,.2f}" for time in times)
             )
         parts = {"computation": self.computing, "exposed": self.exposed_seconds}
-        if self.other_seconds > 1e-9:
-            parts["neither"] = self.other_seconds
+        if self.issuing:
+            parts |= {"issuing": self.issuing, "neither": self.other_seconds}
         shown.caption = " + ".join(f"{name} {part * 1e3:,.2f}" for name, part in parts.items())
         return shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -204,6 +204,28 @@ def test_dtensors_are_taken_apart_and_put_together(group: dist.ProcessGroup) -> 
     y = _compat.from_part(torch.zeros(4), _compat.placing_of(x))
     assert y.placements == x.placements and y.shape == x.shape and not y.requires_grad
     torch.testing.assert_close((x + y).full_tensor(), torch.arange(4.0))
+
+
+@covers("autograd_step", "next_autograd_step")
+def test_functions_of_autograd_are_numbered() -> None:
+    seen = []
+    first = _compat.next_autograd_step()
+    x = torch.randn(3, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda gradient: seen.append(_compat.autograd_step()))
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            seen.append(_compat.autograd_step())
+            return gradients[0]
+
+    Watched.apply(y).sum().backward()
+    assert first + 1 in seen and _compat.autograd_step() == -1
 
 
 def test_every_name_is_tested_here() -> None:

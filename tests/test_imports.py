@@ -15,7 +15,8 @@ ORDER = (
     "probe", "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
-    "rating", "lockstep", "passes", "backends", "placement", "module", "verify", "report",
+    "rating", "lockstep", "passes", "backends", "script", "measured", "placement", "module",
+    "verify", "report",
     "fitting", "hiding", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "api",
     "calibration", "targets", "options", "cli", "__main__", "",
 )  # fmt: skip

@@ -17,8 +17,10 @@ LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
 SECONDS = 180  # a launch that hangs is stopped after so many
 
 
-def launched(folder: Path, ranks: int, *tasks: str) -> dict[str, Any]:
-    """What `ranks` processes of train_ranks.py saw in these tasks."""
+def launched(
+    folder: Path, ranks: int, *tasks: str, script: str = "train_ranks.py"
+) -> dict[str, Any]:
+    """What `ranks` processes of the script saw in these tasks."""
     out = folder / "facts.json"
     here = Path(__file__).parent
     paths = [str(here.parent), str(here), str(here.parent / "examples")]
@@ -30,7 +32,7 @@ def launched(folder: Path, ranks: int, *tasks: str) -> dict[str, Any]:
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.Popen(
-        [*torchrun, "--nproc-per-node", str(ranks), str(here / "train_ranks.py"), str(out), *tasks],
+        [*torchrun, "--nproc-per-node", str(ranks), str(here / script), str(out), *tasks],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -80,6 +80,14 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
     return Listed(tuple(events), tuple(nodes))
 
 
+def origin(node: fx.Node) -> tuple[str, str]:
+    """The node of the emitted graph that a derived one comes from, and the path of its subgraph;
+    its own name and no path where that is not known.
+    """
+    found = node.meta.get("custom", {})
+    return found.get("node", node.name), found.get("module", "")
+
+
 def is_wait(node: fx.Node) -> bool:
     return node.target is torch.ops._c10d_functional.wait_tensor.default
 
@@ -125,8 +133,9 @@ def _keeps_place(node: fx.Node) -> bool:
 
 def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, phase: Phase) -> Event:
     name = collective_of(node)
+    module = origin(node)[1]
     if name is None:
-        return Event(node.name, "compute", op_seconds(node, world), after, phase)
+        return Event(node.name, "compute", op_seconds(node, world), after, phase, module)
     moved, seconds, number = collective_seconds(node, world)
     return Event(
         node.name,
@@ -134,6 +143,7 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
         seconds,
         after,
         phase,
+        module,
         lane=group_of(node),
         link=number,
         bytes=moved,

@@ -144,8 +144,16 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     with graph.inserting_after(members[-1]):
         parts = _exchanged(graph, members) if name not in _COALESCED else _coalesced(graph, members)
     for node, part in zip(members, parts, strict=True):
+        part.meta["custom"] = node.meta.get("custom", {})
         node.replace_all_uses_with(part)
         graph.erase_node(node)
+
+
+def _origins(members: Sequence[fx.Node]) -> dict[str, str]:
+    """Where a joint collective comes from, for timelines: the first of its members and the rest."""
+    found = members[0].meta.get("custom", {})
+    names = f"{found.get('node', members[0].name)} and {len(members) - 1} more"
+    return {"node": names, "module": found.get("module", "")}
 
 
 def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
@@ -153,6 +161,7 @@ def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     values = [node.meta["val"] for node in members]
     arguments = ([node.args[0] for node in members], *members[0].args[1:])
     one = _call(graph, target, arguments, values)
+    one.meta["custom"] = _origins(members)
     return [_call(graph, operator.getitem, (one, i), v) for i, v in enumerate(values)]
 
 
@@ -165,6 +174,7 @@ def _exchanged(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     flat = [_computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
     side = _computed(graph, aten.cat.default, (flat, 1))
     sent = _call(graph, members[0].target, (side, *members[0].args[1:]), side.meta["val"])
+    sent.meta["custom"] = _origins(members)
     arrived = _call(graph, functional.wait_tensor.default, (sent,), side.meta["val"])
     found, start = [], 0
     for node, own in zip(members, flat, strict=True):

@@ -25,6 +25,8 @@ def emit(program: Program) -> Program:
     graph.output(output)
     for node in graph.nodes:
         node.args, node.kwargs = _anywhere(node.args), _anywhere(node.kwargs)
+        # what torch hands on to the graphs that it derives, for timelines
+        node.meta["custom"] = {"node": node.name, "module": node.meta.get("chain", "")}
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)

@@ -1,0 +1,296 @@
+"""A training step as it ran on this rank: from torch.profiler, with the names, the lanes and the
+bytes that the step's own script (script.py) knows.
+
+The profile is read on gloo, whose threads say when a collective begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from . import ranks
+from ._compat import pytree
+from .backends import Scheduled
+from .errors import PlanError
+from .script import GRAPH, Entry, Script, of_graphs, of_run
+from .spans import COMPUTE, WAITS, Seen, Span
+
+STEP, PHASES = "autopar step", ("forward", "backward")
+_GLOO = "gloo:"
+
+
+@dataclass(frozen=True)
+class Measured(Seen):
+    """A measured step of one rank, forward and backward. Get one from `par.timeline(*inputs)`.
+
+    A collective lasts from its start to its end in its lane, where the first that was issued counts
+    as the one that runs. `exposed` is for how long the thread that computes stood in the wait for
+    it, which includes waking up; `hidden` is when it ran and no wait was on.
+    """
+
+    spans: tuple[Span, ...]
+    taken: float
+    rank: int = 0
+
+    @property
+    def title(self) -> str:  # type: ignore[override]
+        return f"a measured step of rank {self.rank}, forward and backward"
+
+    @property
+    def process(self) -> str:  # type: ignore[override]
+        return f"rank {self.rank}, measured"
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.taken
+
+
+def phase(name: str) -> Any:
+    """Marks a part of the step; "forward" and "backward" are known."""
+    return record_function(f"autopar {name}")
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Gradients and buffers afterwards are those of before."""
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def backward(found: Any) -> None:
+    """Of the first scalar among what a model returned, else of everything in it; nothing where no
+    gradient is wanted.
+    """
+    leaves = [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
+    leaves = [x for x in leaves if x.requires_grad]
+    leaves = next(([x] for x in leaves if not x.dim()), leaves)
+    if leaves:
+        torch.autograd.backward(leaves, [torch.ones_like(x) for x in leaves])
+
+
+def profiled(step: Callable[[], None]) -> list[Any]:
+    """Runs the step once; what torch.profiler saw of it."""
+    seen = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    with seen, record_function(STEP):
+        step()
+    return list(seen.events())
+
+
+def measured(
+    run: Callable[..., Any], step: Callable[[Callable[..., Any]], None], passes: int = 2
+) -> Measured:
+    """The step of the running ranks, after `passes` that are not looked at. Collective. `step`
+    calls what it is given in the place of `run`, which runs the module, and goes backward.
+    """
+
+    if not isinstance(run, Scheduled | fx.GraphModule):
+        raise PlanError(
+            "a timeline is measured of graphs that run as they are: apply the plan with "
+            "backend=None"
+        )
+
+    def marked(*values: Any) -> Any:
+        with record_function(GRAPH):
+            return run(*values)
+
+    for _ in range(passes):
+        ranks.together("running a step", lambda: step(run))
+    script = ranks.together("listing what a step runs", lambda: _script(run, step))
+    ranks.together("running a step again", lambda: step(run))  # as the last one was no usual one
+    events = ranks.together("profiling a step", lambda: profiled(lambda: step(marked)))
+    return ranks.together("reading the profile", lambda: read(events, script, ranks.rank()))
+
+
+def _script(run: Scheduled | fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> Script:
+    if isinstance(run, fx.GraphModule):
+        return of_run(run, step)
+    if run.forward is None or run.backward is None:  # nothing wants gradients
+        return of_run(run.module, step)
+    return of_graphs([run.forward.graph, run.backward.graph])
+
+
+class _Op(NamedTuple):
+    """An op that ran; `entry` is its number in the script, -1 where that is not known."""
+
+    name: str
+    start: float  # microseconds
+    end: float
+    phase: str
+    entry: int
+
+
+def read(events: Sequence[Any], played: Script, rank: int) -> Measured:
+    """The timeline of a profile. Raises PlanError where what ran is not what the script says."""
+    script = played.entries
+    whole = next(event for event in events if event.name == STEP)
+    begin = whole.time_range.start
+    ops = list(_Reader(played).read(whole, "", False))
+    waits = [op for op in ops if _waits(op, script)]
+    issued = [op for op in ops if op.entry >= 0 and script[op.entry].kind]
+    ran = _ran(issued, waits, events, script)
+    spans = [*_computed(ops, script), *_waited(waits, script)]
+    spans += _collectives(issued, waits, ran, script)
+    moved = [s._replace(start=(s.start - begin) / 1e6, end=(s.end - begin) / 1e6) for s in spans]
+    return Measured(tuple(moved), whole.time_range.elapsed_us() / 1e6, rank)
+
+
+def _waits(op: _Op, script: Sequence[Entry]) -> bool:
+    return op.entry >= 0 and script[op.entry].communicates and not script[op.entry].kind
+
+
+# -- the profile beside the script -----------------------------------------------------------------
+class _Reader:
+    """Walks through a profile and the script at once. Collectives and waits must be the same ones;
+    in between an op is the next one of its name.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.within = script
+        self.anchors = [i for i, entry in enumerate(self.script) if entry.communicates]
+        self.met, self.at = 0, 0  # anchors; entries
+
+    def read(self, event: Any, now: str, within: bool) -> Iterator[_Op]:
+        """The outermost ops below an event; those `within` are the script's."""
+        for child in sorted(event.cpu_children, key=lambda e: e.time_range.start):
+            name = child.name.removeprefix("autopar ")
+            if "::" not in child.name or "autograd::" in child.name:
+                inside = within or child.name in self.within
+                yield from self.read(child, name if name in PHASES else now, inside)
+            else:
+                time, number = child.time_range, self._entry(child) if within else -1
+                yield _Op(child.name, time.start, time.end, now, number)
+        if event.name == STEP and self.met < len(self.anchors):
+            self._refuse(self.anchors[self.met], "nothing")
+
+    def _entry(self, event: Any) -> int:
+        if event.name.startswith("_c10d_functional::") or event.name == "autopar::reduce":
+            return self._anchor(event.name)
+        limit = self.anchors[self.met] if self.met < len(self.anchors) else len(self.script)
+        for number in range(self.at, limit):
+            if self.script[number].op == event.name:
+                self.at = number + 1
+                return number
+        below = [self._entry(child) for child in event.cpu_children]
+        return next((number for number in below if number >= 0), -1)
+
+    def _anchor(self, name: str) -> int:
+        number = self.anchors[self.met] if self.met < len(self.anchors) else -1
+        if number < 0 or self.script[number].op.rstrip("_") != name.rstrip("_"):
+            self._refuse(number, name)
+        self.met, self.at = self.met + 1, number + 1
+        return number
+
+    def _refuse(self, number: int, found: str) -> None:
+        wanted = (
+            "nothing" if number < 0 else f"{self.script[number].op} of {self.script[number].node}"
+        )
+        raise PlanError(
+            f"the step that ran is not the one of the graph: collective {self.met + 1} is {found}, "
+            f"the graph has {wanted}; a timeline is measured of what runs with backend=None"
+        )
+
+
+# -- when collectives ran --------------------------------------------------------------------------
+def _ran(
+    issued: Sequence[_Op], waits: Sequence[_Op], events: Sequence[Any], script: Sequence[Entry]
+) -> list[tuple[float, float]]:
+    """From when to when the transport worked on each collective; issued to waited for where it says
+    nothing.
+    """
+    left: dict[str, list[Any]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        if event.name.startswith(_GLOO):
+            left[event.name.removeprefix(_GLOO)].append(event)
+    threads: dict[int, str] = {}  # whose group each thread of the transport is
+    until = {script[op.entry].waits_for: op.end for op in reversed(waits)}
+    found = []
+    for op in issued:
+        entry = script[op.entry]
+        event = _carried(op, entry, left[entry.kind], threads)
+        if event is None:
+            found.append((op.start, max(op.end, until.get(op.entry, op.end))))
+            continue
+        left[entry.kind].remove(event)
+        threads.setdefault(event.thread, entry.group)
+        found.append((max(op.start, event.time_range.start), event.time_range.end))
+    return found
+
+
+def _carried(op: _Op, entry: Entry, left: Sequence[Any], threads: dict[int, str]) -> Any:
+    """The transport's own event of a collective: of this size, on a thread of its group if that is
+    known, the first one.
+    """
+    able = [e for e in left if e.time_range.end >= op.start and _numbers(e) == entry.numbers]
+    ranks = {entry.group: 0, "": 1}
+    return min(able, key=lambda e: ranks.get(threads.get(e.thread, ""), 2), default=None)
+
+
+def _numbers(event: Any) -> int:
+    """How many numbers an event of the transport took."""
+    return sum(torch.Size(shape).numel() for shape in event.input_shapes)
+
+
+# -- spans, in microseconds of the profile ---------------------------------------------------------
+def _computed(ops: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
+    for op in ops:
+        if _waits(op, script):
+            continue
+        entry = script[op.entry] if op.entry >= 0 else Entry(op.name, op.name, "")
+        kind = "issue" if entry.kind else "compute"
+        name = entry.node or op.name
+        yield Span(name, kind, COMPUTE, op.start, op.end, op.phase, entry.module)
+
+
+def _waited(waits: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
+    for op in waits:
+        number = script[op.entry].waits_for
+        entry = script[number if number >= 0 else op.entry]
+        yield Span(entry.node, "wait", WAITS, op.start, op.end, op.phase, entry.module)
+
+
+def _collectives(
+    issued: Sequence[_Op],
+    waits: Sequence[_Op],
+    ran: Sequence[tuple[float, float]],
+    script: Sequence[Entry],
+) -> Iterator[Span]:
+    exposed: dict[int, float] = defaultdict(float)
+    for op in waits:
+        exposed[script[op.entry].waits_for] += op.end - op.start
+    until: dict[str, float] = defaultdict(float)  # the end of what runs in a lane
+    for op, (start, end) in zip(issued, ran, strict=True):
+        entry = script[op.entry]
+        start = min(end, max(start, until[entry.group]))
+        until[entry.group] = max(until[entry.group], end)
+        met = sum(max(0.0, min(end, w.end) - max(start, w.start)) for w in waits)
+        yield Span(
+            entry.node,
+            entry.kind,
+            entry.group.removeprefix("autopar/").partition("/")[2] or entry.group,
+            start,
+            end,
+            op.phase,
+            entry.module,
+            entry.bytes,
+            exposed[op.entry] / 1e6,
+            (end - start - met) / 1e6,
+        )
