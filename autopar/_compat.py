@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch.distributed
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -18,6 +22,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import PlanError
 
 __all__ = [
     "BoxedCodeGen",
@@ -29,11 +35,15 @@ __all__ = [
     "autograd_step",
     "backend_name",
     "below_autograd",
+    "compile_in_order",
     "default_partition",
+    "derive",
     "fake_mode",
     "forget_groups",
     "from_part",
+    "inductor_decompositions",
     "local_of",
+    "named_backend",
     "next_autograd_step",
     "placing_of",
     "process_group",
@@ -110,3 +120,107 @@ def placing_of(x: DTensor) -> DTensorSpec:
 def from_part(part: torch.Tensor, placing: DTensorSpec) -> DTensor:
     """A DTensor that lies so, with this own part; without an autograd function."""
     return DTensor(part, copy.copy(placing), requires_grad=False)
+
+
+def derive(
+    module: torch.fx.GraphModule,
+    values: Sequence[torch.Tensor],
+    compiler: Callable[..., Any],
+    partition: Callable[..., Any],
+    decompositions: dict[Any, Any] | None = None,
+) -> Callable[..., Any]:
+    """What runs the graphs that AOTAutograd derives from `module` for such values, cut in two by
+    `partition`, each made runnable by `compiler(graph, example_inputs)`. Both are compiled before
+    this returns: torch would otherwise compile the backward when it is first run, where a rank
+    that fails leaves the others waiting.
+    """
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        return aot_module_simplified(
+            module,
+            list(values),
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            partition_fn=partition,
+            decompositions=decompositions,
+        )
+
+
+def named_backend(name: str) -> Callable[..., Any]:
+    """The backend that torch.compile knows by this name. Raises PlanError where it knows none."""
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+
+    if name not in list_backends(exclude_tags=()):
+        known = ", ".join(list_backends(exclude_tags=()))
+        raise PlanError(f"torch.compile knows no backend {name!r}; it knows {known}")
+    found: Callable[..., Any] = lookup_backend(name)
+    return found
+
+
+# -- inductor: imported where it is wanted, which takes a second -----------------------------------
+def inductor_decompositions() -> dict[Any, Any]:
+    """What graphs must be decomposed by for `compile_in_order`."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def compile_in_order(
+    graph: torch.fx.GraphModule, example_inputs: Sequence[Any], backward: bool
+) -> Callable[..., Any]:
+    """A functional ATen graph compiled by inductor, which may fuse what it likes but keeps the
+    order of collectives, waits, products and other extern kernels among themselves.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    output = graph.graph.output_node()
+    results = pytree.tree_leaves(output.args)
+    output.meta["user_visible_output_idxs"] = [  # with the strides that the other graph expects
+        place for place, result in enumerate(results) if isinstance(result, torch.fx.Node)
+    ]
+    mode = next(x.fake_mode for x in example_inputs if isinstance(x, FakeTensor))
+    with V.set_fake_mode(mode), config.patch(_keeping_order()):
+        made: Callable[..., Any] = compile_fx_inner(graph, example_inputs, is_backward=backward)
+    return made
+
+
+def _keeping_order() -> dict[str, Any]:
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass
+
+    class InOrder(CustomSchedulerPass):
+        """Chains what must keep its order before anything is fused: a fusion that would pull a wait
+        forward makes a cycle then, which inductor refuses.
+        """
+
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            return _chained(nodes)
+
+        def uuid(self) -> str:
+            return "autopar: in order, 1"
+
+    return {
+        "reorder_for_peak_memory": False,
+        "reorder_for_compute_comm_overlap": False,
+        "reorder_for_locality": False,
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+        "_pre_fusion_custom_pass": InOrder(),
+    }
+
+
+def _chained(nodes: list[Any]) -> list[Any]:
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+
+    anchors = [n for n in nodes if isinstance(n, ExternKernelSchedulerNode) or n.is_template()]
+    for before, after in pairwise(anchors):
+        mutating = next(iter(after.get_buffer_names()))
+        known = {dep.name for dep in after.unmet_dependencies}
+        if known.isdisjoint(before.get_buffer_names()):
+            for name in before.get_buffer_names():
+                after.add_fake_dep(WeakDep(name, mutating_buf=mutating, is_fake=True))
+    if anchors:
+        scheduler = anchors[0].scheduler
+        scheduler.nodes = nodes
+        scheduler.compute_ancestors()  # what fusions are held against
+    return nodes

@@ -1,18 +1,43 @@
 """What runs an emitted graph: the graphs that AOTAutograd derives from it, scheduled, or the graph
-as it is.
+as it is; and by which backend.
+
+With `overlap` a backend gets the scheduled forward and backward:
+
+| `backend`     | what becomes of them                                                            |
+|---------------|---------------------------------------------------------------------------------|
+| None          | run as they are, ops writing in place where they can                            |
+| "aot_eager"   | run as they are, every op through torch's dispatch, none in place               |
+| "inductor"    | compiled, order of collectives, waits and products kept                         |
+| another name, | each is given to it as `(gm, example_inputs)`, which AOTAutograd calls what     |
+| a callable    | compiles a forward or a backward                                                |
+
+A backend of torch.compile takes an fx.GraphModule and gives what runs it; so it does with the two
+graphs, which are ATen ops and functional collectives on a rank's own tensors and want no gradients.
+What it gives is called with as many tensors as the graph has placeholders. Without `overlap`, or
+where no gradients are wanted, torch.compile gets the emitted graph with that backend.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import fx
 
 from . import ranks
-from ._compat import BoxedCodeGen, aot_module_simplified, below_autograd, default_partition
+from ._compat import (
+    BoxedCodeGen,
+    below_autograd,
+    compile_in_order,
+    default_partition,
+    derive,
+    inductor_decompositions,
+    named_backend,
+)
 from .cost.derived import Phase, writes
 from .cost.simulate import Run
 from .errors import PlanError
@@ -32,18 +57,24 @@ def runner(
     program: Program, world: World, backend: Backend, overlap: Overlap
 ) -> Callable[..., Any]:
     """What a ParallelModule calls with the values of the graph's placeholders. `overlap`: True for
-    all passes, False for none, or the names of some. Raises PlanError for another name.
+    all passes, False for none, or the names of some. Raises PlanError for another name, of a pass
+    or of a backend.
     """
     passes = (PASSES if overlap else ()) if isinstance(overlap, bool) else tuple(overlap)
     unknown = [name for name in passes if name not in PASSES]
     if unknown:
         raise PlanError(f"overlap names {unknown[0]!r}; the passes are {', '.join(PASSES)}")
-    if backend is not None:
-        return torch.compile(program.module, backend=backend)
+    if isinstance(backend, str):
+        named_backend(backend)
     assert program.plan is not None
     if not program.plan.mesh.axes or _runs_twice(program) or overlap is False:
-        return program.module  # AOTAutograd would save what the plan says is computed again
-    return Scheduled(program, world, passes)
+        # AOTAutograd would save what the plan says is computed again
+        return _plain(program.module, backend)
+    return Scheduled(program, world, passes, backend)
+
+
+def _plain(module: fx.GraphModule, backend: Backend) -> Callable[..., Any]:
+    return module if backend is None else torch.compile(module, backend=backend)
 
 
 def _runs_twice(program: Program) -> bool:
@@ -52,13 +83,20 @@ def _runs_twice(program: Program) -> bool:
 
 class Scheduled:
     """Runs a program by its scheduled forward and backward, which are derived at the first call
-    that wants gradients; without gradients it runs the graph as it is.
+    that wants gradients, by a backend; without gradients it runs the graph as it is.
 
     `forward` and `backward`: the scheduled graphs, once there are; `modelled`: their runs.
     """
 
-    def __init__(self, program: Program, world: World, passes: Sequence[str] = PASSES) -> None:
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        passes: Sequence[str] = PASSES,
+        backend: Backend = None,
+    ) -> None:
         self.module, self.world, self.passes = program.module, world, passes
+        self._plain, self.backend = _plain(program.module, backend), backend
         self.stored = frozenset(
             f"primals_{place}"
             for place, entry in enumerate(program.signature.inputs, start=1)
@@ -70,8 +108,10 @@ class Scheduled:
         self.modelled: dict[str, Run] = {}
 
     def __call__(self, *values: torch.Tensor) -> Any:
-        if torch.compiler.is_compiling() or not self._wants(values):
+        if torch.compiler.is_compiling():
             return self.module(*values)
+        if not self._wants(values):
+            return self._plain(*values)
         if self._run is None:
             self._run = ranks.together("deriving the backward", lambda: self.derived(values))
             ranks.agree("collective order", self.order())
@@ -100,13 +140,21 @@ class Scheduled:
 
     def derived(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Derive and schedule the graphs for such values; what runs them."""
-        return aot_module_simplified(
-            self.module,
-            list(values),
-            fw_compiler=_boxed,
-            bw_compiler=_boxed,
-            partition_fn=self._partition,
-        )
+        decompositions = inductor_decompositions() if self.backend == "inductor" else None
+        return derive(self.module, values, self._compiled, self._partition, decompositions)
+
+    def _compiled(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        """What runs one of the two graphs. The backward may be given as a copy."""
+        assert self.forward is not None
+        if self.backend is None:
+            return _boxed(gm, below_autograd)
+        if self.backend == "aot_eager":
+            return _boxed(gm, nullcontext)
+        if self.backend == "inductor":
+            return compile_in_order(gm, example_inputs, backward=gm is not self.forward)
+        made = named_backend(self.backend) if isinstance(self.backend, str) else self.backend
+        run = made(gm, list(example_inputs))
+        return run if getattr(run, "_boxed_call", False) else make_boxed_func(run)
 
     def _partition(
         self, joint: fx.GraphModule, inputs: Any, **more: Any
@@ -124,8 +172,9 @@ class Scheduled:
                 run = schedule.schedule(module.graph, self.world, self.stored, phase)
                 self.modelled[phase] = run
                 schedule.check(module.graph, before)
-            inplace.inplace(module.graph)
-            inplace.check(module.graph)
+            if self.backend is None:  # compilers take functional graphs
+                inplace.inplace(module.graph)
+                inplace.check(module.graph)
             module.recompile()
         return self.forward, self.backward
 
@@ -139,13 +188,15 @@ def _sweep(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _boxed(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-    """The graph as Python that takes a list and clears it, so that inputs can be freed early."""
+def _boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:
+    """The graph as Python that takes a list and clears it, so that inputs can be freed early.
+    `within`: below autograd, as what an op or a collective costs there is spent for nothing.
+    """
     gm.graph.set_codegen(BoxedCodeGen())
     gm.recompile()
 
     def run(values: list[Any]) -> Any:
-        with below_autograd():  # what an op or a collective costs there is spent for nothing
+        with within():
             return forward(values)
 
     forward = gm.forward

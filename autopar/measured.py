@@ -102,7 +102,8 @@ def measured(
     calls what it is given in the place of `run`, which runs the module, and goes backward.
     """
 
-    if not isinstance(run, Scheduled | fx.GraphModule):
+    compiled = isinstance(run, Scheduled) and run.backend not in (None, "aot_eager")
+    if compiled or not isinstance(run, Scheduled | fx.GraphModule):
         raise PlanError(
             "a timeline is measured of graphs that run as they are: apply the plan with "
             "backend=None"

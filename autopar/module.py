@@ -138,6 +138,7 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._returned(self._run(*self._values(args, kwargs)))
 
+    @torch.compiler.disable  # torch.compile of this module would trace all of it, for minutes
     def _values(self, args: Any, kwargs: Any) -> list[Any]:
         """What the graph takes: the rank's own part of everything."""
         if self.training != self._program.signature.training:
@@ -248,6 +249,7 @@ class ParallelModule(nn.Module):
             )
 
     # -- what it returns ---------------------------------------------------------------------------
+    @torch.compiler.disable
     def _returned(self, results: Any) -> Any:
         remaining = iter(results)
         leaves = []

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from autopar import _compat
+from autopar import PlanError, _compat
 
 TESTED: set[str] = set()
 T = TypeVar("T")
@@ -226,6 +227,47 @@ def test_functions_of_autograd_are_numbered() -> None:
 
     Watched.apply(y).sum().backward()
     assert first + 1 in seen and _compat.autograd_step() == -1
+
+
+@covers("derive", "inductor_decompositions", "named_backend")
+def test_both_graphs_are_compiled_at_once_by_any_backend() -> None:
+    count: list[list[str]] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: object) -> object:
+        count.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(_compat.named_backend("eager")(graph, inputs))
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.nn.functional.silu, (x,)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    value = torch.ones(3, requires_grad=True)
+    table = _compat.inductor_decompositions()
+    run = _compat.derive(module, [value], compiler, _compat.default_partition, table)
+    assert len(count) == 2 and not any("silu" in name for names in count for name in names)
+    (result,) = run(value)
+    result.sum().backward()
+    wanted = torch.ones(3, requires_grad=True)
+    torch.nn.functional.silu(wanted).sum().backward()
+    torch.testing.assert_close(value.grad, wanted.grad)
+    with pytest.raises(PlanError, match="knows no backend 'nonesuch'; it knows aot_eager"):
+        _compat.named_backend("nonesuch")
+
+
+@covers("compile_in_order")
+def test_inductor_compiles_one_graph() -> None:
+    """What it keeps the order of is seen in test_backends.py."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.ops.aten.mm.default, (x, x))
+    graph.output((product,))
+    with _compat.fake_mode():
+        example = torch.empty(2, 2)
+        product.meta["val"] = x.meta["val"] = example
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    run = _compat.compile_in_order(module, [example], backward=False)
+    (found,) = run([2 * torch.eye(2)])
+    torch.testing.assert_close(found, 4 * torch.eye(2))
 
 
 def test_every_name_is_tested_here() -> None:

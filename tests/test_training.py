@@ -18,9 +18,9 @@ SECONDS = 180  # a launch that hangs is stopped after so many
 
 
 def launched(
-    folder: Path, ranks: int, *tasks: str, script: str = "train_ranks.py"
+    folder: Path, ranks: int, *tasks: str, script: str = "train_ranks.py", seconds: int = SECONDS
 ) -> dict[str, Any]:
-    """What `ranks` processes of the script saw in these tasks."""
+    """What `ranks` processes of a script like train_ranks.py saw in these tasks."""
     out = folder / "facts.json"
     here = Path(__file__).parent
     paths = [str(here.parent), str(here), str(here.parent / "examples")]
@@ -39,11 +39,11 @@ def launched(
         env={**os.environ, **environment},
     )
     try:
-        output, _ = process.communicate(timeout=SECONDS)
+        output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)  # torchrun then ends its ranks
         output, _ = process.communicate(timeout=60)
-        pytest.fail(f"{ranks} ranks did not end within {SECONDS} s:\n{output[-4000:]}")
+        pytest.fail(f"{ranks} ranks did not end within {seconds} s:\n{output[-4000:]}")
     assert process.returncode == 0, output[-6000:]
     return json.loads(out.read_text())
 

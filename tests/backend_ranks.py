@@ -1,0 +1,143 @@
+"""What test_backends.py starts: backends on real gloo ranks against one device.
+
+    PYTHONPATH=.:tests:examples torchrun --standalone --nproc-per-node 2 \\
+        tests/backend_ranks.py OUT TASK...
+
+As tests/train_ranks.py: rank 0 writes OUT, the test that started it asserts.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+import autopar
+import models
+from train_ranks import Facts, called, caught, everywhere, example, joined, run_tasks, worst
+
+LAYOUTS = ("ddp", "fsdp", "megatron", "4d", "auto")
+
+
+def step(module: nn.Module, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss, gradients) of the second of two equal steps: nothing of the first may be left."""
+    for _ in range(2):
+        module.zero_grad()
+        loss = called(module, inputs)[0]
+        loss.backward()
+    grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
+
+
+def against(single: tuple[Tensor, dict[str, Tensor]], par: Any, inputs: Any, run: Any) -> Facts:
+    """Errors of the loss and of the worst gradient. The key's bias has none but rounding."""
+    loss, grads = step(run, inputs)
+    own = {n: p.grad for n, p in par.named_parameters() if p.grad is not None}
+    assert grads.keys() and own.keys() == single[1].keys()
+    whole = {n: joined(g, par.layout(n)) for n, g in own.items()}
+    return {
+        "loss": abs(float(loss - single[0]) / float(single[0])),
+        "gradients": worst(whole, single[1]),
+        "runs": type(par._run).__name__,
+    }
+
+
+def small() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return models.Gpt(layers=1), example("gpt")[1]
+
+
+def one(name: str, layout: str, backend: Any, overlap: bool) -> Facts:
+    model, inputs = small() if name == "small" else example(name)
+    single = step(copy.deepcopy(model), inputs)
+    how: Any = {"layout": layout, "backend": backend, "overlap": overlap}
+    par = autopar.parallelize(model, None, inputs, **how)
+    return against(single, par, inputs, par)
+
+
+def callable_backend() -> Facts:
+    """A callable is given the scheduled forward and backward."""
+    graphs: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, example_inputs: Any) -> Any:
+        assert len(example_inputs) == len(graph.graph.find_nodes(op="placeholder"))
+        graphs.append(graph)
+        return graph.forward
+
+    facts = one("small", "fsdp", keep, True)
+    names = [{str(n.target) for n in graph.graph.nodes} for graph in graphs]
+    facts["waits"] = [any("wait_tensor" in name for name in found) for found in names]
+    return facts
+
+
+def compiled_from_outside() -> Facts:
+    """torch.compile(par), scheduled or not."""
+    model, inputs = small()
+    single = step(copy.deepcopy(model), inputs)
+    facts: Facts = {}
+    for overlap in (False, True):
+        par = autopar.parallelize(model, None, inputs, layout="fsdp", overlap=overlap)
+        compiled = torch.compile(par, backend="aot_eager")
+        facts[f"overlap {overlap}"] = against(single, par, inputs, compiled)
+        with torch.no_grad():
+            loss = called(par, inputs)[0]
+        facts[f"overlap {overlap}"]["no_grad"] = abs(float(loss - single[0]) / float(single[0]))
+    return facts
+
+
+def failing() -> Facts:
+    """A compiler that fails on rank 1, in the forward or in the backward: what all ranks raise."""
+    model, inputs = small()
+    facts: Facts = {}
+    for which in (0, 1):
+        count = iter(range(2))
+
+        def broken(graph: Any, _: Any, which: int = which, count: Any = count) -> Any:
+            if next(count) == which and dist.get_rank() == 1:
+                raise ArithmeticError("cannot compile this")
+            return graph.forward
+
+        how: Any = {"layout": "ddp", "backend": broken, "overlap": True}
+        par = autopar.parallelize(model, None, inputs, **how)
+        facts[str(which)] = everywhere(caught(lambda par=par: called(par, inputs)[0].backward()))
+    facts["unknown"] = caught(lambda: autopar.parallelize(model, None, inputs, backend="nonesuch"))
+    return facts
+
+
+def quick() -> Facts:
+    cells = [
+        ("small", "4d", "aot_eager"),
+        ("llama", "auto", "eager"),
+    ]
+    return {" ".join(cell): one(*cell, True) for cell in cells}
+
+
+def matrix(backend: str | None) -> Facts:
+    cells = itertools.product(("gpt", "llama"), LAYOUTS, (False, True))
+    found = {}
+    for name, layout, overlap in cells:
+        found[f"{name} {layout} {overlap}"] = one(name, layout, backend, overlap)
+        torch._dynamo.reset()
+    return found
+
+
+TASKS = {
+    "quick": quick,
+    "callable": callable_backend,
+    "outside": compiled_from_outside,
+    "failing": failing,
+    "None": lambda: matrix(None),
+    "aot_eager": lambda: matrix("aot_eager"),
+    "inductor": lambda: matrix("inductor"),
+    "inductor once": lambda: {"gpt megatron": one("small", "megatron", "inductor", True)},
+}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    run_tasks(TASKS)

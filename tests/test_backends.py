@@ -1,0 +1,157 @@
+"""Backends: the code that inductor generates keeps the order that was scheduled; each backend gets
+the scheduled forward and backward, and gives the numbers of one device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import fx
+from torch._inductor.graph import GraphLowering
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autopar
+import models
+from autopar import _compat, backends, mesh
+from autopar.backends import Scheduled
+from autopar.cost.derived import collective_of, is_wait
+from test_schedule import value_of
+from test_training import LIMIT, launched
+
+RANKS = 4
+PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu", "baddbmm")
+
+
+@pytest.fixture
+def groups() -> Iterator[None]:
+    """Process groups that exist but join nobody: a compiler only asks whether they do."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield
+    mesh.disconnect()
+    dist.destroy_process_group()
+
+
+# -- the order in generated code -------------------------------------------------------------------
+def derived(layout: Any, backend: Any, passes: tuple[str, ...] = backends.PASSES) -> Scheduled:
+    """The small GPT's graphs by a backend, on tensors without storage. Four ranks."""
+    model, args, _ = models.gpt()
+    world = autopar.World.of(RANKS)
+    program = autopar.plan(model, world, args, layout=layout, smaller=False).ready.program
+    mesh.connect(program.plan.mesh, "cpu")
+    run = Scheduled(program, world, passes, backend)
+    with _compat.fake_mode():
+        run.derived([value_of(entry, program) for entry in program.signature.inputs])
+    return run
+
+
+class Written(Exception):
+    """Code was generated: nothing of it needs to be compiled."""
+
+
+def generated(graph: fx.GraphModule, inputs: Any, backward: bool) -> str:
+    codes: list[str] = []
+
+    def stop(_: Any, code: Any) -> None:
+        codes.append(code.value)
+        raise Written
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphLowering, "_compile_to_module_lines", stop)
+        with pytest.raises(Exception, match="Written"):
+            _compat.compile_in_order(graph, inputs, backward)
+    return codes[0]
+
+
+def anchors(graph: fx.Graph) -> dict[str, str]:
+    """Collectives, waits and products by name, in their order: what each is."""
+    found = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+            what = collective_of(node) or ("wait_tensor" if is_wait(node) else packet)
+            if collective_of(node) or is_wait(node) or packet in PRODUCTS:
+                found[node.name] = what
+    return found
+
+
+CALL = re.compile(r"(?:extern_kernels|torch\.ops\.\w+)\.(\w+?)_?(?:\.default)?\(")
+SOURCES = re.compile(r"# Topologically Sorted Source Nodes: \[(.*?)\]")
+
+
+def called(code: str, wanted: dict[str, str]) -> list[str]:
+    """The anchors by the name of their node, in the order in which the code calls them."""
+    found: list[str] = []
+    sources: list[str] = []
+    for line in code[code.index("def call(") :].splitlines():
+        if comment := SOURCES.search(line):
+            sources = comment[1].split(", ")
+        elif (call := CALL.search(line)) and call[1] in wanted.values():
+            left = [name for name, what in wanted.items() if what == call[1] and name not in found]
+            named = [name for name in left if name in sources]
+            found.append((named or left or [line])[0])  # inductor names no coalesced collective
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "4d"])
+def test_inductor_keeps_the_order_of_collectives_waits_and_products(
+    layout: str, groups: None
+) -> None:
+    graphs = []
+
+    def keep(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append((graph, inputs))
+        return graph.forward
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduled, "_compiled", lambda self, *given: keep(*given))
+        derived(layout, "inductor")
+    assert len(graphs) == 2
+    for (graph, inputs), backward in zip(graphs, (False, True), strict=True):
+        for node in graph.graph.nodes:  # so that comments of the code name the nodes of this graph
+            node.meta.pop("from_node", None)
+        wanted = anchors(graph.graph)
+        assert sum(what == "wait_tensor" for what in wanted.values()) > 4
+        assert sum(what in PRODUCTS for what in wanted.values()) > 8
+        assert called(generated(graph, inputs, backward), wanted) == list(wanted)
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+def on_ranks(folder: Path, *tasks: str, ranks: int = 2, seconds: int = 180) -> dict[str, Any]:
+    return launched(folder, ranks, *tasks, script="backend_ranks.py", seconds=seconds)
+
+
+def right(facts: dict[str, Any], where: str, runs: str = "") -> None:
+    assert facts["loss"] < LIMIT, where
+    assert facts["gradients"][0] < LIMIT, (where, facts["gradients"])
+    assert facts["runs"] == runs or not runs, where
+
+
+def test_backends_give_the_numbers_of_one_device(tmp_path: Path) -> None:
+    facts = on_ranks(tmp_path, "quick", "callable", "outside", "failing")
+    for cell, found in facts["quick"].items():
+        if cell != "seconds":
+            right(found, cell, "Scheduled")
+    right(facts["callable"], "callable", "Scheduled")
+    assert facts["callable"]["waits"] == [True, True]
+    for overlap in ("overlap False", "overlap True"):
+        right(facts["outside"][overlap], overlap)
+        assert facts["outside"][overlap]["no_grad"] < LIMIT
+    start = "RankError: rank 1 of 2 failed while deriving the backward: ArithmeticError: cannot"
+    for which in ("0", "1"):
+        assert all(text.startswith(start) for text in facts["failing"][which]), facts["failing"]
+    assert facts["failing"]["unknown"].startswith("PlanError: torch.compile knows no backend 'none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["None", "aot_eager", "inductor"])
+def test_the_matrix_gives_the_numbers_of_one_device(tmp_path: Path, backend: str) -> None:
+    facts = on_ranks(tmp_path, backend, seconds=3000)[backend]
+    cells = {cell: found for cell, found in facts.items() if cell != "seconds"}
+    assert len(cells) == 20
+    for cell, found in cells.items():
+        right(found, cell, "Scheduled" if cell.endswith("True") else "")
