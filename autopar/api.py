@@ -20,7 +20,7 @@ from .affordable import affordable
 from .backends import OVERLAP, Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
-from .cost.timeline import timeline
+from .cost.timeline import Timeline, timeline
 from .deferred import Deferred
 from .errors import InputError, PlanError, WorldError
 from .fitting import fitted
@@ -165,9 +165,8 @@ def _finished(
     program = _fitted(pipeline, source, chosen, world, budget, layout, redundant)
     assert program.plan is not None
     made = dataclasses.replace(
-        summarised(program, world),
+        summarised(program, world, _overlapped(program, world) if overlap else None),
         fingerprint=fingerprint(source),
-        overlapped=_overlapped(program, world) if overlap else None,
         seconds_by_pass=dict(pipeline.seconds),
     )
     ready = dataclasses.replace(program, plan=made)
@@ -177,13 +176,13 @@ def _finished(
     return dataclasses.replace(made, ready=kept)
 
 
-def _overlapped(program: Program, world: World) -> float | None:
-    """Seconds of a step with communication under computation. None for what runs in order: one
-    rank, or with blocks that are recomputed.
+def _overlapped(program: Program, world: World) -> Timeline | None:
+    """The step with communication under computation. None for what runs in order: one rank, or with
+    blocks that are recomputed.
     """
     assert program.plan is not None
     runs_in_order = not program.plan.mesh.axes or program.plan.recompute or program.plan.regather
-    return None if runs_in_order else timeline(program, world).seconds
+    return None if runs_in_order else timeline(program, world)
 
 
 def _fitted(

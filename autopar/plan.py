@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from .world import World
 
 VERSION = 3
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
+_PARTS = ("computation", "communication", "hidden", "exposed")  # of a step that overlaps
 _WHOLE = {"I": I, "R": R, "P": P}
 _LAYOUTS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")  # in a file
 
@@ -54,7 +56,10 @@ class Collective:
 @dataclass(frozen=True)
 class Row:
     """One line of the table: a subgraph, what its products split on each axis, what it moves and
-    how long it takes.
+    how long it takes, added up.
+
+    `computation`, `communication`, `exposed`: seconds of the simulated step, where the plan was
+    made to run with communication under computation. What is not exposed is hidden.
     """
 
     subgraph: str
@@ -62,6 +67,13 @@ class Row:
     collectives: str
     bytes: float
     seconds: float
+    computation: float | None = None
+    communication: float | None = None
+    exposed: float | None = None
+
+    @property
+    def hidden(self) -> float:
+        return (self.communication or 0.0) - (self.exposed or 0.0)
 
 
 @dataclass(frozen=True)
@@ -154,11 +166,16 @@ class Plan:
         table.add_column("subgraph", no_wrap=True)
         for name in ("layout", "collectives"):
             table.add_column(name, overflow="fold")
-        table.add_column("MB/rank/step", justify="right")
-        table.add_column("ms", justify="right")
+        names = ["MB/rank/step", "ms"]
+        if self.overlapped is not None:
+            names = ["MB", *(f"{name}\nms" for name in _PARTS)]
+        for name in names:
+            table.add_column(name, justify="right", min_width=max(map(len, name.split())))
         for row in self.rows:
-            megabytes, milliseconds = f"{row.bytes / 1e6:,.2f}", f"{row.seconds * 1e3:.2f}"
-            table.add_row(row.subgraph, row.layout, row.collectives, megabytes, milliseconds)
+            table.add_row(*self._cells(row))
+        if self.overlapped is not None:
+            table.add_section()
+            table.add_row(*self._cells(_summed(self.rows)))
         legend = (
             "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, "
             "AR all-reduce, A2A all-to-all, B broadcast"
@@ -166,6 +183,7 @@ class Plan:
         table.caption = "\n".join(
             [
                 legend,
+                *self._parts(),
                 *(f"not split: {escape(reason)}" for reason in self.unsplit),
                 *(f"{what} again in the backward: {names}" for names, what in self.dropped),
                 *self._as_fast(),
@@ -173,6 +191,13 @@ class Plan:
             ]
         )
         return table
+
+    def _cells(self, row: Row) -> list[str]:
+        seconds: list[float] = [row.seconds]
+        if self.overlapped is not None:
+            seconds = [getattr(row, name) or 0.0 for name in _PARTS]
+        numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{each * 1e3:.2f}" for each in seconds)]
+        return [row.subgraph, row.layout, row.collectives, *numbers]
 
     @property
     def gap(self) -> float:
@@ -186,6 +211,17 @@ class Plan:
         if self.overlapped is None:
             return ""
         return f"{self.overlapped * 1e3:.1f} ms a step modelled with communication hidden, "
+
+    def _parts(self) -> list[str]:
+        """What the step with communication under computation is made of."""
+        if self.overlapped is None:
+            return []
+        total = _summed(self.rows)
+        parts = [
+            f"{name} {(getattr(total, name)) * 1e3:.2f}" for name in ("computation", "exposed")
+        ]
+        step = f"{' + '.join(parts)} = {self.overlapped * 1e3:.2f} ms a step"
+        return [f"MB: sent by a rank; {step}"]
 
     def _certificate(self) -> str:
         if not self.bound or not self.mesh.axes:
@@ -330,6 +366,12 @@ class Plan:
             return _from_json(data, where)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise PlanError(f"{where} is no plan, or is cut short: {error!r}; plan again") from None
+
+
+def _summed(rows: Sequence[Row]) -> Row:
+    """All rows added up, under the name "all"."""
+    names = ("bytes", "seconds", "computation", "communication", "exposed")
+    return Row("all", "", "", *(sum(getattr(row, name) or 0.0 for row in rows) for name in names))
 
 
 def _spanned(names: tuple[str, ...]) -> str:

@@ -72,7 +72,18 @@ def test_plan_says_both_and_a_file_keeps_them() -> None:
     assert f"{plan.overlapped * 1e3:.1f} ms a step modelled with communication hidden" in title
     assert f"{plan.seconds * 1e3:.1f} ms summed" in title
     assert Plan.from_json(plan.to_json()).overlapped == plan.overlapped
+    headings = [str(column.header) for column in plan.table().columns]
+    parts = ["computation", "communication", "hidden", "exposed"]
+    assert [heading.split()[0] for heading in headings[-4:]] == parts
+    step, rows = plan.timeline(), plan.rows
+    assert sum(r.communication for r in rows) == pytest.approx(step.communication)
+    assert sum(r.hidden for r in rows) == pytest.approx(step.hidden_seconds)
+    assert sum(r.computation + r.exposed for r in rows) == pytest.approx(plan.overlapped)
+    assert all(-1e-12 <= r.exposed <= r.communication + 1e-12 for r in rows)
+    assert f"= {plan.overlapped * 1e3:.2f} ms a step" in str(plan.table().caption)
+    assert Plan.from_json(plan.to_json()).rows == rows
     in_order = autopar.plan(model, WORLD, inputs, memory=1e18, smaller=False, overlap=False)
+    assert [str(column.header) for column in in_order.table().columns][-1] == "ms"
     assert in_order.overlapped is None and in_order.seconds < plan.seconds
     assert in_order.timeline().seconds > plan.overlapped
 

@@ -14,6 +14,7 @@ from torch import fx
 from ..cost.comm import collective_cost
 from ..cost.compute import node_seconds
 from ..cost.moves import moves
+from ..cost.timeline import Timeline
 from ..cost.ways import flat_ways, ways
 from ..graphs import every_node
 from ..plan import Collective, Plan, Row
@@ -32,8 +33,10 @@ _SHORT = {
 }
 
 
-def summarised(program: Program, world: World) -> Plan:
-    """The plan with its table, its collectives, and the bytes that a rank sends and holds."""
+def summarised(program: Program, world: World, step: Timeline | None = None) -> Plan:
+    """The plan with its table, its collectives, and the bytes that a rank sends and holds. `step`:
+    its simulation, where communication is to run under computation.
+    """
     plan = program.plan
     assert plan is not None
     found = collectives(program, world)
@@ -45,7 +48,8 @@ def summarised(program: Program, world: World) -> Plan:
         collectives=found,
         seconds=plan.seconds + again,  # the search knows nothing of what runs twice
         comm_bytes=sum(c.bytes for c in found),
-        rows=_rows(program, found, world),
+        rows=_rows(program, found, world, step),
+        overlapped=None if step is None else step.seconds,
         unsplit=unsplit,
     )
 
@@ -81,26 +85,48 @@ def _unknown(program: Program) -> list[str]:
     ]
 
 
-def _rows(program: Program, found: tuple[Collective, ...], world: World) -> tuple[Row, ...]:
-    """One row for all layers that have the same layout, chain by chain."""
+def _rows(
+    program: Program, found: tuple[Collective, ...], world: World, step: Timeline | None
+) -> tuple[Row, ...]:
+    """One row for all layers that have the same layout, chain by chain; with the step's simulation
+    one for the rest of it, which is the optimizer's.
+    """
     by_chain = defaultdict(list)
     for collective in found:
         by_chain[collective.chain].append(collective)
     names = [chain.name for chain in program.chains]
     names += [name for name in by_chain if name not in names]
     seconds = _compute_seconds(program, world)
+    parts = {} if step is None else _parts(step)
     grouped: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    totals: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    totals: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
     for name in names:
         moved = by_chain[name]
         key = (re.sub(r"\d+", "*", name), _layout_text(program, name), _collective_text(moved))
         grouped[key].append(name)
-        totals[key][0] += sum(c.bytes for c in moved)
-        totals[key][1] += sum(c.seconds for c in moved) + seconds[name]
+        took = sum(c.seconds for c in moved) + seconds[name]
+        simulated = parts.pop(name, [0.0] * 3) if step is not None else []
+        totals[key].append([sum(c.bytes for c in moved), took, *simulated])
+    if parts:
+        rest = [sum(column) for column in zip(*parts.values(), strict=True)]
+        grouped["optimizer", "", "none"] = ["optimizer"]
+        totals["optimizer", "", "none"] = [[0.0, rest[0], *rest]]
     return tuple(
-        Row(_joined(members), layout, text, *totals[pattern, layout, text])
-        for (pattern, layout, text), members in grouped.items()
+        Row(_joined(members), key[1], key[2], *(sum(c) for c in zip(*totals[key], strict=True)))
+        for key, members in grouped.items()
     )
+
+
+def _parts(step: Timeline) -> dict[str, list[float]]:
+    """Of every chain in a simulated step: seconds of computation, of communication, and exposed."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 3)
+    for span in step.spans:
+        if span.kind == "compute":
+            found[span.module][0] += span.seconds
+        elif span.kind != "wait":
+            found[span.module][1] += span.seconds
+            found[span.module][2] += span.exposed
+    return dict(found)
 
 
 def _joined(names: list[str]) -> str:
@@ -168,7 +194,7 @@ def _compute_seconds(program: Program, world: World) -> dict[str, float]:
     made = {_source(n): _dtype(n) for n, _ in every_node(program.module) if _computes(n)}
     chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
     for name, choice in plan.choices.items():
-        parts = _parts(plan, choice.splits, notes.specs[name].sizes)
+        parts = _divided(plan, choice.splits, notes.specs[name].sizes)
         strategy = Strategy((), choice.operands, choice.results, parts)
         gradient = (name, 0) in notes.gradient
         if name in made:
@@ -205,13 +231,13 @@ def _again_seconds(program: Program, world: World) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     for name in filter(plan.choices.__contains__, made):  # in one order on every rank
         choice, spec = plan.choices[name], notes.specs[name]
-        parts = _parts(plan, choice.splits, spec.sizes)
+        parts = _divided(plan, choice.splits, spec.sizes)
         strategy = Strategy((), choice.operands, choice.results, parts)
         total[chain_of[name]] += node_seconds(spec, strategy, made[name], False, world)
     return total
 
 
-def _parts(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
+def _divided(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
     parts = 1
     for axis, split in zip(plan.mesh.axes, splits, strict=True):
         parts *= axis.size if split in factors else 1
