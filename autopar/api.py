@@ -1,6 +1,4 @@
-"""The pipeline in reading order: trace, annotate, chains, choose, rewrite, emit; and the four calls
-of the public face.
-"""
+"""The calls of the public face: plan, apply, the two in one, and verify."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,90 +13,35 @@ from torch import fx, nn
 
 from . import editing, ranks, sizing
 from ._compat import pytree
-from .affordable import affordable
 from .backends import OVERLAP, Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
-from .cost.timeline import Timeline, timeline
 from .deferred import Deferred
 from .errors import InputError, PlanError, WorldError
-from .fitting import fitted
 from .held import current, held
-from .layout import Layout
 from .layouts import Layouts, candidates
-from .mesh import Mesh, connect
+from .mesh import connect
 from .module import ParallelModule
-from .passes import annotate, chains, choose, emit, forms, rewrite, trace
-from .passes import pipeline as panels
-from .passes import recompute as recomputing
+from .passes import choose
 from .pipeline import Pipeline, Progress
-from .plan import Memory, Plan
+from .plan import Plan
 from .plan import reduce_dtype as read_reduce_dtype
+from .planning import (
+    Asked,
+    Inputs,
+    analysed,
+    arguments,
+    chosen,
+    finished,
+    fitted,
+    rewritten,
+    traced,
+)
 from .price import terms
 from .program import Program
 from .ready import Ready, fingerprint
-from .report.summary import summarised
-from .rules import shape_of
 from .verify import Check, compare, widened
 from .world import World
-
-Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
-
-
-def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) from what a user gives: a tuple of positional or a dict of keyword arguments,
-    or one tensor.
-    """
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
-    if not isinstance(inputs, tuple | list):
-        raise InputError(
-            "inputs are a tuple of positional arguments, a dict of keyword arguments, or one "
-            f"tensor, not {type(inputs).__name__}"
-        )
-    return tuple(inputs), {}
-
-
-def _traced(model: nn.Module, inputs: Inputs) -> Program:
-    args, kwargs = arguments(inputs)
-    return trace.trace(model, args, kwargs)
-
-
-def _analysed(
-    pipeline: Pipeline, program: Program, reduce_dtype: torch.dtype | None = None
-) -> Program:
-    program = pipeline.run("annotate", program, annotate.annotate, annotate.check)
-    program = annotate.reduced_in(program, reduce_dtype)
-    return pipeline.run("chains", program, chains.chains, chains.check)
-
-
-def _chosen(
-    pipeline: Pipeline,
-    program: Program,
-    world: World,
-    layout: Layouts,
-    budget: Budget | None,
-    redundant: bool,
-    overlap: Overlap = False,
-) -> Program:
-    def step(program: Program) -> Program:
-        return affordable(program, world, layout, redundant, budget, bool(overlap))
-
-    return pipeline.run("choose", program, step, choose.check)
-
-
-def _rewritten(pipeline: Pipeline, program: Program, world: World) -> Program:
-    program = _emitted(pipeline, program, world)
-    return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
-
-
-def _emitted(pipeline: Pipeline, program: Program, world: World) -> Program:
-    program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
-    program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
-    program = pipeline.run("forms", program, lambda p: forms.forms(p, world), forms.check)
-    return pipeline.run("emit", program, emit.emit, emit.check)
 
 
 def plan(
@@ -139,86 +81,15 @@ def plan(
     """
     found, summed = World.of(world), read_reduce_dtype(reduce_dtype)
     budget = Budget.of(found, memory, optimizer, recompute)
-    pipeline = Pipeline(progress)
-    source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
-    analysed = _analysed(pipeline, source, summed)
-    program = _chosen(pipeline, analysed, found, layout, budget, redundant, overlap)
-    made = _finished(pipeline, source, program, found, budget, layout, redundant, overlap)
+    asked, pipeline = Asked(layout, budget, redundant, summed, bool(overlap)), Pipeline(progress)
+    source = traced(model, inputs, pipeline)
+    program = chosen(pipeline, analysed(pipeline, source, summed), found, asked)
+    made = finished(pipeline, source, program, found, asked)
     if not smaller:
         return made
     pipeline.progress("smaller worlds")
     fewer = sizing.smaller(program, made, layout, redundant, budget)
     return dataclasses.replace(made, smaller=fewer)
-
-
-def _finished(
-    pipeline: Pipeline,
-    source: Program,
-    chosen: Program,
-    world: World,
-    budget: Budget | None,
-    layout: Layouts | None = None,
-    redundant: bool = False,
-    overlap: Overlap = False,
-) -> Plan:
-    """The plan with its figures and what `apply` needs. `budget` None: it was made to fit."""
-    program = _fitted(pipeline, source, chosen, world, budget, layout, redundant)
-    assert program.plan is not None
-    made = dataclasses.replace(
-        summarised(program, world, _overlapped(program, world) if overlap else None),
-        fingerprint=fingerprint(source),
-        seconds_by_pass=dict(pipeline.seconds),
-    )
-    ready = dataclasses.replace(program, plan=made)
-    if layout == "auto":  # under a limit of memory that may have been a named one
-        layout = made.layout
-    kept = Ready(ready, pipeline.graphs, world, chosen, layout, redundant)
-    return dataclasses.replace(made, ready=kept)
-
-
-def _overlapped(program: Program, world: World) -> Timeline | None:
-    """The step with communication under computation. None for what runs in order: one rank, or with
-    blocks that are recomputed.
-    """
-    assert program.plan is not None
-    runs_in_order = not program.plan.mesh.axes or program.plan.recompute or program.plan.regather
-    return None if runs_in_order else timeline(program, world)
-
-
-def _fitted(
-    pipeline: Pipeline,
-    source: Program,
-    chosen: Program,
-    world: World,
-    budget: Budget | None,
-    layout: Layouts | None = None,
-    redundant: bool = False,
-) -> Program:
-    program = _on_one_rank(source, _emitted(pipeline, chosen, world))
-
-    def larger(needs: Memory) -> str:
-        assert budget is not None and chosen.plan is not None
-        return sizing.larger(chosen, chosen.plan, layout or "auto", redundant, budget, needs)
-
-    def step(program: Program) -> Program:
-        return fitted(program, world, budget, larger)
-
-    return pipeline.run("recompute", program, step, recomputing.check)
-
-
-def _on_one_rank(source: Program, program: Program) -> Program:
-    """A world of one rank keeps the graph as it was traced."""
-    assert program.plan is not None
-    if program.plan.mesh.axes:
-        return program
-    layouts = {
-        n.name: Layout(Mesh(), shape_of(v), ())
-        for n in source.module.graph.nodes
-        if (v := n.meta.get("val")) is not None and isinstance(v, torch.Tensor)
-    }
-    return dataclasses.replace(
-        program, module=source.module, signature=source.signature, layouts=layouts
-    )
 
 
 def apply(
@@ -290,15 +161,15 @@ def renewed(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     Example: renewed(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
     """
     pipeline = Pipeline()
-    source = pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check)
+    source = traced(model, inputs, pipeline)
     _same_graph(plan, source)
-    program = _analysed(pipeline, source, plan.reduce_dtype)
+    program = analysed(pipeline, source, plan.reduce_dtype)
     checked = editing.checked(program, plan)
     seconds = sum(terms(program, checked, plan.world).values())
     program = dataclasses.replace(program, plan=dataclasses.replace(checked, seconds=seconds))
     budget = Budget(None, plan.optimizer, "none")
-    overlap = plan.overlapped is not None
-    made = _finished(pipeline, source, program, plan.world, budget, overlap=overlap)
+    asked = Asked(None, budget, overlap=plan.overlapped is not None)
+    made = finished(pipeline, source, program, plan.world, asked)
     return editing.compared(plan, made)
 
 
@@ -340,48 +211,34 @@ def parallelize(
         "reading the limits", lambda: Budget.of(found, memory, optimizer, recompute)
     )
     summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    how = layout, budget, redundant, summed, overlap
-    plan = _shared_plan(model, found, inputs, *how)
+    asked = Asked(layout, budget, redundant, summed, bool(overlap))
+    plan = _shared_plan(model, found, inputs, asked)
     return apply(model, plan, None, backend, overlap)
 
 
-def _shared_plan(
-    model: nn.Module,
-    world: World,
-    inputs: Inputs,
-    layout: Layouts,
-    budget: Budget,
-    redundant: bool,
-    reduce_dtype: torch.dtype | None,
-    overlap: Overlap,
-) -> Plan:
+def _shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) -> Plan:
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
     never one inside another.
     """
-    pipeline = Pipeline()
-    source = ranks.together(
-        "tracing",
-        lambda: pipeline.run("trace", inputs, lambda given: _traced(model, given), trace.check),
-    )
+    assert asked.layout is not None
+    layout, pipeline = asked.layout, Pipeline()
+    source = ranks.together("tracing", lambda: traced(model, inputs, pipeline))
     ranks.agree("model", fingerprint(source))
-    program = ranks.together("annotating", lambda: _analysed(pipeline, source, reduce_dtype))
+    program = ranks.together("annotating", lambda: analysed(pipeline, source, asked.reduce_dtype))
     ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
-    chosen: Program | None = None
 
-    def search() -> None:
-        nonlocal chosen
-        if ranks.rank() == 0:
-            best = _chosen(pipeline, program, world, layout, budget, redundant, overlap)
-            chosen = _fitted(pipeline, source, best, world, budget, layout, redundant)
+    def search() -> Plan | None:
+        if ranks.rank() > 0:
+            return None
+        best = chosen(pipeline, program, world, asked)
+        return fitted(pipeline, source, best, world, asked).plan
 
-    ranks.together("searching", search)
-    data = ranks.from_rank_0(
-        chosen.plan.to_json() if chosen is not None and chosen.plan is not None else None
-    )
+    found = ranks.together("searching", search)
+    data = ranks.from_rank_0(found.to_json() if found is not None else None)
     program = dataclasses.replace(program, plan=Plan.from_json(data))
+    made_to_fit = dataclasses.replace(asked, budget=None)
     return ranks.together(
-        "rewriting",
-        lambda: _finished(pipeline, source, program, world, None, layout, redundant, overlap),
+        "rewriting", lambda: finished(pipeline, source, program, world, made_to_fit)
     )
 
 
@@ -406,17 +263,16 @@ def verify(
     """
     found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = Pipeline(progress)
-    traced = _traced(model, inputs)
+    source = traced(model, inputs)
     summed = layout.reduce_dtype if isinstance(layout, Plan) else None  # in float64 all the same
-    program = _analysed(pipeline, widened(traced), summed)
+    program = analysed(pipeline, widened(source), summed)
     if isinstance(layout, Plan):
-        _same_graph(layout, traced)
+        _same_graph(layout, source)
         program = dataclasses.replace(program, plan=editing.checked(program, layout))
-        several = _rewritten(pipeline, program, found)
     else:
         budget = Budget.of(found, "auto", "adamw", recompute)
-        best = _chosen(pipeline, program, found, layout, budget, redundant)
-        several = _rewritten(pipeline, best, found)
+        program = chosen(pipeline, program, found, Asked(layout, budget, redundant))
+    several = rewritten(pipeline, program, found)
     pipeline.progress("compare")
-    one = _rewritten(Pipeline(), choose.choose(program, World.of(1), "auto"), found)
+    one = rewritten(Pipeline(), choose.choose(program, World.of(1), "auto"), found)
     return compare(several, one, pytree.tree_leaves(arguments(inputs)), tolerance)

@@ -16,9 +16,9 @@ from torch import nn
 
 from . import ranks
 from ._compat import pytree
-from .api import Inputs, arguments
 from .cost.calibrate import Progress, calibrate, local_products
 from .passes import annotate, trace
+from .planning import Inputs, arguments
 from .rules import results_of
 from .world import World
 

@@ -223,6 +223,35 @@ def t5(dropout: float = 0.0) -> Example:
     return T5ForConditionalGeneration(config).train(), (), inputs
 
 
+def t5_encoder() -> Example:
+    """One block of a T5's encoder, with its embedding and a head."""
+    from transformers.models.t5.configuration_t5 import T5Config
+    from transformers.models.t5.modeling_t5 import T5EncoderModel
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = T5EncoderModel(
+                T5Config(
+                    vocab_size=VOCABULARY,
+                    d_model=HIDDEN,
+                    d_kv=HIDDEN // HEADS,
+                    d_ff=2 * HIDDEN,
+                    num_layers=1,
+                    num_heads=HEADS,
+                    dropout_rate=0.0,
+                )
+            )
+            self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            hidden = self.encoder(input_ids=tokens).last_hidden_state
+            return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    return Tagger().train(), (token_ids(), token_ids()), {}
+
+
 def vit(dropout: float = 0.0) -> Example:
     from transformers.models.vit.configuration_vit import ViTConfig
     from transformers.models.vit.modeling_vit import ViTForImageClassification

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar import LayoutError, api, search
+from autopar import LayoutError, planning, search
 from autopar._compat import pytree
 from autopar.constraint import Constraint
 from autopar.conversion_costs import Conversions
 from autopar.mesh import Mesh
 from autopar.passes import choose, trace
+from autopar.pipeline import Pipeline
 from autopar.program import Program
 from autopar.verify import Check, compare, widened
 from autopar.world import World
@@ -34,25 +35,26 @@ class Subject:
     def named(self, ranks: int, layout: str) -> Check:
         """Verified under a named layout; raises LayoutError where it does not fit."""
         world = World.of(ranks)
-        run = api.Pipeline()
-        chosen = api._chosen(run, self.program, world, layout, None, False)
-        return self._compared(api._rewritten(run, chosen, world))
+        chosen = planning.chosen(Pipeline(), self.program, world, planning.Asked(layout))
+        return self._compared(planning.rewritten(Pipeline(), chosen, world))
 
     def at_random(self, mesh: str, seed: int) -> Check:
         """Verified under a plan that draws one legal layout for every tensor and op."""
         world = World.of(Mesh.parse(mesh).size)
         plan = random_plan(self.program, mesh, world, seed)
         program = dataclasses.replace(self.program, plan=plan)
-        return self._compared(api._rewritten(api.Pipeline(), program, world))
+        return self._compared(planning.rewritten(Pipeline(), program, world))
 
     def _compared(self, several: Program) -> Check:
-        return compare(several, self.single, pytree.tree_leaves(api.arguments(self.inputs)), 1e-9)
+        return compare(
+            several, self.single, pytree.tree_leaves(planning.arguments(self.inputs)), 1e-9
+        )
 
 
 def subject(model: nn.Module, inputs: Any) -> Subject:
-    program = api._analysed(api.Pipeline(), widened(api._traced(model, inputs)))
+    program = planning.analysed(Pipeline(), widened(planning.traced(model, inputs)))
     one = World.of(1)
-    single = api._rewritten(api.Pipeline(), choose.choose(program, one, "auto"), one)
+    single = planning.rewritten(Pipeline(), choose.choose(program, one, "auto"), one)
     return Subject(model, inputs, program, single)
 
 
@@ -89,7 +91,7 @@ def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:
 def assert_equal_to_eager(subject: Subject) -> None:
     """The traced graph in float64 gives what the model gives: verify compares with the graph."""
     model = copy.deepcopy(subject.model).double()
-    args, kwargs = pytree.tree_map(_double, api.arguments(subject.inputs))
+    args, kwargs = pytree.tree_map(_double, planning.arguments(subject.inputs))
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = {name: tensor.detach().clone() for name, tensor in held.items()}
     default = torch.get_default_dtype()

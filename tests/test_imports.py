@@ -16,9 +16,8 @@ ORDER = (
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
     "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
     "rating", "lockstep", "passes", "backends", "script", "measured", "placement", "module",
-    "verify", "report",
-    "fitting", "hiding", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "api",
-    "calibration", "targets", "options", "cli", "__main__", "",
+    "verify", "report", "fitting", "hiding", "affordable", "sizing", "ready", "held", "deferred",
+    "pipeline", "planning", "api", "calibration", "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

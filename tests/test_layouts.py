@@ -40,14 +40,14 @@ _traces: dict[int, Program] = {}
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass changes the program that it is given, so each model is traced once."""
-    trace = api._traced
+    trace = api.traced
 
-    def traced(model: nn.Module, inputs: Any) -> Program:
+    def traced(model: nn.Module, inputs: Any, *pipeline: Any) -> Program:
         if id(model) not in _traces:
-            _traces[id(model)] = trace(model, inputs)
+            _traces[id(model)] = trace(model, inputs, *pipeline)
         return _traces[id(model)]
 
-    monkeypatch.setattr(api, "_traced", traced)
+    monkeypatch.setattr(api, "traced", traced)
 
 
 # -- models ----------------------------------------------------------------------------------------

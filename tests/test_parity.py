@@ -48,14 +48,14 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace takes longer than most of what follows, and no pass changes the program that it is
     given: each model is traced once.
     """
-    trace = api._traced
+    trace = api.traced
 
-    def traced(model: nn.Module, inputs: Any) -> Program:
+    def traced(model: nn.Module, inputs: Any, *pipeline: Any) -> Program:
         if id(model) not in _traces:
-            _traces[id(model)] = trace(model, inputs)
+            _traces[id(model)] = trace(model, inputs, *pipeline)
         return _traces[id(model)]
 
-    monkeypatch.setattr(api, "_traced", traced)
+    monkeypatch.setattr(api, "traced", traced)
 
 
 def holds(name: str, ranks: int, layout: str, **changes: Any) -> None:

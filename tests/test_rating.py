@@ -117,6 +117,7 @@ def test_the_bound_is_not_above_the_exact_search(name: str, mesh: str) -> None:
         ("gpt", "x2.y2", "dgx-h100"),
         pytest.param("gpt", "x2.y4", "ethernet-25g", marks=slow),
         pytest.param("llama", "x2.y2", "dgx-h100", marks=slow),
+        pytest.param("t5_encoder", "x2.y2", "dgx-h100", marks=slow),
     ],
 )
 def test_search_equals_an_integer_program(

@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import models
-from autopar import PlanError, api
+from autopar import PlanError
 from autopar.cost.memory import optimizer_bytes, stored_bytes
 from autopar.cost.saved import Saved, SavedOf, inside_bytes, saved_bytes
 from autopar.graphs import producer
 from autopar.layout import I, Layout, S
 from autopar.mesh import Mesh
 from autopar.passes import trace
+from autopar.pipeline import Pipeline
+from autopar.planning import analysed, traced
 from autopar.program import Program, Value
 from autopar.rules import operands_of, results_of
 from autopar.strategies import Strategy
@@ -72,7 +74,7 @@ def measured(program: Program, args: Any, kwargs: Any) -> float:
 @pytest.mark.parametrize("name", ["mlp", "gpt", "gpt2", "llama", "bert", "t5"])
 def test_the_parts_add_up_to_what_autograd_keeps(name: str) -> None:
     model, args, kwargs = getattr(models, name)()
-    program = api._analysed(api.Pipeline(), api._traced(model, kwargs or args))
+    program = analysed(Pipeline(), traced(model, kwargs or args))
     assert modelled(program) == pytest.approx(measured(program, args, kwargs), rel=0.02)
 
 
@@ -100,7 +102,7 @@ def test_a_frozen_weight_lets_go_of_its_input() -> None:
     model, args, _ = models.mlp()
     model.up.weight.requires_grad_(False)  # type: ignore[union-attr]
     model.down.weight.requires_grad_(False)  # type: ignore[union-attr]
-    program = api._analysed(api.Pipeline(), api._traced(model, args))
+    program = analysed(Pipeline(), traced(model, args))
     assert program.annotations is not None
     products = [n for n in program.module.graph.nodes if n.target == torch.ops.aten.linear.default]
     first, second = (SavedOf(program.annotations.gradient)(n) for n in products)

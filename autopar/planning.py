@@ -1,0 +1,159 @@
+"""What is asked for, and the steps from a model to a plan, in reading order: trace, annotate,
+chains, choose, rewrite, pipeline, forms, emit, recompute. Each runs with its contract.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import sizing
+from .affordable import affordable
+from .cost.memory import Budget
+from .cost.timeline import Timeline, timeline
+from .errors import InputError
+from .fitting import fitted as made_to_fit
+from .layout import Layout
+from .layouts import Layouts
+from .mesh import Mesh
+from .passes import annotate, chains, choose, emit, forms, rewrite, trace
+from .passes import pipeline as panels
+from .passes import recompute as recomputing
+from .pipeline import Pipeline
+from .plan import Memory, Plan
+from .program import Program
+from .ready import Ready, fingerprint
+from .report.summary import summarised
+from .rules import shape_of
+from .world import World
+
+Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is to be, in the words of `autopar.plan`. `layout` None: that of a file. `budget`
+    None: whatever it needs, it was made to fit.
+    """
+
+    layout: Layouts | None = "auto"
+    budget: Budget | None = None
+    redundant: bool = False
+    reduce_dtype: torch.dtype | None = None
+    overlap: bool = False
+
+
+def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) from what a user gives: a tuple of positional or a dict of keyword arguments,
+    or one tensor.
+    """
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if not isinstance(inputs, tuple | list):
+        raise InputError(
+            "inputs are a tuple of positional arguments, a dict of keyword arguments, or one "
+            f"tensor, not {type(inputs).__name__}"
+        )
+    return tuple(inputs), {}
+
+
+def traced(model: nn.Module, inputs: Inputs, pipeline: Pipeline | None = None) -> Program:
+    args, kwargs = arguments(inputs)
+    run = (pipeline or Pipeline()).run
+    return run("trace", model, lambda given: trace.trace(given, args, kwargs), trace.check)
+
+
+def analysed(
+    pipeline: Pipeline, program: Program, reduce_dtype: torch.dtype | None = None
+) -> Program:
+    program = pipeline.run("annotate", program, annotate.annotate, annotate.check)
+    program = annotate.reduced_in(program, reduce_dtype)
+    return pipeline.run("chains", program, chains.chains, chains.check)
+
+
+def chosen(pipeline: Pipeline, program: Program, world: World, asked: Asked) -> Program:
+    def step(program: Program) -> Program:
+        assert asked.layout is not None
+        how = asked.layout, asked.redundant, asked.budget, asked.overlap
+        return affordable(program, world, *how)
+
+    return pipeline.run("choose", program, step, choose.check)
+
+
+def rewritten(pipeline: Pipeline, program: Program, world: World) -> Program:
+    """With everything that the plan says: blocks that it recomputes, too."""
+    program = _emitted(pipeline, program, world)
+    return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
+
+
+def _emitted(pipeline: Pipeline, program: Program, world: World) -> Program:
+    program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
+    program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
+    program = pipeline.run("forms", program, lambda p: forms.forms(p, world), forms.check)
+    return pipeline.run("emit", program, emit.emit, emit.check)
+
+
+def fitted(
+    pipeline: Pipeline, source: Program, chosen: Program, world: World, asked: Asked
+) -> Program:
+    """Rewritten, with as little recomputed as makes it fit. Raises PlanError where nothing does."""
+    program = _on_one_rank(source, _emitted(pipeline, chosen, world))
+
+    def larger(needs: Memory) -> str:
+        assert asked.budget is not None and chosen.plan is not None
+        how = asked.layout or "auto", asked.redundant, asked.budget
+        return sizing.larger(chosen, chosen.plan, *how, needs)
+
+    def step(program: Program) -> Program:
+        return made_to_fit(program, world, asked.budget, larger)
+
+    return pipeline.run("recompute", program, step, recomputing.check)
+
+
+def finished(
+    pipeline: Pipeline, source: Program, chosen: Program, world: World, asked: Asked
+) -> Plan:
+    """The plan with its figures and what `apply` needs. Without a budget: it was made to fit."""
+    program = fitted(pipeline, source, chosen, world, asked)
+    assert program.plan is not None
+    made = dataclasses.replace(
+        summarised(program, world, _overlapped(program, world) if asked.overlap else None),
+        fingerprint=fingerprint(source),
+        seconds_by_pass=dict(pipeline.seconds),
+    )
+    ready = dataclasses.replace(program, plan=made)
+    # under a limit of memory "auto" may have been a named layout
+    layout = made.layout if asked.layout == "auto" else asked.layout
+    kept = Ready(ready, pipeline.graphs, world, chosen, layout, asked.redundant)
+    return dataclasses.replace(made, ready=kept)
+
+
+def _overlapped(program: Program, world: World) -> Timeline | None:
+    """The step with communication under computation. None for what runs in order: one rank, or with
+    blocks that are recomputed.
+    """
+    assert program.plan is not None
+    runs_in_order = not program.plan.mesh.axes or program.plan.recompute or program.plan.regather
+    return None if runs_in_order else timeline(program, world)
+
+
+def _on_one_rank(source: Program, program: Program) -> Program:
+    """A world of one rank keeps the graph as it was traced."""
+    assert program.plan is not None
+    if program.plan.mesh.axes:
+        return program
+    layouts = {
+        n.name: Layout(Mesh(), shape_of(v), ())
+        for n in source.module.graph.nodes
+        if (v := n.meta.get("val")) is not None and isinstance(v, torch.Tensor)
+    }
+    return dataclasses.replace(
+        program, module=source.module, signature=source.signature, layouts=layouts
+    )
