@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar import api, search
+from autopar import search
 from autopar.layout import Layout
 from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.passes import trace
 from autopar.plan import Plan
 from autopar.program import Program
 from test_training import launched, one_layout
@@ -40,14 +41,14 @@ _traces: dict[int, Program] = {}
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass changes the program that it is given, so each model is traced once."""
-    trace = api.traced
+    run = trace.trace
 
-    def traced(model: nn.Module, inputs: Any, *pipeline: Any) -> Program:
+    def traced(model: nn.Module, args: Any, kwargs: Any) -> Program:
         if id(model) not in _traces:
-            _traces[id(model)] = trace(model, inputs, *pipeline)
+            _traces[id(model)] = run(model, args, kwargs)
         return _traces[id(model)]
 
-    monkeypatch.setattr(api, "traced", traced)
+    monkeypatch.setattr(trace, "trace", traced)
 
 
 # -- models ----------------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar import api, conversion_costs, search
+from autopar import conversion_costs, search
 from autopar.layout import Layout
 from autopar.layouts import Constraint
 from autopar.mesh import Mesh
-from autopar.passes import choose
+from autopar.passes import choose, trace
 from autopar.plan import Plan
 from autopar.program import Program
 
@@ -48,14 +48,14 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace takes longer than most of what follows, and no pass changes the program that it is
     given: each model is traced once.
     """
-    trace = api.traced
+    run = trace.trace
 
-    def traced(model: nn.Module, inputs: Any, *pipeline: Any) -> Program:
+    def traced(model: nn.Module, args: Any, kwargs: Any) -> Program:
         if id(model) not in _traces:
-            _traces[id(model)] = trace(model, inputs, *pipeline)
+            _traces[id(model)] = run(model, args, kwargs)
         return _traces[id(model)]
 
-    monkeypatch.setattr(api, "traced", traced)
+    monkeypatch.setattr(trace, "trace", traced)
 
 
 def holds(name: str, ranks: int, layout: str, **changes: Any) -> None:
