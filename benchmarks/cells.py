@@ -20,7 +20,9 @@ from benchmarks.cluster import Shape, launch, missing, network, rate_text
 from benchmarks.ranks import Job
 
 Cell = dict[str, Any]  # what the ranks wrote: a Job, and `contestants`, each a Timed
-FLOOR, NOISE, GAIN = 1.0, 0.97, 1.15  # of auto over the best peer: limited, unlimited, link-bound
+# Peer ÷ auto that is wanted: limited, unlimited, link-bound, and where the floor of auto is low.
+LEAST, NOISE, GAIN, MUCH = 1.0, 0.97, 1.15, 1.3
+LOW = 0.65  # of the best peer's floor
 UNLIMITED_STEPS = 15  # there the differences are small
 
 
@@ -131,6 +133,14 @@ def link_share(cell: Cell, timed: dict[str, Any]) -> float:
     return median(timed, "cable_bytes") * 8 / cell["rate"] / median(timed)
 
 
+def floor(cell: Cell, timed: dict[str, Any]) -> float:
+    """Seconds that no overlap can save: of its bytes on the busiest cable, or of its computing on
+    the machine's cores, whichever is longer.
+    """
+    link = link_share(cell, timed) * median(timed)
+    return max(link, median(timed, "cpu_seconds") / cell["cores"])
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Auto against the best peer: how much faster, how much was asked for, and the best peer's part
@@ -155,7 +165,9 @@ def verdict(cell: Cell) -> Verdict | None:
     if peer is None or auto is None:
         return None
     share = link_share(cell, peer)
-    wanted = NOISE if cell["rate"] is None else GAIN if share > 0.5 else FLOOR
+    wanted = NOISE if cell["rate"] is None else GAIN if share > 0.5 else LEAST
+    if cell["rate"] is not None and floor(cell, auto) <= LOW * floor(cell, peer):
+        wanted = MUCH
     return Verdict(peer["name"], paired(auto, peer), wanted, share)
 
 

@@ -213,13 +213,13 @@ def _own_heads(attention: Any, mesh: DeviceMesh) -> None:
 def parallel(
     model: nn.Module, world: autopar.World, batch: Batch, layout: str, name: str
 ) -> Contestant:
-    """By layout, one of FORCED or a name, with "+overlap" after it if communication is to run under
-    computation. Every rank gives the global batch and takes its own part. The model is shared:
-    autopar copies what it takes.
+    """By layout, one of FORCED or a name, with "+waiting" after it if every collective is to be
+    waited for at once. Every rank gives the global batch and takes its own part. The model is
+    shared: autopar copies what it takes.
     """
-    layout, _, overlap = layout.partition("+")
+    layout, _, waiting = layout.partition("+")
     wanted = FORCED.get(layout, layout)
-    par = autopar.parallelize(model, world, batch, layout=wanted, overlap=overlap == "overlap")
+    par = autopar.parallelize(model, world, batch, layout=wanted, overlap=waiting != "waiting")
     assert isinstance(par, autopar.ParallelModule)
     return Contestant(name, par, plan=par.plan)
 

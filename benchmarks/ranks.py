@@ -253,6 +253,7 @@ def run(job: Job) -> dict[str, Any]:
     if job.trace:
         profile(job, contestants)
     facts = {**asdict(job), "world": str(world), "load": load, "single": asdict(single)}
+    facts["cores"] = os.cpu_count()
     return {**facts, "contestants": [asdict(timed) for timed in table]}
 
 

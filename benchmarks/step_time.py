@@ -27,6 +27,7 @@ from benchmarks.cluster import (
     Shape,
     Unavailable,
     missing,
+    rate_text,
     read_rate,
     read_shape,
     stop_on_signals,
@@ -37,7 +38,7 @@ from benchmarks.peers import PEERS
 RATES = ("100mbit", "400mbit", "2gbit", "unlimited")
 SHAPES = ("2x2", "4x1", "2x4")
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "4d", "3d", "2.5d")
-OWN = tuple(f"autopar {layout}" for layout in ("auto+overlap", "ddp+overlap", *LAYOUTS))
+OWN = tuple(f"autopar {layout}" for layout in (*LAYOUTS, "auto+waiting", "ddp+waiting"))
 EVERY = (*PEERS, *OWN)
 # Measured once on a quiet machine of two cores, without an optimizer: 2×2, the GPT.
 EARLIER = {
@@ -61,6 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--earlier", action="store_true", help="the peers' row that was measured before, again")
     add("--calibrate", type=float, default=90.0, help="seconds; 0: the world is written by hand")
     add("--missing", action="store_true", help="only the cells that OUT does not have yet")
+    add("--worlds", type=Path, metavar="DIR", help="calibrated worlds: used if there, else left")
     add("--trace", default="", metavar="DIR", help="also a profile of a step of each contestant")
     add("--out", type=Path, default=Path("out/step_time"))
     add("--docs", type=Path, metavar="FILE", help="write the page and its plots from OUT")
@@ -121,7 +123,7 @@ def run(model: str, shape: Shape, options: argparse.Namespace, path: Path, conso
     console.print(f"[bold]{model}, {shape}[/]: {SUBJECTS[model].why}")
     settings = Settings(
         tuple(options.contestants), options.steps, options.warmups, options.timeout,
-        options.calibrate, options.trace,
+        options.calibrate, options.trace, _world(options.worlds, shape),
     )  # fmt: skip
     try:
         cell = cells.measured(model, shape, settings)
@@ -134,6 +136,15 @@ def run(model: str, shape: Shape, options: argparse.Namespace, path: Path, conso
     for timed in wrong:
         console.print(f"[bold red]{timed['name']} is disqualified[/]: {timed['reason']}")
     return int(bool(wrong))
+
+
+def _world(folder: Path | None, shape: Shape) -> str:
+    """The file of the world that cells of one cluster share; "" for one of their own each."""
+    if folder is None:
+        return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    rate = rate_text(shape.rate)
+    return str(folder.resolve() / f"{shape.nodes}x{shape.ranks_per_node}-{rate}.json")
 
 
 HEADINGS = ("step s", "least–most", "fwd+bwd s", "CPU s", "cable MB", "÷ best peer", "modelled s")
