@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,8 @@ def table(rows: list[Row]) -> Table:
     return made
 
 
-def main() -> None:
+def main() -> int:
+    """1 where a modelled peak is more than a tenth off."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     options = parser.parse_args()
@@ -191,7 +193,8 @@ def main() -> None:
     print(f"worst error {worst.error:+.1%} of {len(rows)} (model, layout) pairs")
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1), encoding="utf-8")
+    return int(abs(worst.error) > 0.1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
