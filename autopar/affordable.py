@@ -11,13 +11,15 @@ against the named layouts, too.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .cost.kept import Kept, Price, bytes_kept, regathering
+from . import proven
+from .cost.kept import Kept, Middle, Price, Stored, bytes_kept, regathering
 from .cost.memory import Budget
 from .errors import LayoutError
-from .fitting import Rungs
+from .fitting import Rungs, Tried
 from .hiding import by_step
 from .layouts import NAMES, Layouts, candidates
 from .passes import choose, emitted
@@ -25,7 +27,7 @@ from .plan import Memory, Plan
 from .price import terms
 from .program import Program
 from .rating.frame import frame
-from .rating.rate import Candidate, again, promising
+from .rating.rate import Candidate, again, bounded, promising
 from .world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn
@@ -33,17 +35,18 @@ _TRIES = 4
 _ROUNDS = 2  # of so many tries each: what a plan holds besides is corrected in between
 _MESHES = 24  # that are tried at the second price and later ones: the best at the first
 _PROMISING = 2  # plans of a round that are made to fit
+_PRICES = (0.25, 0.5, 1.0, 2.0)  # of all that is held, in steps of the plan of least time
 
 
 class _Tried(NamedTuple):
     """A chosen program with what it drops, the seconds of its step with what runs twice, and its
-    memory. `besides`: what its peak has that is not counted as kept.
+    memory. `rungs`: what else it could drop.
     """
 
     program: Program
     seconds: float
     memory: Memory
-    besides: float = 0.0
+    rungs: Rungs | None = None
 
 
 class _Priced(NamedTuple):
@@ -82,10 +85,18 @@ def affordable(
     found = under.best(chosen)
     if layout == "auto" and not _as_chosen(found, chosen, budget):
         found = _best([found, *_named(program, world, redundant, budget, found)], budget)
-    fastest = _plan(chosen)
-    limit = None if _as_chosen(found, chosen, budget) else budget.memory_bytes
+    least, limit, bound = _plan(chosen), None, 0.0
+    if not _as_chosen(found, chosen, budget):
+        limit = budget.memory_bytes
+        found, bound = under.proven(found, least)
+    bound = min(max(least.bound, bound), found.seconds)  # a named layout's may be below it
     plan = dataclasses.replace(
-        _plan(found.program), bound=fastest.bound, meshes=fastest.meshes, limit=limit
+        _plan(found.program),
+        bound=bound,
+        meshes=least.meshes,
+        limit=limit,
+        memory=found.memory if least.mesh.axes else None,  # one rank runs the graph as traced
+        peak_bytes=found.memory.peak,
     )
     return dataclasses.replace(found.program, plan=plan)
 
@@ -149,15 +160,28 @@ class _Under:
         price = least.seconds / max(1.0, least.memory.peak)
         tried = [least]
         for _ in range(_ROUNDS):
-            besides = tried[-1].besides
+            besides = self._besides(tried[-1])
             priced = self._at_prices(price, besides)
             price = priced[-1].price.seconds_per_byte
             priced.sort(key=lambda one: self._promise(one, besides))
-            tried += [self.made(self._once(one)) for one in priced[:_PROMISING]]
+            for one in priced[:_PROMISING]:
+                tried += self._better(one, tried)
             if self.budget.fits(_best(tried, self.budget).memory):
                 break
         refined = self._refined(priced[0])
-        return _best(tried + ([self.made(self._once(refined))] if refined else []), self.budget)
+        return _best(tried + (self._better(refined, tried) if refined else []), self.budget)
+
+    def _better(self, one: _Priced, tried: list[_Tried]) -> list[_Tried]:
+        """The program made to fit, if it could be faster than the best that fits."""
+        chosen, best = self._once(one), _best(tried, self.budget)
+        if self.budget.fits(best.memory) and _plan(chosen).seconds >= best.seconds:
+            return []
+        return [self.made(chosen)]
+
+    def _besides(self, tried: _Tried) -> float:
+        """What the peak of a program has that is not counted as kept."""
+        assert tried.rungs is not None
+        return tried.rungs.counted().memory.peak - bytes_kept(self.kept, _plan(tried.program))
 
     def made(self, chosen: Program) -> _Tried:
         """A chosen program with as little dropped as makes it fit; what comes nearest where nothing
@@ -165,12 +189,57 @@ class _Under:
         """
         rungs = Rungs(emitted(chosen, self.world), self.world, self.budget)
         found = rungs.best()
+        if found is rungs.planned():
+            return _Tried(chosen, _plan(chosen).seconds + found.seconds, found.memory, rungs)
+        return self._dropped(chosen, found)._replace(rungs=rungs)
+
+    def _dropped(self, chosen: Program, found: Tried) -> _Tried:
+        """A chosen program that drops what it was found to fit with."""
         plan, made = _plan(chosen), _plan(found.program)
-        besides = rungs.counted().memory.peak - bytes_kept(self.kept, plan)
-        if found is not rungs.planned():
-            plan = dataclasses.replace(plan, recompute=made.recompute, regather=made.regather)
-            chosen = dataclasses.replace(chosen, plan=plan)
-        return _Tried(chosen, plan.seconds + found.seconds, found.memory, besides)
+        plan = dataclasses.replace(plan, recompute=made.recompute, regather=made.regather)
+        chosen = dataclasses.replace(chosen, plan=plan)
+        return _Tried(chosen, plan.seconds + found.seconds, found.memory)
+
+    def proven(self, best: _Tried, least: Plan) -> tuple[_Tried, float]:
+        """The best of all plans that fit, if that can be told, and seconds that none is below.
+        `least`: the plan of least time.
+        """
+        given = list(candidates(self.layout, self.world.ranks, self.program))
+        if not proven.is_small(self.program, given):
+            return best, self._priced_bound(least, given)
+        below = best.seconds if self.budget.fits(best.memory) else math.inf
+        search = self.program, given, self.world, self.redundant, self.budget
+        chosen, found, bound = proven.fastest(*search, below)
+        if chosen is None or found is None:
+            return best, bound if bound < math.inf else 0.0
+        return self._dropped(chosen, found), bound
+
+    def _priced_bound(self, least: Plan, given: list[Candidate]) -> float:
+        """Seconds that no plan within the limit is below: at any price of bytes that every plan
+        holds, the bound less what the limit may cost (Everett, 1963).
+        """
+        floor = Middle if self.budget.recompute == "none" else Stored
+        kept, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
+        needs = bytes_kept(kept, least)
+        assert limit is not None
+        if self.layout != "auto" or needs <= limit:  # a price gains nothing there
+            return 0.0
+        near = promising(least, given, _MESHES)
+        free = dict(zip((mesh for mesh, _ in given), (s for _, s in least.meshes), strict=True))
+        rest = min(
+            (s for mesh, s in free.items() if mesh not in {m for m, _ in near}), default=math.inf
+        )
+        found = 0.0
+        for more in _PRICES:
+            price = more * least.seconds / needs
+            paid = bounded(
+                frame(self.program), near, self.world, self.redundant, Price(kept, price)
+            )
+            several = [
+                max(free[mesh], s - price * limit) for (mesh, _), s in zip(near, paid, strict=True)
+            ]
+            found = max(found, min(rest, *several))
+        return found
 
     def _at_prices(self, price: float, besides: float) -> list[_Priced]:
         """The plans at a few prices, found by bisection. What a plan keeps is known at once; what

@@ -66,7 +66,7 @@ def minimise(
         enter(table)
     eliminated: list[_Eliminated] = []
     constant = math.fsum(float(table.costs) for table in tables if not table.variables)
-    for variable in _order(sizes, tables):
+    for variable in order_of(sizes, tables):
         parts = list(held[variable].items())
         for number, table in parts:
             for other in table.variables:
@@ -100,7 +100,7 @@ def _without_settled(tables: Sequence[Table]) -> list[Table]:
     return found
 
 
-def _order(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
+def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
     """An order in which to eliminate: that of the first heuristic whose tables are all small, else
     of the one whose largest is smallest. (They look only at sizes.)
     """
@@ -198,7 +198,7 @@ def _eliminate(
     if key not in memo:
         total = np.zeros(shape)
         for table in parts:
-            total += _spread(table, where, len(dims))
+            total += spread(table, where, len(dims))
         best = total.argmin(-1)
         costs = np.take_along_axis(total, best[..., None], -1)[..., 0]
         memo[key] = (
@@ -210,7 +210,7 @@ def _eliminate(
     return costs, best
 
 
-def _spread(table: Table, where: dict[int, int], dims: int) -> NDArray[np.float64]:
+def spread(table: Table, where: dict[int, int], dims: int) -> NDArray[np.float64]:
     """The table's array with its dims in the places of `where`, ready to broadcast."""
     places = [where[v] for v in table.variables]
     array = table.costs.transpose(np.argsort(places))

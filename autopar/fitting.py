@@ -15,7 +15,7 @@ from .graphs import blocks
 from .passes import recompute
 from .plan import Memory
 from .program import Program
-from .report.summary import summarised
+from .report.summary import twice_seconds
 from .world import World
 
 
@@ -30,11 +30,13 @@ def fitted(
     Where that does not fit and recompute is "auto": with as little as it takes made again in the
     backward, in the first blocks. Raises PlanError where nothing does. `budget` None: as planned,
     whatever it needs. `larger`: from what is needed here to the smallest world that it would fit,
-    in words.
+    in words. A plan whose memory is known by now is not run again to find out.
     """
     assert program.plan is not None
     if budget is None:
         return recompute.recompute(program)
+    if (known := program.plan.memory) is not None and budget.fits(known):
+        return Rungs(program, world, budget).remembered(known)
     found, memory = effort(program, world, budget)
     if not budget.fits(memory):
         assert budget.memory_bytes is not None and found.plan is not None
@@ -73,6 +75,7 @@ class Rungs:
         self.names = blocks(program.module.graph.nodes)
         self.fetching = recompute.regathers(program)
         self.known: dict[_Rung, Tried] = {}
+        self._unrun: dict[_Rung, tuple[Program, float]] = {}
 
     def best(self) -> Tried:
         """As planned where that fits or nothing else may be; else the cheapest that fits, or what
@@ -83,12 +86,40 @@ class Rungs:
             return planned
         return self.cheapest(planned)
 
+    def least(self, below: float) -> Tried | None:
+        """What takes the fewest seconds of all that fits, if it is fewer than `below` for what runs
+        twice: every rung is tried. None where nothing does.
+        """
+        rungs = [self._planned()]
+        if self.budget.recompute == "auto":
+            every, fetched, mixed = self._ladders()
+            rungs += [*fetched, *mixed, *every]
+        best: Tried | None = None
+        for rung in dict.fromkeys(rungs):
+            if self._made(rung)[1] < below and self._fits(self.tried(rung)):
+                best = self.tried(rung)
+                below = best.seconds
+        return best
+
     def planned(self) -> Tried:
+        return self.tried(self._planned())
+
+    def _planned(self) -> _Rung:
         plan = self.program.plan
         assert plan is not None
         idle = {*self.names} - {*self.fetching}  # blocks that gather no weight
         regather = tuple(name for name in plan.regather if name not in idle)
-        return self.tried(_Rung(plan.recompute, regather))
+        return _Rung(plan.recompute, regather)
+
+    def _ladders(self) -> tuple[list[_Rung], list[_Rung], list[_Rung]]:
+        """Blocks recomputed, the first ones; blocks that gather again; and all that gather again,
+        some of these recomputed.
+        """
+        names, fetching = self.names, self.fetching
+        every = [_Rung(names[: n + 1], ()) for n in range(len(names))]
+        fetched = [_Rung((), fetching[: n + 1]) for n in range(len(fetching))]
+        mixed = [_Rung(rung.recompute, _without(fetching, rung)) for rung in every if fetching]
+        return every, fetched, mixed
 
     def counted(self) -> Tried:
         """With every weight gathered again that may be."""
@@ -100,19 +131,38 @@ class Rungs:
             self.known[rung] = self._try(rung)
         return self.known[rung]
 
-    def _try(self, rung: _Rung) -> Tried:
+    def _dropped(self, rung: _Rung) -> Program:
         assert self.program.plan is not None
         plan = dataclasses.replace(
             self.program.plan, recompute=rung.recompute, regather=rung.regather
         )
         made = recompute.recompute(dataclasses.replace(self.program, plan=plan))
         recompute.check(made)
+        return made
+
+    def _made(self, rung: _Rung) -> tuple[Program, float]:
+        """The program that drops so much, and the seconds of what runs twice."""
+        if rung not in self._unrun:
+            made = self._dropped(rung)
+            again = twice_seconds(made, self.world) if rung.recompute or rung.regather else 0.0
+            self._unrun[rung] = made, again
+        return self._unrun[rung]
+
+    def _try(self, rung: _Rung) -> Tried:
+        made, seconds = self._made(rung)
         memory = peak(made, self.budget.optimizer, self.world.backend)
-        seconds = summarised(made, self.world).seconds - plan.seconds
+        return Tried(self._with(made, memory), memory, seconds)
+
+    def remembered(self, memory: Memory) -> Program:
+        """As planned, with what that is known to need."""
+        return self._with(self._dropped(self._planned()), memory)
+
+    def _with(self, made: Program, memory: Memory) -> Program:
+        assert made.plan is not None
         plan = dataclasses.replace(
-            plan, memory=memory, peak_bytes=memory.peak, optimizer=self.budget.optimizer
+            made.plan, memory=memory, peak_bytes=memory.peak, optimizer=self.budget.optimizer
         )
-        return Tried(dataclasses.replace(made, plan=plan), memory, seconds)
+        return dataclasses.replace(made, plan=plan)
 
     def cheapest(self, start: Tried) -> Tried:
         """What takes the fewest seconds of those that fit; what comes nearest where nothing does.
@@ -120,21 +170,18 @@ class Rungs:
         Either as few blocks as it takes gather again, and where that is not enough as few as it
         takes of these are recomputed; or as few as it takes are recomputed and the others keep all.
         """
-        names, fetching = self.names, self.fetching
-        every = [_Rung(names[: n + 1], ()) for n in range(len(names))]
-        ladders = [(start, every)] if every else []
-        if fetching:
-            fetched = [_Rung((), fetching[: n + 1]) for n in range(len(fetching))]
+        every, fetched, mixed = self._ladders()
+        found: list[tuple[Tried, list[_Rung]]] = []
+        if fetched:
             middle = self.tried(fetched[-1])
-            if self._fits(middle):
-                ladders.append((start, fetched))
-            else:
-                mixed = [_Rung(rung.recompute, _without(fetching, rung)) for rung in every]
-                ladders.append((middle, mixed))
-        useful = [(low, rungs) for low, rungs in ladders if self._fits(self.tried(rungs[-1]))]
-        if not useful:
+            found = [(start, fetched) if self._fits(middle) else (middle, mixed)]
+        found = [(low, rungs) for low, rungs in found if self._fits(self.tried(rungs[-1]))]
+        one = self._made(every[0])[1] if every else 0.0
+        if every and not (found and self._guess(*found[0])[1] <= start.seconds + one):
+            found += [(start, every)] if self._fits(self.tried(every[-1])) else []
+        if not found:
             return min((start, *self.known.values()), key=lambda tried: tried.memory.peak)
-        return self._climb(*min(useful, key=lambda pair: self._guess(*pair)[1]))
+        return self._climb(*min(reversed(found), key=lambda pair: self._guess(*pair)[1]))
 
     def _fits(self, tried: Tried) -> bool:
         return self.budget.fits(tried.memory)

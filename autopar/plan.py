@@ -228,8 +228,15 @@ class Plan:
             return ""
         several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
         proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the optimum"
-        limited = self.limit is not None and self.gap >= 1e-6
-        return f", {proof}{' of unlimited memory' if limited else ''}{several}"
+        return f", {proof}{self._knowing()}{several}"
+
+    def _knowing(self) -> str:
+        """Whether what bounds the plan knows of the limit that it had to fit."""
+        if self.limit is None or self.gap < 1e-6:
+            return ""
+        free = min((seconds for _, seconds in self.meshes), default=self.bound)
+        within = self.bound > free * (1 + 1e-6)
+        return " within this memory" if within else " of unlimited memory"
 
     @property
     def dropped(self) -> tuple[tuple[str, str], ...]:

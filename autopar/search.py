@@ -56,13 +56,15 @@ def search(
     """The plan of least modelled time on this mesh under this constraint, `among` these joint
     choices if they are given. With a `price`, the bytes that a plan keeps count as time, too.
     """
-    return _Search(program, mesh, world, constraint, redundant, among, price).solve()
+    return Search(program, mesh, world, constraint, redundant, among, price).solve()
 
 
 Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # of every node and stored tensor
 
 
-class _Search:
+class Search:
+    """The variables and tables of a search: see `search`."""
+
     def __init__(
         self,
         program: Program,
@@ -90,6 +92,17 @@ class _Search:
         self.members: dict[int, Region] = {}
 
     def solve(self) -> Plan:
+        self.enter()
+        memo: Memo = {}
+        return self.plan(*minimise(self.sizes, self.tables, memo))
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many values each variable has."""
+        return [len(variable.items) for variable in self.variables]
+
+    def enter(self) -> None:
+        """All variables and tables."""
         entries = {entry.node: entry for entry in self.program.signature.inputs}
         nodes = list(self.program.module.graph.nodes)
         self.element = {
@@ -116,13 +129,10 @@ class _Search:
                 sources = [None if n is None else producer(n) for n in operands_of(node)]
                 self.regions.place(node.name, sources, self._strategies(node))
         for region in self.regions.all:
-            self._enter(region)
+            self._region(region)
         self._outputs()
         for value, wants in self.wants.items():
             self._convert(value, wants)
-        memo: Memo = {}
-        seconds, values = minimise([len(v.items) for v in self.variables], self.tables, memo)
-        return self._plan(seconds, values)
 
     # -- variables ---------------------------------------------------------------------------------
     def _variable(self, name: str, options: Options) -> int:
@@ -238,7 +248,7 @@ class _Search:
             seconds += self.price.seconds_per_byte * kept
         return seconds
 
-    def _enter(self, region: Region) -> None:
+    def _region(self, region: Region) -> None:
         """Make a region a variable: the layouts of all it makes, and what it wants of the values it
         takes from outside.
         """
@@ -320,7 +330,8 @@ class _Search:
         return Want(self.copies[value], (options.key, 0), options.items[1:])
 
     # -- the result --------------------------------------------------------------------------------
-    def _plan(self, seconds: float, values: list[int]) -> Plan:
+    def plan(self, seconds: float, values: list[int]) -> Plan:
+        """The plan of these values of the variables."""
         choices, stored, outputs, unsplit = {}, {}, {}, []
         for name, variable in self.index.items():
             item = self.variables[variable].items[values[variable]]

@@ -6,9 +6,11 @@ on the stored parameters. No regions and no tables: a strategy for every node, o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -21,10 +23,12 @@ from autopar.cost.inside import inside
 from autopar.graphs import producer
 from autopar.layout import Element, I, Layout, R, steps
 from autopar.mesh import Mesh
+from autopar.plan import Choice, Plan
 from autopar.program import Program, Value
 from autopar.rating.frame import carries_gradient
 from autopar.rules import operands_of, results_of, shape_of, value_of
-from autopar.strategies import Choice, Strategy, axis_choices, placements, strategies
+from autopar.strategies import Choice as AxisChoice
+from autopar.strategies import Strategy, axis_choices, placements, split_of, strategies
 from autopar.world import World
 
 Layouts = tuple[Layout, ...]
@@ -50,7 +54,7 @@ class Objective:
 
     # -- nodes -------------------------------------------------------------------------------------
     def strategies(
-        self, node: fx.Node, joint: list[tuple[Choice, ...]] | None = None
+        self, node: fx.Node, joint: list[tuple[AxisChoice, ...]] | None = None
     ) -> list[Strategy]:
         """Every strategy of a node, or those of these joint choices."""
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
@@ -129,57 +133,144 @@ class _Uses:
                 self.of[value].append(tuple(found[:1] if whole else found))
 
 
-def least(program: Program, mesh: Mesh, world: World) -> float:
-    """The least modelled seconds of a step over every combination of strategies, stored layouts and
-    copies. A branch ends where it costs more already than the best found.
+class _Everything:
+    """A walk over every combination of strategies. A branch ends where it costs more already than
+    `below`.
     """
-    objective = Objective(program, mesh, world)
-    nodes, uses = objective.nodes, _Uses(objective).of
-    place = {node.name: i for i, node in enumerate(nodes)}
-    options = []
-    for node in nodes:
-        rated = [(objective.node_seconds(node, s), s) for s in objective.strategies(node)]
-        options.append(sorted(rated, key=lambda pair: pair[0]))
-    rest = [math.fsum(found[0][0] for found in options[i:]) for i in range(len(options) + 1)]
-    settled: dict[int, list[Value]] = defaultdict(list)  # values by the last node that knows them
-    copies: dict[Value, Layouts] = {}
-    for value, takers in uses.items():
-        places = [t[0] for t in takers if isinstance(t[0], int)]
-        settled[max([*places, place.get(value[0], 0)])].append(value)
-        copies[value] = _shared(takers, options)
-    best = math.inf
-    chosen: list[Strategy] = []
 
-    def made(value: Value) -> Layouts:
-        if value[0] in place:
-            return (chosen[place[value[0]]].results[value[1]],)
-        found = objective.placed(objective.named[value[0]])
-        return found if value[0] in objective.parameters else found[:1]
+    def __init__(self, program: Program, mesh: Mesh, world: World, below: float) -> None:
+        self.below = below
+        self.objective = Objective(program, mesh, world)
+        self.nodes, self.uses = self.objective.nodes, _Uses(self.objective).of
+        self.place = {node.name: i for i, node in enumerate(self.nodes)}
+        self.options = [self._rated(node) for node in self.nodes]
+        self.rest = [0.0]  # of the nodes from each on, at least
+        for rated in reversed(self.options):
+            self.rest.insert(0, self.rest[0] + rated[0][0])
+        self.settled: dict[int, list[Value]] = defaultdict(list)  # by the last node that knows them
+        self.copies: dict[Value, Layouts] = {}
+        for value, takers in self.uses.items():
+            places = [t[0] for t in takers if isinstance(t[0], int)]
+            self.settled[max([*places, self.place.get(value[0], 0)])].append(value)
+            self.copies[value] = _shared(takers, self.options)
+        self.chosen: list[Strategy] = []
 
-    def want(taker: Any) -> Layouts:
+    def _rated(self, node: fx.Node) -> list[tuple[float, Strategy]]:
+        rated = [(self.objective.node_seconds(node, s), s) for s in self.objective.strategies(node)]
+        return sorted(rated, key=lambda pair: pair[0])
+
+    def walk(self, depth: int = 0, spent: float = 0.0) -> Iterator[float]:
+        """The least seconds with each combination, which is `chosen` at that moment."""
+        if depth == len(self.nodes):
+            yield spent
+            return
+        for seconds, strategy in self.options[depth]:
+            total, rest = spent + seconds, self.rest[depth + 1]
+            if total + rest >= self.below:
+                break
+            self.chosen.append(strategy)
+            for value in self.settled[depth]:
+                ways = self.made(value), self.wanted(value), self.copies[value]
+                total += self.objective.value_seconds(value, *ways)
+            if total + rest < self.below:
+                yield from self.walk(depth + 1, total)
+            self.chosen.pop()
+
+    def made(self, value: Value) -> Layouts:
+        if value[0] in self.place:
+            return (self.chosen[self.place[value[0]]].results[value[1]],)
+        found = self.objective.placed(self.objective.named[value[0]])
+        return found if value[0] in self.objective.parameters else found[:1]
+
+    def wanted(self, value: Value) -> tuple[Layouts, ...]:
+        return tuple(self._want(taker) for taker in self.uses[value])
+
+    def _want(self, taker: Any) -> Layouts:
         if isinstance(taker[0], int):
-            return (chosen[taker[0]].operands[taker[1]],)  # type: ignore[return-value]
+            return (self.chosen[taker[0]].operands[taker[1]],)  # type: ignore[return-value]
         return tuple(taker)
 
-    def descend(depth: int, spent: float) -> None:
-        nonlocal best
-        if depth == len(nodes):
-            best = min(best, spent)
-            return
-        for seconds, strategy in options[depth]:
-            total = spent + seconds
-            if total + rest[depth + 1] >= best:
-                break
-            chosen.append(strategy)
-            for value in settled[depth]:
-                wanted = tuple(want(t) for t in uses[value])
-                total += objective.value_seconds(value, made(value), wanted, copies[value])
-            if total + rest[depth + 1] < best:
-                descend(depth + 1, total)
-            chosen.pop()
+    # -- whole plans -------------------------------------------------------------------------------
+    def plans(self) -> Iterator[tuple[float, Plan]]:
+        """Every plan of fewer seconds than `below`: strategies with a layout for every stored
+        parameter and output, and a copy or none of every value with several uses.
+        """
+        for seconds in self.walk():
+            ways, least = [], []
+            for value in self.uses:
+                found = list(self._ways(value))
+                least.append(min(cost for cost, *_ in found))
+                ways.append(sorted(found, key=lambda way: way[0]))
+            strategies = seconds - math.fsum(least)
+            for total, picked in _sums(ways, self.below - strategies):
+                yield strategies + total, self._plan(dict(zip(self.uses, picked, strict=True)))
 
-    descend(0, 0.0)
-    return best
+    def _ways(self, value: Value) -> Iterator[tuple[float, Layout, Layout | None, Layouts]]:
+        """(seconds, where it is made, its copy, where its uses take it)."""
+        objective, node = self.objective, self.objective.named[value[0]]
+        size = results_of(node)[value[1]].dtype.itemsize
+        gradient = value in objective.notes.gradient
+        paid = value[0] in objective.parameters
+        for source in self.made(value):
+            own = optimizer_seconds(source, size, objective.world) if paid else 0.0
+            for copy in (None, *self.copies[value]):
+                more = 0.0 if copy is None else objective.conversion(source, copy, size, gradient)
+                for targets in itertools.product(*self.wanted(value)):
+                    uses = [objective.conversion(source, t, size, gradient) for t in targets]
+                    if copy is not None:
+                        near = [objective.conversion(copy, t, size, gradient) for t in targets]
+                        if all(a >= b for a, b in zip(near, uses, strict=True)):
+                            continue  # nobody takes it
+                        uses = [min(pair) for pair in zip(near, uses, strict=True)]
+                    yield own + more + math.fsum(uses), source, copy, targets
+
+    def _plan(self, picked: Mapping[Value, tuple[float, Layout, Layout | None, Layouts]]) -> Plan:
+        objective = self.objective
+        choices = {
+            node.name: Choice(tuple(map(split_of, s.choices)), s.operands, s.results)
+            for node, s in zip(self.nodes, self.chosen, strict=True)
+        }
+        stored = {v[0]: way[1] for v, way in picked.items() if v[0] not in self.place}
+        copies = {value: way[2] for value, way in picked.items() if way[2] is not None}
+        outputs = {}
+        for number, output in enumerate(objective.program.signature.outputs):
+            if output.node is not None:
+                value = producer(objective.named[output.node])
+                last = [i for i, t in enumerate(self.uses[value]) if not isinstance(t[0], int)]
+                outputs[str(number)] = picked[value][3][last[0]]
+        return Plan(
+            objective.mesh, "auto", choices, stored, copies, outputs, 0.0, 0.0, 0.0,
+            world=objective.world,
+        )  # fmt: skip
+
+
+def _sums(ways: list[list[Any]], below: float) -> Iterator[tuple[float, list[Any]]]:
+    """One way for each, ascending within each list, of all whose sum is less than `below`."""
+    if not ways:
+        yield 0.0, []
+        return
+    rest = math.fsum(others[0][0] for others in ways[1:])
+    for way in ways[0]:
+        if way[0] + rest >= below:
+            return
+        for total, picked in _sums(ways[1:], below - way[0]):
+            yield way[0] + total, [way, *picked]
+
+
+def least(program: Program, mesh: Mesh, world: World) -> float:
+    """The least modelled seconds of a step over every combination of strategies, stored layouts and
+    copies.
+    """
+    found = _Everything(program, mesh, world, math.inf)
+    for seconds in found.walk():
+        found.below = min(found.below, seconds)
+    return found.below
+
+
+def faster(program: Program, mesh: Mesh, world: World, below: float) -> Iterator[Plan]:
+    """Every plan on a mesh that takes fewer than `below` seconds, in no order."""
+    for seconds, plan in _Everything(program, mesh, world, below).plans():
+        yield dataclasses.replace(plan, seconds=seconds)
 
 
 def _shared(takers: list[Any], options: list[list[tuple[float, Strategy]]]) -> Layouts:

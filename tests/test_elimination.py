@@ -127,8 +127,8 @@ def test_layers_that_share_their_tables_are_worked_out_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
-    spread = elimination._spread
-    monkeypatch.setattr(elimination, "_spread", lambda *a: (made.append(a), spread(*a))[1])
+    spread = elimination.spread
+    monkeypatch.setattr(elimination, "spread", lambda *a: (made.append(a), spread(*a))[1])
     memo: Memo = {}
     shared = minimise(*layers(64, shared=True), memo)
     work = len(made)

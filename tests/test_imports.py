@@ -14,10 +14,11 @@ ORDER = (
     "errors", "ranks", "_compat", "spans", "mesh", "world", "layout", "plan", "rules", "ops",
     "probe", "program", "graphs", "simplify", "capture", "strategies", "pushback", "wire", "levels",
     "adjoints", "collectives", "conversion", "sharded", "local", "recomputed", "constraint", "cost",
-    "layouts", "elimination", "regions", "price", "editing", "conversion_costs", "search",
-    "rating", "lockstep", "passes", "backends", "script", "measured", "placement", "module",
-    "verify", "report", "fitting", "hiding", "affordable", "sizing", "ready", "held", "deferred",
-    "pipeline", "planning", "api", "calibration", "targets", "options", "cli", "__main__", "",
+    "layouts", "elimination", "ranking", "regions", "price", "editing", "conversion_costs",
+    "search", "ascending", "rating", "lockstep", "passes", "backends", "script", "measured",
+    "placement", "module", "verify", "report", "fitting", "hiding", "proven", "affordable",
+    "sizing", "ready", "held", "deferred", "pipeline", "planning", "api", "calibration", "targets",
+    "options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

@@ -27,7 +27,7 @@ from autopar.cost.comm import path_seconds
 from autopar.errors import LayoutError
 from autopar.layout import I, Layout, P, R, S, steps
 from autopar.mesh import Mesh
-from autopar.passes import annotate, chains, choose, trace
+from autopar.passes import choose
 from autopar.program import Program
 from autopar.rating.frame import FIRST_SLOT, REPLICATED, WHOLE, Edge, Frame, Kind, Variable, frame
 from autopar.rating.moves import Moves
@@ -36,53 +36,13 @@ from autopar.rating.prices import Meshes
 from autopar.rating.rate import best, bound_on
 from autopar.search import search
 from autopar.world import World
+from random_nets import analysed, random_problem
 
 slow = pytest.mark.slow
 AUTO = Constraint("auto")
 
 
-def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    return chains.chains(annotate.annotate(trace.trace(model, args, kwargs)))
-
-
 # -- against trying everything ---------------------------------------------------------------------
-class RandomNet(nn.Module):
-    """Up to three of: a linear, a norm, a relu, a linear with a residual around it."""
-
-    SIZES = (2, 3, 4, 6, 8, 12)
-
-    def __init__(self, draw: random.Random) -> None:
-        super().__init__()
-        self.kinds = [
-            draw.choice(("linear", "linear", "norm", "relu", "residual"))
-            for _ in range(draw.randint(1, 3))
-        ]
-        self.kinds[0] = "linear" if set(self.kinds) == {"relu"} else self.kinds[0]
-        width = self.width = draw.choice(self.SIZES)
-        self.parts = nn.ModuleList()
-        for kind in self.kinds:
-            after = draw.choice(self.SIZES) if kind == "linear" else width
-            bias = kind == "linear" and draw.random() < 0.5
-            linear = kind in ("linear", "residual")
-            other = nn.LayerNorm(width) if kind == "norm" else nn.ReLU()
-            self.parts.append(nn.Linear(width, after, bias=bias) if linear else other)
-            width = after
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for kind, part in zip(self.kinds, self.parts, strict=True):
-            x = x + part(x) if kind == "residual" else part(x)
-        return x.square().mean()
-
-
-def random_problem(seed: int) -> tuple[Program, Mesh, World]:
-    draw = random.Random(seed)
-    net = RandomNet(draw)
-    rows = (draw.choice((2, 4, 6, 12)), *((3,) if draw.random() < 0.3 else ()))
-    mesh = Mesh.parse(draw.choice(("x2.y2", "x2.y3", "x3.y2")))
-    name = draw.choice(("dgx-h100", "pcie-4090", *(("laptop",) if mesh.size == 4 else ())))
-    return analysed(net, (torch.randn(*rows, net.width),), {}), mesh, World.preset(name, mesh.size)
-
-
 def equals_trying_everything(seed: int) -> None:
     program, mesh, world = random_problem(seed)
     exact = search(program, mesh, world, AUTO).seconds

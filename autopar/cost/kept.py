@@ -57,9 +57,13 @@ class Kept:
         own = float(element_bytes if self.program.annotations.again else 0)
         if not trained:
             return float(element_bytes)
+        return own + element_bytes + self._states(element_bytes, trained)
+
+    def _states(self, element_bytes: int, trained: bool) -> float:
+        """Bytes of the optimizer's states for every element of a parameter."""
         states = self.optimizer
         each = STATES[states] * element_bytes if isinstance(states, str) else float(states)
-        return own + element_bytes + each
+        return each * trained
 
     @cached_property
     def _shares(self) -> Mapping[str, Share]:
@@ -85,6 +89,29 @@ class Kept:
         for value in notes.again:
             keepers[roots.get(value, value)] = 0
         return {node.name: _share(node, found[node.name], roots, keepers) for node in nodes}
+
+
+@dataclass(frozen=True)
+class Stored(Kept):
+    """What every plan holds of its parameters when the backward ends: themselves, their gradients
+    and the optimizer's states. No peak is below that, whatever is dropped on the way.
+    """
+
+    def of(self, node: fx.Node) -> Share:
+        return Share((), (), 0.0)
+
+    def stored(self, element_bytes: int, trained: bool) -> float:
+        return element_bytes * (1.0 + trained) + self._states(element_bytes, trained)
+
+
+@dataclass(frozen=True)
+class Middle(Kept):
+    """What a plan that drops nothing holds between forward and backward: what nodes keep, and the
+    optimizer's states. No peak of such a plan is below that.
+    """
+
+    def stored(self, element_bytes: int, trained: bool) -> float:
+        return self._states(element_bytes, trained)
 
 
 class Price(NamedTuple):

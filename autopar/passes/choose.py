@@ -37,17 +37,21 @@ def choose(
     given = list(candidates(layout, world.ranks, program)) if given is None else given
     found = best(program, given, world, redundant, price, thorough)
     meshes = tuple((str(mesh), s) for (mesh, _), s in zip(given, found.bounds, strict=True))
-    asked = "auto" if budget is None else budget.recompute
-    every = blocks(program.module.graph.nodes)
-    again = every if asked == "full" else ()
-    fetched = every if asked == "gathers" else ()
     paid = 0.0
     if price is not None:
         paid = price.seconds_per_byte * bytes_kept(price.kept, found.plan)
     seconds, bound = found.plan.seconds - paid, found.bound - paid
-    plan = dataclasses.replace(
-        found.plan, seconds=seconds, bound=bound, meshes=meshes, recompute=again, regather=fetched
-    )
+    plan = dataclasses.replace(found.plan, seconds=seconds, bound=bound, meshes=meshes)
+    return dropping(dataclasses.replace(program, plan=plan), budget)
+
+
+def dropping(program: Program, budget: Budget | None) -> Program:
+    """The chosen program with its plan dropping what the budget asks of every repeated block."""
+    asked = "auto" if budget is None else budget.recompute
+    every = blocks(program.module.graph.nodes) if asked in ("full", "gathers") else ()
+    again, fetched = every * (asked == "full"), every * (asked == "gathers")
+    assert program.plan is not None
+    plan = dataclasses.replace(program.plan, recompute=again, regather=fetched)
     return dataclasses.replace(program, plan=plan)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -40,8 +41,7 @@ def summarised(program: Program, world: World, step: Timeline | None = None) -> 
     plan = program.plan
     assert plan is not None
     found = collectives(program, world)
-    again = sum(c.seconds for m, c in zip(moves(program), found, strict=True) if m.again)
-    again += sum(_again_seconds(program, world).values())
+    again = twice_seconds(program, world, found)
     unsplit = (*plan.unsplit, *_unknown(program))
     return dataclasses.replace(
         plan,
@@ -52,6 +52,15 @@ def summarised(program: Program, world: World, step: Timeline | None = None) -> 
         overlapped=None if step is None else step.seconds,
         unsplit=unsplit,
     )
+
+
+def twice_seconds(
+    program: Program, world: World, found: Sequence[Collective] | None = None
+) -> float:
+    """Seconds of what runs again in the backward. `found`: the program's collectives."""
+    found = collectives(program, world) if found is None else found
+    again = sum(c.seconds for m, c in zip(moves(program), found, strict=True) if m.again)
+    return again + sum(_again_seconds(program, world).values())
 
 
 def collectives(program: Program, world: World) -> tuple[Collective, ...]:

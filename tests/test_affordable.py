@@ -1,0 +1,127 @@
+"""The fastest plan under a limit of memory, held against trying everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import brute
+import models
+from autopar.affordable import affordable
+from autopar.ascending import ascending
+from autopar.cost.kept import Kept, Price
+from autopar.cost.memory import Budget
+from autopar.cost.peak import peak
+from autopar.elimination import Table
+from autopar.layouts import candidates
+from autopar.passes import choose, emitted
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.ranking import ranked
+from autopar.world import World
+from random_nets import analysed, random_problem
+
+slow = pytest.mark.slow
+OPTIMIZER = "adamw"
+
+
+# -- against trying everything ---------------------------------------------------------------------
+def peak_of(program: Program, plan: Plan, world: World) -> float:
+    made = emitted(dataclasses.replace(program, plan=plan), world)
+    return peak(made, OPTIMIZER, world.backend).peak
+
+
+def drawn_limit(program: Program, world: World, draw: random.Random) -> float:
+    """Between the least that one of many plans needs and what the fastest does."""
+    free = Budget(None, OPTIMIZER, "none")
+    fastest = affordable(program, world, "auto", budget=free).plan
+    assert fastest is not None
+    several = [
+        ascending(program, mesh, world, rules)
+        for mesh, rules in candidates("auto", world.ranks, program)
+    ]
+    many = list(itertools.islice(heapq.merge(*several, key=lambda plan: plan.seconds), 800))
+    peaks = [peak_of(program, plan, world) for plan in draw.sample(many, min(20, len(many)))]
+    least, most = min(peaks), peak_of(program, fastest, world)
+    return least + draw.random() * max(0.0, most - least)
+
+
+def fits_and_is_the_fastest(seed: int) -> None:
+    """By the exact peak of every plan that is faster, on every mesh: none fits. Nothing is made
+    twice here (recompute="none"), so a plan is its strategies, stored layouts and copies.
+    """
+    program, _, world = random_problem(seed)
+    limit = drawn_limit(program, world, random.Random(seed))
+    found = affordable(program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")).plan
+    assert found is not None
+    assert peak_of(program, found, world) <= limit, seed
+    assert found.bound <= found.seconds
+    if found.limit is not None:
+        assert found.bound == pytest.approx(found.seconds, rel=1e-9), seed
+    below = found.seconds * (1 - 1e-9) if found.limit is not None else 0.0
+    for mesh, _ in candidates("auto", world.ranks, program):
+        for plan in brute.faster(program, mesh, world, below):
+            needs = peak_of(program, plan, world)
+            assert needs > limit, (seed, plan.seconds, found.seconds, needs, limit)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=slow) for n in range(4, 200, 4))])
+def test_the_fastest_plan_that_fits_against_trying_everything(first: int) -> None:
+    for seed in range(first, first + 4):
+        fits_and_is_the_fastest(seed)
+
+
+@pytest.mark.parametrize(("name", "part"), [("gpt", 0.02)])
+def test_a_price_bounds_what_fits(name: str, part: float) -> None:
+    """In larger graphs: above the bound that knows no limit, and above no plan that was found."""
+    program, world = analysed(*getattr(models, name)()), World.preset("ethernet-25g", 4)
+    free = affordable(program, world, "auto", budget=Budget(None, OPTIMIZER, "none")).plan
+    assert free is not None
+    frugal = choose.choose(program, world, "auto", price=Price(Kept(program), 1.0)).plan
+    assert frugal is not None
+    least, most = (peak_of(program, plan, world) for plan in (frugal, free))
+    limit = least + part * (most - least)
+    found = affordable(program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")).plan
+    assert found is not None and found.memory is not None and found.memory.peak <= limit < most
+    assert free.bound < found.bound <= found.seconds
+    assert "within this memory" in (found.table().title or "")
+
+
+# -- the order of plans ----------------------------------------------------------------------------
+def random_tables(draw: random.Random) -> tuple[list[int], list[Table], list[Table]]:
+    sizes = [draw.randint(1, 4) for _ in range(draw.randint(1, 6))]
+    numbers = np.random.default_rng(draw.randint(0, 1 << 30))
+    tables = []
+    for _ in range(8):
+        several = sorted(draw.sample(range(len(sizes)), min(len(sizes), draw.randint(1, 3))))
+        tables.append(Table(tuple(several), numbers.random([sizes[v] for v in several])))
+    return sizes, tables, [Table((v,), numbers.random(size)) for v, size in enumerate(sizes)]
+
+
+def everything(
+    sizes: list[int], tables: list[Table], bytes_of: list[Table], cap: float
+) -> Iterator[float]:
+    for values in itertools.product(*map(range, sizes)):
+        costs, needs = (
+            sum(float(t.costs[tuple(values[v] for v in t.variables)]) for t in several)
+            for several in (tables, bytes_of)
+        )
+        if needs <= cap:
+            yield costs
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranked_gives_all_within_the_cap_in_order(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes, tables, bytes_of = random_tables(draw)
+    cap = draw.uniform(0, len(sizes)) if seed % 4 else float("inf")
+    found = list(ranked(sizes, tables, [(bytes_of, cap)]))
+    wanted = sorted(everything(sizes, tables, bytes_of, cap))
+    np.testing.assert_allclose([cost for cost, _ in found], wanted, rtol=1e-12)
+    assert len({tuple(values) for _, values in found}) == len(wanted)
