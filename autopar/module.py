@@ -204,7 +204,18 @@ class ParallelModule(nn.Module):
         if entry.kind == "buffer":
             now = self.get_buffer(entry.target)  # what the backward saves must not be written over
             return now.clone() if entry.target in self._mutated else now
-        return self.get_parameter(entry.target)
+        parameter = self.get_parameter(entry.target)
+        self._refuse_gradient(f"parameter {entry.target}", parameter, entry)
+        return parameter
+
+    def _refuse_gradient(self, what: str, given: torch.Tensor, entry: Input) -> None:
+        """Without a gradient, states that add one up are not told from those that do not."""
+        unplanned = given.requires_grad and not entry.trainable
+        if unplanned and self._mesh.axes and torch.is_grad_enabled():
+            raise InputError(
+                f"{what} requires a gradient, when the plan was made it did not: plan again with "
+                "one that does, or take it back (detach it, requires_grad_(False))"
+            )
 
     def _own(self, entry: Input, given: Any) -> torch.Tensor:
         """The rank's part of one input; refuses what was not planned for."""
@@ -223,17 +234,7 @@ class ParallelModule(nn.Module):
                 f"input {entry.target} is {found}, the plan is for {layout.shape} {dtype}: plan "
                 "again for other shapes or dtypes"
             )
-        if (
-            given.requires_grad
-            and not entry.trainable
-            and self._mesh.axes
-            and torch.is_grad_enabled()
-        ):
-            raise InputError(
-                f"input {entry.target} requires a gradient, the one that was planned did not: "
-                "plan again with one that does, or "
-                f"detach it"
-            )
+        self._refuse_gradient(f"input {entry.target}", given, entry)
         if isinstance(given, DTensor):
             self._check_place(entry, given)
             return given.to_local()

@@ -301,6 +301,17 @@ def test_gradients_of_inputs_that_were_not_planned(two_ranks: None) -> None:
         assert planned._own(entry, x) is x
 
 
+def test_a_parameter_that_was_frozen_when_planned(two_ranks: None) -> None:
+    model = two_layers()
+    model.down.weight.requires_grad_(False)
+    par = parallel(model, (rows(),))
+    assert not par.get_parameter("down.weight").requires_grad
+    par.get_parameter("down.weight").requires_grad_(True)
+    says = ("parameter down.weight requires a gradient", "plan again", "requires_grad_(False)")
+    with refused(InputError, *says):
+        par(rows())
+
+
 def test_distributed_inputs_that_lie_otherwise(two_ranks: None) -> None:
     par = parallel(two_layers(), (rows(),))
     mesh: DeviceMesh = par._device_mesh
