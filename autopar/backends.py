@@ -41,7 +41,8 @@ from ._compat import (
 from .cost.derived import Phase, writes
 from .cost.simulate import Run
 from .errors import PlanError
-from .passes import bucket, inplace, schedule
+from .mesh import connect
+from .passes import bucket, inplace, lanes, schedule
 from .program import Program
 from .world import World
 
@@ -49,7 +50,8 @@ Backend = str | Callable[..., Any] | None
 
 
 Overlap = bool | Sequence[str]
-PASSES = ("bucket", "schedule")
+PASSES = ("bucket", "schedule")  # that overlap=True means
+BY_NAME = ("bucket", "lanes", "schedule")
 OVERLAP: Overlap = False  # where a user does not say
 
 
@@ -57,13 +59,13 @@ def runner(
     program: Program, world: World, backend: Backend, overlap: Overlap
 ) -> Callable[..., Any]:
     """What a ParallelModule calls with the values of the graph's placeholders. `overlap`: True for
-    all passes, False for none, or the names of some. Raises PlanError for another name, of a pass
-    or of a backend.
+    PASSES, False for none, or names of BY_NAME. Raises PlanError for another name, of a pass or of
+    a backend.
     """
     passes = (PASSES if overlap else ()) if isinstance(overlap, bool) else tuple(overlap)
-    unknown = [name for name in passes if name not in PASSES]
+    unknown = [name for name in passes if name not in BY_NAME]
     if unknown:
-        raise PlanError(f"overlap names {unknown[0]!r}; the passes are {', '.join(PASSES)}")
+        raise PlanError(f"overlap names {unknown[0]!r}; the passes are {', '.join(BY_NAME)}")
     if isinstance(backend, str):
         named_backend(backend)
     assert program.plan is not None
@@ -102,6 +104,8 @@ class Scheduled:
             for place, entry in enumerate(program.signature.inputs, start=1)
             if entry.kind not in ("user", "seed")
         )
+        assert program.plan is not None
+        self.mesh = program.plan.mesh
         self._run: Callable[..., Any] | None = None
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
@@ -115,7 +119,15 @@ class Scheduled:
         if self._run is None:
             self._run = ranks.together("deriving the backward", lambda: self.derived(values))
             ranks.agree("collective order", self.order())
+            self._open(values[0].device.type)
         return self._run(*values)
+
+    def _open(self, device_type: str) -> None:
+        """The groups of lane 1: all ranks are here, with the same names."""
+        assert self.forward is not None and self.backward is not None
+        names = lanes.opened(self.forward.graph, self.backward.graph)
+        if names:
+            connect(self.mesh, device_type, names)
 
     def order(self) -> str:
         """Names the order of all collectives, forward and backward."""
@@ -167,6 +179,8 @@ class Scheduled:
             _sweep(module.graph)
             if "bucket" in self.passes:
                 module.graph = bucket.bucket(module.graph, self.world, self.stored, phase)
+            if "lanes" in self.passes:
+                lanes.lanes(module.graph, self.world, self.stored, phase)
             if "schedule" in self.passes:
                 before = list(module.graph.nodes)
                 run = schedule.schedule(module.graph, self.world, self.stored, phase)

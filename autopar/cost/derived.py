@@ -80,6 +80,16 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
     return Listed(tuple(events), tuple(nodes))
 
 
+def lead_to_products(listed: Listed) -> list[bool]:
+    """Of every event, whether a product hangs on it further on in the graph."""
+    found = [False] * len(listed.events)
+    for index in range(len(listed.events) - 1, -1, -1):
+        below = found[index] or flops(listed.nodes[index]) > 0
+        for needed in listed.events[index].after:
+            found[needed] |= below
+    return found
+
+
 def origin(node: fx.Node) -> tuple[str, str]:
     """The node of the emitted graph that a derived one comes from, and the path of its subgraph;
     its own name and no path where that is not known.

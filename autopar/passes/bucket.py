@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..cost.derived import Listed, Phase, collective_of, flops, graph_events
+from ..cost.derived import Listed, Phase, collective_of, graph_events, lead_to_products
 from ..cost.simulate import overlapped
 from ..world import World
 
@@ -77,11 +77,7 @@ def _candidates(listed: Listed) -> dict[int, int]:
     """The collectives that may be joined, each with how many of them stand behind one another
     before it: on their results no product hangs, or they hang on nothing but what is stored.
     """
-    leads = [False] * len(listed.events)  # to a product
-    for index in range(len(listed.events) - 1, -1, -1):
-        below = leads[index] or flops(listed.nodes[index]) > 0
-        for needed in listed.events[index].after:
-            leads[needed] |= below
+    leads = lead_to_products(listed)
     found: dict[int, int] = {}
     depth = [0] * len(listed.events)
     for index, (event, node) in enumerate(zip(listed.events, listed.nodes, strict=True)):
