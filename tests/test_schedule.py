@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -130,6 +132,34 @@ def test_oag_gathers_of_the_next_layers_are_issued_ahead() -> None:
     for _, wait in matrices:  # and waited for right before what uses them
         user = next(iter(wait.users))
         assert not [n for n in products(run.forward) if place[wait] < place[n] < place[user]]
+
+
+def test_oag_is_as_far_ahead_as_the_link_needs() -> None:
+    """Issued one product ahead where that hides a gather, several where links are slower."""
+    run = scheduled("fsdp", layers=4)
+    assert run.forward is not None
+    distances = []
+    for speed in (1.0, 0.1):
+        levels = tuple(
+            dataclasses.replace(level, bytes_per_s=level.bytes_per_s * speed)
+            for level in run.world.levels
+        )
+        graph = copy.deepcopy(run.forward.graph)
+        slower = dataclasses.replace(run.world, levels=levels)
+        schedule.schedule(graph, slower, run.stored, "forward")
+        module = fx.GraphModule(run.forward, graph)
+        place = order(module)
+        at = [place[node] for node in products(module)]
+        large = [
+            (place[issue], place[wait])
+            for issue, wait in sent(module, "all_gather_into_tensor")
+            if issue.meta["val"].numel() >= 1024 * 1024
+        ]
+        distances.append([sum(issue < p < wait for p in at) for issue, wait in large[2:]])
+    near, far = distances
+    assert sum(near) / len(near) < 2.5, near
+    assert sum(far) > 1.5 * sum(near), (near, far)
+    assert max(far) > 1
 
 
 def test_gathers_are_not_all_issued_at_once() -> None:
