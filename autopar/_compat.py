@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
@@ -45,6 +46,7 @@ __all__ = [
     "local_of",
     "named_backend",
     "next_autograd_step",
+    "partition",
     "placing_of",
     "process_group",
     "pytree",
@@ -154,6 +156,22 @@ def named_backend(name: str) -> Callable[..., Any]:
         raise PlanError(f"torch.compile knows no backend {name!r}; it knows {known}")
     found: Callable[..., Any] = lookup_backend(name)
     return found
+
+
+def partition(
+    joint: torch.fx.GraphModule, inputs: Any, **more: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """torch's cut of a joint graph into forward and backward: what the backward needs is saved,
+    unless its node is tagged to be made again. Nothing may draw random numbers there: torch would
+    keep the generators' states for whatever has the tag of such an op, as attention without
+    dropout has too.
+    """
+    draws = partitioners.has_recomputable_rng_ops
+    partitioners.has_recomputable_rng_ops = lambda fx_g: False
+    try:
+        return default_partition(joint, inputs, **more)
+    finally:
+        partitioners.has_recomputable_rng_ops = draws
 
 
 # -- inductor: imported where it is wanted, which takes a second -----------------------------------

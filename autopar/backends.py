@@ -20,6 +20,7 @@ where no gradients are wanted, torch.compile gets the emitted graph with that ba
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -33,17 +34,19 @@ from ._compat import (
     BoxedCodeGen,
     below_autograd,
     compile_in_order,
-    default_partition,
     derive,
     inductor_decompositions,
     named_backend,
+    partition,
 )
-from .cost.derived import Phase, writes
+from .cost.derived import Phase, bytes_of, writes
+from .cost.live import live_bytes
 from .cost.simulate import Run
 from .errors import PlanError
 from .mesh import connect
 from .passes import bucket, inplace, lanes, schedule
 from .program import Program
+from .recomputed import spread, tagged
 from .world import World
 
 Backend = str | Callable[..., Any] | None
@@ -53,6 +56,14 @@ Overlap = bool | Sequence[str]
 PASSES = ("bucket", "schedule")  # that overlap=True means
 BY_NAME = ("bucket", "lanes", "schedule")
 OVERLAP: Overlap = False  # where a user does not say
+
+# Bytes of the largest bucket and how freely ops move: the first that the memory allows is taken.
+_ATTEMPTS: tuple[tuple[float, schedule.Freedom], ...] = (
+    (math.inf, schedule.Freedom()),
+    (1 << 20, schedule.Freedom()),
+    (0, schedule.Freedom()),
+    (0, schedule.LEAST),
+)
 
 
 def runner(
@@ -69,18 +80,13 @@ def runner(
     if isinstance(backend, str):
         named_backend(backend)
     assert program.plan is not None
-    if not program.plan.mesh.axes or _runs_twice(program) or overlap is False:
-        # AOTAutograd would save what the plan says is computed again
+    if not program.plan.mesh.axes or overlap is False:
         return _plain(program.module, backend)
     return Scheduled(program, world, passes, backend)
 
 
 def _plain(module: fx.GraphModule, backend: Backend) -> Callable[..., Any]:
     return module if backend is None else torch.compile(module, backend=backend)
-
-
-def _runs_twice(program: Program) -> bool:
-    return program.plan is not None and bool(program.plan.recompute or program.plan.regather)
 
 
 class Scheduled:
@@ -99,6 +105,8 @@ class Scheduled:
     ) -> None:
         self.module, self.world, self.passes = program.module, world, passes
         self._plain, self.backend = _plain(program.module, backend), backend
+        memory = program.plan.memory if program.plan is not None else None
+        self.bound = memory.peak - memory.optimizer if memory is not None else 0.0
         self.stored = frozenset(
             f"primals_{place}"
             for place, entry in enumerate(program.signature.inputs, start=1)
@@ -153,7 +161,8 @@ class Scheduled:
     def derived(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Derive and schedule the graphs for such values; what runs them."""
         decompositions = inductor_decompositions() if self.backend == "inductor" else None
-        return derive(self.module, values, self._compiled, self._partition, decompositions)
+        module = tagged(self.module)  # what the plan makes again is not saved
+        return derive(module, values, self._compiled, self._partition, decompositions)
 
     def _compiled(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         """What runs one of the two graphs. The backward may be given as a copy."""
@@ -172,25 +181,49 @@ class Scheduled:
         self, joint: fx.GraphModule, inputs: Any, **more: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's own cut into forward and backward, each put in order."""
-        self.forward, self.backward = default_partition(joint, inputs, **more)
+        spread(joint.graph)
+        self.forward, self.backward = partition(joint, inputs, **more)
+        given = self.forward.graph.find_nodes(op="placeholder")
+        primals = float(sum(bytes_of(node) for node in given))
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
         for module, phase in phases:
             _sweep(module.graph)
-            if "bucket" in self.passes:
-                module.graph = bucket.bucket(module.graph, self.world, self.stored, phase)
-            if "lanes" in self.passes:
-                lanes.lanes(module.graph, self.world, self.stored, phase)
-            if "schedule" in self.passes:
-                before = list(module.graph.nodes)
-                run = schedule.schedule(module.graph, self.world, self.stored, phase)
-                self.modelled[phase] = run
-                schedule.check(module.graph, before)
+            module.graph = self._ordered(module.graph, phase, primals)
             if self.backend is None:  # compilers take functional graphs
                 inplace.inplace(module.graph)
                 inplace.check(module.graph)
             module.recompile()
         return self.forward, self.backward
+
+    def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> fx.Graph:
+        """The graph with as much freedom as holds no more at once than the plan says, or than its
+        own order holds if that is more.
+        """
+        before = list(graph.nodes)
+        bound = max(self.bound, live_bytes(graph, primals))
+        for most, freedom in _ATTEMPTS:
+            found, run = self._attempt(graph, phase, most, freedom)
+            if live_bytes(found, primals) <= bound:
+                if run is not None:
+                    self.modelled[phase] = run
+                return found
+            schedule.reorder(graph, before)
+        return graph
+
+    def _attempt(
+        self, graph: fx.Graph, phase: Phase, most: float, freedom: schedule.Freedom
+    ) -> tuple[fx.Graph, Run | None]:
+        if "bucket" in self.passes:
+            graph = bucket.bucket(graph, self.world, self.stored, phase, most)
+        if "lanes" in self.passes:
+            lanes.lanes(graph, self.world, self.stored, phase)
+        if "schedule" not in self.passes:
+            return graph, None
+        before = list(graph.nodes)
+        run = schedule.schedule(graph, self.world, self.stored, phase, freedom)
+        schedule.check(graph, before)
+        return graph, run
 
 
 def _sweep(graph: fx.Graph) -> None:

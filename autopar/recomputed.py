@@ -4,7 +4,8 @@ again there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 from torch.utils.flop_counter import flop_registry
+
+from ._compat import OpOverload
+from .graphs import inlined
 
 
 def recomputed(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:
@@ -109,3 +113,47 @@ def _products_are_kept() -> Any:
         return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.MUST_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def tagged(module: fx.GraphModule) -> fx.GraphModule:
+    """The same in one graph, in which what is made again in the backward has the marks that torch's
+    partitioners want: `CheckpointPolicy.MUST_RECOMPUTE`, and a number for each block.
+    """
+    flat = inlined(module)
+    numbers: dict[str, int] = {}
+    for node in flat.graph.nodes:
+        if "block" in node.meta and node.meta["again"]:
+            number = numbers.setdefault(node.meta["block"], len(numbers))
+            node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": number}
+    return flat
+
+
+def spread(joint: fx.Graph) -> None:
+    """In a joint graph traced from that: what only shows or copies what is made again, as the
+    product's own transpose of a gathered weight does, is not kept either.
+    """
+    for node in joint.nodes:
+        inputs = node.all_input_nodes
+        if len(inputs) == 1 and "recompute" not in node.meta and _copies(node):
+            marks = inputs[0].meta
+            if marks.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE:
+                node.meta |= {key: marks[key] for key in ("recompute", "ac_graph_id")}
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether a node's result is its operand in another view, order, dtype or memory."""
+    target = node.target
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in _returns(target))
+    return views or target.overloadpacket in _COPIES
+
+
+def _returns(target: OpOverload) -> Sequence[Any]:
+    found: Sequence[Any] = target._schema.returns
+    return found
+
+
+_COPIES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten._unsafe_view)

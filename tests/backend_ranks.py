@@ -52,10 +52,10 @@ def small() -> tuple[nn.Module, Any]:
     return models.Gpt(layers=1), example("gpt")[1]
 
 
-def one(name: str, layout: str, backend: Any, overlap: bool) -> Facts:
+def one(name: str, layout: str, backend: Any, overlap: bool, **more: Any) -> Facts:
     model, inputs = small() if name == "small" else example(name)
     single = step(copy.deepcopy(model), inputs)
-    how: Any = {"layout": layout, "backend": backend, "overlap": overlap}
+    how: Any = {"layout": layout, "backend": backend, "overlap": overlap, **more}
     par = autopar.parallelize(model, None, inputs, **how)
     return against(single, par, inputs, par)
 
@@ -117,6 +117,14 @@ def quick() -> Facts:
     return {" ".join(cell): one(*cell, True) for cell in cells}
 
 
+def again(backend: str | None) -> Facts:
+    """Plans that gather weights again, or recompute blocks, scheduled."""
+    cells = itertools.product(("fsdp", "4d"), ("gathers", "full"))
+    return {
+        f"{layout} {how}": one("gpt", layout, backend, True, recompute=how) for layout, how in cells
+    }
+
+
 def matrix(backend: str | None) -> Facts:
     cells = itertools.product(("gpt", "llama"), LAYOUTS, (False, True))
     found = {}
@@ -131,6 +139,8 @@ TASKS = {
     "callable": callable_backend,
     "outside": compiled_from_outside,
     "failing": failing,
+    "again": lambda: again(None),
+    "again by inductor": lambda: again("inductor"),
     "None": lambda: matrix(None),
     "aot_eager": lambda: matrix("aot_eager"),
     "inductor": lambda: matrix("inductor"),

@@ -4,6 +4,7 @@ the scheduled forward and backward, and gives the numbers of one device.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ import autopar
 import models
 from autopar import _compat, backends, mesh
 from autopar.backends import Scheduled
-from autopar.cost.derived import collective_of, is_wait
+from autopar.cost.derived import carries_on, collective_of, is_wait
+from autopar.cost.peak import Lives, highest
 from test_schedule import value_of
 from test_training import LIMIT, launched
 
@@ -120,6 +122,71 @@ def test_inductor_keeps_the_order_of_collectives_waits_and_products(
         assert called(generated(graph, inputs, backward), wanted) == list(wanted)
 
 
+# -- what is made again in the backward ------------------------------------------------------------
+@functools.cache
+def planned(ranks: int, layout: Any, recompute: Any) -> autopar.Plan:
+    """Of a GPT with a batch four times that of the other tests, so that activations matter."""
+    model, args, _ = models.gpt()
+    inputs = tuple(x.repeat(4, 1) for x in args)
+    return autopar.plan(model, ranks, inputs, layout, recompute=recompute, smaller=False)
+
+
+def held(plan: autopar.Plan, passes: tuple[str, ...]) -> tuple[Scheduled, int]:
+    """The derived graphs, and the most bytes that a step by them holds, counted as cost/peak.py
+    counts: memories without storage, by torch's own rules.
+    """
+    program = plan.ready.program
+    run = Scheduled(program, plan.world, passes)
+    with _compat.fake_mode():
+        values = [value_of(entry, program) for entry in program.signature.inputs]
+        step, lives = run.derived(values), Lives()
+        for value in values:
+            lives.note(value)
+        with lives:
+            found = step(*values)
+            next(x for x in found if x.requires_grad and not x.dim()).backward()
+    return run, highest(lives.lives)[1]
+
+
+def collectives(run: Scheduled) -> list[int]:
+    assert run.forward is not None and run.backward is not None
+    graphs = run.forward.graph, run.backward.graph
+    return [sum(collective_of(node) is not None for node in graph.nodes) for graph in graphs]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(4, "fsdp"), (4, "megatron-sp")])
+def test_what_the_plan_makes_again_is_not_saved(ranks: int, layout: str) -> None:
+    plain, plain_bytes = held(planned(ranks, layout, "none"), ("schedule",))
+    for recompute in ("gathers", "full"):
+        plan = planned(ranks, layout, recompute)
+        again, least = held(plan, ("schedule",))
+        before, after = collectives(plain), collectives(again)
+        kept = planned(ranks, layout, "none").collectives
+        assert after[0] == before[0] and sum(after) - sum(before) == len(plan.collectives) - len(
+            kept
+        )
+        if plan.regather or plan.recompute:
+            assert least < plain_bytes
+        for passes in ((), backends.PASSES):
+            assert held(plan, passes)[1] <= 1.05 * plan.memory.peak - plan.memory.optimizer
+        _, unscheduled = held(plan, ())
+        assert held(plan, backends.PASSES)[1] <= max(1.01 * unscheduled, plan.memory.peak)
+
+
+def test_gathers_of_the_backward_are_issued_ahead() -> None:
+    run, _ = held(planned(4, "fsdp", "gathers"), ("schedule",))
+    assert run.backward is not None
+    nodes = list(run.backward.graph.nodes)
+    place = {node: number for number, node in enumerate(nodes)}
+    early = 0
+    for node in nodes:
+        if collective_of(node) == "all_gather_into_tensor":
+            (wait,) = [user for user in node.users if is_wait(user)]
+            between = nodes[place[node] + 1 : place[wait]]
+            early += any(n.op == "call_function" and not carries_on(n) for n in between)
+    assert early >= 6  # of the eight products
+
+
 # -- numbers ---------------------------------------------------------------------------------------
 def on_ranks(folder: Path, *tasks: str, ranks: int = 2, seconds: int = 180) -> dict[str, Any]:
     return launched(folder, ranks, *tasks, script="backend_ranks.py", seconds=seconds)
@@ -132,7 +199,10 @@ def right(facts: dict[str, Any], where: str, runs: str = "") -> None:
 
 
 def test_backends_give_the_numbers_of_one_device(tmp_path: Path) -> None:
-    facts = on_ranks(tmp_path, "quick", "callable", "outside", "failing")
+    facts = on_ranks(tmp_path, "quick", "callable", "outside", "failing", "again")
+    for cell, found in facts["again"].items():
+        if cell != "seconds":
+            right(found, f"made again: {cell}", "Scheduled")
     for cell, found in facts["quick"].items():
         if cell != "seconds":
             right(found, cell, "Scheduled")

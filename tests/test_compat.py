@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from functorch.compile import make_boxed_func
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -252,6 +253,35 @@ def test_both_graphs_are_compiled_at_once_by_any_backend() -> None:
     torch.testing.assert_close(value.grad, wanted.grad)
     with pytest.raises(PlanError, match="knows no backend 'nonesuch'; it knows aot_eager"):
         _compat.named_backend("nonesuch")
+
+
+@covers("partition")
+def test_what_is_tagged_is_made_again() -> None:
+    """Attention among it, whose op torch takes for one that draws random numbers."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    attention = torch.nn.functional.scaled_dot_product_attention
+    middle = graph.call_function(torch.sin, (graph.call_function(attention, (x, x, x)),))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            again = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+            node.meta |= {"recompute": again, "ac_graph_id": 0}
+    graph.output((graph.call_function(torch.exp, (middle,)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    cut: list[str] = []
+
+    def parted(joint: torch.fx.GraphModule, inputs: object, **more: object) -> object:
+        both = _compat.partition(joint, inputs, **more)
+        cut.extend(part.code for part in both)
+        return both
+
+    value = torch.randn(1, 1, 4, 8, requires_grad=True)
+    (y,) = _compat.derive(module, [value], lambda gm, _: gm.forward, parted)(value)
+    y.sum().backward()
+    assert [code.count("aten._scaled_dot_product_flash") for code in cut] == [1, 2]
+    own, value.grad = value.grad, None
+    torch.exp(torch.sin(attention(value, value, value))).sum().backward()
+    torch.testing.assert_close(own, value.grad)
 
 
 @covers("compile_in_order")

@@ -158,7 +158,7 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
         link=number,
         bytes=moved,
         ahead=early,
-        held_bytes=float(_bytes(node)),
+        held_bytes=float(bytes_of(node)),
     )
 
 
@@ -166,10 +166,10 @@ def collective_seconds(node: fx.Node, world: World) -> tuple[float, float, int]:
     """(bytes that a rank sends, seconds, link) of a functional collective."""
     kind = KINDS[str(collective_of(node))]
     digits = group_pattern(group_of(node))
-    taken = sum(_bytes(n) for n in node.all_input_nodes)
-    whole, parts = _whole(kind, size(digits), taken, _bytes(node))
+    taken = sum(bytes_of(n) for n in node.all_input_nodes)
+    whole, parts = _whole(kind, size(digits), taken, bytes_of(node))
     seconds = min(way.seconds(whole) for way in flat_ways(world, kind, digits))
-    moved = bytes_sent(kind, size(digits), taken, _bytes(node))
+    moved = bytes_sent(kind, size(digits), taken, bytes_of(node))
     return moved, seconds / parts, link(world, digits)
 
 
@@ -209,7 +209,7 @@ def group_pattern(name: str) -> Pattern:
 
 def op_seconds(node: fx.Node, world: World) -> float:
     """Of an aten op, by roofline: its FLOPs, or the bytes that it reads and writes."""
-    moved = _bytes(node) + sum(_bytes(n) for n in node.all_input_nodes)
+    moved = bytes_of(node) + sum(bytes_of(n) for n in node.all_input_nodes)
     first = next(_tensors(node), None)
     dtype = torch.float32 if first is None else first.dtype
     return product_seconds(flops(node), float(moved), dtype, world.device)
@@ -243,7 +243,8 @@ _ATTENTION_PRODUCTS = {
 }
 
 
-def _bytes(node: fx.Node) -> int:
+def bytes_of(node: fx.Node) -> int:
+    """Of all that a node gives."""
     return sum(value.numel() * value.element_size() for value in _tensors(node))
 
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 _SLACK = 1.0  # a prefetch is issued this many of its own durations before it would be too late
 _DEFER = (0, 2, 8)  # how many products that nothing hangs on may wait for an idle moment
 _WORTH = 0.002  # of the step: what a longer wait of theirs must gain
-_WINDOW = 256  # how many events past the first unfinished one may run while that one waits
+_WINDOW = 256  # events
 
 
 class Event(NamedTuple):
@@ -82,31 +82,36 @@ def in_order(events: Sequence[Event]) -> Run:
     return Run(start, end, exposed, order, waits)
 
 
-def overlapped(events: Sequence[Event], ahead_bytes: float = math.inf) -> Run:
+def overlapped(
+    events: Sequence[Event], ahead_bytes: float = math.inf, window: int = _WINDOW
+) -> Run:
     """Collectives are issued as soon as their operands are there and waited for at their first use;
     meanwhile the compute stream takes what else is ready, in the order given.
 
     What can be issued ahead is issued as late as does no harm, with at most `ahead_bytes` of it
     alive before its use (more only where the program would stop otherwise). Products that nothing
     but a gradient hangs on may wait a little for a moment in which the stream would stand still.
+    `window`: how many events past the first unfinished one may run while that one waits.
     """
     later = _deferrable(events)
-    best = _run(events, ahead_bytes, later, 0)
+    best = _run(events, ahead_bytes, later, 0, window)
     for defer in _DEFER[1:]:
         if not best.exposed or not later:
             break
-        other = _run(events, ahead_bytes, later, defer)
+        other = _run(events, ahead_bytes, later, defer, window)
         if other.seconds < best.seconds * (1 - _WORTH):
             best = other
     return best
 
 
-def _run(events: Sequence[Event], ahead_bytes: float, later: set[int], defer: int) -> Run:
-    early = _Simulation(events, [0.0] * len(events), math.inf, later, defer).run()
+def _run(
+    events: Sequence[Event], ahead_bytes: float, later: set[int], defer: int, window: int
+) -> Run:
+    early = _Simulation(events, [0.0] * len(events), math.inf, later, defer, window).run()
     if not any(event.ahead for event in events):
         return early
     latest = _latest(events, early)
-    return _Simulation(events, latest, ahead_bytes, later, defer).run()
+    return _Simulation(events, latest, ahead_bytes, later, defer, window).run()
 
 
 def _deferrable(events: Sequence[Event]) -> set[int]:
@@ -222,9 +227,11 @@ class _Simulation:
         ahead_bytes: float,
         later: set[int],
         defer: int,
+        window: int,
     ) -> None:
         self.events, self.not_before, self.bound = events, not_before, ahead_bytes
         self.later, self.defer = later if defer else set(), defer
+        self.window = window
         self.deferred: deque[int] = deque()
         count = len(events)
         self.users: list[list[int]] = [[] for _ in range(count)]
@@ -311,7 +318,7 @@ class _Simulation:
         return True
 
     def _next(self) -> int | None:
-        ready = self.ready and self.ready[0] <= self.first + _WINDOW
+        ready = self.ready and self.ready[0] <= self.first + self.window
         if self.deferred and (not ready or len(self.deferred) > self.defer):
             return self.deferred.popleft()
         return heapq.heappop(self.ready) if ready else None

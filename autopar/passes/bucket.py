@@ -11,6 +11,7 @@ order within a bucket: that is the one thing here that changes bits.
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -33,9 +34,15 @@ _COALESCED = {
 }
 
 
-def bucket(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> fx.Graph:
-    """The graph with the buckets of the size that is modelled to be the fastest; the graph itself
-    where none is. The same on every rank.
+def bucket(
+    graph: fx.Graph,
+    world: World,
+    stored: frozenset[str],
+    phase: Phase,
+    most: float = math.inf,
+) -> fx.Graph:
+    """The graph with the buckets of the size that is modelled to be the fastest, of at most `most`
+    bytes; the graph itself where none is. The same on every rank.
     """
 
     each = _CALL_S if world.backend == "gloo" else 0.0
@@ -45,7 +52,7 @@ def bucket(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) 
         return overlapped(events).seconds + each * sum(bool(event.lane) for event in events)
 
     best, least = graph, seconds(graph)
-    for size in _SIZES:
+    for size in (size for size in _SIZES if size <= most):
         found = joined(graph, world, stored, phase, size)
         if found is None:
             continue

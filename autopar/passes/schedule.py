@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -17,16 +18,40 @@ from ..cost.derived import Phase, collective_of, graph_events, group_of, is_wait
 from ..cost.simulate import Run, overlapped
 from ..world import World
 
-_AHEAD = 4  # times the largest: how much may be fetched before its use
+
+class Freedom(NamedTuple):
+    """How far from its place in the graph an op may go. `ahead`: how much may be fetched before its
+    use, in times the largest; `window`: of events, past the first that is not done.
+    """
+
+    ahead: int = 4
+    window: int = 256
 
 
-def schedule(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> Run:
+LEAST = Freedom(1, 8)  # holds hardly more at once than the graph's own order
+
+
+def schedule(
+    graph: fx.Graph,
+    world: World,
+    stored: frozenset[str],
+    phase: Phase,
+    freedom: Freedom = Freedom(),  # noqa: B008
+) -> Run:
     """Reorder the graph in place; the simulated run of it. The same on every rank."""
     listed = graph_events(graph, world, stored, phase)
     largest = max((event.held_bytes for event in listed.events if event.ahead), default=0.0)
-    run = overlapped(listed.events, _AHEAD * largest)
+    run = overlapped(listed.events, freedom.ahead * largest, freedom.window)
     _arrange(graph, [listed.nodes[action.event] for action in run.order])
     return run
+
+
+def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Put the nodes back into an order in which they stood."""
+    cursor = graph._root
+    for node in order:
+        cursor.append(node)
+        cursor = node
 
 
 def check(graph: fx.Graph, before: Sequence[fx.Node]) -> None:
