@@ -105,8 +105,7 @@ class Scheduled:
     ) -> None:
         self.module, self.world, self.passes = program.module, world, passes
         self._plain, self.backend = _plain(program.module, backend), backend
-        memory = program.plan.memory if program.plan is not None else None
-        self.bound = memory.peak - memory.optimizer if memory is not None else 0.0
+        self._plan = program.plan
         self.stored = frozenset(
             f"primals_{place}"
             for place, entry in enumerate(program.signature.inputs, start=1)
@@ -197,11 +196,9 @@ class Scheduled:
         return self.forward, self.backward
 
     def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> fx.Graph:
-        """The graph with as much freedom as holds no more at once than the plan says, or than its
-        own order holds if that is more.
-        """
+        """The graph with as much freedom as the memory allows."""
         before = list(graph.nodes)
-        bound = max(self.bound, live_bytes(graph, primals))
+        bound = self._bound(graph, phase, primals)
         for most, freedom in _ATTEMPTS:
             found, run = self._attempt(graph, phase, most, freedom)
             if live_bytes(found, primals) <= bound:
@@ -210,6 +207,22 @@ class Scheduled:
                 return found
             schedule.reorder(graph, before)
         return graph
+
+    def _bound(self, graph: fx.Graph, phase: Phase, primals: float) -> float:
+        """Bytes besides the optimizer's states: the limit, where the plan was made to meet one. A
+        plan that makes things again to save memory, but for no limit, may hold what it says and
+        what is fetched ahead. Never less than torch's own order holds.
+        """
+        plan = self._plan
+        if plan is None or plan.memory is None:
+            return math.inf
+        least, states = live_bytes(graph, primals), plan.memory.optimizer
+        if plan.limit is not None:
+            return max(least, plan.limit - states)
+        if not (plan.recompute or plan.regather):
+            return math.inf
+        room = schedule.fetched_ahead(graph, self.world, self.stored, phase)
+        return max(least, plan.memory.peak - states) + room
 
     def _attempt(
         self, graph: fx.Graph, phase: Phase, most: float, freedom: schedule.Freedom

@@ -136,8 +136,8 @@ def finished(
 
 
 def _overlapped(program: Program, world: World) -> Timeline | None:
-    """The step with communication under computation. None for what runs in order: one rank, or with
-    blocks that are recomputed.
+    """The step with communication under computation. None for one rank, and with blocks that are
+    made again, which are scheduled too but no timeline is modelled of.
     """
     assert program.plan is not None
     runs_in_order = not program.plan.mesh.axes or program.plan.recompute or program.plan.regather

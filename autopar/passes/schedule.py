@@ -46,6 +46,13 @@ def schedule(
     return run
 
 
+def fetched_ahead(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
+    """The most bytes that `schedule` fetches before their use."""
+    events = graph_events(graph, world, stored, phase).events
+    largest = max((event.held_bytes for event in events if event.ahead), default=0.0)
+    return Freedom().ahead * largest
+
+
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     """Put the nodes back into an order in which they stood."""
     cursor = graph._root
