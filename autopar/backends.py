@@ -197,7 +197,7 @@ class Scheduled:
 
     def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> fx.Graph:
         """The graph with as much freedom as the memory allows."""
-        before = list(graph.nodes)
+        before = [(node, node.args) for node in graph.nodes]
         bound = self._bound(graph, phase, primals)
         for most, freedom in _ATTEMPTS:
             found, run = self._attempt(graph, phase, most, freedom)
@@ -205,7 +205,9 @@ class Scheduled:
                 if run is not None:
                     self.modelled[phase] = run
                 return found
-            schedule.reorder(graph, before)
+            schedule.reorder(graph, [node for node, _ in before])
+            for node, given in before:  # lanes
+                node.args = given
         return graph
 
     def _bound(self, graph: fx.Graph, phase: Phase, primals: float) -> float:
