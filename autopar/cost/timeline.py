@@ -242,7 +242,7 @@ class _Step:
         price = collective_cost(
             move.traffic, move.axes, self.plan.mesh, move.element_bytes, self.world
         )
-        lane = ".".join(move.axes) + (" aside" if aside else "")
+        lane = ".".join(move.axes)  # one process group carries all, as scheduled graphs run
         layout = node.meta["layout"]
         held = layout.local_size * node.meta["element"].bytes if "step" in node.meta else 0.0
         return self._add(
