@@ -55,7 +55,7 @@ Backend = str | Callable[..., Any] | None
 Overlap = bool | Sequence[str]
 PASSES = ("bucket", "schedule")  # that overlap=True means
 BY_NAME = ("bucket", "lanes", "schedule")
-OVERLAP: Overlap = False  # where a user does not say
+OVERLAP: Overlap = True  # where a user does not say
 
 # Bytes of the largest bucket and how freely ops move: the first that the memory allows is taken.
 _ATTEMPTS: tuple[tuple[float, schedule.Freedom], ...] = (

@@ -2,22 +2,24 @@
 
 The search adds up seconds, as if nothing ran under anything else. What can wait or be fetched
 early, gathers of weights and sums of their gradients, may count less in it (`Annotations.share`):
-that gives other plans, which lean on what hides. The best plan of the sum and these are emitted and
-run in the simulation that the scheduler goes by (cost/simulate.py); the shortest step comes first.
-So the proven gap is one of the summed seconds, not of the simulated ones.
+that gives other plans, which lean on what hides. The best plan of the sum, these, and for "auto"
+those of the named layouts that compute no longer than a step found, are emitted and run in the
+simulation that the scheduler goes by (cost/simulate.py); the shortest step comes first. So the
+proven gap is one of the summed seconds, not of the simulated ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from .cost.memory import Budget
 from .cost.timeline import timeline
-from .layouts import Layouts, candidates
+from .errors import LayoutError
+from .layouts import NAMES, Layouts, candidates
 from .passes import choose, emitted
 from .plan import Plan
-from .price import terms
+from .price import COMPUTE, terms
 from .program import Program
 from .rating.rate import promising
 from .world import World
@@ -49,7 +51,30 @@ def by_step(
             other.plan, seconds=seconds, bound=summed.plan.bound, meshes=summed.plan.meshes
         )
         found.setdefault(_looks(made), dataclasses.replace(program, plan=made))
-    return sorted(found.values(), key=lambda one: simulated(one, world))
+    steps = {look: simulated(one, world) for look, one in found.items()}
+    for one in _named(program, world, redundant, budget) if layout == "auto" else ():
+        assert one.plan is not None
+        look, spent = _looks(one.plan), terms(program, one.plan, world)
+        if look not in found and spent[COMPUTE] < min(steps.values()):
+            found[look] = dataclasses.replace(
+                one,
+                plan=dataclasses.replace(
+                    one.plan, bound=summed.plan.bound, meshes=summed.plan.meshes
+                ),
+            )
+            steps[look] = simulated(one, world)
+    return [found[look] for look in sorted(found, key=steps.__getitem__)]
+
+
+def _named(
+    program: Program, world: World, redundant: bool, budget: Budget | None
+) -> Iterator[Program]:
+    """The plan of least summed time of every named layout that fits the world."""
+    for name in NAMES[1:]:
+        try:
+            yield choose.choose(program, world, name, redundant, budget, thorough=False)
+        except LayoutError:
+            continue
 
 
 def simulated(chosen: Program, world: World) -> float:
