@@ -3,7 +3,7 @@
 The search adds up seconds, as if nothing ran under anything else. What can wait or be fetched
 early, gathers of weights and sums of their gradients, may count less in it (`Annotations.share`):
 that gives other plans, which lean on what hides. The best plan of the sum, these, and for "auto"
-those of the named layouts that compute no longer than a step found, are emitted and run in the
+those of the layouts that people name first compete: the most promising are emitted and run in the
 simulation that the scheduler goes by (cost/simulate.py); the shortest step comes first. So the
 proven gap is one of the summed seconds, not of the simulated ones.
 """
@@ -16,17 +16,19 @@ from collections.abc import Hashable, Iterator
 from .cost.memory import Budget
 from .cost.timeline import timeline
 from .errors import LayoutError
-from .layouts import NAMES, Layouts, candidates
+from .layouts import Layouts, candidates
 from .passes import choose, emitted
 from .plan import Plan
-from .price import COMPUTE, terms
+from .price import terms
 from .program import Program
 from .rating.rate import promising
 from .world import World
 
 SHARES = (0.4, 0.1)  # of the seconds of what can hide
-_FREE, _NAMED = 4, 2  # meshes, the most promising, that are searched again at every share
+_NAMED = ("ddp", "fsdp", "megatron", "megatron-sp")  # of one axis: found in no time
+_FREE, _RULED = 4, 2  # meshes, the most promising, that are searched again at every share
 _NEAR = 1.5  # times the best bound: a mesh above is not searched again
+_RUN = 4  # plans that are emitted and simulated: of a deep model that takes seconds each
 
 
 def by_step(
@@ -34,47 +36,60 @@ def by_step(
 ) -> list[Program]:
     """Chosen programs, the one with the shortest simulated step first."""
     summed = choose.choose(program, world, layout, redundant, budget)
-    assert summed.plan is not None and program.annotations is not None
+    assert summed.plan is not None
     if not summed.plan.mesh.axes:
         return [summed]
     found = {_looks(summed.plan): summed}
-    given = list(candidates(layout, world.ranks, program))
-    most = _FREE if all(rules.free for _, rules in given) else _NAMED
-    given = promising(summed.plan, given, most, _NEAR)
+    others = [*_shared(summed, world, layout, redundant, budget)]
+    if layout == "auto":
+        others += _named(summed, world, redundant, budget)
+    hidden = _counted(program, SHARES[-1])
+    for one in sorted(others, key=lambda one: _seconds(hidden, one, world)):
+        if len(found) < _RUN:
+            found.setdefault(_looks(_plan(one)), one)
+    return sorted(found.values(), key=lambda one: simulated(one, world))
+
+
+def _shared(
+    summed: Program, world: World, layout: Layouts, redundant: bool, budget: Budget | None
+) -> Iterator[Program]:
+    """The plans of least sum where what can hide counts a share, on the most promising meshes."""
+    given = list(candidates(layout, world.ranks, summed))
+    most = _FREE if all(rules.free for _, rules in given) else _RULED
+    given = promising(_plan(summed), given, most, _NEAR)
     for share in SHARES:
-        notes = dataclasses.replace(program.annotations, share=share)
-        light = dataclasses.replace(program, annotations=notes)
+        light = _counted(summed, share)
         other = choose.choose(light, world, layout, redundant, budget, None, given, thorough=False)
-        assert other.plan is not None
-        seconds = sum(terms(program, other.plan, world).values())
-        made = dataclasses.replace(
-            other.plan, seconds=seconds, bound=summed.plan.bound, meshes=summed.plan.meshes
-        )
-        found.setdefault(_looks(made), dataclasses.replace(program, plan=made))
-    steps = {look: simulated(one, world) for look, one in found.items()}
-    for one in _named(program, world, redundant, budget) if layout == "auto" else ():
-        assert one.plan is not None
-        look, spent = _looks(one.plan), terms(program, one.plan, world)
-        if look not in found and spent[COMPUTE] < min(steps.values()):
-            found[look] = dataclasses.replace(
-                one,
-                plan=dataclasses.replace(
-                    one.plan, bound=summed.plan.bound, meshes=summed.plan.meshes
-                ),
-            )
-            steps[look] = simulated(one, world)
-    return [found[look] for look in sorted(found, key=steps.__getitem__)]
+        yield _beside(summed, other, world)
 
 
 def _named(
-    program: Program, world: World, redundant: bool, budget: Budget | None
+    summed: Program, world: World, redundant: bool, budget: Budget | None
 ) -> Iterator[Program]:
-    """The plan of least summed time of every named layout that fits the world."""
-    for name in NAMES[1:]:
+    for name in _NAMED:
         try:
-            yield choose.choose(program, world, name, redundant, budget, thorough=False)
+            yield _beside(summed, choose.choose(summed, world, name, redundant, budget), world)
         except LayoutError:
             continue
+
+
+def _beside(summed: Program, other: Program, world: World) -> Program:
+    """Another plan for the same program, at its full price; proven is what is of the sum."""
+    bound, meshes = _plan(summed).bound, _plan(summed).meshes
+    seconds = _seconds(summed, other, world)
+    plan = dataclasses.replace(_plan(other), seconds=seconds, bound=bound, meshes=meshes)
+    return dataclasses.replace(summed, plan=plan)
+
+
+def _counted(program: Program, share: float) -> Program:
+    """The program in which what can hide counts so much of its seconds."""
+    assert program.annotations is not None
+    notes = dataclasses.replace(program.annotations, share=share)
+    return dataclasses.replace(program, annotations=notes)
+
+
+def _seconds(program: Program, chosen: Program, world: World) -> float:
+    return sum(terms(program, _plan(chosen), world).values())
 
 
 def simulated(chosen: Program, world: World) -> float:
@@ -86,3 +101,8 @@ def _looks(plan: Plan) -> Hashable:
     """Plans that look alike are one."""
     layouts = plan.choices.items(), plan.stored.items(), plan.copies.items(), plan.outputs.items()
     return plan.mesh, *(frozenset(each) for each in layouts)
+
+
+def _plan(program: Program) -> Plan:
+    assert program.plan is not None
+    return program.plan
