@@ -2,6 +2,7 @@
 
 from . import report
 from .api import apply, parallelize, plan, verify
+from .compiled import backend
 from .errors import (
     AutoparError,
     InputError,
@@ -38,6 +39,7 @@ __all__ = [
     "World",
     "WorldError",
     "apply",
+    "backend",
     "parallelize",
     "plan",
     "report",

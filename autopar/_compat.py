@@ -39,6 +39,7 @@ __all__ = [
     "compile_in_order",
     "default_partition",
     "derive",
+    "dynamo_sources",
     "fake_mode",
     "forget_groups",
     "from_part",
@@ -145,6 +146,18 @@ def derive(
             partition_fn=partition,
             decompositions=decompositions,
         )
+
+
+def dynamo_sources(graph: torch.fx.Graph) -> list[str]:
+    """Where dynamo takes the value of each placeholder from, as it writes that: "L['x']" for an
+    argument, "L['self']._modules['up']._buffers['mean']". To be asked while a backend compiles the
+    graph; "" for what it does not say of.
+    """
+    found = []
+    for node in graph.find_nodes(op="placeholder"):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        found.append("" if source is None else str(source.name))
+    return found
 
 
 def named_backend(name: str) -> Callable[..., Any]:

@@ -6,10 +6,12 @@ import dataclasses
 import hashlib
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import editing, ranks, sizing
 from ._compat import pytree
@@ -116,20 +118,8 @@ def apply(
     )
     program = ready.program
     tensors = ranks.together("taking the parameters", lambda: current(model, program))
-    mesh = plan.mesh
-    if ranks.running() != max(1, mesh.size):
-        raise WorldError(
-            f"the plan is for {mesh.size} ranks (mesh {str(mesh) or 'of one rank'}), "
-            f"{ranks.running()} are running: plan for "
-            f"{ranks.running()}, or start {mesh.size} with torchrun and call "
-            "torch.distributed.init_process_group"
-        )
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
-    graphs = [m.graph for m in program.module.modules() if isinstance(m, fx.GraphModule)]
-    groups = {group for graph in graphs for group in groups_of(graph)}
-    device_mesh = connect(mesh, device.type, groups) if mesh.axes else None
-    world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
-    run = runner(program, world, backend, overlap)
+    device_mesh, run = running(ready, device.type, backend, overlap)
     program = dataclasses.replace(program, tensors=tensors)
     order = list(held(model))
     seed = ranks.from_rank_0(torch.initial_seed())  # ranks that hold the same must drop the same
@@ -137,6 +127,30 @@ def apply(
         "placing the parameters",
         lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), seed, order, run),
     )
+
+
+def running(
+    ready: Ready, device_type: str, backend: Backend, overlap: Overlap
+) -> tuple[DeviceMesh | None, Callable[..., Any]]:
+    """The mesh of the running ranks (None for one rank), with the process groups that the planned
+    graph names, and what runs the graph. Collective. Raises WorldError where the plan is for
+    another number of ranks.
+    """
+    program = ready.program
+    assert program.plan is not None
+    mesh = program.plan.mesh
+    if ranks.running() != max(1, mesh.size):
+        raise WorldError(
+            f"the plan is for {mesh.size} ranks (mesh {str(mesh) or 'of one rank'}), "
+            f"{ranks.running()} are running: plan for "
+            f"{ranks.running()}, or start {mesh.size} with torchrun and call "
+            "torch.distributed.init_process_group"
+        )
+    graphs = [m.graph for m in program.module.modules() if isinstance(m, fx.GraphModule)]
+    groups = {group for graph in graphs for group in groups_of(graph)}
+    device_mesh = connect(mesh, device_type, groups) if mesh.axes else None
+    world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
+    return device_mesh, runner(program, world, backend, overlap)
 
 
 def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
@@ -207,18 +221,30 @@ def parallelize(
     if inputs is None:
         wanted = layout, backend, memory, optimizer, recompute, overlap, redundant, reduce_dtype
         return Deferred(lambda given: parallelize(model, world, given, *wanted))
-    found = ranks.together("reading the world", lambda: World.of(world))
-    found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
-    budget = ranks.together(
-        "reading the limits", lambda: Budget.of(found, memory, optimizer, recompute)
-    )
-    summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    asked = Asked(layout, budget, redundant, summed, bool(overlap))
-    plan = _shared_plan(model, found, inputs, asked)
+    limits = memory, optimizer, recompute
+    found, asked = agreed(world, layout, limits, redundant, reduce_dtype, overlap)
+    plan = shared_plan(model, found, inputs, asked)
     return apply(model, plan, None, backend, overlap)
 
 
-def _shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) -> Plan:
+def agreed(
+    world: World | int | Any | None,
+    layout: Layouts,
+    limits: tuple[Limit, Optimizer, Recompute],
+    redundant: bool,
+    reduce_dtype: torch.dtype | str | None,
+    overlap: Overlap,
+    whole: bool = False,
+) -> tuple[World, Asked]:
+    """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError."""
+    found = ranks.together("reading the world", lambda: World.of(world))
+    found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
+    budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
+    summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
+    return found, Asked(layout, budget, redundant, summed, bool(overlap), whole)
+
+
+def shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) -> Plan:
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
     never one inside another.
     """
@@ -226,7 +252,9 @@ def _shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) -
     layout, pipeline = asked.layout, Pipeline()
     source = ranks.together("tracing", lambda: traced(model, inputs, pipeline))
     ranks.agree("model", fingerprint(source))
-    program = ranks.together("annotating", lambda: analysed(pipeline, source, asked.reduce_dtype))
+    program = ranks.together(
+        "annotating", lambda: analysed(pipeline, source, asked.reduce_dtype, asked.whole)
+    )
     ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
 
     def search() -> Plan | None:

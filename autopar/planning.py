@@ -46,6 +46,7 @@ class Asked:
     redundant: bool = False
     reduce_dtype: torch.dtype | None = None
     overlap: bool = False
+    whole: bool = False  # parameters and results stay whole on every rank
 
 
 def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -71,10 +72,14 @@ def traced(model: nn.Module, inputs: Inputs, pipeline: Pipeline | None = None) -
 
 
 def analysed(
-    pipeline: Pipeline, program: Program, reduce_dtype: torch.dtype | None = None
+    pipeline: Pipeline,
+    program: Program,
+    reduce_dtype: torch.dtype | None = None,
+    whole: bool = False,
 ) -> Program:
     program = pipeline.run("annotate", program, annotate.annotate, annotate.check)
     program = annotate.reduced_in(program, reduce_dtype)
+    program = annotate.kept_whole(program) if whole else program
     return pipeline.run("chains", program, chains.chains, chains.check)
 
 

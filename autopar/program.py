@@ -91,6 +91,7 @@ class Annotations:
     `reduce_dtype`, if that is wider than its own. `share`: what part of the seconds of their
     collectives a search is to count, for these can hide under computation. `again`: weights that
     are taken to be gathered again in the backward (in the search for a plan that keeps little).
+    `whole`: every rank stores all parameters whole and returns everything whole.
     """
 
     specs: dict[str, Spec]
@@ -105,6 +106,7 @@ class Annotations:
     reduce_dtype: torch.dtype | None = None
     share: float = 1.0
     again: frozenset[Value] = frozenset()
+    whole: bool = False
 
     def element(self, value: Value, own_bytes: int) -> Element:
         """Of a value of `own_bytes` an element."""

@@ -162,7 +162,8 @@ class Search:
             found = placements(dims, shape, self.mesh, I if gradient else R, joint)
             if not parameter:  # an input whose gradient the user wants whole, as he gives it
                 return found[:1], [0.0]
-            found = self.constraint.storage(node.name, path, found)
+            whole = self.notes.whole
+            found = found[:1] if whole else self.constraint.storage(node.name, path, found)
             return found, [self._stored_seconds(x, size) for x in found]
 
         options = self.known.options(
@@ -282,7 +283,7 @@ class Search:
             if value not in self.native:
                 continue
             shape = shape_of(value_of(nodes[output.node]))
-            whole_only = output.kind == "mutation" or not shape
+            whole_only = output.kind == "mutation" or not shape or self.notes.whole
             dims = self.notes.dims[value]
             signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
 

@@ -255,6 +255,29 @@ def test_both_graphs_are_compiled_at_once_by_any_backend() -> None:
         _compat.named_backend("nonesuch")
 
 
+@covers("dynamo_sources")
+def test_dynamo_says_where_it_takes_inputs_from() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.ModuleList([torch.nn.BatchNorm1d(2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner[0](x)
+
+    found: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        found.append(_compat.dynamo_sources(graph.graph))
+        return graph.forward
+
+    torch.compile(Model(), backend=backend)(torch.ones(3, 2))
+    inner = "L['self']._modules['inner']._modules['0']"
+    assert f"{inner}._parameters['weight']" in found[0]
+    assert f"{inner}._buffers['running_mean']" in found[0]
+    assert any("x" in name for name in found[0] if "self" not in name)
+
+
 @covers("partition")
 def test_what_is_tagged_is_made_again() -> None:
     """Attention among it, whose op torch takes for one that draws random numbers."""

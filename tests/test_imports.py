@@ -17,8 +17,8 @@ ORDER = (
     "layouts", "elimination", "ranking", "regions", "price", "editing", "conversion_costs",
     "search", "ascending", "rating", "lockstep", "passes", "backends", "script", "measured",
     "placement", "module", "verify", "report", "fitting", "hiding", "proven", "affordable",
-    "sizing", "ready", "held", "deferred", "pipeline", "planning", "api", "calibration", "targets",
-    "options", "cli", "__main__", "",
+    "sizing", "ready", "held", "deferred", "pipeline", "planning", "api", "compiled", "calibration",
+    "targets", "options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

@@ -63,6 +63,15 @@ def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
     return dataclasses.replace(program, annotations=notes)
 
 
+def kept_whole(program: Program) -> Program:
+    """The annotated program, to store its parameters and to return its results whole on all ranks:
+    only what happens in between is laid out.
+    """
+    assert program.annotations is not None
+    notes = dataclasses.replace(program.annotations, whole=True)
+    return dataclasses.replace(program, annotations=notes)
+
+
 def check(program: Program) -> None:
     """The contract: every call has a rule that fits its tensors, and every value's atoms multiply
     up to its shape.

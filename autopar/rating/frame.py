@@ -168,7 +168,8 @@ class _Builder:
     def _stored(self, node: fx.Node, parameter: bool) -> None:
         value = (node.name, 0)
         kind = self.kind(value)
-        slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if parameter else ()
+        several = parameter and not self.notes.whole
+        slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if several else ()
         states = (WHOLE if kind.gradient else REPLICATED, *slots)
         variable = Variable(
             node.name,
@@ -277,7 +278,7 @@ class _Builder:
             if value not in self.makers:
                 continue
             kind, (maker, _) = self.kind(value), self.makers[value]
-            whole = output.kind == "mutation" or not kind.shape
+            whole = output.kind == "mutation" or not kind.shape or self.notes.whole
             slots = () if whole else range(FIRST_SLOT, FIRST_SLOT + len(kind.slots))
             position = 0 if maker.region is None else maker.region.nodes.index(value[0])
             maker.handed.append((position, value[1], (WHOLE, *slots)))

@@ -1,0 +1,289 @@
+"""A backend of torch.compile: every graph that dynamo captures is planned by itself and run on all
+ranks. The script stays as it is: parameters stay where they are, whole on every rank, and so do
+inputs and results; only what happens in between is laid out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.traceback import preserve_node_meta
+
+from . import ranks
+from ._compat import dynamo_sources, pytree
+from .api import agreed, running, shared_plan
+from .backends import OVERLAP, Backend, Overlap
+from .cost.memory import Limit, Optimizer, Recompute
+from .errors import RankError
+from .layouts import Layouts
+from .program import Input
+from .ready import Ready
+from .world import World
+
+Run = Callable[..., Any]
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Run]
+
+_SAMPLES = 64  # numbers of a tensor that ranks compare
+_PLANNED = itertools.count()  # pieces of this process
+_ALIKE = 1e-2  # how far they may be apart, as a part of the largest
+
+
+def backend(
+    world: World | int | Any | None = None,
+    layout: Layouts = "auto",
+    backend: Backend = None,
+    memory: Limit = "auto",
+    optimizer: Optimizer = "adamw",
+    recompute: Recompute = "auto",
+    overlap: Overlap = OVERLAP,
+    redundant: bool = False,
+    reduce_dtype: torch.dtype | str | None = None,
+) -> Compiler:
+    """A backend for torch.compile that runs a model on all ranks. Every rank runs the same script,
+    with the same parameters and the same global batch; each computes its part of every step, and
+    results, gradients and parameters are whole on each.
+
+    `world` None: what is running; without a process group graphs run as they are. The other options
+    are those of `parallelize`. Where dynamo breaks the graph, each piece is planned alone, at its
+    first call, and again for other shapes and numbers. Calls raise what `parallelize` raises, and
+    RankError where ranks hold different parameters or are given different inputs at the first call.
+
+    Example, under torchrun: model = torch.compile(model, backend=autopar.backend(layout="ddp"))
+    """
+
+    def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Ready, Run]:
+        limits = memory, optimizer, recompute
+        found, asked = agreed(world, layout, limits, redundant, reduce_dtype, overlap, whole=True)
+        ready = shared_plan(model, found, inputs, asked).ready
+        assert isinstance(ready, Ready)
+        device = next((x.device.type for x in _tensors(model, inputs)), "cpu")
+        return ready, running(ready, device, backend, overlap)[1]
+
+    def compiled(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
+        if _alone(world):
+            return graph
+        piece = _Piece(graph, planned)
+        return lambda *values: piece(values)
+
+    return compiled
+
+
+def by_name(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
+) -> Run:
+    """torch.compile(model, backend="autopar", options={"layout": "ddp"}): see `backend`."""
+    return backend(**(options or {}))(graph, example_inputs)
+
+
+def _alone(world: Any) -> bool:
+    """Whether nothing is asked for and no other rank runs."""
+    if world is not None or ranks.running() > 1:
+        return False
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1:
+        warnings.warn(
+            f"{started} ranks were started but no process group is running: each runs all of the "
+            "model by itself. Call torch.distributed.init_process_group before the model is called",
+            stacklevel=2,
+        )
+    return True
+
+
+class _Graph(nn.Module):
+    """A captured graph as a model: it holds the parameters and buffers under their names in the
+    model that it was captured from, and is called with the rest.
+    """
+
+    def __init__(self, graph: fx.GraphModule, held: dict[int, str], values: Sequence[Any]) -> None:
+        super().__init__()
+        self._captured, self._held = graph, held
+        for place, path in held.items():
+            *parents, last = path.split(".")
+            module: nn.Module = self
+            for name in parents:
+                if name not in module._modules:
+                    setattr(module, name, nn.Module())
+                module = module.get_submodule(name)
+            value = values[place]
+            if isinstance(value, nn.Parameter):
+                setattr(module, last, value)
+            else:
+                module.register_buffer(last, value)
+
+    def forward(self, *given: Any) -> Any:
+        rest = iter(given)
+        count = len(self._held) + len(given)
+        held = {place: attrgetter(path)(self) for place, path in self._held.items()}
+        values = [held[place] if place in held else next(rest) for place in range(count)]
+        with preserve_node_meta():  # nodes keep the module path and the line of the user's code
+            return fx.Interpreter(self._captured).run(*values)
+
+
+class _Piece:
+    """A captured graph, planned at its first call with tensors of some shapes."""
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        planned: Callable[[nn.Module, tuple[Any, ...]], tuple[Ready, Run]],
+    ) -> None:
+        self.graph, self.planned = graph, planned
+        sources = dynamo_sources(graph.graph)
+        self.paths = [_path(source) for source in sources]
+        self.buffers = ["._buffers[" in source for source in sources]
+        self.numbers = _numbers(graph.graph)
+        self.made: dict[Any, _Planned] = {}
+        for node in graph.graph.nodes:
+            if stack := node.meta.get("nn_module_stack"):
+                own = {key: (_path(where), kind) for key, (where, kind) in stack.items()}
+                node.meta["nn_module_stack"] = own
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        pairs = zip(values, self.numbers, strict=True)
+        values = [value.item() if is_number else value for value, is_number in pairs]
+        key = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values)
+        if key not in self.made:
+            self.made[key] = self._made(values)
+        return self.made[key](values)
+
+    def _made(self, values: Sequence[Any]) -> _Planned:
+        held: dict[int, str] = {}
+        for place, value in enumerate(values):
+            if isinstance(value, nn.Parameter) or self.buffers[place]:
+                path = self.paths[place]
+                held[place] = path if path and path not in held.values() else f"held_{place}"
+        _compare(values, [held.get(i) or path or f"input {i}" for i, path in enumerate(self.paths)])
+        given = [place for place in range(len(values)) if place not in held]
+        model = _Graph(self.graph, held, values)
+        ready, run = self.planned(model, tuple(values[place] for place in given))
+        places = {path: place for place, path in held.items()}
+        return _Planned(ready, run, places, given)
+
+
+class _Planned:
+    """The graph of a plan, called with all values of the captured one: parameters, buffers and
+    inputs are the script's own tensors.
+    """
+
+    def __init__(
+        self, ready: Ready, run: Run, places: dict[str, int], given: Sequence[int]
+    ) -> None:
+        program = ready.program
+        assert program.plan is not None
+        constants = {k: v for k, v in program.tensors.items() if k not in places}
+        self.program = dataclasses.replace(program, tensors=constants)
+        self.run, self.places, self.given = run, places, given
+        self.own = program.plan.mesh.coordinate(ranks.rank())
+        # no two pieces draw the same, all ranks draw alike
+        self.seed = ranks.from_rank_0(torch.initial_seed() + (next(_PLANNED) << 40)) % (1 << 62)
+        self.mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+        signature = self.program.signature
+        results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
+        leaves = []
+        for output in signature.outputs:
+            value = output.constant if output.node is None else next(results)
+            if output.kind == "mutation":
+                with torch.no_grad():
+                    values[self.places[output.target]].copy_(value)
+            else:
+                leaves.append(value)
+        return pytree.tree_unflatten(leaves, signature.out_spec)
+
+    def _feed(self, entry: Input, values: Sequence[Any], device: Any) -> torch.Tensor:
+        """What a placeholder of the planned graph takes."""
+        if entry.kind == "coordinate":
+            return torch.tensor([self.own[entry.target]], device=device)
+        if entry.kind == "seed":
+            self.seed += 1
+            return torch.tensor(self.seed, device=device)
+        if entry.kind == "user":
+            assert entry.position is not None
+            layout, value = self.program.layouts[entry.node], values[self.given[entry.position]]
+            return layout.cut(value, self.own) if layout.axes_of("S") else value
+        if entry.target not in self.places:
+            return self.program.tensors[entry.target]
+        value = values[self.places[entry.target]]
+        return value.clone() if entry.target in self.mutated else value
+
+
+def _numbers(graph: fx.Graph) -> list[bool]:
+    """Which placeholders are Python numbers, from now on: dynamo gives one that has changed since
+    its last compilation as a tensor whose item() the graph asks for.
+    """
+    found = []
+    for node in graph.find_nodes(op="placeholder"):
+        asked = [(user.op, user.target) == ("call_method", "item") for user in node.users]
+        found.append(bool(asked) and all(asked))
+        for user in list(node.users) if found[-1] else ():
+            user.replace_all_uses_with(node)
+            graph.erase_node(user)
+    return found
+
+
+def _compare(values: Sequence[Any], names: Sequence[str]) -> None:
+    """Raises RankError where the ranks hold different parameters, or are given other inputs: what
+    they compute would be neither one's. A few numbers of every tensor are compared, not to the last
+    bit; what carries a gradient but is no parameter was computed, from what has been compared.
+    """
+    told = {
+        name: _sample(value)
+        for name, value in zip(names, values, strict=True)
+        if isinstance(value, torch.Tensor) and (value.is_leaf or not value.requires_grad)
+    }
+    first = ranks.from_rank_0(told)
+
+    def compare() -> None:
+        for name, own in told.items():
+            if name not in first or not _alike(own, first[name]):
+                raise RankError(
+                    f"{name} is not what it is on rank 0: under torch.compile with autopar every "
+                    "rank makes the same parameters (torch.manual_seed before the model is made) "
+                    "and gives the same global batch, of which each computes its part (no "
+                    "DistributedSampler)"
+                )
+
+    ranks.together("comparing what the ranks hold", compare)
+
+
+def _sample(value: torch.Tensor) -> torch.Tensor:
+    flat = value.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].double().cpu()
+
+
+def _alike(own: torch.Tensor, first: torch.Tensor) -> bool:
+    if own.shape != first.shape:
+        return False
+    largest = float(first.nan_to_num(0.0, 0.0, 0.0).abs().max()) if first.numel() else 0.0
+    return torch.allclose(own, first, rtol=_ALIKE, atol=_ALIKE * largest, equal_nan=True)
+
+
+def _path(source: str) -> str:
+    """The name of what dynamo took from a source, as the model names it.
+
+    >>> _path("L['self']._modules['blocks']._modules['0']._parameters['weight']")
+    'blocks.0.weight'
+    >>> _path("G['model'].blocks.0"), _path("L['self']")
+    ('model.blocks.0', '')
+    """
+    text = re.sub(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", source)
+    text = re.sub(r"^[LG]\[(['\"])(\w+)\1\]", r"\2", text)
+    text = ".".join(part for part in re.split(r"\W+", text) if part)
+    return re.sub(r"^self(\.|$)", "", text)
+
+
+def _tensors(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    values = [*model.parameters(), *model.buffers(), *inputs]
+    return [value for value in values if isinstance(value, torch.Tensor)]

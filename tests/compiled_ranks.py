@@ -1,0 +1,197 @@
+"""What test_compiled.py starts: scripts that know of no ranks but for torch.compile, on gloo ranks.
+
+    PYTHONPATH=.:tests:examples torchrun --standalone --nproc-per-node 2 \\
+        tests/compiled_ranks.py OUT TASK...
+
+As tests/train_ranks.py: rank 0 writes OUT, the test that started it asserts.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import autopar
+import models
+from autopar import compiled
+from train_ranks import Facts, caught, everywhere, gathered, run_tasks
+
+STEPS = 4
+
+
+def planned() -> Callable[[], list[Any]]:
+    """From now on, the plans that the backend makes."""
+    found: list[Any] = []
+    own = compiled.shared_plan
+
+    def keep(*given: Any) -> Any:
+        found.append(own(*given))
+        return found[-1]
+
+    compiled.shared_plan = keep  # type: ignore[assignment]
+    return lambda: found
+
+
+def trained(model: nn.Module, call: Callable[..., Any], inputs: Any) -> list[float]:
+    """The loss of every step of the same script, on one device and on all ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        found = call(*inputs)
+        loss = found[1] if isinstance(found, tuple) else found
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def against(single: nn.Module, inputs: Any, **how: Any) -> Facts:
+    """Errors of losses, parameters and buffers after the steps; whether all ranks hold the same."""
+    model = copy.deepcopy(single)
+    wanted = trained(single, single, inputs)
+    losses = trained(model, torch.compile(model, **how), inputs)
+    held, expected = model.state_dict(), single.state_dict()
+    whole = all(type(p) is nn.Parameter and p.shape == q.shape for p, q in pairs(model, single))
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)),
+        "gradients": max(error(p.grad, q.grad) for p, q in pairs(model, single)),
+        "buffers": max([error(held[n], expected[n]) for n, _ in single.named_buffers()] or [0.0]),
+        "whole": whole,
+        "equal": all(torch.equal(x, other) for x in held.values() for other in gathered(x)),
+    }
+
+
+def pairs(model: nn.Module, single: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    return list(zip(model.parameters(), single.parameters(), strict=True))
+
+
+def error(found: Any, expected: Any) -> float:
+    """‖found - expected‖ / ‖expected‖; a key's bias has a gradient of rounding only."""
+    return float((found - expected).double().norm() / expected.double().norm().clamp(min=1e-6))
+
+
+def by_name() -> Facts:
+    made = planned()
+    facts = against(*models.gpt()[:2], backend="autopar")
+    (plan,) = made()
+    facts["ranks"] = plan.mesh.size
+    facts["stored"] = sorted({s.kind for x in plan.stored.values() for s in x.states})
+    facts["returned"] = sorted({s.kind for x in plan.outputs.values() for s in x.states})
+    facts["split"] = sorted({c for x in plan.choices.values() for c in x.splits})
+    facts["names"] = [e.target for e in plan.ready.program.signature.inputs]
+    facts["subgraphs"] = [chain.name for chain in plan.ready.source.chains]
+    return facts
+
+
+def small(dropout: float = 0.0) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return models.Gpt(layers=1, dropout=dropout), models.gpt()[1]
+
+
+def layouts() -> Facts:
+    facts = {}
+    for layout in ("ddp", "fsdp", "megatron"):
+        facts[layout] = against(*small(), backend="autopar", options={"layout": layout})
+        torch._dynamo.reset()
+    return facts
+
+
+class Broken(nn.Module):
+    """Statistics of the batch, a graph break in the middle, a buffer, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 16)
+        self.register_buffer("scale", torch.full((16,), 2.0))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        y = F.gelu(self.up(self.norm(x)))
+        torch._dynamo.graph_break()
+        return F.cross_entropy(self.scale * self.down(y), target)
+
+
+def pieces() -> Facts:
+    made = planned()
+    torch.manual_seed(0)
+    model, batch = Broken(), (torch.randn(8, 32), torch.randint(16, (8,)))
+    facts = against(model, batch, backend=autopar.backend())
+    facts["plans"] = len(made())
+    single, several = Broken(), (torch.randn(12, 32), torch.randint(16, (12,)))
+    parallel = copy.deepcopy(single)
+    call = torch.compile(parallel, backend=autopar.backend(layout="ddp"))
+    losses = []
+    for given in (batch, several, batch):  # other shapes are planned again
+        losses.append(abs(float(call(*given)) / float(single(*given)) - 1))
+    single.eval()
+    parallel.eval()
+    with torch.no_grad():
+        losses.append(abs(float(call(*several)) / float(single(*several)) - 1))
+    return {**facts, "others": max(losses)}
+
+
+def dropped() -> Facts:
+    """With dropout all ranks draw the same numbers, and others at every call."""
+    model, args = small(dropout=0.3)
+    call = torch.compile(model, backend=autopar.backend(layout="ddp"))
+    losses = [call(*args)[1] for _ in range(3)]
+    losses[-1].backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return {
+        "losses": [float(loss.detach()) for loss in losses],
+        "equal": all(torch.equal(x, other) for x in grads for other in gathered(x)),
+    }
+
+
+def differing() -> Facts:
+    """What all ranks raise where they do not hold the same."""
+    facts: Facts = {}
+    rank = dist.get_rank()
+    inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8)
+    for what in ("parameters", "inputs"):
+        torch.manual_seed(rank if what == "parameters" else 0)
+        call = torch.compile(Broken(), backend=autopar.backend())
+        x = inputs[0] + (rank if what == "inputs" else 0)
+        facts[what] = everywhere(caught(lambda call=call, x=x: call(x, inputs[1])))
+    torch.manual_seed(0)
+    call = torch.compile(Broken(), backend=autopar.backend(layout="nonesuch"))
+    facts["layout"] = everywhere(caught(lambda: call(*inputs)))
+    call = torch.compile(Broken(), backend=autopar.backend(4))
+    facts["world"] = everywhere(caught(lambda: call(*inputs)))
+    return facts
+
+
+def inner() -> Facts:
+    """A backend of one's own behind it is given the scheduled graphs."""
+    graphs: list[str] = []
+
+    def keep(graph: fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    facts = against(*small(), backend=autopar.backend(layout="ddp", backend=keep))
+    facts["waits"] = ["wait_tensor" in code for code in graphs]
+    return facts
+
+
+TASKS = {
+    "by name": by_name,
+    "layouts": layouts,
+    "pieces": pieces,
+    "dropped": dropped,
+    "differing": differing,
+    "inner": inner,
+}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    run_tasks(TASKS)
