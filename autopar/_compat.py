@@ -135,14 +135,22 @@ def derive(
     """What runs the graphs that AOTAutograd derives from `module` for such values, cut in two by
     `partition`, each made runnable by `compiler(graph, example_inputs)`. Both are compiled before
     this returns: torch would otherwise compile the backward when it is first run, where a rank
-    that fails leaves the others waiting.
+    that fails leaves the others waiting. Where a script compiles the call of backward(), dynamo
+    leaves them alone.
     """
+
+    def apart(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        run = compiler(gm, example_inputs)
+        made: Callable[..., Any] = torch.compiler.disable(run)
+        made._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
+        return made
+
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
         return aot_module_simplified(
             module,
             list(values),
-            fw_compiler=compiler,
-            bw_compiler=compiler,
+            fw_compiler=apart,
+            bw_compiler=apart,
             partition_fn=partition,
             decompositions=decompositions,
         )

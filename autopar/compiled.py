@@ -125,7 +125,18 @@ class _Graph(nn.Module):
         held = {place: attrgetter(path)(self) for place, path in self._held.items()}
         values = [held[place] if place in held else next(rest) for place in range(count)]
         with preserve_node_meta():  # nodes keep the module path and the line of the user's code
-            return fx.Interpreter(self._captured).run(*values)
+            return _Inlined(self._captured).run(*values)
+
+
+class _Inlined(fx.Interpreter):
+    """Runs blocks that the script checkpoints as what they compute: what is made again in the
+    backward is the plan's to say.
+    """
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            return _Inlined(args[0]).run(*args[1:])
+        return super().call_function(target, args, kwargs)
 
 
 class _Piece:
@@ -141,7 +152,8 @@ class _Piece:
         self.paths = [_path(source) for source in sources]
         self.buffers = ["._buffers[" in source for source in sources]
         self.numbers = _numbers(graph.graph)
-        self.made: dict[Any, _Planned] = {}
+        graph.recompile()
+        self.made: dict[Any, Callable[[Sequence[Any]], Any]] = {}
         for node in graph.graph.nodes:
             if stack := node.meta.get("nn_module_stack"):
                 own = {key: (_path(where), kind) for key, (where, kind) in stack.items()}
@@ -155,7 +167,9 @@ class _Piece:
             self.made[key] = self._made(values)
         return self.made[key](values)
 
-    def _made(self, values: Sequence[Any]) -> _Planned:
+    def _made(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+        if _is_update(self.graph, values):
+            return lambda given: self.graph(*given)
         held: dict[int, str] = {}
         for place, value in enumerate(values):
             if isinstance(value, nn.Parameter) or self.buffers[place]:
@@ -230,6 +244,23 @@ def _numbers(graph: fx.Graph) -> list[bool]:
             user.replace_all_uses_with(node)
             graph.erase_node(user)
     return found
+
+
+def _is_update(module: fx.GraphModule, values: Sequence[Any]) -> bool:
+    """Whether a graph writes into every parameter that it is given, as an optimizer's step does
+    where that is compiled too: every rank does all of it, for all parameters are whole there.
+    """
+    graph = module.graph
+    held = list(zip(graph.find_nodes(op="placeholder"), values, strict=True))
+    held += [(node, attrgetter(node.target)(module)) for node in graph.find_nodes(op="get_attr")]
+    left = {node for node, value in held if isinstance(value, nn.Parameter)}
+    found = bool(left)
+    for node in graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and node.args:
+            first = node.args[0]
+            left -= set(first if isinstance(first, list | tuple) else [first])
+    return found and not left
 
 
 def _compare(values: Sequence[Any], names: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 import models
@@ -182,6 +183,32 @@ def inner() -> Facts:
     return facts
 
 
+def whole_step() -> Facts:
+    """All of a training step compiled: forward, the call of backward(), the optimizer."""
+    torch.manual_seed(0)
+    model, args, _ = models.mlp()
+    single, made = copy.deepcopy(model), planned()
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        optimizer.zero_grad()
+        loss = checkpointed(module, *args)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    both = [(m, torch.optim.AdamW(m.parameters(), lr=1e-3)) for m in (model, single)]
+    call = torch.compile(step, backend="autopar")
+    errors = [error(call(*both[0]), step(*both[1])) for _ in range(STEPS)]
+    moved = max(error(p.detach(), q.detach()) for p, q in pairs(model, single))
+    return {"loss": max(errors), "parameters": moved, "plans": len(made())}
+
+
+def checkpointed(module: Any, x: Tensor, target: Tensor) -> Tensor:
+    """tests/models.py's Mlp, its first layer made again in the backward."""
+    up = checkpoint(lambda x: F.gelu(module.up(x)), x, use_reentrant=False)
+    return F.mse_loss(module.down(up), target)
+
+
 TASKS = {
     "by name": by_name,
     "layouts": layouts,
@@ -189,6 +216,7 @@ TASKS = {
     "dropped": dropped,
     "differing": differing,
     "inner": inner,
+    "whole step": whole_step,
 }
 
 

@@ -51,7 +51,7 @@ def test_a_plain_script_trains_by_name_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_named_layouts_pieces_and_dropout_on_two_ranks(tmp_path: Path) -> None:
-    tasks = "layouts", "pieces", "dropped", "inner"
+    tasks = "layouts", "pieces", "dropped", "inner", "whole step"
     facts = launched(tmp_path, 2, *tasks, script="compiled_ranks.py")
     for layout in ("ddp", "fsdp", "megatron"):
         same(facts["layouts"][layout])
@@ -59,6 +59,8 @@ def test_named_layouts_pieces_and_dropout_on_two_ranks(tmp_path: Path) -> None:
     assert facts["pieces"]["plans"] == 2 and facts["pieces"]["others"] < LOSS
     assert facts["dropped"]["equal"] and len(set(facts["dropped"]["losses"])) == 3
     same(facts["inner"])
+    step = facts["whole step"]
+    assert step["loss"] < LOSS and step["parameters"] < LOSS and step["plans"] == 2
     assert facts["inner"]["waits"] == [True, True]  # ddp waits in the backward, and for the loss
 
 
