@@ -19,11 +19,12 @@ from . import proven
 from .cost.kept import Kept, Middle, Price, Stored, bytes_kept, regathering
 from .cost.memory import Budget
 from .errors import LayoutError
+from .figures import Memory
 from .fitting import Rungs, Tried
 from .hiding import by_step
 from .layouts import NAMES, Layouts, candidates
 from .passes import choose, emitted
-from .plan import Memory, Plan
+from .plan import Plan
 from .price import terms
 from .program import Program
 from .rating.frame import frame

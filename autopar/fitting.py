@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from .cost.memory import Budget, refusal
 from .cost.peak import peak
+from .figures import Memory
 from .graphs import blocks
 from .passes import recompute
-from .plan import Memory
 from .program import Program
 from .report.summary import twice_seconds
 from .world import World

@@ -4,11 +4,8 @@ could not be split.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,15 +13,16 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from .errors import LayoutError, PlanError
-from .layout import I, Layout, P, R, State
+from .errors import PlanError
+from .figures import Collective, Memory, Row, summed
+from .layout import Layout
 from .mesh import Mesh
 from .world import World
+from .written import digest, read, write
 
 VERSION = 3
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
 _PARTS = ("computation", "communication", "hidden", "exposed")  # of a step that overlaps
-_WHOLE = {"I": I, "R": R, "P": P}
 _LAYOUTS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")  # in a file
 
 
@@ -40,66 +38,6 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One collective of the modelled step: where, on which axes, forward or backward, and the wire
-    bytes a rank sends.
-    """
-
-    chain: str
-    kind: str
-    axes: tuple[str, ...]
-    backward: bool
-    bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: a subgraph, what its products split on each axis, what it moves and
-    how long it takes, added up.
-
-    `computation`, `communication`, `exposed`: seconds of the simulated step, where the plan was
-    made to run with communication under computation. What is not exposed is hidden.
-    """
-
-    subgraph: str
-    layout: str
-    collectives: str
-    bytes: float
-    seconds: float
-    computation: float | None = None
-    communication: float | None = None
-    exposed: float | None = None
-
-    @property
-    def hidden(self) -> float:
-        return (self.communication or 0.0) - (self.exposed or 0.0)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank at the peak of a training step, which the parts add up to.
-
-    `parameters`: with buffers and constants. `gradients`: those of parameters that are there at
-    that moment. `activations`: what the forward left for the backward and is still there, gathered
-    weights among it. `transient`: what is made on the way, buffers of collectives among it.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    transient: float
-    peak: float
-
-    def __str__(self) -> str:
-        unit, size = ("GiB", 2**30) if self.peak >= 2**27 else ("MiB", 2**20)
-        names = ("parameters", "gradients", "optimizer", "activations", "transient")
-        parts = ", ".join(f"{name} {getattr(self, name) / size:,.2f}" for name in names)
-        return f"{self.peak / size:,.2f} {unit} ({parts})"
-
-
-@dataclass(frozen=True)
 class Plan:
     """A chosen layout for a model on a world. `seconds`, `comm_bytes` and `peak_bytes` are
     modelled, per rank and training step.
@@ -112,9 +50,8 @@ class Plan:
     layout: str
     choices: dict[str, Choice]
     stored: dict[str, Layout]  # of parameters, by placeholder
-    copies: dict[
-        tuple[str, int], Layout
-    ]  # a second layout in which a value with several consumers is kept
+    # a second layout in which a value with several consumers is kept
+    copies: dict[tuple[str, int], Layout]
     outputs: dict[str, Layout]
     seconds: float
     comm_bytes: float
@@ -122,39 +59,31 @@ class Plan:
     rows: tuple[Row, ...] = ()
     collectives: tuple[Collective, ...] = ()
     unsplit: tuple[str, ...] = ()  # what was not split and why, one sentence each
-    meshes: tuple[
-        tuple[str, float], ...
-    ] = ()  # every mesh that was rated, with a proven lower bound of its seconds
+    # every mesh that was rated, with a proven lower bound of its seconds
+    meshes: tuple[tuple[str, float], ...] = ()
     fingerprint: str = ""
     world: World = field(default_factory=lambda: World.of(1))  # that it was planned for
-    inputs: dict[str, Layout] = field(
-        default_factory=dict
-    )  # of the user's tensors, known after the rewrite
-    panels: tuple[
-        str, ...
-    ] = ()  # the row and the column axis, where products run in SUMMA's panels
+    # of the user's tensors, known after the rewrite
+    inputs: dict[str, Layout] = field(default_factory=dict)
+    # the row and the column axis, where products run in SUMMA's panels
+    panels: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()  # blocks whose activations are computed again in the backward
     regather: tuple[str, ...] = ()  # blocks whose weights are only gathered again there, not kept
     memory: Memory | None = None  # what the peak is made of, known after the rewrite
     bound: float = 0.0  # seconds: no plan of this layout is modelled faster, on any mesh rated
     optimizer: str | float = "adamw"  # whose states are in `memory`
     limit: float | None = None  # bytes on each device, where the fastest plan does not fit them
-    smaller: tuple[int, float] | None = (
-        None  # ranks and modelled seconds of a smaller world that would be as fast
-    )
+    # ranks and modelled seconds of a smaller world that would be as fast
+    smaller: tuple[int, float] | None = None
     reduce_dtype: torch.dtype | None = None  # what parameters' gradients are added up in
-    overlapped: float | None = None  # seconds of a step with communication under computation, where
-    # the plan was chosen to run so
-    planned: tuple[str, str] = field(
-        default=("", ""), compare=False
-    )  # digests of what was split and of the layouts, as autopar planned them
+    # seconds of a step with communication under computation, where it was chosen to run so
+    overlapped: float | None = None
+    # digests of what was split and of the layouts, as autopar planned them
+    planned: tuple[str, str] = field(default=("", ""), compare=False)
     told: tuple[str, ...] = field(default=(), compare=False)  # where a file's figures were others
-    seconds_by_pass: dict[str, float] = field(
-        default_factory=dict, compare=False
-    )  # that planning took
-    ready: Any = field(
-        default=None, compare=False, repr=False
-    )  # what `apply` needs; only in the process that planned
+    seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # planning took
+    # what `apply` needs; only in the process that planned
+    ready: Any = field(default=None, compare=False, repr=False)
 
     def table(self) -> Table:
         """The plan for people: one line a subgraph. Print it with rich."""
@@ -175,7 +104,7 @@ class Plan:
             table.add_row(*self._cells(row))
         if self.overlapped is not None:
             table.add_section()
-            table.add_row(*self._cells(_summed(self.rows)))
+            table.add_row(*self._cells(summed(self.rows)))
         legend = (
             "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, "
             "AR all-reduce, A2A all-to-all, B broadcast"
@@ -216,7 +145,7 @@ class Plan:
         """What the step with communication under computation is made of."""
         if self.overlapped is None:
             return []
-        total = _summed(self.rows)
+        total = summed(self.rows)
         parts = [
             f"{name} {(getattr(total, name)) * 1e3:.2f}" for name in ("computation", "exposed")
         ]
@@ -310,7 +239,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         def layouts(found: dict[str, Layout]) -> dict[str, Any]:
-            return {name: _write(layout) for name, layout in found.items()}
+            return {name: write(layout) for name, layout in found.items()}
 
         data = {
             "version": VERSION,
@@ -325,15 +254,15 @@ class Plan:
             "choices": {
                 name: {
                     "splits": list(choice.splits),
-                    "operands": [None if x is None else _write(x) for x in choice.operands],
-                    "results": [_write(x) for x in choice.results],
+                    "operands": [None if x is None else write(x) for x in choice.operands],
+                    "results": [write(x) for x in choice.results],
                 }
                 for name, choice in self.choices.items()
             },
             "stored": layouts(self.stored),
             "outputs": layouts(self.outputs),
             "inputs": layouts(self.inputs),
-            "copies": [[name, index, _write(x)] for (name, index), x in self.copies.items()],
+            "copies": [[name, index, write(x)] for (name, index), x in self.copies.items()],
             "rows": [asdict(row) for row in self.rows],
             "collectives": [asdict(c) for c in self.collectives],
             "panels": list(self.panels),
@@ -375,12 +304,6 @@ class Plan:
             raise PlanError(f"{where} is no plan, or is cut short: {error!r}; plan again") from None
 
 
-def _summed(rows: Sequence[Row]) -> Row:
-    """All rows added up, under the name "all"."""
-    names = ("bytes", "seconds", "computation", "communication", "exposed")
-    return Row("all", "", "", *(sum(getattr(row, name) or 0.0 for row in rows) for name in names))
-
-
 def _spanned(names: tuple[str, ...]) -> str:
     """blocks.0, blocks.1, blocks.2 -> 3 blocks, blocks.0 to blocks.2"""
     several = f"{len(names)} blocks, " if len(names) > 1 else ""
@@ -391,7 +314,7 @@ def _from_json(data: dict[str, Any], where: str) -> Plan:
     mesh = Mesh.parse(data["mesh"])
 
     def one(found: Any, *names: Any) -> Layout:
-        return _read(mesh, found, " of ".join(str(name) for name in (*names, where)))
+        return read(mesh, found, " of ".join(str(name) for name in (*names, where)))
 
     def several(key: str) -> dict[str, Layout]:
         return {name: one(found, f"{name!r}", f"`{key}`") for name, found in data[key].items()}
@@ -455,37 +378,4 @@ def _digests(data: dict[str, Any]) -> tuple[str, str]:
     splits = {name: choice["splits"] for name, choice in data["choices"].items()}
     layouts = [data[key] for key in _LAYOUTS]
     layouts += [[name, c["operands"], c["results"]] for name, c in data["choices"].items()]
-    return _digest(splits), _digest(layouts)
-
-
-def _digest(facts: Any) -> str:
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _write(layout: Layout) -> dict[str, Any]:
-    states = [f"S({s.dim},{s.stride})" if s.kind == "S" else s.kind for s in layout.states]
-    return {"shape": list(layout.shape), "states": states}
-
-
-def _read(mesh: Mesh, data: dict[str, Any], where: str) -> Layout:
-    """Raises PlanError that names `where` a state is no state, or no layout of this shape."""
-    shape, texts = tuple(data["shape"]), data["states"]
-    if len(texts) != len(mesh.axes):
-        raise PlanError(f"{where} has {len(texts)} states, the mesh {mesh} {len(mesh.axes)} axes")
-    try:
-        return Layout(mesh, shape, tuple(_state(text, shape) for text in texts))
-    except (LayoutError, PlanError) as error:
-        raise PlanError(f"{where}: {error}") from None
-
-
-def _state(text: str, shape: tuple[int, ...]) -> State:
-    found = re.fullmatch(r"S\((\d+), *(\d+)\)", text)
-    if found:
-        dim, stride = int(found[1]), int(found[2])
-        if dim >= len(shape) or not stride:
-            raise PlanError(f"state {text!r}: the tensor has {len(shape)} dims, strides are from 1")
-        return State("S", dim, stride)
-    if text not in _WHOLE:
-        raise PlanError(f"state {text!r}: it is I, R, P or S(dim,stride), as S(0,4)")
-    return _WHOLE[text]
+    return digest(splits), digest(layouts)

@@ -17,6 +17,7 @@ from .affordable import affordable
 from .cost.memory import Budget
 from .cost.timeline import Timeline, timeline
 from .errors import InputError
+from .figures import Memory
 from .fitting import fitted as made_to_fit
 from .layout import Layout
 from .layouts import Layouts
@@ -25,7 +26,7 @@ from .passes import annotate, chains, choose, emit, forms, rewrite, trace
 from .passes import pipeline as panels
 from .passes import recompute as recomputing
 from .pipeline import Pipeline
-from .plan import Memory, Plan
+from .plan import Plan
 from .program import Program
 from .ready import Ready, fingerprint
 from .report.summary import summarised

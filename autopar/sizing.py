@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from .cost.kept import Kept, Price
 from .cost.memory import Budget
 from .errors import LayoutError, PlanError
+from .figures import Memory
 from .fitting import effort
 from .layouts import Layouts, candidates
 from .passes import emitted
-from .plan import Memory, Plan
+from .plan import Plan
 from .program import Program
 from .rating.frame import frame
 from .rating.rate import Candidate, best, bounded, exact

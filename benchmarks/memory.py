@@ -72,7 +72,7 @@ class Row:
     case: Case
     modelled: float
     measured: float
-    memory: autopar.plan.Memory
+    memory: autopar.figures.Memory
 
     @property
     def error(self) -> float:

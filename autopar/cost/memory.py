@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import PlanError
+from ..figures import Memory
 from ..layout import Layout
-from ..plan import Memory
 from ..world import World
 
 STATES = {

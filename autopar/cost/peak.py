@@ -19,9 +19,9 @@ from torch import Tensor, fx
 
 from .. import wire
 from .._compat import TorchDispatchMode, fake_mode, pytree
+from ..figures import Memory
 from ..graphs import called
 from ..mesh import group_ranks
-from ..plan import Memory
 from ..program import Input, Program
 from .memory import Optimizer, optimizer_bytes, step_bytes
 

@@ -17,8 +17,9 @@ from ..cost.compute import node_seconds
 from ..cost.moves import moves
 from ..cost.timeline import Timeline
 from ..cost.ways import flat_ways, ways
+from ..figures import Collective, Row
 from ..graphs import every_node
-from ..plan import Collective, Plan, Row
+from ..plan import Plan
 from ..program import Program
 from ..rules import results_of
 from ..strategies import Strategy
