@@ -31,8 +31,8 @@ def choose(
     follows.
     `price`: what the bytes that a plan keeps cost, for plans that must fit; the plan's seconds and
     bound are without it (the bound: of plans that keep no more than this one). `given`: only these
-    meshes, each with its constraint. `thorough=False`: the best mesh is not searched again among
-    more options.
+    meshes, each with its constraint. `thorough=False`: fewer options are searched exactly, and the
+    best mesh is not searched again among more.
     """
     given = list(candidates(layout, world.ranks, program)) if given is None else given
     found = best(program, given, world, redundant, price, thorough)

@@ -93,7 +93,8 @@ def best(
     for place in order[:_TRIES]:
         if found is not None and bounds[place] >= found.seconds * (1 - _GAP):
             break
-        plan, bound = exact(whole, *given[place], world, redundant, price)
+        most = _LEFT if thorough else _LEFT[1:]
+        plan, bound = exact(whole, *given[place], world, redundant, price, most)
         bounds[place] = max(bounds[place], bound)
         if found is None or plan.seconds < found.seconds * (1 - 1e-9):
             found = plan
@@ -176,16 +177,17 @@ def exact(
     world: World,
     redundant: bool = False,
     price: Price | None = None,
+    most: Sequence[int] = _LEFT,
 ) -> tuple[Plan, float]:
-    """The plan of least modelled time on one mesh, among the options that the bound leaves, and the
-    bound in seconds.
+    """The plan of least modelled time on one mesh, among the options that the bound leaves, at most
+    so many of a region (the next number where tables outgrow), and the bound in seconds.
     """
     if not mesh.axes or not constraint.free:  # rules leave little to search
         plan = search(whole.program, mesh, world, constraint, redundant, None, price)
         return plan, plan.seconds
     bound = _messages(whole, [(mesh, constraint)], world, redundant, price)
     least = float(bound.run()[0])
-    plan = _among(bound, _MARGIN * least, _LEFT, (mesh, constraint), world, redundant, price)
+    plan = _among(bound, _MARGIN * least, most, (mesh, constraint), world, redundant, price)
     if plan.seconds * (1 - _GAP) > least:
         least = max(least, float(bound.run(2)[0]))
     return plan, min(least, plan.seconds)
