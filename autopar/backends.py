@@ -125,6 +125,9 @@ class Scheduled:
             return self._plain(*values)
         if self._run is None:
             self._run = ranks.together("deriving the backward", lambda: self.derived(values))
+            if self.forward is None:  # nothing that it gives out carries a gradient
+                self._run = self._plain
+                return self._plain(*values)
             ranks.agree("collective order", self.order())
             self._open(values[0].device.type)
         return self._run(*values)
@@ -164,17 +167,17 @@ class Scheduled:
         return derive(module, values, self._compiled, self._partition, decompositions)
 
     def _compiled(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        """What runs one of the two graphs. The backward may be given as a copy."""
-        assert self.forward is not None
-        if self.backend is None:
+        """What runs one of the two graphs. The backward may be given as a copy. A backend of
+        torch.compile is called with tensors, whatever it says of itself.
+        """
+        if self.backend is None or self.forward is None:
             return _boxed(gm, below_autograd)
         if self.backend == "aot_eager":
             return _boxed(gm, nullcontext)
         if self.backend == "inductor":
             return compile_in_order(gm, example_inputs, backward=gm is not self.forward)
         made = named_backend(self.backend) if isinstance(self.backend, str) else self.backend
-        run = made(gm, list(example_inputs))
-        return run if getattr(run, "_boxed_call", False) else make_boxed_func(run)
+        return make_boxed_func(made(gm, list(example_inputs)))
 
     def _partition(
         self, joint: fx.GraphModule, inputs: Any, **more: Any

@@ -276,8 +276,8 @@ def test_the_runner_checks_what_every_pass_makes(
 ) -> None:
     """A pass that hands on what it was given, less an input or a chain, is caught right after."""
 
-    def broken(program: Program, *rest: Any) -> Program:
-        made = honest(program, *rest)
+    def broken(program: Program, *rest: Any, **more: Any) -> Program:
+        made = honest(program, *rest, **more)
         return noted(made, specs={}) if name == "annotate" else spoil(made)
 
     spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
@@ -285,7 +285,7 @@ def test_the_runner_checks_what_every_pass_makes(
     monkeypatch.setattr(PASSES[name], name, broken)
     model, args, _ = models.gpt()
     with pytest.raises(AssertionError):
-        autopar.plan(model, 4, args, layout="ddp")
+        autopar.plan(model, 4, args, layout="ddp", overlap=False)
 
 
 def test_every_graph_is_kept_and_prints() -> None:

@@ -346,6 +346,7 @@ def gathers_of_graphs() -> Facts:
             return make_boxed_func(module.forward)
 
         how: Any = {"backend": aot_autograd(fw_compiler=count), "recompute": recompute}
+        how["overlap"] = False  # the backend derives them itself
         par = autopar.parallelize(model, None, inputs, layout="fsdp", **how)
         called(par, inputs)[0].backward()
         planned = [c.backward for c in par.plan.collectives if c.kind == "all_gather"]
