@@ -20,7 +20,6 @@ from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
 from .deferred import Deferred
 from .errors import InputError, PlanError, WorldError
-from .graphs import producer
 from .held import current, held
 from .layouts import Layouts, candidates
 from .mesh import connect
@@ -151,16 +150,7 @@ def running(
     groups = {group for graph in graphs for group in groups_of(graph)}
     device_mesh = connect(mesh, device_type, groups) if mesh.axes else None
     world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
-    scheduled = overlap if _gives_gradients(ready.source) else False
-    return device_mesh, runner(program, world, backend, scheduled)
-
-
-def _gives_gradients(source: Program) -> bool:
-    """Whether anything that a traced graph returns carries a gradient: else it has no backward."""
-    assert source.annotations is not None
-    nodes = {node.name: node for node in source.module.graph.nodes}
-    returned = [nodes[o.node] for o in source.signature.outputs if o.kind == "user" and o.node]
-    return any(producer(node) in source.annotations.gradient for node in returned)
+    return device_mesh, runner(program, world, backend, overlap)
 
 
 def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
