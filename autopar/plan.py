@@ -156,7 +156,8 @@ class Plan:
         if not self.bound or not self.mesh.axes:
             return ""
         several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
-        proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the optimum"
+        least = "optimum" if self.overlapped is None else "least sum"
+        proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the {least}"
         return f", {proof}{self._knowing()}{several}"
 
     def _knowing(self) -> str:
