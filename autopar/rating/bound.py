@@ -26,7 +26,7 @@ from .moves import Moves
 from .options import Floats, OptionCosts, Rated
 from .prices import BIG, HALF
 
-_ALIKE = 2e-4  # of the bound: what all replaced messages together may take from it
+_ALIKE = 1e-3  # of the bound: what all replaced messages together may take from it
 _REMEMBERED = 40  # messages of a kind that a new one is compared with
 
 Bounds = NDArray[np.float64]  # seconds, of every mesh
@@ -96,11 +96,11 @@ class Bound:
         self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
         self._kinds: dict[Hashable, list[Message]] = defaultdict(list)
         self._count = 0
-        self._grain = 0.0  # s: how far apart messages may be to count as the same
         self._known: dict[Hashable, tuple[Bounds, list[Message]]] = {}
         self._folded: dict[Hashable, Rated] = {} if start is None else start._folded
         for variable in self.live:
             self._rated[id(variable)] = self._with_leaves(variable)
+        self._grain = self._grain_of(self._least_alone())
         if start is not None and twins is not None:
             self._take_over(start, twins)
 
@@ -189,6 +189,18 @@ class Bound:
         self._kinds, self._count = other._kinds, other._count
         self._known, self._grain = other._known, other._grain
 
+    def _least_alone(self) -> Bounds:
+        """What all variables cost at least, each for itself: the bound without any message."""
+        return sum(
+            (self._lowest(self._rated[id(v)].seconds).astype(np.float64) for v in self.live),
+            np.zeros(len(self.meshes)),
+        )
+
+    def _grain_of(self, bounds: Bounds) -> float:
+        """How far apart messages may be to count as the same, in seconds."""
+        edges = sum(len(ends) for ends in self._ends.values()) / 2
+        return _ALIKE * float(bounds.min()) / max(1.0, edges)
+
     # -- messages ----------------------------------------------------------------------------------
     def run(self, rounds: int = 1) -> Bounds:
         """The bound after so many more rounds."""
@@ -200,8 +212,7 @@ class Bound:
             bounds = np.zeros(len(self.meshes))
             for variable in reversed(self.live):
                 bounds += self._update(variable, forwards=False)
-            edges = sum(len(ends) for ends in self._ends.values()) / 2
-            self._grain = _ALIKE * float(bounds.min()) / max(1.0, edges)
+            self._grain = self._grain_of(bounds)
         return bounds
 
     def _update(self, variable: Variable, forwards: bool) -> Bounds:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -134,14 +132,10 @@ def bounded(
         alike = [i for i, (mesh, _) in enumerate(given) if len(mesh.axes) == count]
         chunks.extend(alike[i : i + _TOGETHER] for i in range(0, len(alike), _TOGETHER))
     found = [0.0] * len(given)
-
-    def run(chunk: list[int]) -> None:
+    for chunk in chunks:  # not in threads: numpy's calls are short, and they would wait for Python
         bound = _messages(whole, [given[i] for i in chunk], world, redundant, price)
         for place, seconds in zip(chunk, bound.run(), strict=True):
             found[place] = float(seconds)
-
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        list(pool.map(run, chunks))
     return found
 
 

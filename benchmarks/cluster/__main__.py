@@ -66,8 +66,6 @@ def main(arguments: list[str] | None = None) -> int:
     except Unavailable as error:
         print(f"no cluster: {error}\n--loopback runs the ranks without limits", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     if done.status:
         what = f"rank {done.rank}" if done.rank is not None else f"limit of {options.timeout:g} s"
         print(f"{what}: status {done.status}\n{done.tail}", file=sys.stderr)

@@ -164,10 +164,12 @@ def sent_bytes() -> int:
 
 
 def stop_on_signals() -> None:
-    """SIGTERM and SIGHUP end this process as an exit does, so that what is open is closed."""
+    """These signals end this process as an exit does, so that what is open is closed. SIGINT as well:
+    a shell's background jobs start with it ignored, and Python then leaves it so.
+    """
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
