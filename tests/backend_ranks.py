@@ -1,16 +1,9 @@
-"""What test_backends.py starts: backends on real gloo ranks against one device.
-
-    PYTHONPATH=.:tests:examples torchrun --standalone --nproc-per-node 2 \\
-        tests/backend_ranks.py OUT TASK...
-
-As tests/train_ranks.py: rank 0 writes OUT, the test that started it asserts.
-"""
+"""What test_backends.py starts, as on_ranks.py says: backends on gloo ranks against one device."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import os
 from typing import Any
 
 import torch
@@ -19,7 +12,8 @@ from torch import Tensor, fx, nn
 
 import autopar
 import models
-from train_ranks import Facts, called, caught, everywhere, example, joined, run_tasks, worst
+from on_ranks import Facts, caught, everywhere, run_tasks
+from train_ranks import called, example, joined, worst
 
 LAYOUTS = ("ddp", "fsdp", "megatron", "4d", "auto")
 
@@ -149,5 +143,4 @@ TASKS = {
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     run_tasks(TASKS)

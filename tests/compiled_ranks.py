@@ -1,15 +1,10 @@
-"""What test_compiled.py starts: scripts that know of no ranks but for torch.compile, on gloo ranks.
-
-    PYTHONPATH=.:tests:examples torchrun --standalone --nproc-per-node 2 \\
-        tests/compiled_ranks.py OUT TASK...
-
-As tests/train_ranks.py: rank 0 writes OUT, the test that started it asserts.
+"""What test_compiled.py starts, as on_ranks.py says: scripts that know of no ranks but for
+torch.compile.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 import models
 from autopar import compiled
-from train_ranks import Facts, caught, everywhere, gathered, run_tasks
+from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 STEPS = 4
 
@@ -221,5 +216,4 @@ TASKS = {
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     run_tasks(TASKS)

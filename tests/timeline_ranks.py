@@ -1,16 +1,10 @@
-"""What test_measured.py starts: measures steps on real gloo ranks.
-
-    PYTHONPATH=.:tests torchrun --standalone --nproc-per-node 4 tests/timeline_ranks.py OUT TASK...
-
-Rank 0 writes OUT: {task: facts}. A task asserts nothing; the test that started it does.
-"""
+"""What test_measured.py starts, as on_ranks.py says: measures steps on real gloo ranks."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +14,13 @@ import torch.distributed as dist
 import autopar
 import models
 from autopar.layouts import Grid4D
+from on_ranks import Facts, caught, everywhere, run_tasks
 
 LAYOUTS: dict[str, Any] = {"fsdp": "fsdp", "4d": Grid4D(x=2, data=2)}
 
 
-def measured(folder: Path, name: str, overlap: bool) -> dict[str, Any]:
-    """A step of the small GPT, with the trace of rank 0 in the folder."""
+def measured(name: str, overlap: bool) -> Facts:
+    """A step of the small GPT, with the trace of rank 0 beside the facts."""
     model, args, _ = models.gpt()
     plan = autopar.plan(model, dist.get_world_size(), args, layout=LAYOUTS[name], smaller=False)
     par = autopar.apply(model, plan, overlap=overlap)
@@ -33,14 +28,13 @@ def measured(folder: Path, name: str, overlap: bool) -> dict[str, Any]:
     before = [p.grad.to_local().clone() for p in par.parameters()]
     found = par.timeline(*args)
     after = [p.grad.to_local() for p in par.parameters()]
-    path = folder / f"{name}-{overlap}.json"
+    path = Path(sys.argv[1]).with_name(f"{name}-{overlap}.json")
     if dist.get_rank() == 0:
         found.save(path)
     graph = {n.name for n in par.graph.graph.nodes}
     kinds = [s.kind for s in found.spans]
     collectives = [s for s in found.spans if s.kind not in ("compute", "issue", "wait")]
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, [(s.name, s.kind, s.track, s.bytes) for s in collectives])
+    every = everywhere([[s.name, s.kind, s.track, s.bytes] for s in collectives])
     return {
         "path": str(path),
         "planned": plan.comm_bytes,
@@ -63,39 +57,23 @@ def measured(folder: Path, name: str, overlap: bool) -> dict[str, Any]:
     }
 
 
-def one_fails() -> dict[str, Any]:
+def one_fails() -> Facts:
     """Rank 1 has inputs of another shape: what each rank raises, and after how long."""
     model, args, _ = models.gpt()
     par = autopar.parallelize(model, inputs=args, layout="ddp")
     own = tuple(x[:2] for x in args) if dist.get_rank() == 1 else args
-    started, said = time.perf_counter(), ""
-    try:
-        par.timeline(*own)
-    except autopar.AutoparError as error:
-        said = f"{type(error).__name__}: {error}"
-    seconds = time.perf_counter() - started
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (said, seconds))
-    return {"said": [text for text, _ in every], "seconds": max(s for _, s in every)}
+    started = time.perf_counter()
+    said = caught(lambda: par.timeline(*own))
+    seconds = everywhere(time.perf_counter() - started)
+    return {"said": everywhere(said), "seconds": max(seconds)}
 
 
-def main() -> None:
-    out, *tasks = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    facts = {}
-    for task in tasks:
-        if task == "one_fails":
-            facts[task] = one_fails()
-        else:
-            name, overlap = task.split()
-            facts[task] = measured(Path(out).parent, name, overlap == "overlapped")
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(facts, indent=1))
-    dist.barrier()
-    dist.destroy_process_group()
+TASKS: dict[str, Callable[[], Facts]] = {
+    "fsdp in-order": lambda: measured("fsdp", False),
+    "4d overlapped": lambda: measured("4d", True),
+    "one_fails": one_fails,
+}
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    main()
+    run_tasks(TASKS)

@@ -1,9 +1,5 @@
-"""What test_training.py starts: trains on real gloo ranks and compares with one device.
-
-    PYTHONPATH=.:tests:examples torchrun --standalone --nproc-per-node 2 \\
-        tests/train_ranks.py OUT TASK...
-
-Rank 0 writes OUT: {task: facts}. A task asserts nothing; the test that started it does.
+"""What test_training.py starts, as on_ranks.py says: trains on real gloo ranks and compares with
+one device.
 """
 
 from __future__ import annotations
@@ -11,7 +7,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +25,7 @@ import models
 from autopar.layout import Layout
 from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.passes import schedule
+from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
 ON_FOUR = ("4d", "2.5d")  # these need several axes
@@ -41,7 +37,6 @@ ON_EIGHT: tuple[Layouts, ...] = (
     "megatron-sp",
 )
 STEPS = 3
-Facts = dict[str, Any]
 
 
 def example(name: str, **changes: Any) -> tuple[nn.Module, Any]:
@@ -74,12 +69,6 @@ def trained(
     return *first, {n: whole(n, p.detach()) for n, p in module.named_parameters()}  # type: ignore[return-value]
 
 
-def gathered(local: Tensor) -> list[Tensor]:
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local.contiguous())
-    return parts
-
-
 def joined(value: Tensor, layout: Layout) -> Tensor:
     """The whole of a DTensor, by autopar's own arithmetic."""
     assert isinstance(value, DTensor), type(value)
@@ -98,7 +87,10 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
 
 def together(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The error of all tensors as one long vector."""
-    flat = lambda tensors: torch.cat([tensors[n].flatten() for n in expected])  # noqa: E731
+
+    def flat(tensors: dict[str, Tensor]) -> Tensor:
+        return torch.cat([tensors[n].flatten() for n in expected])
+
     return error(flat(found), flat(expected))
 
 
@@ -122,13 +114,6 @@ def compared(single: tuple[Any, ...], found: tuple[Any, ...]) -> Facts:
         "parameters": worst(told(parameters, single[2]), told(single[3], single[2])),
         "all parameters": together(parameters, single[3]),
     }
-
-
-def everywhere(value: Any) -> list[Any]:
-    """The value of every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def sha(text: str) -> str:
@@ -284,15 +269,6 @@ def failing() -> Facts:
     return facts
 
 
-def caught(work: Callable[[], Any]) -> str:
-    """ "Type: message" of the ValueError that this raises; "" where it raises none."""
-    try:
-        work()
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def scheduled() -> Facts:
     """Scheduled and not, from the same plan: to the bit? And ranks whose orders differ."""
     _, inputs = example("gpt")
@@ -372,22 +348,5 @@ TASKS: dict[str, Callable[[], Facts]] = {
 }
 
 
-def run_tasks(known: dict[str, Callable[[], Facts]]) -> None:
-    """What a script like this one does."""
-    out, *tasks = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    facts = {}
-    for task in tasks:
-        started = time.perf_counter()
-        facts[task] = known[task]()
-        facts[task]["seconds"] = time.perf_counter() - started
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(facts, indent=1))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     run_tasks(TASKS)
