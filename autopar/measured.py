@@ -36,17 +36,21 @@ class Measured(Seen):
     it, which includes waking up; `hidden` is when it ran and no wait was on.
     """
 
-    spans: tuple[Span, ...]
+    ran: tuple[Span, ...]
     taken: float
     rank: int = 0
 
     @property
-    def title(self) -> str:  # type: ignore[override]
+    def title(self) -> str:
         return f"a measured step of rank {self.rank}, forward and backward"
 
     @property
-    def process(self) -> str:  # type: ignore[override]
+    def process(self) -> str:
         return f"rank {self.rank}, measured"
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return self.ran
 
     @property
     def seconds(self) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -53,21 +54,32 @@ class Total(NamedTuple):
     exposed: float
 
 
-class Seen:
+class Seen(ABC):
     """The face of every timeline: `spans`, their totals, `table()` and `save(path)`.
 
     A step takes `computing` + `exposed_seconds` + `issuing` + `other_seconds`; the last two are 0
     where it was modelled, and else what the start of collectives took, and Python and autograd.
     """
 
-    title = "a step"
-    process = "autopar"
-    spans: Sequence[Span]
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What the table says it is of."""
 
     @property
+    @abstractmethod
+    def process(self) -> str:
+        """What the trace calls it."""
+
+    @property
+    @abstractmethod
+    def spans(self) -> Sequence[Span]:
+        """What the step is made of."""
+
+    @property
+    @abstractmethod
     def seconds(self) -> float:
         """Of the whole step."""
-        raise NotImplementedError
 
     @cached_property
     def computing(self) -> float:

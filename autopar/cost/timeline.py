@@ -49,7 +49,7 @@ class Timeline(Seen):
         return self.run.seconds
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:  # type: ignore[override]
+    def spans(self) -> tuple[Span, ...]:
         ran = (self._span(index) for index in range(len(self.events)))
         waits = (self._wait(*wait) for wait in self.run.waits)
         return (*(span for span in ran if span.seconds or span.track != COMPUTE), *waits)
