@@ -17,6 +17,7 @@ from torch import fx
 from ._compat import OpOverload, TorchDispatchMode, autograd_step, next_autograd_step, pytree
 from .cost.derived import KINDS, bytes_sent, collective_named, group_pattern, origin
 from .cost.pattern import size
+from .graphs import module_path
 
 GRAPH = "autopar graph"  # what marks the run of a module in a profile
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -136,7 +137,7 @@ class _Log(TorchDispatchMode):
         self.issued: dict[int, tuple[int, torch.Tensor]] = {}
 
     def at(self, node: fx.Node | None) -> None:
-        self.node = ("", "") if node is None else (node.name, _module(node))
+        self.node = ("", "") if node is None else (node.name, _chain(node))
         self.steps.append(next_autograd_step())
         self.nodes.append(self.node)
 
@@ -160,10 +161,11 @@ class _Log(TorchDispatchMode):
         return result
 
 
-def _module(node: fx.Node) -> str:
-    """The path of the module that a node belongs to; on one rank the graph is the traced one."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return str(node.meta.get("chain", stack[-1][0] if stack else ""))
+def _chain(node: fx.Node) -> str:
+    """The subgraph that a node belongs to; on one rank, where the graph is the traced one, its
+    module.
+    """
+    return str(node.meta.get("chain", module_path(node)))
 
 
 def _tensors(found: Any) -> list[torch.Tensor]:
