@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..cost.derived import Phase, collective_of, graph_events, group_of, is_wait
-from ..cost.simulate import Run, overlapped
+from ..cost.simulate import Event, Run, overlapped
 from ..world import World
 
 
@@ -28,6 +28,7 @@ class Freedom(NamedTuple):
     window: int = 256
 
 
+USUAL = Freedom()
 LEAST = Freedom(1, 8)  # holds hardly more at once than the graph's own order
 
 
@@ -36,21 +37,24 @@ def schedule(
     world: World,
     stored: frozenset[str],
     phase: Phase,
-    freedom: Freedom = Freedom(),  # noqa: B008
+    freedom: Freedom = USUAL,
 ) -> Run:
     """Reorder the graph in place; the simulated run of it. The same on every rank."""
     listed = graph_events(graph, world, stored, phase)
-    largest = max((event.held_bytes for event in listed.events if event.ahead), default=0.0)
-    run = overlapped(listed.events, freedom.ahead * largest, freedom.window)
+    run = overlapped(listed.events, _most_ahead(listed.events, freedom), freedom.window)
     _arrange(graph, [listed.nodes[action.event] for action in run.order])
     return run
 
 
 def fetched_ahead(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
-    """The most bytes that `schedule` fetches before their use."""
-    events = graph_events(graph, world, stored, phase).events
+    """The most bytes that `schedule` fetches before their use, where nobody says how far."""
+    return _most_ahead(graph_events(graph, world, stored, phase).events, USUAL)
+
+
+def _most_ahead(events: Sequence[Event], freedom: Freedom) -> float:
+    """Bytes that may be held before their use."""
     largest = max((event.held_bytes for event in events if event.ahead), default=0.0)
-    return Freedom().ahead * largest
+    return freedom.ahead * largest
 
 
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
