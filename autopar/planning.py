@@ -146,8 +146,9 @@ def _overlapped(program: Program, world: World) -> Timeline | None:
     made again, which are scheduled too but no timeline is modelled of.
     """
     assert program.plan is not None
-    runs_in_order = not program.plan.mesh.axes or program.plan.recompute or program.plan.regather
-    return None if runs_in_order else timeline(program, world)
+    plan = program.plan
+    has_none = not plan.mesh.axes or plan.recompute or plan.regather
+    return None if has_none else timeline(program, world)
 
 
 def _on_one_rank(source: Program, program: Program) -> Program:
