@@ -53,6 +53,7 @@ __all__ = [
     "pytree",
     "register_process_group",
     "register_work",
+    "takes_a_list",
     "unregister_process_group",
 ]
 
@@ -142,8 +143,7 @@ def derive(
     def apart(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         run = compiler(gm, example_inputs)
         made: Callable[..., Any] = torch.compiler.disable(run)
-        made._boxed_call = getattr(run, "_boxed_call", False)  # type: ignore[attr-defined]
-        return made
+        return takes_a_list(made) if getattr(run, "_boxed_call", False) else made
 
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
         return aot_module_simplified(
@@ -154,6 +154,15 @@ def derive(
             partition_fn=partition,
             decompositions=decompositions,
         )
+
+
+def takes_a_list(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, of which AOTAutograd knows now that it takes all its values in one list,
+    which it may clear.
+    """
+    marked: Any = run
+    marked._boxed_call = True
+    return run
 
 
 def dynamo_sources(graph: torch.fx.Graph) -> list[str]:
@@ -183,16 +192,32 @@ def partition(
     joint: torch.fx.GraphModule, inputs: Any, **more: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """torch's cut of a joint graph into forward and backward: what the backward needs is saved,
-    unless its node is tagged to be made again. Nothing may draw random numbers there: torch would
-    keep the generators' states for whatever has the tag of such an op, as attention without
-    dropout has too.
+    unless its node is tagged to be made again. What is made again may draw no random numbers: torch
+    would keep the generators' states for whatever has the tag of such an op, as attention without
+    dropout has too, and is told here that there is nothing of the kind.
     """
+    drawn = [n.name for n in joint.graph.nodes if partitioners.must_recompute(n) and _draws(n)]
+    assert not drawn, f"made again with other random numbers: {', '.join(drawn)}"
     draws = partitioners.has_recomputable_rng_ops
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
     try:
         return default_partition(joint, inputs, **more)
     finally:
         partitioners.has_recomputable_rng_ops = draws
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """Whether an op takes numbers from torch's generators; attention does for dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    assert isinstance(node.target, OpOverload)
+    arguments = enumerate(node.target._schema.arguments)
+    rates = [(place, argument) for place, argument in arguments if argument.name == "dropout_p"]
+    if not rates:
+        return True
+    ((place, rate),) = rates
+    given = node.args[place] if place < len(node.args) else node.kwargs.get(rate.name)
+    return bool(rate.default_value if given is None else given)
 
 
 # -- inductor: imported where it is wanted, which takes a second -----------------------------------

@@ -38,6 +38,7 @@ from ._compat import (
     inductor_decompositions,
     named_backend,
     partition,
+    takes_a_list,
 )
 from .cost.derived import Phase, bytes_of, writes
 from .cost.live import live_bytes
@@ -59,9 +60,9 @@ OVERLAP: Overlap = True  # where a user does not say
 
 # Bytes of the largest bucket and how freely ops move: the first that the memory allows is taken.
 _ATTEMPTS: tuple[tuple[float, schedule.Freedom], ...] = (
-    (math.inf, schedule.Freedom()),
-    (1 << 20, schedule.Freedom()),
-    (0, schedule.Freedom()),
+    (math.inf, schedule.USUAL),
+    (1 << 20, schedule.USUAL),
+    (0, schedule.USUAL),
     (0, schedule.LEAST),
 )
 
@@ -265,5 +266,4 @@ def _boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:
             return forward(values)
 
     forward = gm.forward
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return takes_a_list(run)

@@ -278,19 +278,27 @@ def test_dynamo_says_where_it_takes_inputs_from() -> None:
     assert any("x" in name for name in found[0] if "self" not in name)
 
 
-@covers("partition")
-def test_what_is_tagged_is_made_again() -> None:
-    """Attention among it, whose op torch takes for one that draws random numbers."""
+def made_again(first: Callable[[torch.fx.Graph, torch.fx.Node], torch.fx.Node]) -> Any:
+    """exp(sin(first(x))), whose first two ops have the tag of what is made again."""
     graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    attention = torch.nn.functional.scaled_dot_product_attention
-    middle = graph.call_function(torch.sin, (graph.call_function(attention, (x, x, x)),))
+    middle = graph.call_function(torch.sin, (first(graph, graph.placeholder("x")),))
     for node in graph.nodes:
         if node.op == "call_function":
             again = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
             node.meta |= {"recompute": again, "ac_graph_id": 0}
     graph.output((graph.call_function(torch.exp, (middle,)),))
-    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def boxed(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+    return make_boxed_func(gm.forward)
+
+
+@covers("partition")
+def test_what_is_tagged_is_made_again() -> None:
+    """Attention among it, whose op torch takes for one that draws random numbers."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    module = made_again(lambda graph, x: graph.call_function(attention, (x, x, x)))
     cut: list[str] = []
 
     def parted(joint: torch.fx.GraphModule, inputs: object, **more: object) -> object:
@@ -299,13 +307,52 @@ def test_what_is_tagged_is_made_again() -> None:
         return both
 
     value = torch.randn(1, 1, 4, 8, requires_grad=True)
-    boxed = lambda gm, _: make_boxed_func(gm.forward)  # noqa: E731
     (y,) = _compat.derive(module, [value], boxed, parted)(value)
     y.sum().backward()
     assert [code.count("aten._scaled_dot_product_flash") for code in cut] == [1, 2]
     own, value.grad = value.grad, None
     torch.exp(torch.sin(attention(value, value, value))).sum().backward()
     torch.testing.assert_close(own, value.grad)
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.nn.functional.dropout])
+def test_what_draws_random_numbers_is_not_made_again(draw: Callable[..., torch.Tensor]) -> None:
+    module = made_again(
+        lambda graph, x: graph.call_function(torch.mul, (x, graph.call_function(draw, (x,))))
+    )
+    value = torch.randn(3, requires_grad=True)
+    with pytest.raises(AssertionError, match="made again with other random numbers: "):
+        _compat.derive(module, [value], boxed, _compat.partition)
+
+
+def test_attention_draws_where_it_drops() -> None:
+    graph = torch.fx.Graph()
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    x = graph.placeholder("x")
+    rates = [((x, x, x), {}), ((x, x, x, 0.0), {}), ((x, x, x, 0.1), {})]
+    rates += [((x, x, x), {"dropout_p": 0.0}), ((x, x, x), {"dropout_p": 0.1})]
+    found = [_compat._draws(graph.call_function(op, *given)) for given in rates]
+    assert found == [False, False, True, False, True]
+
+
+@covers("takes_a_list")
+def test_a_function_of_a_list_is_told_from_others() -> None:
+    """AOTAutograd gives it a list, which it may clear."""
+    seen: list[type] = []
+
+    def compiler(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        def run(values: list[torch.Tensor]) -> object:
+            seen.append(type(values))
+            return gm.forward(*values)
+
+        assert _compat.takes_a_list(run) is run
+        return run
+
+    module = made_again(lambda graph, x: graph.call_function(torch.neg, (x,)))
+    value = torch.randn(3, requires_grad=True)
+    (y,) = _compat.derive(module, [value], compiler, _compat.partition)(value)
+    y.sum().backward()
+    assert seen == [list, list]
 
 
 @covers("compile_in_order")
