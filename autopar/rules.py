@@ -148,9 +148,11 @@ def rule(
                 f"{target}: {pattern!r} does not fit {tensors} -> {outputs}: {error}"
             ) from None
         rest = [n for n in sizes if n.startswith("_")]
-        names = lambda text: frozenset(  # noqa: E731
-            name for word in text.split() for name in (rest if word == "..." else [word])
-        )
+
+        def names(text: str) -> frozenset[str]:
+            words = ((rest if word == "..." else [word]) for word in text.split())
+            return frozenset(name for found in words for name in found)
+
         roles = None
         if product:
             m, n, k = (names(part) for part in product.split("|"))

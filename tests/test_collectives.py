@@ -124,7 +124,10 @@ def test_value_and_adjoint_of_every_change(name, mesh_axis, outer, inner, dim):
     y, dx = _run_change(call, mesh, axis, x, dy, dim, inner)
     for rank in range(mesh.size):
         group = mesh.group(mesh.ordered(axis), rank)
-        pick = lambda tensors, group=group: [tensors[r] for r in group]  # noqa: E731
+
+        def pick(tensors, group=group):
+            return [tensors[r] for r in group]
+
         whole = [_whole(s, pick(v), dim, inner) for s, v in ((before, x), (after, y))]
         torch.testing.assert_close(whole[0], whole[1], rtol=1e-12, atol=1e-12)
         pairs = _pairing(after, pick(y), pick(dy)), _pairing(before, pick(x), pick(dx))
@@ -150,7 +153,10 @@ def test_all_to_all_moves_a_digit(mesh_axis, dims, outers, inners):
     after = list(shape)
     after[dims[0]], after[dims[1]] = shape[dims[0]] * size, shape[dims[1]] // size
     x, dy = deal(mesh, axis, shape, False, "x"), deal(mesh, axis, after, False, "dy")
-    call = lambda x, k, a, d, m, n: c.all_to_all(x, a, m, *dims, *inners)  # noqa: E731
+
+    def call(x, k, a, d, m, n):
+        return c.all_to_all(x, a, m, *dims, *inners)
+
     y, dx = _run_change(call, mesh, axis, x, dy, 0, 0)
     for rank in range(mesh.size):
         group = mesh.group(mesh.ordered(axis), rank)
@@ -236,7 +242,9 @@ def test_lockstep_raises_the_first_error_with_its_rank_and_cleans_up():
 
 
 def test_lockstep_refuses_nesting_and_too_many_ranks():
-    nested = lambda rank: lockstep.run(Mesh.parse("x2"), lambda inner: inner)  # noqa: E731
+    def nested(rank):
+        return lockstep.run(Mesh.parse("x2"), lambda inner: inner)
+
     with pytest.raises(RankError, match="inside another"):
         lockstep.run(Mesh.parse("x2"), nested)
     with pytest.raises(RankError, match="at most 64"):

@@ -59,8 +59,9 @@ def test_arrays_give_what_numbers_give(device: Device) -> None:
 
 
 def test_a_node_and_its_backward() -> None:
-    mesh = Mesh.parse("x2")
-    whole = lambda *shape: Layout(mesh, shape, (R,))  # noqa: E731
+    def whole(*shape: int) -> Layout:
+        return Layout(Mesh.parse("x2"), shape, (R,))
+
     spec = Spec((), (), {}, flops=2.0 * 4 * 6 * 8)
     strategy = Strategy((), (whole(4, 6), None, whole(6, 8)), (whole(4, 8),), parts=2)
     world = World((Level(2, 1e9, 0),), CARD)

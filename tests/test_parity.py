@@ -209,11 +209,13 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
             one = Mesh(), Constraint("auto")
             return [one if ranks == 1 else (Mesh.parse(mesh), Drawn("drawn"))]
 
+        def convert(path: Any, *_: Any) -> float:
+            return 1e-3 + weight * rng.random() if path else 0.0
+
         rng = Drawn.draws = random.Random(seed)
         weight = rng.choice([0.02, 0.3, 1.0])  # of conversions: the smaller, the more of them
         monkeypatch.setattr(search, "node_seconds", lambda *_: rng.random())
         monkeypatch.setattr(search, "optimizer_seconds", lambda *_: rng.random())
-        convert = lambda path, *_: 1e-3 + weight * rng.random() if path else 0.0  # noqa: E731
         monkeypatch.setattr(conversion_costs, "path_seconds", convert)
         monkeypatch.setattr(choose, "candidates", candidates)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -204,7 +205,9 @@ def test_three_axes_on_one_dim_in_any_order(case: Case, monkeypatch: pytest.Monk
 
 
 def without_gradients(case: Case) -> Case:
-    take = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
+    def take(x: Any) -> Any:
+        return x.detach() if isinstance(x, Tensor) else x
+
     listed = [[take(y) for y in x] if isinstance(x, list) else take(x) for x in case.args]
     return Case(case.target, tuple(listed), case.kwargs, case.note, case.reference)
 

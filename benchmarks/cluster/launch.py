@@ -164,8 +164,8 @@ def sent_bytes() -> int:
 
 
 def stop_on_signals() -> None:
-    """These signals end this process as an exit does, so that what is open is closed. SIGINT as well:
-    a shell's background jobs start with it ignored, and Python then leaves it so.
+    """These signals end this process as an exit does, so that what is open is closed. SIGINT as
+    well: a shell's background jobs start with it ignored, and Python then leaves it so.
     """
 
     def leave(number: int, _: object) -> None:
