@@ -15,7 +15,7 @@ from torch import fx
 from . import sharded
 from .layout import Digit, Layout
 from .ops import FILLS, NEW_FILLS, slice_extent
-from .rules import bound, shape_of, value_of
+from .rules import arguments_of, bound, operands_of, shape_of, value_of
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ class Call:
         """The node's arguments by schema name, tensors replaced by the operands."""
         remaining = iter(self.operands)
         values = bound(self.node)
-        for argument in self.node.target._schema.arguments:  # type: ignore[union-attr]
+        for argument in arguments_of(self.node):
             if "Tensor" not in str(argument.type):
                 continue
             value = values[argument.name]
@@ -78,8 +78,7 @@ def _filled(value: Any, operand: fx.Node | None) -> Any:
 
 
 def _given(node: fx.Node, position: int) -> bool:
-    argument = node.target._schema.arguments[position]  # type: ignore[union-attr]
-    return argument.name in node.kwargs
+    return arguments_of(node)[position].name in node.kwargs
 
 
 def emit_local(call: Call) -> fx.Node:
@@ -327,7 +326,7 @@ def _all_digits(
     for dim in range(dims):
         places, digits = call.digits(layout, dim)
         coordinates.extend(places)
-        by_dim.append([tuple(d) for d in digits])  # type: ignore[misc]
+        by_dim.append([(d.axis, d.stride, d.size) for d in digits])
     return coordinates, by_dim
 
 
@@ -354,7 +353,8 @@ def _attention(call: Call) -> fx.Node:
     values, layout = call.values(), call.results[0]
     if not values["dropout_p"]:
         return call.again(values)
-    keys = shape_of(value_of(call.node.args[1]))[-2]  # type: ignore[arg-type]
+    _, key, *_ = operands_of(call.node)
+    assert key is not None
     coordinates, digits = _all_digits(call, layout, len(layout.shape) - 1)
     return call.emit(
         sharded.attention,
@@ -368,5 +368,5 @@ def _attention(call: Call) -> fx.Node:
         call.seed(),
         coordinates,
         [*digits, []],
-        [*layout.shape[:-1], keys],
+        [*layout.shape[:-1], shape_of(value_of(key))[-2]],
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import fx
@@ -55,7 +56,7 @@ class _Pricer:
             if node.name not in self.plan.choices:
                 continue
             one = self._strategy(node)
-            options = known.options(node.name, lambda s=one: ([s], [0.0]))  # type: ignore[misc]
+            options = known.options(node.name, partial(_alone, one))
             sources = [None if n is None else producer(n) for n in operands_of(node)]
             regions.place(node.name, sources, options)
             for index, layout in enumerate(one.results):
@@ -142,3 +143,8 @@ class _Pricer:
             self.spent[f"{cost.kind.replace('_', '-')} {way}"] += cost.seconds
             total += cost.seconds
         return total
+
+
+def _alone(strategy: Strategy) -> tuple[list[Strategy], list[float]]:
+    """As what a search may choose of."""
+    return [strategy], [0.0]

@@ -29,9 +29,9 @@ def together(what: str, work: Callable[[], T]) -> T:
     first failing rank and its error.
     """
     error: Exception | None = None
-    result: T | None = None
+    result: list[T] = []
     try:
-        result = work()
+        result.append(work())
     except Exception as caught:
         error = caught
     reports = all_of(None if error is None else (type(error).__name__, str(error)))
@@ -43,7 +43,7 @@ def together(what: str, work: Callable[[], T]) -> T:
         ) from error
     if error is not None:
         raise error
-    return result  # type: ignore[return-value]
+    return result[0]
 
 
 def agree(what: str, value: str) -> None:

@@ -74,11 +74,16 @@ def value_of(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
+def arguments_of(node: fx.Node) -> list[Any]:
+    """What the op's schema says of each of its arguments."""
+    assert isinstance(node.target, OpOverload), node.target
+    return list(node.target._schema.arguments)
+
+
 def bound(node: fx.Node) -> dict[str, Any]:
     """The node's arguments by the names of its op's schema, defaults filled in."""
-    assert isinstance(node.target, OpOverload), node.target
     values: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(arguments_of(node)):
         if position < len(node.args):
             values[argument.name] = node.args[position]
         elif argument.name in node.kwargs:
@@ -96,7 +101,7 @@ def operands_of(node: fx.Node) -> list[fx.Node | None]:
         return [argument for argument in node.args if isinstance(argument, fx.Node)]
     found: list[fx.Node | None] = []
     values = bound(node)
-    for argument in node.target._schema.arguments:
+    for argument in arguments_of(node):
         if "Tensor" not in str(argument.type):
             continue
         value = values[argument.name]

@@ -91,4 +91,9 @@ def node_seconds(
 
 def optimizer_seconds(layout: Layout, element_bytes: int, world: World) -> float:
     """The optimizer's step on the stored part of a parameter: it is bound by memory."""
-    return _OPTIMIZER_PASSES * layout.local_size * element_bytes / world.device.memory_bytes_per_s
+    return optimizer_seconds_of(layout.local_size, element_bytes, world)
+
+
+def optimizer_seconds_of(numbers: int, element_bytes: int, world: World) -> float:
+    """The same for so many numbers."""
+    return _OPTIMIZER_PASSES * numbers * element_bytes / world.device.memory_bytes_per_s

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _compat, ranks, wire
 from ..sharded.products import other_order
-from ..world import Copied
+from ..world import Copied, Form
 from .pattern import Pattern, members, size
 
 _WARM_S = 2e-3  # on a GPU, what is shorter is run several times for one measurement
@@ -51,7 +51,7 @@ class Product(NamedTuple):
     m: int
     n: int
     k: int
-    form: str = "NN"
+    form: Form = "NN"
     copied: Copied = ""
 
     @property

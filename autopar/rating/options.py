@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from ..constraint import Constraint, goes_with_weight, has_weight, letter
-from ..cost.compute import optimizer_seconds, product_seconds
+from ..cost.compute import optimizer_seconds_of, product_seconds
 from ..cost.inside import HAVE_INSIDE, inside
 from ..cost.kept import Price
 from ..graphs import carries_gradient, module_path
@@ -346,8 +346,7 @@ class OptionCosts:
             legal &= size % parts == 0
         total: Any = 0.0
         if variable.trained:
-            one = SimpleNamespace(local_size=1.0)
-            each = optimizer_seconds(one, kind.element_bytes, self.meshes.world)  # type: ignore[arg-type]
+            each = optimizer_seconds_of(1, kind.element_bytes, self.meshes.world)
             total = each * self._local(kind.shape, states)
         if self.price is not None and variable.parameter is not None:
             each = self.price.kept.stored(kind.element_bytes, variable.trained)

@@ -1,7 +1,7 @@
 """The hardware: how many ranks, what a device can do, what the links between ranks carry."""
 
 from .cluster import World
-from .hardware import KINDS, Copied, Device, Forms, Level, Link, Measured
+from .hardware import KINDS, Copied, Device, Form, Forms, Level, Link, Measured
 from .presets import PRESETS
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "PRESETS",
     "Copied",
     "Device",
+    "Form",
     "Forms",
     "Level",
     "Link",
