@@ -13,7 +13,7 @@ import torch
 
 from .. import ranks
 from ..errors import WorldError
-from ..world import KINDS, Forms, Measured, World
+from ..world import KINDS, Form, Forms, Measured, World
 from . import measure
 from .fit import curve, efficiencies, fitted
 from .measure import Case, Product
@@ -98,17 +98,26 @@ def calibrate(
         world,
         device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
     )
-    on_both = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
-    on_products = on_both / 2 if products else on_both
-    everything = dict.fromkeys((*squares(gpu), *products))
+    share = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
+    world = _computing(world, products, device, seconds, share, progress)
+    return world if world.ranks == 1 else _communicating(world, device, seconds, share, progress)
+
+
+def _computing(
+    world: World,
+    products: Sequence[Product],
+    device: torch.device,
+    seconds: float,
+    share: float,
+    progress: Progress,
+) -> World:
+    """With what products take, measured in this share of the time."""
+    on_products = share / 2 if products else share
+    everything = dict.fromkeys((*squares(device.type == "cuda"), *products))
     shapes = [p for p in everything if _bearable(p, world)]
     left = len(everything) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
-
-    def part(start: float, share: float) -> Progress:
-        return lambda done, doing: progress(start + share * done, doing)
-
-    noted = part(0.0, on_products)
+    noted = _part(progress, 0.0, on_products)
     found = timed_products(
         shapes, device, seconds * on_products, lambda done, doing: noted(done, doing + note)
     )
@@ -116,15 +125,19 @@ def calibrate(
     forms = timed_forms(
         [p for p in shapes if p in set(products)],
         device,
-        seconds * (on_both - on_products),
-        part(on_products, on_both - on_products),
+        seconds * (share - on_products),
+        _part(progress, on_products, share - on_products),
     )
-    world = replace(world, device=replace(world.device, forms=forms))
-    if world.ranks == 1:
-        return world
-    wanted = cases(world.ranks, GPU_SIZES if gpu else CPU_SIZES)
+    return replace(world, device=replace(world.device, forms=forms))
+
+
+def _communicating(
+    world: World, device: torch.device, seconds: float, start: float, progress: Progress
+) -> World:
+    """With what collectives take. `start`: the share of the time that is over by then."""
+    wanted = cases(world.ranks, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
     share = _ON_COLLECTIVES - _ON_MEETING
-    times = timed_collectives(wanted, device, seconds * share, part(on_both, share))
+    times = timed_collectives(wanted, device, seconds * share, _part(progress, start, share))
     meeting = meeting_s(
         patterns(world.ranks),
         device,
@@ -132,6 +145,11 @@ def calibrate(
         lambda done: progress(1 - _ON_MEETING * (1 - done), "meetings"),
     )
     return fitted(replace(world, meeting_s=meeting), lines(times))
+
+
+def _part(progress: Progress, start: float, share: float) -> Progress:
+    """The progress of a part that begins at `start` and takes this share of the whole."""
+    return lambda done, doing: progress(start + share * done, doing)
 
 
 def squares(gpu: bool) -> list[Product]:
@@ -221,7 +239,7 @@ def timed_forms(
         for way, s in zip(ways, samples, strict=True)
     ]
     return tuple(
-        Forms(_name(one.dtype), one.m, one.n, one.k, one.form, *found_s[3 * place : 3 * place + 3])  # type: ignore[arg-type]
+        Forms(_name(one.dtype), one.m, one.n, one.k, one.form, *found_s[3 * place : 3 * place + 3])
         for place, one in enumerate(wanted)
     )
 
@@ -338,6 +356,8 @@ def local_products(
     for that of the weight.
     """
     found: dict[Product, None] = {}
+    sizes: tuple[int, int, int]
+    form: Form
     for dtype, whole_m, whole_n, whole_k in products:
         for rows, columns, inner in _factored(count):
             if whole_m % rows == whole_n % columns == whole_k % inner == 0:
