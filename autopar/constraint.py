@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from .graphs import producer
 from .layout import Layout, State
+from .mesh import Mesh
 from .program import Annotations, Atom, Program
 from .rules import Spec, operands_of
-from .strategies import Choice, Slot, Strategy, Through
+from .strategies import Choice, Shapes, Slot, Strategy, Through, strategies
 
 aten = torch.ops.aten
 Factors = dict[str, tuple[Atom, ...]]
@@ -187,6 +190,42 @@ class Constraint:
     @property
     def free(self) -> bool:
         return not self.rules
+
+
+class Offered(NamedTuple):
+    """What the axes may do at a node: axis by axis what the layout has `kept` of `every` choice, or
+    one of some `joint` choices. `free`: the layout asks nothing of the node.
+    """
+
+    free: bool
+    every: Sequence[Sequence[Choice]] = ()
+    kept: Sequence[Sequence[Choice]] = ()
+    joint: tuple[tuple[Choice, ...], ...] | None = None
+
+    def legal(
+        self,
+        spec: Spec,
+        factors: Factors,
+        mesh: Mesh,
+        operand_shapes: Shapes,
+        result_shapes: tuple[tuple[int, ...], ...],
+        redundant: bool,
+    ) -> list[Strategy]:
+        """The strategies that come of it. Where what the layout asks of each axis does not fit
+        together, an axis may be idle.
+        """
+        given = spec, factors, mesh, operand_shapes, result_shapes
+        if self.joint is not None:
+            return strategies(*given, self.joint, redundant=True, all_orders=True)
+        redundant = redundant or not self.free
+        found = strategies(*given, itertools.product(*self.kept), redundant)
+        return found or strategies(*given, itertools.product(*self._eased()), redundant)
+
+    def _eased(self) -> list[list[Choice]]:
+        return [
+            [*kept, *(c for c in every if c not in kept and not isinstance(c, Slot))]
+            for kept, every in zip(self.kept, self.every, strict=True)
+        ]
 
 
 def goes_with_weight(notes: Annotations, node: fx.Node) -> bool:

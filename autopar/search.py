@@ -9,7 +9,6 @@ out once.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .constraint import Constraint, goes_with_weight
+from .constraint import Constraint, Offered, goes_with_weight
 from .conversion_costs import Conversions, Want
 from .cost.comm import inside_costs
 from .cost.compute import node_seconds, optimizer_seconds
@@ -33,13 +32,11 @@ from .regions import Known, Options, Region, Regions
 from .rules import Spec, operands_of, results_of, shape_of, value_of
 from .strategies import Choice as AxisChoice
 from .strategies import (
-    Slot,
     Strategy,
     axis_choices,
     placements,
     spec_look,
     split_of,
-    strategies,
 )
 from .world import World
 
@@ -188,37 +185,12 @@ class Search:
         result_shapes = tuple(shape_of(v) for v in results)
         gradient = carries_gradient(self.notes, node)
         dtype = results[0].dtype
-        path = module_path(node)
-        # What casts or transposes a weight goes with it, whatever the layout asks of the module.
-        of_weight = goes_with_weight(self.notes, node)
-        free = of_weight or self.constraint.roles(path) is None
-        per_axis: list[list[AxisChoice]] = []
-        joint: tuple[tuple[AxisChoice, ...], ...] | None = None
-        if self.among is None:
-            everything = axis_choices(spec, factors, self.mesh, gradient)
-            per_axis = self.constraint.narrow(path, spec, factors, everything)
-            if of_weight:
-                per_axis = [list(choices) for choices in everything]
-        else:
-            joint = self.among[node.name]
+        offered = self._offered(node, gradient)
+        shapes = operand_shapes, result_shapes
 
         def make() -> tuple[list[Strategy], list[float]]:
-            redundant = self.redundant or not free or joint is not None
-            shapes = operand_shapes, result_shapes
-            several = itertools.product(*per_axis) if joint is None else joint
-            all_orders = joint is not None
-            found = strategies(spec, factors, self.mesh, *shapes, several, redundant, all_orders)
-            if (
-                not found
-            ):  # what the layout asks of each axis does not fit together: an axis may be idle here
-                eased = [
-                    [*kept, *(c for c in every if c not in kept and not isinstance(c, Slot))]
-                    for kept, every in zip(per_axis, everything, strict=True)
-                ]
-                found = strategies(
-                    spec, factors, self.mesh, *shapes, itertools.product(*eased), redundant
-                )
-            found = self.constraint.joint(path, spec, found)
+            found = offered.legal(spec, factors, self.mesh, *shapes, self.redundant)
+            found = self.constraint.joint(module_path(node), spec, found)
             return found, [self._node_seconds(node, spec, s, dtype, gradient) for s in found]
 
         target = node.target if node.target in HAVE_INSIDE else None
@@ -226,16 +198,27 @@ class Search:
             (
                 target,
                 spec_look(spec, factors),
-                operand_shapes,
-                result_shapes,
+                *shapes,
                 dtype,
                 gradient,
                 None if self.price is None else self.price.kept.of(node),
-                str(per_axis) if joint is None else joint,
-                free,
+                str(offered.kept) if offered.joint is None else offered.joint,
+                offered.free,
             ),
             make,
         )
+
+    def _offered(self, node: fx.Node, gradient: bool) -> Offered:
+        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        path = module_path(node)
+        # What casts or transposes a weight goes with it, whatever the layout asks of the module.
+        of_weight = goes_with_weight(self.notes, node)
+        free = of_weight or self.constraint.roles(path) is None
+        if self.among is not None:
+            return Offered(free, joint=self.among[node.name])
+        every = axis_choices(spec, factors, self.mesh, gradient)
+        kept = every if of_weight else self.constraint.narrow(path, spec, factors, every)
+        return Offered(free, every, kept)
 
     def _node_seconds(
         self, node: fx.Node, spec: Spec, strategy: Strategy, dtype: torch.dtype, gradient: bool
