@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .changes import steps
 from .cost.comm import path_seconds
-from .layout import Element, Layout, steps
+from .layout import Element, Layout
 from .regions import Array, Known
 from .world import World
 

@@ -11,11 +11,12 @@ from functools import partial
 import torch
 from torch import fx
 
+from .changes import steps
 from .cost.comm import Cost, costs, inside_costs, path_seconds
 from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import inside
 from .graphs import producer
-from .layout import Element, Layout, steps
+from .layout import Element, Layout
 from .plan import Plan
 from .program import Annotations, Program, Value
 from .regions import Known, Region, Regions

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from autopar.layout import I, Layout, P, R, S, Step, steps
+from autopar.changes import steps
+from autopar.layout import I, Layout, P, R, S, Step
 from autopar.mesh import Mesh
 
 

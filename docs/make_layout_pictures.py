@@ -3,7 +3,7 @@
     python -m docs.make_layout_pictures [FOLDER]
 
 Nothing is placed by hand: the owners come from cutting an index tensor with `autopar.layout.Layout`
-at the coordinate of every rank, the collectives from `autopar.layout.steps`. Only CHAINS in
+at the coordinate of every rank, the collectives from `autopar.changes.steps`. Only CHAINS in
 docs/layout_chains.py says what a layout is. The files are plain SVG and the same on every run.
 """
 

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.changes import steps
 from autopar.cost.comm import inside_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.cost.inside import inside
 from autopar.graphs import producer
-from autopar.layout import Element, I, Layout, R, steps
+from autopar.layout import Element, I, Layout, R
 from autopar.mesh import Mesh
 from autopar.plan import Choice, Plan
 from autopar.program import Program, Value

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.changes import steps
 from autopar.cost.comm import (
     Price,
     collective_cost,
@@ -29,7 +30,7 @@ from autopar.cost.load import Load, _counted, load
 from autopar.cost.pattern import Pattern, halves, members, pattern, size, within
 from autopar.cost.ways import ways
 from autopar.errors import WorldError
-from autopar.layout import Element, I, Layout, P, R, S, Traffic, steps
+from autopar.layout import Element, I, Layout, P, R, S, Traffic
 from autopar.mesh import Mesh
 from autopar.world import KINDS, Device, Level, World
 

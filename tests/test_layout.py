@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from autopar import lockstep
+from autopar.changes import steps
 from autopar.conversion import emit_step
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, P, R, S, State, Step, steps
+from autopar.layout import I, Layout, P, R, S, State, Step
 from autopar.mesh import Mesh
 from shards import compare, deal, gradient_layout, random_layout
 

@@ -15,11 +15,12 @@ import autopar
 import models
 from autopar import collectives as c
 from autopar import levels, lockstep, wire
+from autopar.changes import steps
 from autopar.conversion import emit_step, groups_of
 from autopar.cost.comm import collective_cost
 from autopar.cost.comm import levels as levels_of
 from autopar.cost.moves import moves
-from autopar.layout import Element, I, Layout, P, R, S, State, steps
+from autopar.layout import Element, I, Layout, P, R, S, State
 from autopar.layouts import Grid4D
 from autopar.mesh import Mesh
 from autopar.world import Device, Level, World

@@ -1,4 +1,4 @@
-"""Conversions as arrays against layout.steps, one pair of layouts at a time."""
+"""Conversions as arrays against changes.steps, one pair of layouts at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from autopar import World
+from autopar.changes import steps
 from autopar.cost.comm import path_seconds
-from autopar.layout import I, Layout, P, R, S, steps
+from autopar.layout import I, Layout, P, R, S
 from autopar.mesh import Mesh
 from autopar.rating import bound
 from autopar.rating.frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind

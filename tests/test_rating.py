@@ -22,10 +22,11 @@ import autopar
 import brute
 import integer
 import models
+from autopar.changes import steps
 from autopar.constraint import Constraint
 from autopar.cost.comm import path_seconds
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, P, R, S, steps
+from autopar.layout import I, Layout, P, R, S
 from autopar.mesh import Mesh
 from autopar.passes import choose
 from autopar.program import Program
@@ -214,7 +215,7 @@ def test_moves_cost_no_more_than_conversions(mesh: str) -> None:
 def moved_at_random(
     kind: Kind, edge: Edge, meshes: Meshes, world: World, draw: random.Random
 ) -> Iterator[tuple[float, float, int, bool]]:
-    """Seconds by Moves and by layout.steps, how many steps, whether one scatters jointly."""
+    """Seconds by Moves and by changes.steps, how many steps, whether one scatters jointly."""
     sources, targets = states_of(kind, edge.made), states_of(kind, edge.wanted)
     moves = Moves(kind, frozenset(sources), frozenset(targets), meshes)
     axes = range(meshes.count)

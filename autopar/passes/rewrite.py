@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..changes import steps
 from ..conversion import emit_step
 from ..cost.comm import levels, path_seconds
 from ..cost.inside import inside
 from ..graphs import chain_name, producer
-from ..layout import Element, Layout, R, State, steps
+from ..layout import Element, Layout, R, State
 from ..local import Call, emit_local
 from ..plan import Plan
 from ..program import Annotations, Input, Program, Value
