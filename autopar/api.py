@@ -42,7 +42,8 @@ from .planning import (
 from .price import terms
 from .program import Program
 from .ready import Ready, fingerprint
-from .verify import Check, compare, widened
+from .verify import Check, compare
+from .widened import widened
 from .world import World
 
 

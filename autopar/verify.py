@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from .graphs import where
 from .layout import Layout
 from .program import Input, Program
 from .recomputed import recomputed, regathered
+from .widened import double_by_default, to_double
 
 STEPS = 3
 _SEED = 20_011
@@ -70,56 +70,6 @@ class _Trained:
     epsilon: float  # of AdamW
 
 
-def widened(program: Program) -> Program:
-    """The program in float64: its tensors, and every float cast and constant inside the graph."""
-    import dataclasses
-
-    graph = fx.Graph()
-    output = graph.graph_copy(program.module.graph, {}, True)
-    names = {node.name: node for node in program.module.graph.nodes}
-    for node in graph.nodes:
-        node.args = _wide(node.args)
-        node.kwargs = _wide(node.kwargs)
-        if node.name in names:
-            node.meta = dict(names[node.name].meta)
-    graph.output(output[0] if isinstance(output, tuple) else output)
-    tensors = {name: _to_double(tensor) for name, tensor in program.tensors.items()}
-    return dataclasses.replace(
-        program, module=fx.GraphModule(program.module, graph), tensors=tensors
-    )
-
-
-_WIDE = {
-    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
-    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
-}
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return _WIDE.get(value, value)
-    if isinstance(value, tuple | list):
-        return type(value)(_wide(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _wide(item) for key, item in value.items()}
-    return value
-
-
-def _to_double(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype))
-
-
-@contextmanager
-def _double_by_default() -> Iterator[None]:
-    """What an op makes of integers (a quotient, a range of floats) has torch's default dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def compare(program: Program, reference: Program, inputs: list[Any], tolerance: float) -> Check:
     """Run the rewritten `program` on all its ranks and `reference`, the same model on one; see the
     module's docstring.
@@ -129,10 +79,9 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
     assert program.plan is not None
     mesh = program.plan.mesh
     leaves = [
-        _to_double(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
-        for x in inputs
+        to_double(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs
     ]
-    with _double_by_default():
+    with double_by_default():
         single = _Rank(reference, {}, leaves)
         nodes = _compare_nodes(program, single.values(), leaves, tolerance)
         expected = single.train()

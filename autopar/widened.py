@@ -1,0 +1,61 @@
+"""A program and its tensors in float64: what `verify` compares, so that rounding hides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .program import Program
+
+
+def widened(program: Program) -> Program:
+    """The program in float64: its tensors, and every float cast and constant inside the graph."""
+    graph = fx.Graph()
+    output = graph.graph_copy(program.module.graph, {}, True)
+    names = {node.name: node for node in program.module.graph.nodes}
+    for node in graph.nodes:
+        node.args = _wide(node.args)
+        node.kwargs = _wide(node.kwargs)
+        if node.name in names:
+            node.meta = dict(names[node.name].meta)
+    graph.output(output[0] if isinstance(output, tuple) else output)
+    tensors = {name: to_double(tensor) for name, tensor in program.tensors.items()}
+    return dataclasses.replace(
+        program, module=fx.GraphModule(program.module, graph), tensors=tensors
+    )
+
+
+_WIDE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
+}
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return _WIDE.get(value, value)
+    if isinstance(value, tuple | list):
+        return type(value)(_wide(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _wide(item) for key, item in value.items()}
+    return value
+
+
+def to_double(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype))
+
+
+@contextmanager
+def double_by_default() -> Iterator[None]:
+    """What an op makes of integers (a quotient, a range of floats) has torch's default dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
