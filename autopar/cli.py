@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -20,13 +20,33 @@ from torch import nn
 from . import api, calibration
 from . import ranks as running
 from .backends import OVERLAP
+from .cli_options import (
+    MODEL_HELP,
+    BatchOption,
+    JsonOption,
+    LayoutOption,
+    MemoryOption,
+    OptimizerOption,
+    OverlapOption,
+    PlanArgument,
+    RanksOption,
+    RecomputeOption,
+    ReduceOption,
+    RedundantOption,
+    SaveOption,
+    TargetArgument,
+    TimelineOption,
+    WhyOption,
+    WorldOption,
+)
+from .cost.memory import Recompute
 from .errors import AutoparError, PlanError, WorldError
 from .options import read_layout, read_memory, read_optimizer
 from .plan import Plan
 from .report import terminal
 from .report.progress import bar, watched
 from .report.terminal import console, line
-from .targets import NAMED, Batch, Target, resolve
+from .targets import Batch, Target, resolve
 from .world import World
 
 CALIBRATED = "world.json"  # what calibrate writes, and plan reads where no world is named
@@ -40,80 +60,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-MODEL_HELP = (
-    "package.module:function, a function that returns (model, inputs), or one of "
-    + ", ".join(NAMED)
-)
-TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=MODEL_HELP)]
-WorldOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="WORLD",
-        help="A preset's name or a JSON file; left out: world.json of this folder, which calibrate "
-        "writes, else machines like this one.",
-    ),
-]
-RanksOption = Annotated[
-    int | None, typer.Option(min=1, help="Devices; left out: those of the world, 8 to verify.")
-]
-BatchOption = Annotated[
-    str | None,
-    typer.Option(metavar="SAMPLESxSEQUENCE", help="The global batch of one step, as 64x4096."),
-]
-LayoutOption = Annotated[
-    str,
-    typer.Option(
-        metavar="LAYOUT",
-        help="auto, ddp, fsdp, megatron, megatron-sp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, "
-        "3d:2,2,2, 4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2.",
-    ),
-]
-MemoryOption = Annotated[
-    str,
-    typer.Option(metavar="SIZE", help="Of each device, as 80GiB; auto: the world's, less 8 %."),
-]
-OptimizerOption = Annotated[
-    str, typer.Option(metavar="NAME", help="Whose states take memory: adamw, sgd, ...; or bytes.")
-]
-RecomputeOption = Annotated[
-    str,
-    typer.Option(metavar="HOW", help="What runs again in the backward: auto, none, gathers, full."),
-]
-RedundantOption = Annotated[
-    bool,
-    typer.Option("--redundant", help="Products may be computed whole on several ranks at once."),
-]
-ReduceOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE",
-        help="float32: what gradients are added up in across ranks; left out: their own dtype.",
-    ),
-]
-OverlapOption = Annotated[
-    bool,
-    typer.Option(help="Compare plans by a step in which communication runs under computation."),
-]
-WhyOption = Annotated[
-    str | None,
-    typer.Option(metavar="PATTERN", help="Also why this subgraph or node has its layout."),
-]
-SaveOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Write the plan there, as JSON.")
-]
-TimelineOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        dir_okay=False,
-        help="Write the modelled step there, event by event, for ui.perfetto.dev.",
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no more.")]
-PlanArgument = Annotated[
-    Path, typer.Argument(metavar="PLAN", help="A file that plan --save wrote.")
-]
 
 
 @app.command()
@@ -141,23 +87,19 @@ def plan(
     """
     with _reporting(as_json):
         for path, option in ((save, "--save"), (timeline, "--timeline")):
-            if path is not None:
-                _folder(path, option)
+            _folder(path, option)
         found, wanted = read_world(world, ranks), read_layout(layout)
         chosen = _target(target, batch, found.ranks)
+        memory_to_use = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
         start = time.perf_counter()
-        doing = f"planning {chosen.name} on {_ranks(found)}"
-        limit, states = read_memory(memory), read_optimizer(optimizer)
         made = watched(
-            doing,
+            f"planning {chosen.name} on {_ranks(found)}",
             lambda report: api.plan(
                 chosen.model,
                 found,
                 chosen.inputs,
                 wanted,
-                limit,
-                states,
-                recompute,  # type: ignore[arg-type]
+                *memory_to_use,
                 redundant,
                 report,
                 reduce_dtype=reduce_dtype,
@@ -166,25 +108,20 @@ def plan(
             as_json,
         )
         seconds = time.perf_counter() - start
+        notes = {"planned": f"in {seconds:.1f} s" + (f", saved as {save}" if save else "")}
         if save is not None:
             made.save(save)
         if timeline is not None:
             made.timeline(overlap).save(timeline)
+            notes["timeline"] = f"of the modelled step as {timeline}: open it at ui.perfetto.dev"
         answer: Any = None
         if why is not None:
             answer = watched(f"asking why {why}", lambda report: made.why(why), as_json)
         if as_json:
             facts = _facts(made) | {"target": chosen.name, "parameters": chosen.parameters}
             _print_json(facts | ({} if answer is None else {"why": answer.facts()}))
-            return
-        out = console()
-        line(out, "model", _model(chosen))
-        _show(out, made, found)
-        if answer is not None:
-            out.print(answer)
-        line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
-        if timeline is not None:
-            line(out, "timeline", f"of the modelled step as {timeline}: open it at ui.perfetto.dev")
+        else:
+            _tell(chosen, found, made, answer, notes)
 
 
 @app.command()
@@ -305,8 +242,8 @@ def _calibrated(ranks: int | None) -> World | None:
     return None
 
 
-def _folder(path: Path, option: str) -> None:
-    if not path.parent.is_dir():
+def _folder(path: Path | None, option: str) -> None:
+    if path is not None and not path.parent.is_dir():
         raise FileNotFoundError(f"{option} {path}: there is no folder {path.parent}")
 
 
@@ -331,6 +268,17 @@ def _load(path: Path) -> Plan:
 
 
 # -- what is printed -------------------------------------------------------------------------------
+def _tell(target: Target, world: World, made: Plan, answer: Any, notes: dict[str, str]) -> None:
+    """What `plan` has found: the model, the plan, why (or None), and how it went."""
+    out = console()
+    line(out, "model", _model(target))
+    _show(out, made, world)
+    if answer is not None:
+        out.print(answer)
+    for name, text in notes.items():
+        line(out, name, text)
+
+
 def _show(out: Console, made: Plan, world: World | None) -> None:
     """The plan with its world; a warning where a step does not fit the memory of a device."""
     line(out, "world", str(made.world if world is None else world))

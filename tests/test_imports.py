@@ -11,14 +11,15 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "ranks", "_compat", "spans", "mesh", "world", "layout", "written", "figures", "plan",
-    "rules", "ops", "probe", "program", "graphs", "simplify", "capture", "strategies", "pushback",
-    "wire", "levels", "adjoints", "collectives", "conversion", "sharded", "local", "recomputed",
-    "constraint", "cost", "layouts", "elimination", "ranking", "regions", "price", "editing",
-    "conversion_costs", "search", "ascending", "rating", "lockstep", "passes", "backends", "script",
-    "measured", "placement", "module", "verify", "report", "fitting", "hiding", "proven",
-    "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api", "compiled",
-    "calibration", "targets", "options", "cli", "__main__", "",
+    "errors", "ranks", "_compat", "spans", "mesh", "world", "layout", "changes", "written",
+    "figures", "plan", "rules", "ops", "probe", "program", "graphs", "simplify", "capture",
+    "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
+    "sharded", "local", "recomputed", "constraint", "cost", "layouts", "elimination", "ranking",
+    "regions", "price", "editing", "conversion_costs", "search", "ascending", "rating",
+    "lockstep", "passes", "backends", "script", "measured", "placement", "module", "widened",
+    "verify", "report", "fitting", "hiding", "proven", "affordable", "sizing", "ready", "held",
+    "deferred", "pipeline", "planning", "api", "compiled", "calibration", "targets", "options",
+    "cli_options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.
