@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Hashable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import fx
 
 from ..constraint import Constraint, goes_with_weight, has_weight, letter
-from ..cost.compute import optimizer_seconds_of, product_seconds
-from ..cost.inside import HAVE_INSIDE, inside
+from ..cost.compute import optimizer_seconds_of
 from ..cost.kept import Price
-from ..graphs import carries_gradient, module_path
-from ..layout import Digit
+from ..graphs import module_path
 from ..mesh import Mesh
 from ..program import Annotations
-from ..rules import Spec, operands_of, results_of, shape_of, value_of
+from ..rules import Spec
 from ..strategies import Choice, Slot
+from .arrays import along, local, over_axes, parts
 from .frame import FIRST_SLOT, AxisOption, Frame, Variable
+from .node_costs import NodeCosts
 from .prices import BIG, HALF, Meshes
 
 Floats = NDArray[np.float32]
@@ -55,6 +51,7 @@ class OptionCosts:
         self.frame, self.meshes, self.constraints = frame, meshes, constraints
         self.notes: Annotations = frame.program.annotations
         self.redundant, self.price = redundant, price
+        self.nodes = NodeCosts(frame, meshes, price)
         self._known: dict[Hashable, Rated] = {}
         self._axis_known: dict[Hashable, Bools] = {}
 
@@ -127,10 +124,10 @@ class OptionCosts:
         options = tuple(np.flatnonzero(allowed.any(axis=(0, 1))).tolist())
         options = self._possible(variable, options)
         items = [variable.options[i] for i in options]
-        total: Any = self._sum_over_axes(np.where(allowed[:, :, options], 0.0, BIG))
+        total: Any = over_axes(np.where(allowed[:, :, options], 0.0, BIG))
         for position, name in enumerate(variable.region.nodes):
             node, found = self.frame.nodes[name], [item[position] for item in items]
-            total = np.where(self._legal(node, found), total + self._node(node, found), BIG)
+            total = np.where(self._legal(node, found), total + self.nodes.seconds(node, found), BIG)
         return options, np.minimum(total, BIG).astype(np.float32)
 
     def _possible(self, variable: Variable, options: tuple[int, ...]) -> tuple[int, ...]:
@@ -216,7 +213,7 @@ class OptionCosts:
         for slot in unique:
             if slot is not None:
                 atom = factors[slot.factor][slot.position]
-                legal &= atom.size % self._parts([slot == other for other in unique]) == 0
+                legal &= atom.size % parts(self.meshes, [slot == other for other in unique]) == 0
         if spec.product and not self.redundant and None in unique:
             legal &= ~(self._wasteful(spec, factors, unique) & self._free(node))
         if has_weight(spec):
@@ -235,11 +232,11 @@ class OptionCosts:
             for position, atom in enumerate(factors[factor]):
                 if atom.opaque:
                     continue
-                taken = self._parts([slot == (factor, position) for slot in unique])
+                taken = parts(self.meshes, [slot == (factor, position) for slot in unique])
                 for a in range(self.meshes.count):
-                    size = self._along(self.meshes.sizes[:, a, None], a)
+                    size = along(self.meshes.sizes[:, a, None], a, self.meshes.count)
                     fits = atom.size % (taken * size) == 0
-                    wasteful = wasteful | (fits & self._along(idle, a))
+                    wasteful = wasteful | (fits & along(idle, a, self.meshes.count))
         return wasteful
 
     def _kept_apart(
@@ -264,77 +261,12 @@ class OptionCosts:
             count: Any = 0
             shy: Any = np.False_
             for a in range(self.meshes.count):
-                mine = self._along(here, a)
+                mine = along(here, a, self.meshes.count)
                 count = count + mine
-                shy = shy | (mine & self._along(apart[:, a, None], a))
+                shy = shy | (mine & along(apart[:, a, None], a, self.meshes.count))
             kept = kept & ~((count > 1) & shy)
         left = kept.reshape(len(self.meshes), -1).any(axis=1)
         return np.where(left.reshape((-1,) + (1,) * self.meshes.count), kept, legal)
-
-    # -- what they cost ----------------------------------------------------------------------------
-    def _node(self, node: fx.Node, found: list[AxisOption]) -> Any:
-        spec = self.notes.specs[node.name]
-        gradient = carries_gradient(self.notes, node)
-        results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        dtype = results[0].dtype
-        elements: Any = 0.0
-        for index, operand in enumerate(operands_of(node)):
-            if operand is not None and spec.operands[index] is not None:
-                states = [f.operands[index] for f in found]
-                elements = elements + self._local(shape_of(value_of(operand)), states)
-        for index, value in enumerate(results):
-            elements = elements + self._local(shape_of(value), [f.results[index] for f in found])
-        flops = spec.flops / self._parts([isinstance(f.choice, Slot) for f in found])
-        once = product_seconds(flops, elements * dtype.itemsize, dtype, self.meshes.world.device)
-        total = once * (3 if gradient else 1)
-        if node.target in HAVE_INSIDE:
-            total = total + self._inside(node, found, gradient)
-        if self.price is not None:
-            total = total + self.price.seconds_per_byte * self._kept(node, found, self.price)
-        return total
-
-    def _kept(self, node: fx.Node, found: list[AxisOption], price: Price) -> Any:
-        """Bytes that a rank keeps of the node for the backward."""
-        share, operands = price.kept.of(node), operands_of(node)
-        spec = self.notes.specs[node.name]
-        results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        total: Any = share.inside / self._parts([isinstance(f.choice, Slot) for f in found])
-        for index, each in share.operands:
-            operand = operands[index]
-            if operand is not None and spec.operands[index] is not None:
-                states = [f.operands[index] for f in found]
-                total = total + each * self._local(shape_of(value_of(operand)), states)
-        for index, each in share.results:
-            states = [f.results[index] for f in found]
-            total = total + each * self._local(shape_of(results[index]), states)
-        return total
-
-    def _inside(self, node: fx.Node, found: list[AxisOption], gradient: bool) -> Any:
-        """The collectives inside a sharded implementation, by the dim that each axis splits."""
-        source = operands_of(node)[0]
-        assert source is not None
-        slots = self.notes.dims[self.frame.producer(source)]
-        numbers = [dim for dim, atoms in enumerate(slots) for a in atoms if not a.opaque]
-        states = [f.operands[0] for f in found]
-        held = [
-            numbers[s - FIRST_SLOT] if s is not None and s >= FIRST_SLOT else -1 for s in states
-        ]
-        dims, count = sorted(set(held)), self.meshes.count
-        table = np.zeros((len(self.meshes),) + (len(dims),) * count)
-        for pattern in itertools.product(range(len(dims)), repeat=count):
-            stub = _cut(shape_of(value_of(source)), [dims[i] for i in pattern], self.meshes.sizes)
-            for one in inside(node.target, [stub]):
-                if gradient or not one.backward:
-                    whole = np.asarray(one.traffic.elements * one.element_bytes, dtype=np.float64)
-                    axes = tuple(int(a) for a in one.axes)
-                    cell: Any = (slice(None), *pattern)
-                    table[cell] += self.meshes.seconds(
-                        one.traffic.collective, axes, np.broadcast_to(whole, len(self.meshes)), True
-                    )
-        index = np.array([dims.index(h) for h in held])
-        for a in range(count):
-            table = np.take(table, index, axis=1 + a)
-        return table
 
     # -- stored tensors and layouts in which a value is kept ---------------------------------------
     def _stored(self, variable: Variable) -> tuple[tuple[int, ...], Floats]:
@@ -342,15 +274,15 @@ class OptionCosts:
         count, meshes = self.meshes.count, len(self.meshes)
         legal = np.ones((meshes,) + (len(states),) * count, dtype=bool)
         for number, (_, _, size) in enumerate(kind.slots):
-            parts = self._parts([state == number + FIRST_SLOT for state in states])
-            legal &= size % parts == 0
+            legal &= size % parts(self.meshes, [s == number + FIRST_SLOT for s in states]) == 0
         total: Any = 0.0
+        numbers = local(self.meshes, kind.shape, states)
         if variable.trained:
             each = optimizer_seconds_of(1, kind.element_bytes, self.meshes.world)
-            total = each * self._local(kind.shape, states)
+            total = each * numbers
         if self.price is not None and variable.parameter is not None:
             each = self.price.kept.stored(kind.element_bytes, variable.trained)
-            total = total + self.price.seconds_per_byte * each * self._local(kind.shape, states)
+            total = total + self.price.seconds_per_byte * each * numbers
         if variable.parameter is not None:
             legal = self._as_ruled(variable, legal)
         seconds = np.broadcast_to(np.where(legal, total, BIG), legal.shape)
@@ -367,45 +299,6 @@ class OptionCosts:
                 fits = role.stores(
                     len(kind.shape), [None if d is None else letters[d] for d in dims]
                 )
-                kept = found[m] & self._along(np.array([fits]), a)[0]
+                kept = found[m] & along(np.array([fits]), a, self.meshes.count)[0]
                 found[m] = kept if kept.any() else found[m]
         return found
-
-    # -- arrays ------------------------------------------------------------------------------------
-    def _along(self, column: NDArray[Any], axis: int) -> NDArray[Any]:
-        """[mesh, option] of one axis as [mesh, 1, …, option, …, 1]."""
-        shape = [column.shape[0]] + [1] * self.meshes.count
-        shape[1 + axis] = column.shape[1]
-        return column.reshape(shape)
-
-    def _sum_over_axes(self, per_axis: NDArray[Any]) -> Any:
-        return sum(self._along(per_axis[:, a], a) for a in range(self.meshes.count))
-
-    def _parts(self, split: Sequence[bool]) -> NDArray[np.int64]:
-        """Into how many parts the axes cut what these options split: [mesh, option, …]."""
-        found: Any = np.ones((len(self.meshes),) + (1,) * self.meshes.count, dtype=np.int64)
-        for a in range(self.meshes.count):
-            sizes = np.where(np.array(split)[None, :], self.meshes.sizes[:, a, None], 1)
-            found = found * self._along(sizes, a)
-        return found
-
-    def _local(self, shape: tuple[int, ...], states: Sequence[int | None]) -> NDArray[np.float64]:
-        return math.prod(shape) / self._parts([s is not None and s >= FIRST_SLOT for s in states])
-
-
-def _cut(shape: tuple[int, ...], held: list[int], sizes: NDArray[np.int64]) -> Any:
-    """What `inside` asks of a layout in which axis a holds a digit of dim held[a] (-1: none), with
-    arrays over meshes for numbers.
-    """
-    local: list[Any] = [np.full(len(sizes), float(n)) for n in shape]
-    for axis, dim in enumerate(held):
-        if dim >= 0:
-            local[dim] = local[dim] / sizes[:, axis]
-    axes = [str(axis) for axis, dim in enumerate(held) if dim >= 0]
-    return SimpleNamespace(
-        shape=shape,
-        local_shape=local,
-        local_size=math.prod(local),
-        digits=lambda dim: tuple(Digit(str(a), 0, 0) for a, d in enumerate(held) if d == dim),
-        axes_of=lambda letter: tuple(axes),
-    )
