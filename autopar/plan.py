@@ -22,7 +22,13 @@ from .written import digest, read, write
 
 VERSION = 3
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
-_PARTS = ("computation", "communication", "hidden", "exposed")  # of a step that overlaps
+# Of a step that overlaps, with their headings: short ones, as the collectives want the room.
+_PARTS = {
+    "computation": "compute",
+    "communication": "comm.",
+    "hidden": "hidden",
+    "exposed": "exposed",
+}
 _LAYOUTS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")  # in a file
 
 
@@ -97,7 +103,7 @@ class Plan:
             table.add_column(name, overflow="fold")
         names = ["MB/rank/step", "ms"]
         if self.overlapped is not None:
-            names = ["MB", *(f"{name}\nms" for name in _PARTS)]
+            names = ["MB", *(f"{heading}\nms" for heading in _PARTS.values())]
         for name in names:
             table.add_column(name, justify="right", min_width=max(map(len, name.split())))
         for row in self.rows:
@@ -147,7 +153,8 @@ class Plan:
             return []
         total = summed(self.rows)
         parts = [
-            f"{name} {(getattr(total, name)) * 1e3:.2f}" for name in ("computation", "exposed")
+            f"{_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
+            for name in ("computation", "exposed")
         ]
         step = f"{' + '.join(parts)} = {self.overlapped * 1e3:.2f} ms a step"
         return [f"MB: sent by a rank; {step}"]

@@ -73,7 +73,7 @@ def test_plan_says_both_and_a_file_keeps_them() -> None:
     assert f"{plan.seconds * 1e3:.1f} ms summed" in title
     assert Plan.from_json(plan.to_json()).overlapped == plan.overlapped
     headings = [str(column.header) for column in plan.table().columns]
-    parts = ["computation", "communication", "hidden", "exposed"]
+    parts = ["compute", "comm.", "hidden", "exposed"]
     assert [heading.split()[0] for heading in headings[-4:]] == parts
     step, rows = plan.timeline(), plan.rows
     assert sum(r.communication for r in rows) == pytest.approx(step.communication)
