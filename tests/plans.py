@@ -19,7 +19,8 @@ from autopar.mesh import Mesh
 from autopar.passes import choose, trace
 from autopar.pipeline import Pipeline
 from autopar.program import Program
-from autopar.verify import Check, compare, widened
+from autopar.verify import Check, compare
+from autopar.widened import widened
 from autopar.world import World
 
 
