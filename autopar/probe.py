@@ -80,7 +80,8 @@ def _caller(node: fx.Node) -> Call:
             return next(remaining) if isinstance(value, fx.Node) else value
 
         arguments = {name: fill(value) for name, value in bound(node).items()}
-        result = node.target(**arguments)  # type: ignore[operator]
+        assert callable(node.target)
+        result = node.target(**arguments)
         return list(result) if isinstance(result, list | tuple) else [result]
 
     return call

@@ -104,7 +104,12 @@ def saved(node: fx.Node, gradient: frozenset[Value]) -> Saved:
     with fake_mode():
         given = [_stand_in(n, gradient) for n in operands]
         kept: list[Tensor] = []
-        with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+
+        def keep(x: Tensor) -> Tensor:
+            kept.append(x)
+            return x
+
+        with saved_tensors_hooks(keep, lambda x: x):
             outputs = _run(node, given)
         found = _sorted(given, outputs, kept)
     if node.target is aten.cross_entropy_loss.default and found.operands | found.results:
