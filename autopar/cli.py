@@ -46,6 +46,7 @@ from .plan import Plan
 from .report import terminal
 from .report.progress import bar, watched
 from .report.terminal import console, line
+from .report.why import Why
 from .targets import Batch, Target, resolve
 from .world import World
 
@@ -108,20 +109,19 @@ def plan(
             as_json,
         )
         seconds = time.perf_counter() - start
-        notes = {"planned": f"in {seconds:.1f} s" + (f", saved as {save}" if save else "")}
         if save is not None:
             made.save(save)
         if timeline is not None:
             made.timeline(overlap).save(timeline)
-            notes["timeline"] = f"of the modelled step as {timeline}: open it at ui.perfetto.dev"
-        answer: Any = None
+        answer: Why | None = None
         if why is not None:
             answer = watched(f"asking why {why}", lambda report: made.why(why), as_json)
         if as_json:
-            facts = _facts(made) | {"target": chosen.name, "parameters": chosen.parameters}
-            _print_json(facts | ({} if answer is None else {"why": answer.facts()}))
+            told = {} if answer is None else {"why": answer.facts()}
+            _print_json(_facts(made) | _facts_of(chosen) | told)
         else:
-            _tell(chosen, found, made, answer, notes)
+            _tell(chosen, found, made, answer)
+            _tell_files(seconds, save, timeline)
 
 
 @app.command()
@@ -154,7 +154,7 @@ def verify(
         )
         if as_json:
             facts = dataclasses.asdict(check) | {"layout": layout, "verified": True}
-            _print_json(facts | {"target": chosen.name, "parameters": chosen.parameters})
+            _print_json(facts | _facts_of(chosen))
             return
         out = console()
         line(out, "model", _model(chosen))
@@ -268,15 +268,21 @@ def _load(path: Path) -> Plan:
 
 
 # -- what is printed -------------------------------------------------------------------------------
-def _tell(target: Target, world: World, made: Plan, answer: Any, notes: dict[str, str]) -> None:
-    """What `plan` has found: the model, the plan, why (or None), and how it went."""
+def _tell(target: Target, world: World, made: Plan, answer: Why | None) -> None:
+    """What `plan` has found, and why, where that was asked."""
     out = console()
     line(out, "model", _model(target))
     _show(out, made, world)
     if answer is not None:
         out.print(answer)
-    for name, text in notes.items():
-        line(out, name, text)
+
+
+def _tell_files(seconds: float, save: Path | None, timeline: Path | None) -> None:
+    """How long planning took, and what was written."""
+    out = console()
+    line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
+    if timeline is not None:
+        line(out, "timeline", f"of the modelled step as {timeline}: open it at ui.perfetto.dev")
 
 
 def _show(out: Console, made: Plan, world: World | None) -> None:
@@ -324,6 +330,10 @@ def _facts(made: Plan) -> dict[str, Any]:
         "meshes": [{"mesh": mesh, "seconds": seconds} for mesh, seconds in made.meshes],
         "seconds_by_pass": made.seconds_by_pass,
     }
+
+
+def _facts_of(target: Target) -> dict[str, Any]:
+    return {"target": target.name, "parameters": target.parameters}
 
 
 def _print_json(facts: dict[str, Any]) -> None:
