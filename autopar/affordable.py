@@ -18,9 +18,10 @@ from typing import NamedTuple
 from . import proven
 from .cost.kept import Kept, Middle, Price, Stored, bytes_kept, regathering
 from .cost.memory import Budget
+from .depth import Deep
+from .dropping import Estimated, Ladder, Rungs, Tried
 from .errors import LayoutError
 from .figures import Memory
-from .fitting import Rungs, Tried
 from .hiding import by_step
 from .layouts import NAMES, Layouts, candidates
 from .passes import choose, emitted
@@ -36,18 +37,19 @@ _TRIES = 4
 _ROUNDS = 2  # of so many tries each: what a plan holds besides is corrected in between
 _MESHES = 24  # that are tried at the second price and later ones: the best at the first
 _PROMISING = 2  # plans of a round that are made to fit
+_LESS = 0.995  # of the memory, besides, where an estimate of a peak was too low
 _PRICES = (0.25, 0.5, 1.0, 2.0)  # of all that is held, in steps of the plan of least time
 
 
 class _Tried(NamedTuple):
     """A chosen program with what it drops, the seconds of its step with what runs twice, and its
-    memory. `rungs`: what else it could drop.
+    memory. `ladder`: what else it could drop.
     """
 
     program: Program
     seconds: float
     memory: Memory
-    rungs: Rungs | None = None
+    ladder: Ladder | None = None
 
 
 class _Priced(NamedTuple):
@@ -85,7 +87,12 @@ def affordable(
     chosen = min(several, key=lambda one: _plan(one).seconds)
     found = under.best(chosen)
     if layout == "auto" and not _as_chosen(found, chosen, budget):
-        found = _best([found, *_named(program, world, redundant, budget, found)], budget)
+        rivals = _named(program, world, redundant, budget, found, _plan(chosen))
+        found = _best([found, *rivals], budget)
+    estimate, found = found, under.worked_out(found)
+    if budget.fits(estimate.memory) and not budget.fits(found.memory):
+        off = estimate.memory.peak / found.memory.peak
+        return _tighter(off, program, world, layout, redundant, budget, overlap)
     least, limit, bound = _plan(chosen), None, 0.0
     if not _as_chosen(found, chosen, budget):
         limit = budget.memory_bytes
@@ -102,21 +109,50 @@ def affordable(
     return dataclasses.replace(found.program, plan=plan)
 
 
+def _tighter(
+    off: float,
+    program: Program,
+    world: World,
+    layout: Layouts,
+    redundant: bool,
+    budget: Budget,
+    overlap: bool,
+) -> Program:
+    """Where an estimate was too low by a factor `off`: what fits so much less memory."""
+    limit = budget.memory_bytes
+    assert limit is not None
+    less = dataclasses.replace(budget, memory_bytes=limit * off * _LESS)
+    found = affordable(program, world, layout, redundant, less, overlap)
+    return dataclasses.replace(found, plan=dataclasses.replace(_plan(found), limit=limit))
+
+
 def _as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
     """Whether the plan of least time fits as it is."""
     return found.program is chosen and budget.fits(found.memory)
 
 
 def _named(
-    program: Program, world: World, redundant: bool, budget: Budget, best: _Tried
+    program: Program,
+    world: World,
+    redundant: bool,
+    budget: Budget,
+    best: _Tried,
+    least: Plan,
 ) -> Iterator[_Tried]:
     """The plans of named layouts that could be faster than the best one that fits: that of least
-    time with what it must drop. While nothing fits, those at prices, too.
+    time with what it must drop. While nothing fits, those at prices, too. `least`: the plan of
+    least time of all, with the bound of every mesh.
     """
     given: list[tuple[_Under, Program]] = []
+    bounds = dict(least.meshes)
+    most = best.seconds if budget.fits(best.memory) else math.inf
     for name in NAMES[1:] if world.ranks > 1 else ():
         try:
-            chosen = choose.choose(program, world, name, redundant, budget)
+            meshes = candidates(name, world.ranks, program)
+            near = [pair for pair in meshes if bounds.get(str(pair[0]), 0.0) < most]
+            if not near:
+                continue
+            chosen = choose.choose(program, world, name, redundant, budget, None, near)
         except LayoutError:
             continue
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
@@ -151,6 +187,7 @@ class _Under:
         self.searched = regathering(program) if budget.recompute == "auto" else program
         self.kept = Kept(self.searched, budget.optimizer)
         self.given: list[Candidate] = []
+        self._made: dict[int, tuple[Program, _Tried]] = {}  # by identity, which the program keeps
 
     def best(self, chosen: Program) -> _Tried:
         """The best plan found, if `chosen` is the one of least time."""
@@ -181,23 +218,39 @@ class _Under:
 
     def _besides(self, tried: _Tried) -> float:
         """What the peak of a program has that is not counted as kept."""
-        assert tried.rungs is not None
-        return tried.rungs.counted().memory.peak - bytes_kept(self.kept, _plan(tried.program))
+        assert tried.ladder is not None
+        return tried.ladder.counted().memory.peak - bytes_kept(self.kept, _plan(tried.program))
 
     def made(self, chosen: Program) -> _Tried:
         """A chosen program with as little dropped as makes it fit; what comes nearest where nothing
         does. It is the program itself where it fits as it is.
         """
-        rungs = Rungs(emitted(chosen, self.world), self.world, self.budget)
-        found = rungs.best()
-        if found is rungs.planned():
-            return _Tried(chosen, _plan(chosen).seconds + found.seconds, found.memory, rungs)
-        return self._dropped(chosen, found)._replace(rungs=rungs)
+        if id(chosen) not in self._made:
+            deep = Deep(chosen)
+            if deep.runs:
+                ladder: Ladder = Estimated(deep, self.world, self.budget)
+            else:
+                ladder = Rungs(emitted(chosen, self.world), self.world, self.budget)
+            self._made[id(chosen)] = chosen, self._fit(chosen, ladder, ladder.best())
+        return self._made[id(chosen)][1]
+
+    def worked_out(self, tried: _Tried) -> _Tried:
+        """With the memory that it needs where that was an estimate, and as little dropped as makes
+        it fit.
+        """
+        if not isinstance(tried.ladder, Estimated):
+            return tried
+        ladder = Rungs(emitted(tried.program, self.world), self.world, self.budget)
+        return self._fit(tried.program, ladder, ladder.settled())
+
+    def _fit(self, chosen: Program, ladder: Ladder, found: Tried) -> _Tried:
+        if found is ladder.planned():
+            return _Tried(chosen, _plan(chosen).seconds + found.seconds, found.memory, ladder)
+        return self._dropped(chosen, found)._replace(ladder=ladder)
 
     def _dropped(self, chosen: Program, found: Tried) -> _Tried:
         """A chosen program that drops what it was found to fit with."""
-        plan, made = _plan(chosen), _plan(found.program)
-        plan = dataclasses.replace(plan, recompute=made.recompute, regather=made.regather)
+        plan = dataclasses.replace(_plan(chosen), **found.rung._asdict())
         chosen = dataclasses.replace(chosen, plan=plan)
         return _Tried(chosen, plan.seconds + found.seconds, found.memory)
 
@@ -258,7 +311,7 @@ class _Under:
 
     def _at(self, price: Price) -> _Priced:
         arguments = self.world, self.layout, self.redundant, self.budget, price, self.given
-        chosen = choose.choose(self.searched, *arguments)
+        chosen = choose.choose(self.searched, *arguments, thorough=False)
         self.given = promising(_plan(chosen), self.given, _MESHES)
         return _Priced(chosen, bytes_kept(self.kept, _plan(chosen)), price)
 

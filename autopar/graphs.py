@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -64,7 +64,24 @@ def block_of(node: fx.Node) -> str:
     conversion belongs to the block that first wants it.
     """
     found = numbered_block(node.meta.get("chain") or chain_name(node))
-    return "" if found is None else f"{found[0]}.{found[1]}".lstrip(".")
+    return "" if found is None else block_name(found)
+
+
+def block_name(block: tuple[str, int]) -> str:
+    """A block by its name: "blocks.3"."""
+    return f"{block[0]}.{block[1]}".lstrip(".")
+
+
+def alike(looks: Mapping[tuple[str, int], Hashable]) -> Iterator[list[tuple[str, int]]]:
+    """Of blocks and how each looks: those with numbers in a row that look the same, in runs."""
+    run: list[tuple[str, int]] = []
+    for block in sorted(looks):
+        if run and (block != (run[-1][0], run[-1][1] + 1) or looks[block] != looks[run[-1]]):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
 
 
 def blocks(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

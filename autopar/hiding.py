@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator
 
 from .cost.memory import Budget
 from .cost.timeline import timeline
+from .depth import Deep
 from .errors import LayoutError
 from .layouts import Layouts, candidates
 from .passes import choose, emitted
@@ -93,8 +94,14 @@ def _seconds(program: Program, chosen: Program, world: World) -> float:
 
 
 def simulated(chosen: Program, world: World) -> float:
-    """Seconds of the step of a chosen program, with communication under computation."""
-    return timeline(emitted(chosen, world), world).seconds
+    """Seconds of the step of a chosen program, with communication under computation; of one with
+    many equal blocks about that.
+    """
+
+    def seconds(chosen: Program) -> tuple[float]:
+        return (timeline(emitted(chosen, world), world).seconds,)
+
+    return float(Deep(chosen).extrapolated(seconds)[0])
 
 
 def _looks(plan: Plan) -> Hashable:

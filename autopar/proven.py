@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from .ascending import Cap, ascending
 from .cost.kept import Middle, Stored
 from .cost.memory import Budget
+from .dropping import Rungs, Tried
 from .errors import PlanError
-from .fitting import Rungs, Tried
 from .passes import choose, emitted
 from .plan import Plan
 from .program import Program
@@ -43,7 +43,7 @@ def fastest(
     below: float,
 ) -> tuple[Program | None, Tried | None, float]:
     """The fastest plan that fits of those that take fewer than `below` seconds (None where there is
-    none) as chosen and as emitted with what it drops, and a proven bound: no plan within the limit
+    none) as chosen, and what it drops, and a proven bound: no plan within the limit
     takes fewer seconds. It is `below` or the seconds of that plan, unless there were too many.
     """
     best: tuple[Program, Tried] | None = None

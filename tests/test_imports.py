@@ -17,9 +17,9 @@ ORDER = (
     "sharded", "local", "recomputed", "constraint", "cost", "layouts", "elimination", "ranking",
     "regions", "price", "editing", "conversion_costs", "search", "ascending", "rating",
     "lockstep", "passes", "backends", "script", "measured", "placement", "module", "widened",
-    "verify", "report", "fitting", "hiding", "proven", "affordable", "sizing", "ready", "held",
-    "deferred", "pipeline", "planning", "api", "compiled", "calibration", "targets", "options",
-    "cli_options", "cli", "__main__", "",
+    "verify", "report", "depth", "dropping", "fitting", "hiding", "proven", "affordable", "sizing",
+    "ready", "held", "deferred", "pipeline", "planning", "api", "compiled", "calibration",
+    "targets", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

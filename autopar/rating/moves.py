@@ -4,7 +4,7 @@ state to every other, on many meshes at once.
 An array over joint states has one dim per axis and, last, one for the mesh: numpy works on rows of
 meshes. What a change moves depends on into how many parts the other axes have cut the value, not on
 which dims they cut. The changes are relaxed one after the other in an order in which every path of
-layout.steps can be found again at no higher cost, so no conversion of layout.steps costs less. It
+changes.steps can be found again at no higher cost, so no conversion of changes.steps costs less. It
 may cost more, where the order in which axes share a dim is in the way.
 
 Why that order is enough. Of two neighbouring changes of a path, on different axes, a slice costs no

@@ -37,6 +37,7 @@ _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same on the best mesh in the end, 
 _SETTLED = 2e-4  # of its seconds: a plan so near the bound is not searched again
 _GAP = 1e-3  # a mesh that promises less than this more is not searched
 _TRIES = 4  # meshes searched exactly
+_QUICK = 2  # the same where plans are only to compete with others
 _FEW = 16  # meshes under a layout's rules: all are searched exactly
 
 
@@ -88,7 +89,7 @@ def best(
     bounds = bounded(whole, given, world, redundant, price) if len(given) > 1 else [0.0]
     order = sorted(range(len(given)), key=lambda i: (_rounded(bounds[i]), len(given[i][0].axes), i))
     found: Plan | None = None
-    for place in order[:_TRIES]:
+    for place in order[: _TRIES if thorough else _QUICK]:
         if found is not None and bounds[place] >= found.seconds * (1 - _GAP):
             break
         most = _LEFT if thorough else _LEFT[1:]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 
+from ..graphs import alike
 from .frame import Edge, Frame, Variable
 
 _KEPT = 2  # equal blocks that stay at either end
 
 Block = tuple[str, int]
-Blocks = Mapping[Block, list[Variable]]
 Twins = Mapping[int, Variable]  # by id of a variable of the whole frame, one of the shorter frame
 
 
@@ -23,8 +23,9 @@ def shortened(frame: Frame) -> tuple[Frame, Twins]:
     for variable in frame.variables:
         if variable.block is not None:
             blocks[variable.block].append(variable)
+    looks = {block: _look(variables) for block, variables in blocks.items()}
     standing = {
-        block: run[_KEPT - 1] for run in _runs(blocks) for block in run[_KEPT:-_KEPT]
+        block: run[_KEPT - 1] for run in alike(looks) for block in run[_KEPT:-_KEPT]
     }  # a block that is left out, and the one that stands for it
     if not standing:
         return frame, {id(v): v for v in frame.variables}
@@ -43,21 +44,6 @@ def shortened(frame: Frame) -> tuple[Frame, Twins]:
                 made.user.edges.append(made)
     short = dataclasses.replace(frame, variables=tuple(copies.values()))
     return short, {id(v): copies[id(stand_in[id(v)])] for v in frame.variables}
-
-
-def _runs(blocks: Blocks) -> Iterator[list[Block]]:
-    """Blocks in a row that look alike, within and in how they hang on others."""
-    run: list[Block] = []
-    last: Hashable = None
-    for block in sorted(blocks):
-        look = _look(blocks[block])
-        if run and (block != (run[-1][0], run[-1][1] + 1) or look != last):
-            yield run
-            run = []
-        run.append(block)
-        last = look
-    if run:
-        yield run
 
 
 def _look(variables: list[Variable]) -> Hashable:

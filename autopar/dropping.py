@@ -1,0 +1,263 @@
+"""What a program may drop of what it makes and make again in the backward, and how little of that
+makes it fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cost.memory import Budget
+from .cost.peak import peak
+from .depth import Deep
+from .figures import Memory
+from .graphs import blocks
+from .passes import emitted, recompute
+from .plan import Plan
+from .program import Program
+from .report.summary import twice_seconds
+from .world import World
+
+
+class Rung(NamedTuple):
+    """The blocks that are recomputed, and those that only gather their weights again."""
+
+    recompute: tuple[str, ...]
+    regather: tuple[str, ...]
+
+
+class Tried(NamedTuple):
+    """What is dropped, what is held at the peak then, and the seconds of what runs twice."""
+
+    rung: Rung
+    memory: Memory
+    seconds: float
+
+
+class Ladder(ABC):
+    """What a program may drop: more and more of it.
+
+    `names`: its blocks in order; `fetching`: those that gather weights; `start`: what its plan
+    drops already.
+    """
+
+    def __init__(
+        self, names: tuple[str, ...], fetching: tuple[str, ...], plan: Plan, budget: Budget
+    ) -> None:
+        self.names, self.fetching, self.budget = names, fetching, budget
+        idle = {*names} - {*fetching}
+        self.start = Rung(plan.recompute, tuple(n for n in plan.regather if n not in idle))
+        self.known: dict[Rung, Tried] = {}
+
+    @abstractmethod
+    def seconds_of(self, rung: Rung) -> float:
+        """Of what runs twice."""
+
+    @abstractmethod
+    def memory_of(self, rung: Rung) -> Memory:
+        """What is held at the peak."""
+
+    def tried(self, rung: Rung) -> Tried:
+        if rung not in self.known:
+            self.known[rung] = Tried(rung, self.memory_of(rung), self.seconds_of(rung))
+        return self.known[rung]
+
+    def planned(self) -> Tried:
+        return self.tried(self.start)
+
+    def counted(self) -> Tried:
+        """With every weight gathered again that may be."""
+        auto = self.budget.recompute == "auto" and self.fetching
+        return self.tried(Rung((), self.fetching)) if auto else self.planned()
+
+    def best(self) -> Tried:
+        """As planned where that fits or nothing else may be; else the cheapest that fits, or what
+        comes nearest.
+        """
+        planned = self.planned()
+        if self._fits(planned) or self.budget.recompute != "auto":
+            return planned
+        return self._cheapest(planned)
+
+    def settled(self) -> Tried:
+        """As `best`, where what is planned to be dropped is an estimate: see `near`."""
+        asked = any(self.start) and self.budget.recompute == "auto"
+        return self.near(self.start) if asked else self.best()
+
+    def least(self, below: float) -> Tried | None:
+        """What takes the fewest seconds of all that fits, if it is fewer than `below` for what runs
+        twice: every rung is tried. None where nothing does.
+        """
+        rungs = [self.start]
+        if self.budget.recompute == "auto":
+            every, fetched, mixed = self._ladders()
+            rungs += [*fetched, *mixed, *every]
+        best: Tried | None = None
+        for rung in dict.fromkeys(rungs):
+            if self.seconds_of(rung) < below and self._fits(self.tried(rung)):
+                best = self.tried(rung)
+                below = best.seconds
+        return best
+
+    def near(self, rung: Rung) -> Tried:
+        """What fits with about as much dropped as this, an estimate: a little more where that does
+        not fit, less where that fits too. What comes nearest where nothing more can be dropped.
+        """
+        rungs = [Rung((), ()), *next((each for each in self._ladders() if rung in each), [rung])]
+        number = max(i for i, each in enumerate(rungs) if each == rung)
+        while not self._fits(self.tried(rungs[number])) and number + 1 < len(rungs):
+            number += 1
+        while number and self._has_room(rungs[number], len(rungs) - 1):
+            if not self._fits(self.tried(rungs[number - 1])):
+                break
+            number -= 1
+        return self.tried(rungs[number])
+
+    def _has_room(self, rung: Rung, rungs: int) -> bool:
+        """Whether a rung less could fit: what a block drops is not known, half of what all hold is
+        taken to be dropped in so many rungs.
+        """
+        peak, limit = self.tried(rung).memory.peak, self.budget.memory_bytes
+        return limit is not None and limit - peak > peak / 2 / rungs
+
+    def _ladders(self) -> tuple[list[Rung], list[Rung], list[Rung]]:
+        """Blocks recomputed, the first ones; blocks that gather again; and all that gather again,
+        some of these recomputed.
+        """
+        names, fetching = self.names, self.fetching
+        every = [Rung(names[: n + 1], ()) for n in range(len(names))]
+        fetched = [Rung((), fetching[: n + 1]) for n in range(len(fetching))]
+        mixed = [Rung(rung.recompute, _without(fetching, rung)) for rung in every if fetching]
+        return every, fetched, mixed
+
+    def _cheapest(self, start: Tried) -> Tried:
+        """What takes the fewest seconds of those that fit; what comes nearest where nothing does.
+
+        Either as few blocks as it takes gather again, and where that is not enough as few as it
+        takes of these are recomputed; or as few as it takes are recomputed and the others keep all.
+        """
+        every, fetched, mixed = self._ladders()
+        found: list[tuple[Tried, list[Rung]]] = []
+        if fetched:
+            middle = self.tried(fetched[-1])
+            found = [(start, fetched) if self._fits(middle) else (middle, mixed)]
+        found = [(low, rungs) for low, rungs in found if self._fits(self.tried(rungs[-1]))]
+        one = self.seconds_of(every[0]) if every else 0.0
+        if every and not (found and self._guess(*found[0])[1] <= start.seconds + one):
+            found += [(start, every)] if self._fits(self.tried(every[-1])) else []
+        if not found:
+            return min((start, *self.known.values()), key=lambda tried: tried.memory.peak)
+        return self._climb(*min(reversed(found), key=lambda pair: self._guess(*pair)[1]))
+
+    def _fits(self, tried: Tried) -> bool:
+        return self.budget.fits(tried.memory)
+
+    def _guess(self, low: Tried, rungs: list[Rung]) -> tuple[int, float]:
+        """The first rung that could fit, and its seconds, if every one takes as much off the peak
+        and costs as much as the next.
+        """
+        assert self.budget.memory_bytes is not None
+        high = self.tried(rungs[-1])
+        part = (low.memory.peak - self.budget.memory_bytes) / (low.memory.peak - high.memory.peak)
+        number = min(len(rungs), max(1, math.ceil(part * len(rungs) - 1e-9)))
+        return number - 1, low.seconds + (high.seconds - low.seconds) * number / len(rungs)
+
+    def _climb(self, low: Tried, rungs: list[Rung]) -> Tried:
+        """From the guessed rung upwards until it fits."""
+        number = self._guess(low, rungs)[0]
+        while not self._fits(self.tried(rungs[number])):
+            number = min(len(rungs) - 1, number + max(1, len(rungs) // 16))
+        return self.tried(rungs[number])
+
+
+class Rungs(Ladder):
+    """Of an emitted program: every rung is made and run without storage."""
+
+    def __init__(self, program: Program, world: World, budget: Budget) -> None:
+        assert program.plan is not None
+        self.program, self.world = program, world
+        self._made: dict[Rung, Program] = {}
+        names = blocks(program.module.graph.nodes)
+        super().__init__(names, recompute.regathers(program), program.plan, budget)
+
+    def seconds_of(self, rung: Rung) -> float:
+        return twice_seconds(self.made(rung), self.world) if any(rung) else 0.0
+
+    def memory_of(self, rung: Rung) -> Memory:
+        return peak(self.made(rung), self.budget.optimizer, self.world.backend)
+
+    def made(self, rung: Rung) -> Program:
+        """The program that drops so much."""
+        if rung not in self._made:
+            assert self.program.plan is not None
+            plan = dataclasses.replace(self.program.plan, **rung._asdict())
+            made = recompute.recompute(dataclasses.replace(self.program, plan=plan))
+            recompute.check(made)
+            self._made[rung] = made
+        return self._made[rung]
+
+
+class Estimated(Ladder):
+    """Of a chosen program with many equal blocks: rungs lie on straight lines between the plan as
+    it is, every weight gathered again, and every block recomputed. These are worked out on shorter
+    programs.
+    """
+
+    def __init__(self, deep: Deep, world: World, budget: Budget) -> None:
+        chosen = deep.program
+        assert chosen.plan is not None
+        self.deep, self.world = deep, world
+        self._rungs: dict[int, Rungs] = {}
+        self._corners: dict[str, NDArray[np.float64]] = {}
+        self.budget = budget
+        names = blocks(chosen.module.graph.nodes)
+        known = {*self._of(deep.shorter()).fetching}
+        fetching = tuple(name for name in names if deep.stand_in(name) in known)
+        super().__init__(names, fetching, chosen.plan, budget)
+
+    def seconds_of(self, rung: Rung) -> float:
+        return float(self._figures(rung)[-1])
+
+    def memory_of(self, rung: Rung) -> Memory:
+        return Memory(*(float(size) for size in self._figures(rung)[:-1]))
+
+    def _figures(self, rung: Rung) -> NDArray[np.float64]:
+        """What a rung needs, and the seconds of what runs twice."""
+        found = start = self._corner("planned")
+        if rung != self.start:
+            for corner, dropped, every in (
+                ("recompute", rung.recompute, self.names),
+                ("regather", rung.regather, self.fetching),
+            ):
+                if dropped:
+                    found = found + (self._corner(corner) - start) * (len(dropped) / len(every))
+        return found
+
+    def _corner(self, drops: str) -> NDArray[np.float64]:
+        if drops not in self._corners:
+            self._corners[drops] = self.deep.extrapolated(lambda short: self._at(short, drops))
+        return self._corners[drops]
+
+    def _at(self, short: Program, drops: str) -> tuple[float, ...]:
+        rungs = self._of(short)
+        corners = {
+            "planned": rungs.start,
+            "recompute": Rung(rungs.names, ()),
+            "regather": Rung((), rungs.fetching),
+        }
+        found = rungs.tried(corners[drops])
+        return *dataclasses.astuple(found.memory), found.seconds
+
+    def _of(self, short: Program) -> Rungs:
+        if id(short) not in self._rungs:
+            self._rungs[id(short)] = Rungs(emitted(short, self.world), self.world, self.budget)
+        return self._rungs[id(short)]
+
+
+def _without(fetching: tuple[str, ...], rung: Rung) -> tuple[str, ...]:
+    return tuple(name for name in fetching if name not in rung.recompute)
