@@ -241,7 +241,7 @@ class _Under:
         if not isinstance(tried.ladder, Estimated):
             return tried
         ladder = Rungs(emitted(tried.program, self.world), self.world, self.budget)
-        return self._fit(tried.program, ladder, ladder.settled())
+        return self._fit(tried.program, ladder, ladder.settled(tried.ladder))
 
     def _fit(self, chosen: Program, ladder: Ladder, found: Tried) -> _Tried:
         if found is ladder.planned():

@@ -84,11 +84,6 @@ class Ladder(ABC):
             return planned
         return self._cheapest(planned)
 
-    def settled(self) -> Tried:
-        """As `best`, where what is planned to be dropped is an estimate: see `near`."""
-        asked = any(self.start) and self.budget.recompute == "auto"
-        return self.near(self.start) if asked else self.best()
-
     def least(self, below: float) -> Tried | None:
         """What takes the fewest seconds of all that fits, if it is fewer than `below` for what runs
         twice: every rung is tried. None where nothing does.
@@ -104,26 +99,28 @@ class Ladder(ABC):
                 below = best.seconds
         return best
 
-    def near(self, rung: Rung) -> Tried:
-        """What fits with about as much dropped as this, an estimate: a little more where that does
-        not fit, less where that fits too. What comes nearest where nothing more can be dropped.
+    def settled(self, estimate: Ladder) -> Tried:
+        """As `best`, starting from what is planned to be dropped by an estimate: a little more
+        where that does not fit, less where there is room for it.
         """
-        rungs = [Rung((), ()), *next((each for each in self._ladders() if rung in each), [rung])]
-        number = max(i for i, each in enumerate(rungs) if each == rung)
+        if self.budget.recompute != "auto" or not any(self.start):
+            return self.best()
+        several = (each for each in self._ladders() if self.start in each)
+        rungs = [Rung((), ()), *next(several, [self.start])]
+        number = rungs.index(self.start)
         while not self._fits(self.tried(rungs[number])) and number + 1 < len(rungs):
             number += 1
-        while number and self._has_room(rungs[number], len(rungs) - 1):
+        while number and self._has_room(*rungs[number - 1 : number + 1], estimate):
             if not self._fits(self.tried(rungs[number - 1])):
                 break
             number -= 1
         return self.tried(rungs[number])
 
-    def _has_room(self, rung: Rung, rungs: int) -> bool:
-        """Whether a rung less could fit: what a block drops is not known, half of what all hold is
-        taken to be dropped in so many rungs.
-        """
-        peak, limit = self.tried(rung).memory.peak, self.budget.memory_bytes
-        return limit is not None and limit - peak > peak / 2 / rungs
+    def _has_room(self, less: Rung, rung: Rung, estimate: Ladder) -> bool:
+        """Whether dropping less should fit, by what an estimate says that makes of a difference."""
+        one, other = (estimate.tried(each).memory.peak for each in (less, rung))
+        limit = self.budget.memory_bytes
+        return limit is not None and self.tried(rung).memory.peak + one - other <= limit
 
     def _ladders(self) -> tuple[list[Rung], list[Rung], list[Rung]]:
         """Blocks recomputed, the first ones; blocks that gather again; and all that gather again,
