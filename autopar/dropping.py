@@ -110,7 +110,7 @@ class Ladder(ABC):
         number = rungs.index(self.start)
         while not self._fits(self.tried(rungs[number])) and number + 1 < len(rungs):
             number += 1
-        while number and self._has_room(*rungs[number - 1 : number + 1], estimate):
+        while number and self._has_room(rungs[number - 1], rungs[number], estimate):
             if not self._fits(self.tried(rungs[number - 1])):
                 break
             number -= 1
