@@ -191,13 +191,17 @@ class Scheduled:
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
         for module, phase in phases:
-            _sweep(module.graph)
-            module.graph = self._ordered(module.graph, phase, primals)
-            if self.backend is None:  # compilers take functional graphs
-                inplace.inplace(module.graph)
-                inplace.check(module.graph)
-            module.recompile()
+            self._finish(module, phase, primals)
         return self.forward, self.backward
+
+    def _finish(self, module: fx.GraphModule, phase: Phase, primals: float) -> None:
+        """The passes over one of the derived graphs."""
+        _sweep(module.graph)
+        module.graph = self._ordered(module.graph, phase, primals)
+        if self.backend is None:  # compilers take functional graphs
+            inplace.inplace(module.graph)
+            inplace.check(module.graph)
+        module.recompile()
 
     def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> fx.Graph:
         """The graph with as much freedom as the memory allows."""

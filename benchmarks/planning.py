@@ -30,7 +30,9 @@ from rich.table import Table
 from torch import nn
 
 from autopar import World
+from autopar.affordable import affordable
 from autopar.constraint import Constraint
+from autopar.cost.memory import Budget
 from autopar.mesh import Mesh
 from autopar.passes import annotate, chains, choose, trace
 from autopar.program import Program
@@ -45,13 +47,15 @@ Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
 class Case:
     """A model to plan for a world, on one mesh or (None) on every mesh of up to four axes.
 
-    `most`: what each figure may be at most.
+    `most`: what each figure may be at most. `fits`: as `autopar plan` does it, by the step in which
+    communication runs under computation, within the devices' memory.
     """
 
     make: Callable[[], Made]
     world: Callable[[], World]
     mesh: str | None = None
     most: tuple[tuple[str, float], ...] = ()
+    fits: bool = False
 
 
 # -- the cases -------------------------------------------------------------------------------------
@@ -80,6 +84,7 @@ CASES = {
     "70b on 1024": Case(
         named("llama3-70b", 1024), h100(1024), None, (("gap", 0.01), ("choose s", 10.0))
     ),
+    "70b on 1024 that fits": Case(named("llama3-70b", 1024), h100(1024), fits=True),
     "405b on 16384": Case(
         named("llama3-405b", 16384), h100(16384), None, (("gap", 0.03), ("choose s", 60.0))
     ),
@@ -105,7 +110,7 @@ def run(case: Case) -> dict[str, float | str]:
         program = chains.chains(annotate.annotate(program))
     found["GB after trace"] = peak()
     with timed(found, "choose"):
-        program = chosen(program, world, case.mesh)
+        program = fitting(program, world) if case.fits else chosen(program, world, case.mesh)
     found["GB"] = peak()
     plan = program.plan
     assert plan is not None
@@ -134,6 +139,12 @@ def chosen(program: Program, world: World, mesh: str | None) -> Program:
         return choose.choose(program, world, "auto")
     found = best(program, [(Mesh.parse(mesh), Constraint("auto"))], world)
     return replace(program, plan=replace(found.plan, bound=found.bound))
+
+
+def fitting(program: Program, world: World) -> Program:
+    """With the plan that `autopar plan` gives for the devices' own memory."""
+    budget = Budget.of(world, "auto", "adamw", "auto")
+    return affordable(program, world, "auto", budget=budget, overlap=True)
 
 
 # -- all cases -------------------------------------------------------------------------------------

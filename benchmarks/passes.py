@@ -1,0 +1,120 @@
+"""What the passes over a model's graphs take, by its number of layers.
+
+    python -m benchmarks.passes                      # 10 to 80 layers of Llama-3-70B
+    python -m benchmarks.passes --layers 80 --layout fsdp
+
+CPU seconds of one core: of those from the plan to the emitted graph (rewrite, pipeline, forms,
+emit) with their contracts, and of those over the graphs that AOTAutograd derives (bucket,
+schedule, what is written in place, with what is counted of memory in between). What torch takes to
+derive these graphs and to cut them is apart. No tensor has storage; each number of layers runs in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import fx
+
+import autopar
+from autopar import _compat
+from autopar.backends import PASSES, Scheduled
+from autopar.cost.derived import Phase
+from autopar.program import Input, Program
+from benchmarks import cells
+from benchmarks.planning import named
+
+MODEL, BATCH, SEQUENCE = "llama3-70b", 64, 4096
+EMITTING = ("rewrite", "pipeline", "forms", "emit", "recompute")
+MOST = 20.0  # CPU s: what all passes over 80 layers may take
+
+
+class Timed(Scheduled):
+    """Notes the CPU seconds of what it does to derived graphs, and their nodes."""
+
+    seconds = 0.0
+    nodes = 0
+
+    def _finish(self, module: fx.GraphModule, phase: Phase, primals: float) -> None:
+        started = time.process_time()
+        super()._finish(module, phase, primals)
+        self.seconds += time.process_time() - started
+        self.nodes += len(module.graph.nodes)
+
+
+def measured(layers: int, layout: str, ranks: int) -> dict[str, float]:
+    model, inputs = named(MODEL, BATCH, layers, SEQUENCE)()
+    world = autopar.World.preset("dgx-h100", ranks=ranks)
+    plan = autopar.plan(model, world, inputs, layout=layout, memory=1e15)
+    program = plan.ready.program
+    run = Timed(program, world, PASSES)
+    started = time.process_time()
+    with _compat.fake_mode():
+        run.derived([stand_in(entry, program) for entry in program.signature.inputs])
+    whole = time.process_time() - started
+    emitting = sum(plan.seconds_by_pass.get(name, 0.0) for name in EMITTING)
+    found = {"emitted": emitting, "derived": run.seconds, "torch": whole - run.seconds}
+    return {**found, "nodes": float(run.nodes), "passes": emitting + run.seconds}
+
+
+def stand_in(entry: Input, program: Program) -> torch.Tensor:
+    """An input without storage."""
+    if entry.kind in ("coordinate", "seed"):
+        return torch.empty((1,) if entry.kind == "coordinate" else (), dtype=torch.int64)
+    shape, dtype = program.layouts[entry.node].local_shape, program.dtypes[entry.node]
+    return torch.empty(shape, dtype=dtype, requires_grad=entry.trainable)
+
+
+def table(results: dict[int, dict[str, float]], layout: str) -> Table:
+    shown = Table(title=f"passes over {MODEL}, layout {layout}, CPU s", title_justify="left")
+    for heading in ("layers", "nodes", "to emit", "derived graphs", "all", "ms a layer", "torch"):
+        shown.add_column(heading, justify="right")
+    for layers, found in results.items():
+        shown.add_row(
+            str(layers), f"{found['nodes']:,.0f}", f"{found['emitted']:.2f}",
+            f"{found['derived']:.2f}", f"{found['passes']:.2f}",
+            f"{1e3 * found['passes'] / layers:.0f}", f"{found['torch']:.2f}",
+        )  # fmt: skip
+    return shown
+
+
+def apart(layers: int, layout: str, ranks: int) -> dict[str, float]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.passes", "--child", str(layers)]
+    command += ["--layout", layout, "--ranks", str(ranks)]
+    done = subprocess.run(command, env=dict(os.environ), stdout=subprocess.PIPE, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", nargs="+", type=int, default=[10, 20, 40, 80])
+    parser.add_argument("--layout", default="4d")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        print(json.dumps(measured(options.child, options.layout, options.ranks)))
+        return 0
+    results = {n: apart(n, options.layout, options.ranks) for n in options.layers}
+    Console(highlight=False, width=None if sys.stdout.isatty() else 110).print(
+        table(results, options.layout)
+    )
+    if options.json:
+        facts = {"date": cells.now(), "machine": cells.machine(), "layout": options.layout}
+        options.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    return int(any(found["passes"] > MOST for n, found in results.items() if n <= 80))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
