@@ -2,7 +2,8 @@
 
 A region is a node, or ops that only carry a layout on (pointwise ops, views, pieces of a dim) and
 hang on one value alone: to convert that value or the region's results costs no more than to
-convert in between.
+convert in between. Not so where partial values pass and then no longer do: a sum of two that are
+partial may be all-reduced at once, while each by itself would take two collectives.
 """
 
 from __future__ import annotations
@@ -97,20 +98,25 @@ class Regions:
         if spec.product or spec.sum or spec.shared or stops:
             return None
         searched = {s for s in sources if s is not None and s[0] in self._notes.searched}
-        homes = {self._home(value) for value in searched}
+        homes = {self._home(value, bool(spec.linear)) for value in searched}
         return homes.pop() if len(homes) == 1 else None
 
-    def _home(self, value: Value) -> Region:
+    def _home(self, value: Value, partial: bool) -> Region:
         """The region that a carrier of this value belongs to: the one that makes it, if that is one
-        of carriers, else the one it feeds.
+        of carriers, else the one it feeds. `partial`: it carries partial values on; one that does
+        not is no part of a region that makes them.
         """
         made_in = self._made_in.get(value)
-        if made_in is not None and made_in.root is not None:
+        if made_in is not None and made_in.root and (partial or not self._linear(value)):
             return made_in
         if value not in self._fed_by:
             self._fed_by[value] = Region(value)
             self.all.append(self._fed_by[value])
         return self._fed_by[value]
+
+    def _linear(self, value: Value) -> bool:
+        """Whether the node that makes it may pass partial values on."""
+        return bool(self._notes.specs[value[0]].linear)
 
     def _extend(
         self, region: Region, name: str, sources: list[Value | None], options: Options
