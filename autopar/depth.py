@@ -138,13 +138,15 @@ def _laid_out(plan: Plan, node: fx.Node) -> Hashable:
 def _without(program: Program, stands: Mapping[fx.Node, fx.Node]) -> Program:
     """Without these nodes; what others take of them they take of the ones that stand for them."""
     graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def taken(node: fx.Node) -> fx.Node:
+        return made[stands.get(node, node)]
+
     for node in program.module.graph.nodes:
-        if node in stands:
-            made[node] = made[stands[node]]
-        elif node.op == "output":
-            graph.output(fx.map_arg(node.args[0], made.__getitem__))
-        else:
-            made[node] = graph.node_copy(node, made.__getitem__)
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], taken))
+        elif node not in stands:
+            made[node] = graph.node_copy(node, taken)
     gone = {node.name for node in stands}
     inputs = tuple(e for e in program.signature.inputs if e.node not in gone)
     chains = tuple(chain for chain in program.chains if gone.isdisjoint(chain.nodes))
@@ -162,9 +164,10 @@ def _planned(plan: Plan | None, graph: fx.Graph) -> Plan:
     assert plan is not None
     names, left = {node.name for node in graph.nodes}, {*blocks(graph.nodes)}
     choices = {name: choice for name, choice in plan.choices.items() if name in names}
+    stored = {name: layout for name, layout in plan.stored.items() if name in names}
     copies = {value: layout for value, layout in plan.copies.items() if value[0] in names}
     again = tuple(name for name in plan.recompute if name in left)
     fetched = tuple(name for name in plan.regather if name in left)
     return dataclasses.replace(
-        plan, choices=choices, copies=copies, recompute=again, regather=fetched
+        plan, choices=choices, stored=stored, copies=copies, recompute=again, regather=fetched
     )
