@@ -250,26 +250,30 @@ def compile_in_order(
 
 
 def _keeping_order() -> dict[str, Any]:
-    from torch._inductor.custom_graph_pass import CustomSchedulerPass
+    """Settings of inductor under which nothing but `_chained` says what comes first. It chains what
+    must keep its order before anything is fused: a fusion that would pull a wait forward makes a
+    cycle then, which inductor refuses.
+    """
+    from torch._inductor import custom_graph_pass
 
-    class InOrder(CustomSchedulerPass):
-        """Chains what must keep its order before anything is fused: a fusion that would pull a wait
-        forward makes a cycle then, which inductor refuses.
-        """
+    settings: dict[str, Any] = {
+        "reorder_for_peak_memory": False,
+        "reorder_for_compute_comm_overlap": False,
+        "reorder_for_locality": False,
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    }
+    if not hasattr(custom_graph_pass, "CustomSchedulerPass"):
+        # before torch 2.13 any function is taken, which the cache of compiled graphs does not see
+        return {**settings, "fx_graph_cache": False, "_pre_fusion_custom_pass": _chained}
 
+    class InOrder(custom_graph_pass.CustomSchedulerPass):
         def __call__(self, nodes: list[Any]) -> list[Any]:
             return _chained(nodes)
 
         def uuid(self) -> str:
             return "autopar: in order, 1"
 
-    return {
-        "reorder_for_peak_memory": False,
-        "reorder_for_compute_comm_overlap": False,
-        "reorder_for_locality": False,
-        "aten_distributed_optimizations.enable_overlap_scheduling": False,
-        "_pre_fusion_custom_pass": InOrder(),
-    }
+    return {**settings, "_pre_fusion_custom_pass": InOrder()}
 
 
 def _chained(nodes: list[Any]) -> list[Any]:
