@@ -87,8 +87,7 @@ def affordable(
     chosen = min(several, key=lambda one: _plan(one).seconds)
     found = under.best(chosen)
     if layout == "auto" and not _as_chosen(found, chosen, budget):
-        rivals = _named(program, world, redundant, budget, found, _plan(chosen))
-        found = _best([found, *rivals], budget)
+        found = _best([found, *_named(program, world, redundant, budget, found)], budget)
     estimate, found = found, under.worked_out(found)
     if budget.fits(estimate.memory) and not budget.fits(found.memory):
         off = estimate.memory.peak / found.memory.peak
@@ -132,27 +131,16 @@ def _as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
 
 
 def _named(
-    program: Program,
-    world: World,
-    redundant: bool,
-    budget: Budget,
-    best: _Tried,
-    least: Plan,
+    program: Program, world: World, redundant: bool, budget: Budget, best: _Tried
 ) -> Iterator[_Tried]:
     """The plans of named layouts that could be faster than the best one that fits: that of least
-    time with what it must drop. While nothing fits, those at prices, too. `least`: the plan of
-    least time of all, with the bound of every mesh.
+    time with what it must drop. While nothing fits, those at prices, too. No bound of "auto" rules
+    a mesh out: a named layout may compute on several ranks what "auto" must split.
     """
     given: list[tuple[_Under, Program]] = []
-    bounds = dict(least.meshes)
-    most = best.seconds if budget.fits(best.memory) else math.inf
     for name in NAMES[1:] if world.ranks > 1 else ():
         try:
-            meshes = candidates(name, world.ranks, program)
-            near = [pair for pair in meshes if bounds.get(str(pair[0]), 0.0) < most]
-            if not near:
-                continue
-            chosen = choose.choose(program, world, name, redundant, budget, None, near)
+            chosen = choose.choose(program, world, name, redundant, budget)
         except LayoutError:
             continue
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:

@@ -11,10 +11,12 @@ from torch import nn
 
 import models
 from autopar import World
+from autopar.affordable import affordable
 from autopar.cost.memory import Budget
 from autopar.cost.timeline import timeline
 from autopar.depth import Deep
 from autopar.dropping import Estimated, Rung, Rungs
+from autopar.figures import Memory
 from autopar.hiding import simulated
 from autopar.passes import annotate, chains, choose, emitted, trace
 from autopar.program import Program
@@ -112,3 +114,25 @@ def test_blocks_under_other_layouts_are_not_equal():
     other = {**program.plan.stored, names[0]: None}
     plan = dataclasses.replace(program.plan, stored=other)
     assert Deep(dataclasses.replace(program, plan=plan)).runs == ()
+
+
+def test_an_estimate_that_is_too_low_costs_no_memory(monkeypatch):
+    """Where estimates say a tenth too little, the plan still fits what there is."""
+    model, args = models.Gpt(layers=LAYERS).train(), models.gpt()[1]
+    world, program = World.preset("dgx-h100", ranks=2), program_of(model, args)
+    free = affordable(program, world, "fsdp", budget=Budget(1e15))
+    assert free.plan is not None
+    limit = 0.7 * free.plan.peak_bytes
+    honest = Estimated.memory_of
+
+    def too_low(self: Estimated, rung: Rung) -> Memory:
+        found = honest(self, rung)
+        return dataclasses.replace(found, peak=0.9 * found.peak)
+
+    monkeypatch.setattr(Estimated, "memory_of", too_low)
+    plan = affordable(program, world, "fsdp", budget=Budget(limit)).plan
+    assert plan is not None and plan.memory is not None
+    assert plan.memory.peak <= limit == plan.limit
+    whole = emitted(dataclasses.replace(program, plan=plan), world)
+    again = Rungs(whole, world, Budget(limit)).planned()
+    assert again.memory.peak == plan.memory.peak

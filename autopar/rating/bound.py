@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .frame import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
+from .joint import least, only, spread
 from .moves import Moves
 from .options import Floats, OptionCosts, Rated
 from .prices import BIG, HALF
@@ -60,7 +60,7 @@ class _End:
     def across(self, given: Floats) -> Floats:
         """From costs over the states at this end to costs over those at the other: a new array."""
         given = self.moves.push(given) if self.makes else self.moves.pull(given)
-        return _only(given, self.theirs, self.states)
+        return only(given, self.theirs, self.states)
 
 
 class _Look(NamedTuple):
@@ -158,8 +158,8 @@ class Bound:
 
     def _of_leaf(self, end: _End) -> Floats:
         """What the best way to store a parameter costs, by the option of its user."""
-        stored = _least(self._rated[id(end.edge.maker)].seconds, end.theirs, end.states)
-        return _spread(end.moves.push(stored), end.mine, end.states)
+        stored = least(self._rated[id(end.edge.maker)].seconds, end.theirs, end.states)
+        return spread(end.moves.push(stored), end.mine, end.states)
 
     def _of_output(
         self, variable: Variable, position: int, index: int, states: tuple[int, ...]
@@ -172,7 +172,7 @@ class Bound:
         wanted = tuple(s if kind.gradient or s != WHOLE else REPLICATED for s in states)
         moves = self._moves_of(kind, made, wanted)
         free = np.zeros((len(moves.states),) * self.meshes.count + (len(self.meshes),), np.float32)
-        return _spread(moves.pull(_only(free, wanted, moves.states)), made, moves.states)
+        return spread(moves.pull(only(free, wanted, moves.states)), made, moves.states)
 
     def _take_over(self, other: Bound, twins: Twins) -> None:
         arrived = {
@@ -247,7 +247,7 @@ class Bound:
         for end in ends:
             _, arrived = self._arrived(end)
             if arrived is not None:
-                total += _spread(arrived, end.mine, end.states)
+                total += spread(arrived, end.mine, end.states)
         return np.minimum(total, BIG, out=total)
 
     def _computed(
@@ -260,7 +260,7 @@ class Bound:
         np.copyto(total, BIG, where=impossible)
         bounds, sent = lowest.astype(np.float64), []
         for end in sending:
-            given = _least(total, end.mine, end.states)
+            given = least(total, end.mine, end.states)
             _, arrived = self._arrived(end)
             if arrived is not None:
                 given = np.where(given < HALF, given - arrived, BIG)
@@ -320,8 +320,8 @@ class Bound:
     def _near_leaf(self, end: _End, total: Floats, margin: float, most: int) -> Joint:
         own = self._rated[id(end.edge.maker)]
         rest = np.where(total < HALF, total - self._of_leaf(end), BIG)
-        user = end.moves.pull(_least(rest, end.mine, end.states))
-        stored = np.minimum(own.seconds + _spread(user, end.theirs, end.states), BIG)
+        user = end.moves.pull(least(rest, end.mine, end.states))
+        stored = np.minimum(own.seconds + spread(user, end.theirs, end.states), BIG)
         return _lowest_of(own, stored, margin, most)
 
 
@@ -343,65 +343,3 @@ def _lowest_of(own: Rated, total: Floats, margin: float, most: int) -> Joint:
     places = np.unravel_index(low, total.shape)
     tuples = zip(*(place.tolist() for place in places), strict=True) if places else [()]
     return frozenset(tuple(own.options[i] for i in each) for each in tuples)
-
-
-# -- between joint options and joint states --------------------------------------------------------
-def _spread(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
-    """From joint states to joint options, given the state of each option."""
-    if states == known:
-        return seconds
-    axes = seconds.ndim - 1
-    rows = seconds.reshape(len(known) ** axes, -1)
-    found = rows.take(_rows(states, known, axes), axis=0)
-    return found.reshape((len(states),) * axes + (-1,))
-
-
-@cache
-def _rows(states: tuple[int, ...], known: tuple[int, ...], axes: int) -> NDArray[np.intp]:
-    """The place among joint states of every joint option."""
-    one = np.array([known.index(state) for state in states], dtype=np.intp)
-    found = np.zeros((), dtype=np.intp)
-    for _ in range(axes):
-        found = found[..., None] * len(known) + one
-    return found.reshape(-1)
-
-
-def _least(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
-    """From joint options to joint states: the least of the options that have it, BIG without.
-    A new array where that differs.
-    """
-    if states == known:
-        return seconds
-    first, more, missing = _options(states, known)
-    for dim in range(seconds.ndim - 1):
-        before: Any = (slice(None),) * dim
-        found = seconds.take(first, axis=dim)
-        for place, option in more:
-            into = found[(*before, place)]
-            np.minimum(into, seconds[(*before, option)], out=into)
-        if missing:
-            found[(*before, missing)] = BIG
-        seconds = found
-    return seconds
-
-
-@cache
-def _options(
-    states: tuple[int, ...], known: tuple[int, ...]
-) -> tuple[NDArray[np.intp], tuple[tuple[int, int], ...], list[int]]:
-    """Of every known state the first option that has it (some option where none has), then (state,
-    option) of the further ones, and the states without.
-    """
-    first = [states.index(state) if state in states else 0 for state in known]
-    more = [(known.index(s), i) for i, s in enumerate(states) if first[known.index(s)] != i]
-    missing = [place for place, state in enumerate(known) if state not in states]
-    return np.array(first, dtype=np.intp), tuple(more), missing
-
-
-def _only(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
-    """BIG in the states that no option has; in place."""
-    missing = [place for place, state in enumerate(known) if state not in states]
-    for dim in range(seconds.ndim - 1) if missing else ():
-        index: Any = (*(slice(None),) * dim, missing)
-        seconds[index] = BIG
-    return seconds
