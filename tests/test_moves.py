@@ -12,7 +12,7 @@ from autopar.changes import steps
 from autopar.cost.comm import path_seconds
 from autopar.layout import I, Layout, P, R, S
 from autopar.mesh import Mesh
-from autopar.rating import bound
+from autopar.rating import joint
 from autopar.rating.frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
 from autopar.rating.moves import Moves
 from autopar.rating.prices import Meshes
@@ -88,6 +88,6 @@ def test_options_and_states(states: tuple[int, ...]) -> None:
     expected = np.full((3, 3, 4), BIG, np.float32)
     for (i, a), (j, b) in itertools.product(enumerate(states), repeat=2):
         expected[a, b] = np.minimum(expected[a, b], seconds[i, j])
-    np.testing.assert_array_equal(bound._least(seconds, states, known), expected)
-    spread = bound._spread(expected, states, known)
+    np.testing.assert_array_equal(joint.least(seconds, states, known), expected)
+    spread = joint.spread(expected, states, known)
     np.testing.assert_array_equal(spread, expected[np.ix_(states, states)])
