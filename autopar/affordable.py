@@ -80,21 +80,31 @@ def affordable(
         several = [choose.choose(program, world, layout, redundant, budget)]
     if budget is None or budget.memory_bytes is None:
         return several[0]
-    under = _Under(program, world, layout, redundant, budget)
+    return _within(several, _Under(program, world, layout, redundant, budget, budget))
+
+
+def _within(several: list[Program], under: _Under) -> Program:
+    """The first of the chosen programs that fits as it is, where they are several; else the fastest
+    plan found that fits.
+    """
     for chosen in several if len(several) > 1 else ():
-        if _as_chosen(under.made(chosen), chosen, budget):
-            return chosen
+        if (whole := under.dropping_nothing(chosen)) is not None:
+            return whole
     chosen = min(several, key=lambda one: _plan(one).seconds)
     found = under.best(chosen)
-    if layout == "auto" and not _as_chosen(found, chosen, budget):
-        found = _best([found, *_named(program, world, redundant, budget, found)], budget)
+    if under.layout == "auto" and not _as_chosen(found, chosen, under.aim):
+        found = _best([found, *_named(under, found)], under.aim)
     estimate, found = found, under.worked_out(found)
-    if budget.fits(estimate.memory) and not budget.fits(found.memory):
-        off = estimate.memory.peak / found.memory.peak
-        return _tighter(off, program, world, layout, redundant, budget, overlap)
+    if under.aim.fits(estimate.memory) and not under.budget.fits(found.memory):
+        return _within(several, under.lower(estimate.memory.peak / found.memory.peak))
+    return _told(found, chosen, under)
+
+
+def _told(found: _Tried, chosen: Program, under: _Under) -> Program:
+    """The program found, its plan with the limit and a bound, if `chosen` is that of least time."""
     least, limit, bound = _plan(chosen), None, 0.0
-    if not _as_chosen(found, chosen, budget):
-        limit = budget.memory_bytes
+    if not _as_chosen(found, chosen, under.budget):
+        limit = under.budget.memory_bytes
         found, bound = under.proven(found, least)
     bound = min(max(least.bound, bound), found.seconds)  # a named layout's may be below it
     plan = dataclasses.replace(
@@ -108,35 +118,17 @@ def affordable(
     return dataclasses.replace(found.program, plan=plan)
 
 
-def _tighter(
-    off: float,
-    program: Program,
-    world: World,
-    layout: Layouts,
-    redundant: bool,
-    budget: Budget,
-    overlap: bool,
-) -> Program:
-    """Where an estimate was too low by a factor `off`: what fits so much less memory."""
-    limit = budget.memory_bytes
-    assert limit is not None
-    less = dataclasses.replace(budget, memory_bytes=limit * off * _LESS)
-    found = affordable(program, world, layout, redundant, less, overlap)
-    return dataclasses.replace(found, plan=dataclasses.replace(_plan(found), limit=limit))
-
-
 def _as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
     """Whether the plan of least time fits as it is."""
     return found.program is chosen and budget.fits(found.memory)
 
 
-def _named(
-    program: Program, world: World, redundant: bool, budget: Budget, best: _Tried
-) -> Iterator[_Tried]:
+def _named(free: _Under, best: _Tried) -> Iterator[_Tried]:
     """The plans of named layouts that could be faster than the best one that fits: that of least
     time with what it must drop. While nothing fits, those at prices, too. No bound of "auto" rules
     a mesh out: a named layout may compute on several ranks what "auto" must split.
     """
+    program, world, redundant, budget = free.program, free.world, free.redundant, free.aim
     given: list[tuple[_Under, Program]] = []
     for name in NAMES[1:] if world.ranks > 1 else ():
         try:
@@ -144,7 +136,7 @@ def _named(
         except LayoutError:
             continue
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
-            given.append((_Under(program, world, name, redundant, budget), chosen))
+            given.append((free.under(name), chosen))
     for under, chosen in sorted(given, key=lambda pair: _plan(pair[1]).seconds):
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
             found = under.made(chosen)
@@ -165,22 +157,41 @@ def _best(tried: list[_Tried], budget: Budget) -> _Tried:
 
 
 class _Under:
-    """Plans of a layout under a limit of memory."""
+    """Plans of a layout under a limit of memory: that of `budget` for exact peaks, that of `aim`
+    for the search and its estimates, which is lower where estimates turned out too low.
+    """
 
     def __init__(
-        self, program: Program, world: World, layout: Layouts, redundant: bool, budget: Budget
+        self,
+        program: Program,
+        world: World,
+        layout: Layouts,
+        redundant: bool,
+        budget: Budget,
+        aim: Budget,
     ) -> None:
         self.program, self.world, self.layout = program, world, layout
-        self.redundant, self.budget = redundant, budget
+        self.redundant, self.budget, self.aim = redundant, budget, aim
         self.searched = regathering(program) if budget.recompute == "auto" else program
         self.kept = Kept(self.searched, budget.optimizer)
         self.given: list[Candidate] = []
         self._made: dict[int, tuple[Program, _Tried]] = {}  # by identity, which the program keeps
 
+    def under(self, layout: Layouts, aim: Budget | None = None) -> _Under:
+        """Plans of another layout under the same limit, or with another aim."""
+        where = self.program, self.world, layout, self.redundant, self.budget
+        return _Under(*where, aim or self.aim)
+
+    def lower(self, off: float) -> _Under:
+        """With a lower aim, as an estimate that was within it was too low by a factor `off`."""
+        assert self.budget.memory_bytes is not None
+        less = self.budget.memory_bytes * off * _LESS
+        return self.under(self.layout, dataclasses.replace(self.budget, memory_bytes=less))
+
     def best(self, chosen: Program) -> _Tried:
         """The best plan found, if `chosen` is the one of least time."""
         least = self.made(chosen)
-        if _as_chosen(least, chosen, self.budget):
+        if _as_chosen(least, chosen, self.aim):
             return least
         self.given = list(candidates(self.layout, self.world.ranks, self.program))
         price = least.seconds / max(1.0, least.memory.peak)
@@ -192,15 +203,15 @@ class _Under:
             priced.sort(key=lambda one: self._promise(one, besides))
             for one in priced[:_PROMISING]:
                 tried += self._better(one, tried)
-            if self.budget.fits(_best(tried, self.budget).memory):
+            if self.aim.fits(_best(tried, self.aim).memory):
                 break
         refined = self._refined(priced[0])
-        return _best(tried + (self._better(refined, tried) if refined else []), self.budget)
+        return _best(tried + (self._better(refined, tried) if refined else []), self.aim)
 
     def _better(self, one: _Priced, tried: list[_Tried]) -> list[_Tried]:
         """The program made to fit, if it could be faster than the best that fits."""
-        chosen, best = self._once(one), _best(tried, self.budget)
-        if self.budget.fits(best.memory) and _plan(chosen).seconds >= best.seconds:
+        chosen, best = self._once(one), _best(tried, self.aim)
+        if self.aim.fits(best.memory) and _plan(chosen).seconds >= best.seconds:
             return []
         return [self.made(chosen)]
 
@@ -216,11 +227,22 @@ class _Under:
         if id(chosen) not in self._made:
             deep = Deep(chosen)
             if deep.runs:
-                ladder: Ladder = Estimated(deep, self.world, self.budget)
+                ladder: Ladder = Estimated(deep, self.world, self.aim)
             else:
-                ladder = Rungs(emitted(chosen, self.world), self.world, self.budget)
+                ladder = Rungs(emitted(chosen, self.world), self.world, self.aim)
             self._made[id(chosen)] = chosen, self._fit(chosen, ladder, ladder.best())
         return self._made[id(chosen)][1]
+
+    def dropping_nothing(self, chosen: Program) -> Program | None:
+        """A chosen program with its memory, if it fits as it is: by more than an estimate."""
+        found = self.made(chosen)
+        if not _as_chosen(found, chosen, self.aim):
+            return None
+        found = self.worked_out(found)
+        if not _as_chosen(found, chosen, self.budget):
+            return None
+        plan = dataclasses.replace(_plan(chosen), memory=found.memory)
+        return dataclasses.replace(chosen, plan=plan)
 
     def worked_out(self, tried: _Tried) -> _Tried:
         """With the memory that it needs where that was an estimate, and as little dropped as makes
@@ -287,18 +309,18 @@ class _Under:
         """The plans at a few prices, found by bisection. What a plan keeps is known at once; what
         it holds besides is taken to be as much as in the last plan whose peak was worked out.
         """
-        assert self.budget.memory_bytes is not None
+        assert self.aim.memory_bytes is not None
         found: list[_Priced] = []
         step, was_enough = _STEP, False
         for _ in range(_TRIES):
             found.append(self._at(Price(self.kept, price)))
-            enough = besides + found[-1].kept <= self.budget.memory_bytes
+            enough = besides + found[-1].kept <= self.aim.memory_bytes
             step = step**0.5 if enough != was_enough else step
             price, was_enough = (price / step if enough else price * step), enough
         return found
 
     def _at(self, price: Price) -> _Priced:
-        arguments = self.world, self.layout, self.redundant, self.budget, price, self.given
+        arguments = self.world, self.layout, self.redundant, self.aim, price, self.given
         chosen = choose.choose(self.searched, *arguments, thorough=False)
         self.given = promising(_plan(chosen), self.given, _MESHES)
         return _Priced(chosen, bytes_kept(self.kept, _plan(chosen)), price)
@@ -313,8 +335,8 @@ class _Under:
         """About the seconds of its step if it is made to fit: of what it needs too much as many
         blocks are recomputed as keep that, at a third of their computation.
         """
-        assert self.budget.memory_bytes is not None
-        missing = max(0.0, besides + one.kept - self.budget.memory_bytes) / one.kept
+        assert self.aim.memory_bytes is not None
+        missing = max(0.0, besides + one.kept - self.aim.memory_bytes) / one.kept
         return _plan(one.program).seconds * (1 + missing / 3)
 
     def _refined(self, one: _Priced) -> _Priced | None:
