@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator
 
+import numpy as np
+
 from .cost.memory import Budget
 from .cost.timeline import timeline
 from .depth import Deep
@@ -26,6 +28,7 @@ from .rating.rate import promising
 from .world import World
 
 SHARES = (0.4, 0.1)  # of the seconds of what can hide
+_HIDDEN = ("all_gather", "reduce_scatter", "all_reduce")  # of stored weights, gradients
 _NAMED = ("ddp", "fsdp", "megatron", "megatron-sp")  # of one axis: found in no time
 _FREE, _RULED = 4, 2  # meshes, the most promising, that are searched again at every share
 _NEAR = 1.5  # times the best bound: a mesh above is not searched again
@@ -44,7 +47,7 @@ def by_step(
     others = [*_shared(summed, world, layout, redundant, budget)]
     if layout == "auto":
         others += _named(summed, world, redundant, budget)
-    hidden = _counted(program, SHARES[-1])
+    hidden = _counted(program, _shares(world)[-1])
     for one in sorted(others, key=lambda one: _seconds(hidden, one, world)):
         if len(found) < _RUN:
             found.setdefault(_looks(_plan(one)), one)
@@ -58,10 +61,17 @@ def _shared(
     given = list(candidates(layout, world.ranks, summed))
     most = _FREE if all(rules.free for _, rules in given) else _RULED
     given = promising(_plan(summed), given, most, _NEAR)
-    for share in SHARES:
+    for share in _shares(world):
         light = _counted(summed, share)
         other = choose.choose(light, world, layout, redundant, budget, None, given, thorough=False)
         yield _beside(summed, other, world)
+
+
+def _shares(world: World) -> tuple[float, ...]:
+    """SHARES, but not less than what hides takes from computing anyway."""
+    lost = [one.slows for one in world.measured if one.together and one.kind in _HIDDEN]
+    least = float(np.median(lost)) if lost else 0.0
+    return tuple(dict.fromkeys(max(share, least) for share in SHARES))
 
 
 def _named(

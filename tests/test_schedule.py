@@ -18,8 +18,8 @@ from autopar import _compat
 from autopar.backends import Scheduled
 from autopar.cost.derived import (
     carries_on,
+    collective_cost,
     collective_of,
-    collective_seconds,
     graph_events,
     group_of,
     group_pattern,
@@ -88,7 +88,7 @@ def between(module: fx.GraphModule, pair: tuple[fx.Node, fx.Node]) -> list[fx.No
 def covered(run: Scheduled, module: fx.GraphModule, pair: tuple[fx.Node, fx.Node]) -> bool:
     """Whether what is computed meanwhile takes as long as the collective."""
     meanwhile = sum(op_seconds(node, run.world) for node in between(module, pair))
-    return meanwhile >= collective_seconds(pair[0], run.world)[1]
+    return meanwhile >= collective_cost(pair[0], run.world)[1]
 
 
 # -- by name ---------------------------------------------------------------------------------------

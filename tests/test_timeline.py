@@ -52,6 +52,20 @@ def test_what_stands_later_runs_while_the_next_op_waits() -> None:
     assert ends([op(2), sent(3, 0), op(1, 1), op(2)]) == [2, 5, 6, 4]
 
 
+def test_a_collective_slows_down_what_it_hides_under() -> None:
+    run = overlapped([op(1), sent(2, 0, slows=0.5), op(4), op(1, 1, 2)])
+    assert run.end == pytest.approx([1, 3, 6, 7])  # two seconds at half the rate
+    assert run.exposed == pytest.approx({1: 1})
+
+
+def test_what_shares_a_link_slows_down_by_its_share_and_never_stops_computing() -> None:
+    lanes = [sent(1, lane=lane, slows=0.6) for lane in "xy"]
+    run = overlapped([*lanes, op(4)])
+    assert run.end == pytest.approx([2, 2, 5.2]) and run.exposed == pytest.approx({0: 0.6, 1: 0.6})
+    lanes = [sent(1, lane=lane, link=link, slows=0.8) for link, lane in enumerate("xy")]
+    assert overlapped([*lanes, op(4)]).end == pytest.approx([1, 1, 4.9])
+
+
 def test_one_lane_is_a_queue_and_lanes_share_their_link() -> None:
     assert ends([sent(2), sent(2), op(0, 0, 1)]) == [2, 4, 4]
     assert ends([sent(2), sent(2, lane="y"), op(0, 0, 1)]) == [4, 4, 4]

@@ -19,6 +19,7 @@ from .fit import curve, efficiencies, fitted
 from .measure import Case, Product
 from .meeting import meeting_s
 from .pattern import Pattern, size
+from .slowing import slowed
 
 Progress = Callable[[float, str], None]  # share that is done, what is being done
 
@@ -30,7 +31,7 @@ GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
 _ON_COLLECTIVES = 0.65  # of the time; of the rest half on products, half on their forms
-_ON_MEETING = 0.08  # of the time, among that on collectives
+_ON_MEETING, _ON_SLOWING = 0.08, 0.12  # of the time, among that on collectives
 _COPIED = 0.75  # the quantile that counts with an operand copied
 _WARMING = 0.1  # of the progress that is shown
 _MOST_VISITS, _VISITING_S = 12, 0.1  # of one case in one round; all of them together
@@ -136,15 +137,22 @@ def _communicating(
 ) -> World:
     """With what collectives take. `start`: the share of the time that is over by then."""
     wanted = cases(world.ranks, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
-    share = _ON_COLLECTIVES - _ON_MEETING
+    share = _ON_COLLECTIVES - _ON_MEETING - _ON_SLOWING
     times = timed_collectives(wanted, device, seconds * share, _part(progress, start, share))
     meeting = meeting_s(
         patterns(world.ranks),
         device,
         seconds * _ON_MEETING,
-        lambda done: progress(1 - _ON_MEETING * (1 - done), "meetings"),
+        lambda done: _part(progress, start + share, _ON_MEETING)(done, "meetings"),
     )
-    return fitted(replace(world, meeting_s=meeting), lines(times))
+    world = fitted(replace(world, meeting_s=meeting), lines(times))
+    return slowed(
+        world,
+        patterns(world.ranks),
+        device,
+        seconds * _ON_SLOWING,
+        lambda done: _part(progress, 1 - _ON_SLOWING, _ON_SLOWING)(done, "computing beside them"),
+    )
 
 
 def _part(progress: Progress, start: float, share: float) -> Progress:

@@ -146,7 +146,7 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
     module = origin(node)[1]
     if name is None:
         return Event(node.name, "compute", op_seconds(node, world), after, phase, module)
-    moved, seconds, number = collective_seconds(node, world)
+    moved, seconds, number, slows = collective_cost(node, world)
     return Event(
         node.name,
         KINDS[name],
@@ -159,18 +159,21 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
         bytes=moved,
         ahead=early,
         held_bytes=float(bytes_of(node)),
+        slows=slows,
     )
 
 
-def collective_seconds(node: fx.Node, world: World) -> tuple[float, float, int]:
-    """(bytes that a rank sends, seconds, link) of a functional collective."""
+def collective_cost(node: fx.Node, world: World) -> tuple[float, float, int, float]:
+    """(bytes that a rank sends, seconds, link, how much it slows computing down) of a functional
+    collective.
+    """
     kind = KINDS[str(collective_of(node))]
     digits = group_pattern(group_of(node))
     taken = sum(bytes_of(n) for n in node.all_input_nodes)
     whole, parts = _whole(kind, size(digits), taken, bytes_of(node))
-    seconds = min(way.seconds(whole) for way in flat_ways(world, kind, digits))
+    way = min(flat_ways(world, kind, digits), key=lambda way: way.seconds(whole))
     moved = bytes_sent(kind, size(digits), taken, bytes_of(node))
-    return moved, seconds / parts, link(world, digits)
+    return moved, way.seconds(whole) / parts, link(world, digits), way.slows
 
 
 def bytes_sent(kind: str, ranks: int, taken: float, made: float) -> float:

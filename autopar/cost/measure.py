@@ -26,6 +26,7 @@ _MOST = 20  # times
 _ON_CPU = 3
 _SHARED_S = 0.1
 _LAUNCHES = 200
+_SIDE = 512  # of the square matrices that are multiplied beside collectives
 _LONG_S = 20e-3  # what takes longer is run once, so that there are more rounds
 FORMS = ("NN", "NT", "TN")  # whether the left or the right operand lies transposed
 COPIES: tuple[Copied, ...] = ("", "left", "right")
@@ -91,7 +92,7 @@ def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     """What runs the case once, on the first of these float32 numbers."""
     count = size(case.pattern)
     part = max(1, case.whole_bytes // (4 * count * count))  # of one rank for one other
-    x = numbers[: part * count * (count if case.kind in _WHOLE else 1)]
+    x = numbers[: part * count * (count if case.kind in WHOLE else 1)]
     match case.kind:
         case "all_gather":
             return lambda: wire.all_gather(x, count, group)
@@ -108,7 +109,7 @@ def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     raise AssertionError(case.kind)
 
 
-_WHOLE = ("reduce_scatter", "all_reduce")  # kinds whose ranks each hold the whole to begin with
+WHOLE = ("reduce_scatter", "all_reduce")  # kinds whose ranks each hold the whole to begin with
 
 
 def actual_bytes(case: Case) -> int:
@@ -222,6 +223,20 @@ def node_s(device: torch.device) -> float:
     often = times_for(work, device)
     found = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
     return _median(ranks.all_of(found)) / (3 * _LAUNCHES)
+
+
+def computing(long_s: float, device: torch.device) -> Callable[[], None]:
+    """What multiplies for about so many seconds: as often on every rank, where all give as many."""
+    x = torch.randn(_SIDE, _SIDE, device=device)
+    seconds(lambda: x @ x, 1, device)  # the first one may be slow
+    took = times_for(lambda: x @ x, device).took_s
+    repeats = max(1, round(long_s / took))
+
+    def multiply() -> None:
+        for _ in range(repeats):
+            _ = x @ x
+
+    return multiply
 
 
 def barrier() -> None:

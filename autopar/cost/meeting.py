@@ -19,7 +19,6 @@ from .pattern import Pattern
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 _BYTES = 2**13  # small: nothing but the meeting shows
 _COMPUTE_S = 1e-2  # between two collectives, about
-_SIDE = 512  # of the square matrices that are multiplied meanwhile
 _TURNS = 5  # of computing and meeting in one measurement
 _LEAST_ROUNDS = 3
 
@@ -32,7 +31,7 @@ def meeting_s(
     """
     cases = [Case(kind, digits, True, _BYTES) for digits in patterns for kind in _KINDS]
     numbers = torch.ones(max(measure.actual_bytes(case) for case in cases) // 4, device=device)
-    multiply = _computing(device)
+    multiply = measure.computing(_COMPUTE_S, device)
     with measure.groups(patterns) as names:
         works = [measure.collective(case, names[case.pattern], numbers) for case in cases]
         for work in works:
@@ -49,18 +48,6 @@ def meeting_s(
     count = len(works)
     lost = slowest[1 + count :] - slowest[1 : 1 + count] - slowest[0]
     return max(0.0, float(np.median(lost)))
-
-
-def _computing(device: torch.device) -> Callable[[], None]:
-    x = torch.randn(_SIDE, _SIDE, device=device)
-    took = measure.times_for(lambda: x @ x, device).took_s
-    repeats = max(1, round(_COMPUTE_S / took))
-
-    def multiply() -> None:
-        for _ in range(repeats):
-            _ = x @ x
-
-    return multiply
 
 
 def _round(

@@ -19,6 +19,7 @@ _SLACK = 1.0  # a prefetch is issued this many of its own durations before it wo
 _DEFER = (0, 2, 8)  # how many products that nothing hangs on may wait for an idle moment
 _WORTH = 0.002  # of the step: what a longer wait of theirs must gain
 _WINDOW = 256  # events
+_LEAST_RATE = 0.1  # at which computing goes on, however much runs beside it
 
 
 class Event(NamedTuple):
@@ -27,7 +28,8 @@ class Event(NamedTuple):
     `after`: the events whose results it takes, all earlier ones. `lane`: the queue, that is the
     process group, which runs one collective after the other. `link`: what it runs over; collectives
     of several lanes share it. `ahead`: it hangs on nothing but stored tensors, so it can be issued
-    long before its use; `held_bytes` of it are then alive.
+    long before its use; `held_bytes` of it are then alive. `slows`: seconds of computing that are
+    lost for each second that it takes, where ops run beside it.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Event(NamedTuple):
     bytes: float = 0.0
     ahead: bool = False
     held_bytes: float = 0.0
+    slows: float = 0.0
 
 
 class Action(NamedTuple):
@@ -53,8 +56,8 @@ class Action(NamedTuple):
 @dataclass(frozen=True)
 class Run:
     """When every event started and ended, seconds; for how long the compute stream stood still for
-    each collective; the order in which ops were run and collectives issued; and when it stood still
-    for which collective: (event, from, to).
+    each collective, or was kept from its work by it; the order in which ops were run and
+    collectives issued; and when it stood still for which collective: (event, from, to).
     """
 
     start: list[float]
@@ -191,6 +194,14 @@ class _Links:
             (left * share[self.events[i].link] for i, left in self.left.items()), default=math.inf
         )
 
+    def drags(self) -> dict[int, float]:
+        """By head, the seconds of computing that are lost in every second from now on."""
+        return {
+            i: self.events[i].slows / self.sharing[self.events[i].link]
+            for i in self.left
+            if self.events[i].slows
+        }
+
     def advance(self, until: float) -> list[int]:
         """Let time pass; the collectives that end, in their order."""
         ended: list[int] = []
@@ -311,11 +322,28 @@ class _Simulation:
         self._blame()
         self.order.append(Action("run", index))
         self.start[index] = self.links.now
-        until = self.links.now + self.events[index].seconds
-        arrived = self.links.advance(until)
-        self._finish(index, until)
+        arrived = self._work(self.events[index].seconds)
+        self._finish(index, self.links.now)
         self._arrive(arrived)
         return True
+
+    def _work(self, seconds: float) -> list[int]:
+        """Compute for so many seconds, or longer where collectives beside it slow it down; the
+        collectives that end meanwhile.
+        """
+        arrived: list[int] = []
+        while drags := self.links.drags():
+            whole = sum(drags.values())
+            rate = max(_LEAST_RATE, 1 - whole)
+            until = min(self.links.now + seconds / rate, self.links.next_end())
+            passed = until - self.links.now
+            for index, drag in drags.items():
+                self.exposed[index] += passed * (1 - rate) * drag / whole
+            seconds -= passed * rate
+            arrived += self.links.advance(until)
+            if seconds <= 1e-15:
+                return arrived
+        return arrived + self.links.advance(self.links.now + seconds)
 
     def _next(self) -> int | None:
         ready = self.ready and self.ready[0] <= self.first + self.window

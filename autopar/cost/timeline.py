@@ -256,6 +256,7 @@ class _Step:
             bytes=price.bytes / pieces,
             ahead=aside and phase == "forward",
             held_bytes=held,
+            slows=price.way.slows,
         )
 
     def _add(

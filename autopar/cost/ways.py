@@ -27,7 +27,8 @@ class Way(NamedTuple):
     """One algorithm: "ring", "tree", "exchange", "measured" (whatever the backend does, as
     calibration found it) or "two-level" with so many ranks `inside`, then inside what is left
     across, and so on (else ()); seconds that it takes for nothing, and per byte of the whole value.
-    `bends`: (bytes, how much more a byte takes from there on).
+    `bends`: (bytes, how much more a byte takes from there on). `slows`: seconds of computing lost
+    beside it, a second.
     """
 
     algorithm: str
@@ -35,6 +36,7 @@ class Way(NamedTuple):
     start_s: float
     s_per_byte: float
     bends: tuple[tuple[float, float], ...] = ()
+    slows: float = 0.0
 
     def seconds(self, whole_bytes: float) -> float:
         found = self.start_s + self.s_per_byte * whole_bytes
@@ -51,11 +53,16 @@ class Way(NamedTuple):
         return found
 
     def after(self, other: Way) -> Way:
-        """Both, one after the other, on values of as many bytes; named as this one."""
+        """Both, one after the other, on values of as many bytes; named as this one. They slow
+        computing down by what they do together where values are large.
+        """
+        rate = self.s_per_byte + other.s_per_byte
+        lost = self.slows * self.s_per_byte + other.slows * other.s_per_byte
         return self._replace(
             start_s=self.start_s + other.start_s,
-            s_per_byte=self.s_per_byte + other.s_per_byte,
+            s_per_byte=rate,
             bends=self.bends + other.bends,
+            slows=lost / rate if rate else 0.0,
         )
 
     def on_part(self, ranks: int) -> Way:
@@ -94,7 +101,7 @@ def flat_ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
         return (FREE,)
     known = world.found(kind, digits)
     if known is not None:
-        return (Way("measured", (), known.start_s, known.s_per_byte, known.bends),)
+        return (Way("measured", (), known.start_s, known.s_per_byte, known.bends, known.slows),)
     factor = world.factor(kind)
     return _best(
         Way(name, (), factor * (world.launch_s + start), factor * rate)
