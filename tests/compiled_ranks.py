@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ def planned() -> Callable[[], list[Any]]:
         found.append(own(*given))
         return found[-1]
 
-    compiled.shared_plan = keep  # type: ignore[assignment]
+    mock.patch.object(compiled, "shared_plan", keep).start()  # for as long as the process runs
     return lambda: found
 
 
