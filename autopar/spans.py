@@ -24,7 +24,8 @@ class Span(NamedTuple):
     still for one; or the collective's own kind, as "all_gather". `name`: the node's. `module`: the
     path of the subgraph that it belongs to, "blocks.0.mlp". `track`: "compute", "waits", or the
     lane, which is the process group. `bytes`: what this rank sends. Of a collective, `exposed` are
-    the seconds that computing stood still for it, `hidden` those that it ran meanwhile.
+    the seconds that computing stood still for it, or of a modelled one lost beside it; `hidden`
+    those that it ran meanwhile.
     """
 
     name: str

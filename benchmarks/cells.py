@@ -30,7 +30,8 @@ UNLIMITED_STEPS = 15  # there the differences are small
 class Settings:
     """What the cells of a run have in common. `calibrate_s`: for so many seconds the world
     is measured on its cluster first; 0: it is written by hand from the rate. `world`: the file of
-    one that several cells share, made by the first of them; "": each has its own.
+    one that several cells share, made by the first of them; "": each has its own. `seen`: at last
+    a step of each of autopar's contestants is profiled.
     """
 
     contestants: tuple[str, ...]
@@ -40,6 +41,7 @@ class Settings:
     calibrate_s: float = 90.0
     trace: str = ""
     world: str = ""
+    seen: bool = False
 
 
 def measured(model: str, shape: Shape, settings: Settings) -> Cell:
@@ -56,7 +58,7 @@ def measured(model: str, shape: Shape, settings: Settings) -> Cell:
         job = Job(
             model, shape.nodes, shape.ranks_per_node, shape.rate, settings.contestants, world,
             str(Path(folder, "cell.json")), steps, settings.warmups, settings.trace,
-            settings.calibrate_s,
+            settings.calibrate_s, settings.seen,
         )  # fmt: skip
         given = Path(folder, "job.json")
         given.write_text(json.dumps(asdict(job)))

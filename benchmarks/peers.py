@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.backends import BY_NAME, Overlap
+from autopar.layouts import Layouts
 from benchmarks.forced import FORCED
 from benchmarks.models import Llama
 
@@ -210,16 +212,22 @@ def _own_heads(attention: Any, mesh: DeviceMesh) -> None:
 
 
 # -- autopar ---------------------------------------------------------------------------------------
+def wanted(text: str) -> tuple[Layouts, Overlap]:
+    """A layout, one of FORCED or a name; after a "+" the one pass that derived graphs go through,
+    or "waiting" if every collective is to be waited for at once.
+    """
+    layout, _, alone = text.partition("+")
+    return FORCED.get(layout, layout), (alone,) if alone in BY_NAME else alone != "waiting"
+
+
 def parallel(
     model: nn.Module, world: autopar.World, batch: Batch, layout: str, name: str
 ) -> Contestant:
-    """By layout, one of FORCED or a name, with "+waiting" after it if every collective is to be
-    waited for at once. Every rank gives the global batch and takes its own part. The model is
-    shared: autopar copies what it takes.
+    """By what `wanted` reads. Every rank gives the global batch and takes its own part. The model
+    is shared: autopar copies what it takes.
     """
-    layout, _, waiting = layout.partition("+")
-    wanted = FORCED.get(layout, layout)
-    par = autopar.parallelize(model, world, batch, layout=wanted, overlap=waiting != "waiting")
+    which, overlap = wanted(layout)
+    par = autopar.parallelize(model, world, batch, layout=which, overlap=overlap)
     assert isinstance(par, autopar.ParallelModule)
     return Contestant(name, par, plan=par.plan)
 

@@ -33,7 +33,8 @@ LIMIT = 1e-4  # largest relative difference of a loss, or a gradient's norm, fro
 class Job:
     """A cell: one model on one cluster. `world`: the file of the world that autopar plans for;
     where there is none yet it is measured for `calibrate_s` seconds, or if that is 0 written by
-    hand. `trace`: a folder for a profile of one more step of each contestant, "" for none.
+    hand. `trace`: a folder for a profile of one more step of each contestant, "" for none. `seen`:
+    whether one more step of each layout of autopar is held against the simulated one.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Job:
     warmups: int = 2
     trace: str = ""
     calibrate_s: float = 0.0
+    seen: bool = False
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Timed:
     modelled: float = 0.0
     mesh: str = ""
     made_in: float = 0.0
+    seen: dict[str, float] = field(default_factory=dict)  # see `look`
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,28 @@ def profile(job: Job, contestants: dict[str, peers.Contestant]) -> None:
         seen.export_chrome_trace(str(folder / f"{file}.{dist.get_rank()}.json"))
 
 
+def look(job: Job, contestant: peers.Contestant, world: autopar.World) -> dict[str, float]:
+    """Of a profiled step on rank 0: how much of its communication is hidden, and would be in the
+    simulated step; communication over computation of that. Nothing of peers and on other ranks.
+    """
+    if contestant.plan is None:
+        return {}
+    assert isinstance(contestant.model, autopar.ParallelModule)
+    subject = SUBJECTS[job.model]
+    batch = subject.batches(1)[0]
+    ran = contestant.model.timeline(*batch)
+    if dist.get_rank() > 0:
+        return {}
+    layout, _ = peers.wanted(contestant.name.removeprefix("autopar "))
+    plan = autopar.plan(subject.model(), world, batch, layout=layout, smaller=False)
+    simulated = plan.timeline()
+    return {
+        "hidden": 1 - ran.exposed_seconds / ran.communication,
+        "hidden_simulated": 1 - simulated.exposed_seconds / simulated.communication,
+        "communication_over_computation": simulated.communication / simulated.computing,
+    }
+
+
 def known_world(job: Job) -> autopar.World:
     """The one in the job's file; where there is none yet, one by hand or calibrated, left there for
     later cells. All ranks hold rank 0's.
@@ -252,6 +277,10 @@ def run(job: Job) -> dict[str, Any]:
             judge(timed, single)
     if job.trace:
         profile(job, contestants)
+    if job.seen:
+        for timed in table:
+            if timed.name in contestants and "+" not in timed.name:
+                timed.seen = look(job, contestants[timed.name], world)
     facts = {**asdict(job), "world": str(world), "load": load, "single": asdict(single)}
     facts["cores"] = os.cpu_count()
     return {**facts, "contestants": [asdict(timed) for timed in table]}

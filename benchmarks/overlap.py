@@ -1,0 +1,166 @@
+"""What hiding communication gains: layouts with their graphs scheduled, and as they are.
+
+    python -m benchmarks.overlap --models gpt long --rates 1gbit 400mbit
+
+On the emulated cluster, each model at its own rate. Every layout takes part with all passes, with
+buckets alone, with the order alone, and waiting for every collective at once; they take turns.
+Then one step of each is profiled (`par.timeline`): how much of the communication is hidden, beside
+what the simulated step hides, whose critical path allows no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import cells
+from benchmarks.cells import Cell, Settings
+from benchmarks.cluster import Failed, Shape, Unavailable, read_rate, read_shape, stop_on_signals
+from benchmarks.forced import FORCED
+from benchmarks.models import SUBJECTS
+
+LAYOUTS = ("ddp", "fsdp", "4d z2 data2", "4d y2 z2")
+HOW = ("", "+bucket", "+schedule", "+waiting")  # to all collectives of a step
+GAIN, HIDDEN = 1.25, 0.8  # wanted: unscheduled over scheduled, of what can be hidden
+WINDOW = (0.5, 1.5)  # of communication over computation: where the gain is asked for
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of one layout. `ratio`: communication over computation, modelled; `gains`: the step that
+    waits over the one with each of HOW, by steps of one round; `hidden`: parts of the communication
+    that are hidden, as measured and as simulated.
+    """
+
+    name: str
+    ratio: float
+    gains: dict[str, float]
+    spread: tuple[float, float]
+    hidden: tuple[float, float]
+
+    @property
+    def counts(self) -> bool:
+        return WINDOW[0] <= self.ratio <= WINDOW[1]
+
+    @property
+    def of_possible(self) -> float:
+        return self.hidden[0] / self.hidden[1] if self.hidden[1] else 1.0
+
+
+def gains(cell: Cell) -> list[Gain]:
+    """Of every layout whose four contestants were made and right."""
+    by_name = {timed["name"]: timed for timed in cells.standing(cell)}
+    found = []
+    for name in [n.removesuffix("+waiting") for n in by_name if n.endswith("+waiting")]:
+        waiting, timed = by_name[f"{name}+waiting"], by_name.get(name)
+        if timed is None:
+            continue
+        others = {how: by_name[name + how] for how in HOW[:-1] if name + how in by_name}
+        ratios = [b / a for a, b in zip(timed["seconds"], waiting["seconds"], strict=True)]
+        seen = timed["seen"]
+        found.append(
+            Gain(
+                name.removeprefix("autopar "),
+                seen["communication_over_computation"],
+                {how: cells.paired(other, waiting) for how, other in others.items()},
+                (min(ratios), max(ratios)),
+                (seen["hidden"], seen["hidden_simulated"]),
+            )
+        )
+    return found
+
+
+def table(cell: Cell) -> Table:
+    shown = Table("layout", title=cells.title(cell), title_justify="left")
+    for heading in (
+        "comm. ÷ comp.", "waiting ÷ all", "least–most", "÷ buckets", "÷ order", "hidden", "could be"
+    ):  # fmt: skip
+        shown.add_column(heading, justify="right")
+    for one in gains(cell):
+        buckets, order = (one.gains.get(how, float("nan")) for how in HOW[1:3])
+        least, most = one.spread
+        shown.add_row(
+            one.name, f"{one.ratio:.2f}", f"{one.gains['']:.2f}", f"{least:.2f}–{most:.2f}",
+            f"{buckets:.2f}", f"{order:.2f}", f"{one.hidden[0]:.0%}", f"{one.hidden[1]:.0%}",
+        )  # fmt: skip
+    for timed in cell["contestants"]:
+        if timed["reason"]:
+            shown.add_row(timed["name"], *[""] * 6, timed["reason"])
+    return shown
+
+
+def sentence(found: list[Gain]) -> str:
+    """The medians over what counts."""
+
+    def said(what: str, figure: str, met: bool) -> str:
+        return f"{what} {figure} ({'met' if met else '[bold red]missed[/]'})"
+
+    counting = [one for one in found if one.counts]
+    if not counting:
+        return f"no layout's communication is {WINDOW[0]} to {WINDOW[1]} × its computation"
+    gain = statistics.median(one.gains[""] for one in counting)
+    hidden = statistics.median(one.of_possible for one in counting)
+    return (
+        f"{len(counting)} of {len(found)} layouts with communication {WINDOW[0]} to {WINDOW[1]} × "
+        f"computation: {said(f'gain, wanted {GAIN}:', f'{gain:.2f}', gain >= GAIN)}; "
+        f"{said(f'hidden of what can be, wanted {HIDDEN:.0%}:', f'{hidden:.0%}', hidden >= HIDDEN)}"
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", choices=SUBJECTS, default=("gpt", "long"))
+    add("--rates", nargs="+", default=("1gbit", "400mbit"), help="one for each model")
+    add("--shape", default="2x2", help="nodes x ranks a node")
+    add("--layouts", nargs="+", choices=FORCED, default=LAYOUTS, metavar="NAME")
+    add("--steps", type=int, default=5)
+    add("--warmups", type=int, default=2)
+    add("--timeout", type=float, default=1800.0, help="seconds a cell")
+    add("--calibrate", type=float, default=60.0, help="seconds; 0: the world is written by hand")
+    add("--out", type=Path, default=Path("out/overlap"))
+    options = parser.parse_args(arguments)
+    if len(options.rates) != len(options.models):
+        parser.error(f"{len(options.models)} models, but {len(options.rates)} rates: one for each")
+    try:
+        size = read_shape(options.shape)
+        options.shapes = [Shape(*size, read_rate(rate)) for rate in options.rates]
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    stop_on_signals()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    contestants = tuple(f"autopar {name}{how}" for name in options.layouts for how in HOW)
+    everything: list[Gain] = []
+    for model, shape in zip(options.models, options.shapes, strict=True):
+        settings = Settings(
+            contestants, options.steps, options.warmups, options.timeout, options.calibrate,
+            seen=True,
+        )  # fmt: skip
+        try:
+            cell: dict[str, Any] = cells.measured(model, shape, settings)
+        except (Failed, Unavailable) as error:
+            console.print(f"[bold red]{model}, {shape}: failed[/]: {error}", soft_wrap=True)
+            return 1
+        command = "python -m benchmarks.overlap " + shlex.join(sys.argv[1:])
+        cells.keep(options.out / "results.json", cell, command)
+        console.print(table(cell))
+        everything += gains(cell)
+    console.print(sentence(everything))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
