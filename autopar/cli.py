@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -91,31 +92,20 @@ def plan(
             _folder(path, option)
         found, wanted = read_world(world, ranks), read_layout(layout)
         chosen = _target(target, batch, found.ranks)
-        memory_to_use = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
+        limits = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
+        planning = partial(
+            api.plan, chosen.model, found, chosen.inputs, wanted, *limits, redundant,
+            reduce_dtype=reduce_dtype, overlap=overlap,
+        )  # fmt: skip
         start = time.perf_counter()
-        made = watched(
-            f"planning {chosen.name} on {_ranks(found)}",
-            lambda report: api.plan(
-                chosen.model,
-                found,
-                chosen.inputs,
-                wanted,
-                *memory_to_use,
-                redundant,
-                report,
-                reduce_dtype=reduce_dtype,
-                overlap=overlap,
-            ),
-            as_json,
-        )
+        doing = f"planning {chosen.name} on {_ranks(found)}"
+        made = watched(doing, lambda report: planning(progress=report), as_json)
         seconds = time.perf_counter() - start
         if save is not None:
             made.save(save)
         if timeline is not None:
             made.timeline(overlap).save(timeline)
-        answer: Why | None = None
-        if why is not None:
-            answer = watched(f"asking why {why}", lambda report: made.why(why), as_json)
+        answer = _answered(made, why, as_json)
         if as_json:
             told = {} if answer is None else {"why": answer.facts()}
             _print_json(_facts(made) | _facts_of(chosen) | told)
@@ -250,6 +240,12 @@ def _folder(path: Path | None, option: str) -> None:
 def _target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
     given = None if batch is None else Batch.parse(batch)
     return watched(f"building {text}", lambda report: resolve(text, given, samples, real))
+
+
+def _answered(made: Plan, why: str | None, as_json: bool) -> Why | None:
+    if why is None:
+        return None
+    return watched(f"asking why {why}", lambda report: made.why(why), as_json)
 
 
 def _refuse_meta(target: Target) -> None:

@@ -192,42 +192,7 @@ def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...]]:
     """The mesh of a layout, outer axis first, and the role of each axis. Axes of size 1 are left
     out.
     """
-    named: list[tuple[str, int, Role]]
-    match layout:
-        case str():
-            name, role = _ONE_AXIS[layout]
-            named = [(name, ranks, role)]
-        case Grid2D():
-            if layout.first not in ("column", "row"):
-                raise LayoutError(f"{layout}: `first` is 'column' or 'row'")
-            first, second = (_INNER, _OUTER) if layout.first == "column" else (_OUTER, _INNER)
-            named = [("x", layout.d1, first), ("y", layout.d2, second)]
-        case Grid3D():
-            named = [("x", layout.x, _CUBE), ("y", layout.y, _CUBE), ("z", layout.z, _CUBE)]
-        case Grid4D():
-            named = [
-                ("data", layout.data, _DATA),
-                ("z", layout.z, _SHARDED_DATA),
-                ("x", layout.x, _OUTER),
-                ("y", layout.y, _INNER),
-            ]
-        case Grid25D():
-            if layout.q < layout.d:
-                fitting = ", ".join(f"Grid25D({one.q}, {one.d})" for one in _tesseracts(ranks))
-                raise LayoutError(
-                    f"{layout}: q must be at least d, or the copies outweigh what they save; for "
-                    f"{ranks} ranks use {fitting or 'another layout'}"
-                )
-            named = [
-                ("depth", layout.d, _DATA),
-                ("row", layout.q, _SUMMA_ROW),
-                ("col", layout.q, _SUMMA_COLUMN),
-            ]
-        case _:
-            raise LayoutError(
-                f"{layout!r} is no layout: a name ({', '.join(NAMES)}), a Grid…, or a dict from "
-                "module pattern to these"
-            )
+    named = _axes(layout, ranks)
     if any(not isinstance(size, int) or size < 1 for _, size, _ in named):
         raise LayoutError(f"{layout}: sizes are whole numbers, 1 or more")
     kept = [(name, size, role) for name, size, role in named if size > 1]
@@ -239,6 +204,41 @@ def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...]]:
             f"whose product is {ranks}"
         )
     return mesh, tuple(role for *_, role in kept)
+
+
+def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
+    """Name, size and role of every axis that a layout has, those of size 1 among them."""
+    match layout:
+        case str():
+            name, role = _ONE_AXIS[layout]
+            return [(name, ranks, role)]
+        case Grid2D():
+            if layout.first not in ("column", "row"):
+                raise LayoutError(f"{layout}: `first` is 'column' or 'row'")
+            first, second = (_INNER, _OUTER) if layout.first == "column" else (_OUTER, _INNER)
+            return [("x", layout.d1, first), ("y", layout.d2, second)]
+        case Grid3D():
+            return [("x", layout.x, _CUBE), ("y", layout.y, _CUBE), ("z", layout.z, _CUBE)]
+        case Grid4D():
+            outer = [("data", layout.data, _DATA), ("z", layout.z, _SHARDED_DATA)]
+            return [*outer, ("x", layout.x, _OUTER), ("y", layout.y, _INNER)]
+        case Grid25D():
+            _check_depth(layout, ranks)
+            inner = [("row", layout.q, _SUMMA_ROW), ("col", layout.q, _SUMMA_COLUMN)]
+            return [("depth", layout.d, _DATA), *inner]
+    raise LayoutError(
+        f"{layout!r} is no layout: a name ({', '.join(NAMES)}), a Grid…, or a dict from "
+        "module pattern to these"
+    )
+
+
+def _check_depth(grid: Grid25D, ranks: int) -> None:
+    if grid.q < grid.d:
+        fitting = ", ".join(f"Grid25D({one.q}, {one.d})" for one in _tesseracts(ranks))
+        raise LayoutError(
+            f"{grid}: q must be at least d, or the copies outweigh what they save; for "
+            f"{ranks} ranks use {fitting or 'another layout'}"
+        )
 
 
 def _hybrid(

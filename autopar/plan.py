@@ -29,6 +29,10 @@ _PARTS = {
     "hidden": "hidden",
     "exposed": "exposed",
 }
+_FACTS = (
+    "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
+)  # fmt: skip
+_NAMES = ("panels", "recompute", "regather", "unsplit")
 _LAYOUTS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")  # in a file
 
 
@@ -249,38 +253,24 @@ class Plan:
         def layouts(found: dict[str, Layout]) -> dict[str, Any]:
             return {name: write(layout) for name, layout in found.items()}
 
+        def choice(found: Choice) -> dict[str, Any]:
+            operands = [None if x is None else write(x) for x in found.operands]
+            results = [write(x) for x in found.results]
+            return {"splits": list(found.splits), "operands": operands, "results": results}
+
         data = {
             "version": VERSION,
             "mesh": str(self.mesh),
-            "layout": self.layout,
-            "fingerprint": self.fingerprint,
+            **{name: getattr(self, name) for name in _FACTS},
             "world": self.world.to_json(),
-            "seconds": self.seconds,
-            "comm_bytes": self.comm_bytes,
-            "peak_bytes": self.peak_bytes,
-            "bound": self.bound,
-            "choices": {
-                name: {
-                    "splits": list(choice.splits),
-                    "operands": [None if x is None else write(x) for x in choice.operands],
-                    "results": [write(x) for x in choice.results],
-                }
-                for name, choice in self.choices.items()
-            },
-            "stored": layouts(self.stored),
-            "outputs": layouts(self.outputs),
-            "inputs": layouts(self.inputs),
+            "choices": {name: choice(found) for name, found in self.choices.items()},
+            **{name: layouts(getattr(self, name)) for name in ("stored", "outputs", "inputs")},
             "copies": [[name, index, write(x)] for (name, index), x in self.copies.items()],
             "rows": [asdict(row) for row in self.rows],
             "collectives": [asdict(c) for c in self.collectives],
-            "panels": list(self.panels),
-            "recompute": list(self.recompute),
-            "regather": list(self.regather),
+            **{name: list(getattr(self, name)) for name in _NAMES},
             "memory": None if self.memory is None else asdict(self.memory),
-            "unsplit": list(self.unsplit),
             "meshes": [list(pair) for pair in self.meshes],
-            "optimizer": self.optimizer,
-            "limit": self.limit,
             "smaller": None if self.smaller is None else list(self.smaller),
             "overlapped": self.overlapped,
             "reduce_dtype": REDUCE_DTYPES[self.reduce_dtype],
@@ -307,7 +297,7 @@ class Plan:
                 f"{where} is version {found}, this autopar reads version {VERSION}: plan again"
             )
         try:
-            return _from_json(data, where)
+            return _File(data, where).plan()
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise PlanError(f"{where} is no plan, or is cut short: {error!r}; plan again") from None
 
@@ -318,54 +308,55 @@ def _spanned(names: tuple[str, ...]) -> str:
     return several + (f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0])
 
 
-def _from_json(data: dict[str, Any], where: str) -> Plan:
-    mesh = Mesh.parse(data["mesh"])
+class _File:
+    """What the parts of a plan's file say; errors name the part and `where` it is."""
 
-    def one(found: Any, *names: Any) -> Layout:
-        return read(mesh, found, " of ".join(str(name) for name in (*names, where)))
+    def __init__(self, data: dict[str, Any], where: str) -> None:
+        self.data, self.where, self.mesh = data, where, Mesh.parse(data["mesh"])
 
-    def several(key: str) -> dict[str, Layout]:
-        return {name: one(found, f"{name!r}", f"`{key}`") for name, found in data[key].items()}
+    def layout(self, found: Any, *names: str) -> Layout:
+        return read(self.mesh, found, " of ".join((*names, self.where)))
 
-    def choice(name: str, found: dict[str, Any]) -> Choice:
+    def layouts(self, key: str) -> dict[str, Layout]:
+        found = self.data[key].items()
+        return {name: self.layout(one, f"{name!r}", f"`{key}`") for name, one in found}
+
+    def choice(self, name: str, found: dict[str, Any]) -> Choice:
         operands, results = found.get("operands") or [], found.get("results") or []
         return Choice(
             tuple(found.get("splits") or ()),
             tuple(
-                None if x is None else one(x, f"operand {i}", name) for i, x in enumerate(operands)
+                None if x is None else self.layout(x, f"operand {i}", name)
+                for i, x in enumerate(operands)
             ),
-            tuple(one(x, f"result {i}", name) for i, x in enumerate(results)),
+            tuple(self.layout(x, f"result {i}", name) for i, x in enumerate(results)),
         )
 
-    return Plan(
-        mesh,
-        data["layout"],
-        {name: choice(name, found) for name, found in data["choices"].items()},
-        several("stored"),
-        {(name, index): one(x, f"the copy of {name}") for name, index, x in data["copies"]},
-        several("outputs"),
-        data["seconds"],
-        data["comm_bytes"],
-        data["peak_bytes"],
-        tuple(Row(**row) for row in data["rows"]),
-        tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
-        tuple(data["unsplit"]),
-        tuple((name, seconds) for name, seconds in data["meshes"]),
-        data["fingerprint"],
-        World.from_json(data["world"], f"`world` of {where}"),
-        several("inputs"),
-        tuple(data["panels"]),
-        tuple(data["recompute"]),
-        tuple(data["regather"]),
-        None if data["memory"] is None else Memory(**data["memory"]),
-        data["bound"],
-        data["optimizer"],
-        data["limit"],
-        None if data["smaller"] is None else (data["smaller"][0], data["smaller"][1]),
-        reduce_dtype(data.get("reduce_dtype")),
-        data.get("overlapped"),
-        (data["planned"][0], data["planned"][1]),
-    )
+    def plan(self) -> Plan:
+        data = self.data
+        plain: dict[str, Any] = {key: data[key] for key in _FACTS}
+        plain |= {key: tuple(data[key]) for key in _NAMES}
+        copies = {(name, i): self.layout(x, f"the copy of {name}") for name, i, x in data["copies"]}
+        return Plan(
+            mesh=self.mesh,
+            choices={name: self.choice(name, found) for name, found in data["choices"].items()},
+            stored=self.layouts("stored"),
+            outputs=self.layouts("outputs"),
+            inputs=self.layouts("inputs"),
+            copies=copies,
+            world=World.from_json(data["world"], f"`world` of {self.where}"),
+            rows=tuple(Row(**row) for row in data["rows"]),
+            collectives=tuple(
+                Collective(**{**one, "axes": tuple(one["axes"])}) for one in data["collectives"]
+            ),
+            meshes=tuple((name, seconds) for name, seconds in data["meshes"]),
+            memory=None if data["memory"] is None else Memory(**data["memory"]),
+            smaller=None if data["smaller"] is None else (data["smaller"][0], data["smaller"][1]),
+            reduce_dtype=reduce_dtype(data.get("reduce_dtype")),
+            overlapped=data.get("overlapped"),
+            planned=(data["planned"][0], data["planned"][1]),
+            **plain,
+        )
 
 
 def reduce_dtype(given: str | torch.dtype | None) -> torch.dtype | None:

@@ -131,52 +131,73 @@ def rule(
     product: str | None = None,
 ) -> None:
     """Add one line to the table; see the module's docstring for the notation."""
-    left, right = pattern.split("->")
-    operand_patterns = [_parse(text) for text in left.split(",")]
-    result_patterns = [_parse(text) for text in right.split(",")]
+    line = _Pattern(target, pattern)
 
     def build(node: fx.Node) -> Spec:
+        operands, results, sizes = line.fitted(node)
+        roles = None
+        if product:
+            m, n, k = (_names(part, sizes) for part in product.split("|"))
+            roles = (m, n, k)
+        return Spec(
+            operands,
+            results,
+            sizes,
+            _names(sum, sizes),
+            _names(whole, sizes),
+            _names(shared, sizes),
+            _numbers(added),
+            tuple(_numbers(group) for group in linear),
+            _numbers(index),
+            roles,
+            2.0 * math.prod(sizes.values()) if roles else 0.0,
+        )
+
+    TABLE[target] = build
+
+
+Fitted = tuple[tuple[Dims | None, ...], tuple[Dims, ...], dict[str, int]]
+
+
+class _Pattern:
+    """The pattern of one line of the table."""
+
+    def __init__(self, target: Any, text: str) -> None:
+        self.target, self.text = target, text
+        left, right = text.split("->")
+        self.operands = [_parse(part) for part in left.split(",")]
+        self.results = [_parse(part) for part in right.split(",")]
+
+    def fitted(self, node: fx.Node) -> Fitted:
+        """The factors of a node's operands and results, and the factors' sizes."""
         tensors = [None if n is None else shape_of(value_of(n)) for n in operands_of(node)]
         outputs = [shape_of(value) for value in results_of(node) if value is not None]
         sizes: dict[str, int] = {}
         try:
             operands = tuple(
                 None if shape is None else _match(dims, shape, sizes)
-                for dims, shape in zip(operand_patterns, tensors, strict=False)
+                for dims, shape in zip(self.operands, tensors, strict=False)
             )
             results = tuple(
                 _match(dims, shape, sizes)
-                for dims, shape in zip(result_patterns, outputs, strict=False)
+                for dims, shape in zip(self.results, outputs, strict=False)
             )
         except PatternError as error:
             raise PatternError(
-                f"{target}: {pattern!r} does not fit {tensors} -> {outputs}: {error}"
+                f"{self.target}: {self.text!r} does not fit {tensors} -> {outputs}: {error}"
             ) from None
-        rest = [n for n in sizes if n.startswith("_")]
+        return operands, results, sizes
 
-        def names(text: str) -> frozenset[str]:
-            words = ((rest if word == "..." else [word]) for word in text.split())
-            return frozenset(name for found in words for name in found)
 
-        roles = None
-        if product:
-            m, n, k = (names(part) for part in product.split("|"))
-            roles = (m, n, k)
-        return Spec(
-            operands,
-            results,
-            sizes,
-            names(sum),
-            names(whole),
-            names(shared),
-            frozenset(int(i) for i in added.split()),
-            tuple(frozenset(int(i) for i in group.split()) for group in linear),
-            frozenset(int(i) for i in index.split()),
-            roles,
-            2.0 * math.prod(sizes.values()) if roles else 0.0,
-        )
+def _names(text: str, sizes: dict[str, int]) -> frozenset[str]:
+    """Factors by name; "...": all those of the dims that it stands for."""
+    rest = [name for name in sizes if name.startswith("_")]
+    words = ((rest if word == "..." else [word]) for word in text.split())
+    return frozenset(name for found in words for name in found)
 
-    TABLE[target] = build
+
+def _numbers(text: str) -> frozenset[int]:
+    return frozenset(int(number) for number in text.split())
 
 
 _TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")

@@ -29,6 +29,7 @@ from autopar.world import KINDS, Device, Level, Measured, World
 from gpt import GPT
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
+FORMS = ("NN", "NT", "TN")  # whether the left or the right operand lies transposed
 TRUE = World((Level(2, 6e8, 1e-4), Level(4, 5e7, 1e-3)), CORE, launch_s=3e-4)
 GUESS = World((Level(2, 1.5e9, 2e-4), Level(4, 1.25e9, 8e-4)), CORE, launch_s=1e-3)
 
@@ -167,7 +168,7 @@ def test_the_products_that_ranks_may_get() -> None:
     assert len(found) == 3 * len(forward)
 
 
-@pytest.mark.parametrize("form", measure.FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_forms_lie_as_they_say(form: str) -> None:
     left, right = torch.randn(40), torch.randn(40)
     x = left[:21].view(7, 3).t() if form[0] == "T" else left[:21].view(3, 7)
@@ -193,12 +194,12 @@ def test_rounds_visit_each_case_as_often_as_asked() -> None:
 
 
 def test_forms_of_products_are_timed_with_copies() -> None:
-    shapes = [Product(torch.float32, 64, 32, 16, form) for form in measure.FORMS]
+    shapes = [Product(torch.float32, 64, 32, 16, form) for form in FORMS]
     shares: list[float] = []
     found = calibrate.timed_forms(
         shapes, torch.device("cpu"), 0.1, lambda share, doing: shares.append(share)
     )
-    assert [(f.m, f.n, f.k, f.form) for f in found] == [(64, 32, 16, f) for f in measure.FORMS]
+    assert [(f.m, f.n, f.k, f.form) for f in found] == [(64, 32, 16, f) for f in FORMS]
     assert all(min(f.as_it_is_s, f.left_copied_s, f.right_copied_s) > 0 for f in found)
     assert shares == sorted(shares)
 

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import models
 from autopar import PlanError
-from autopar.cost.memory import optimizer_bytes, stored_bytes
-from autopar.cost.saved import Saved, SavedOf, inside_bytes, saved_bytes
+from autopar.cost.memory import optimizer_bytes
+from autopar.cost.saved import Saved, SavedOf, inside_bytes, operand_bytes, result_bytes
 from autopar.graphs import producer
 from autopar.layout import I, Layout, S
 from autopar.mesh import Mesh
@@ -85,15 +85,15 @@ def test_strategies_divide_what_is_kept() -> None:
     strategy = Strategy((), (x, weight, None), (result,), 4)
     found = Saved(frozenset({0, 1}), frozenset({0}), 64.0, (None,), (4, 4, 0), (2,))
     assert inside_bytes(found, strategy) == 32  # as x is divided
-    assert saved_bytes(found, strategy) == 32 + 4 * 24 + 4 * 12 + 2 * 8
+    assert [operand_bytes(found, strategy, index) for index in (0, 1)] == [4 * 24, 4 * 12]
+    assert result_bytes(found, strategy, 0) == 2 * 8
 
 
-def test_stored_parameters() -> None:
+def test_states_of_stored_parameters() -> None:
     layout = Layout(Mesh.parse("x2"), (8, 6), (S(0, 4),))
-    assert stored_bytes(layout, 2, trainable=True) == 24 * 2 * 4
-    assert stored_bytes(layout, 2, trainable=False) == 24 * 2
-    assert stored_bytes(layout, 2, trainable=True, optimizer="sgd") == 24 * 2 * 2
-    assert stored_bytes(layout, 2, trainable=True, optimizer=12) == 24 * (2 * 2 + 12)
+    assert optimizer_bytes(layout, 2, "adamw") == 24 * 2 * 2
+    assert optimizer_bytes(layout, 2, "sgd") == 0
+    assert optimizer_bytes(layout, 2, 12) == 24 * 12
     with pytest.raises(PlanError, match="unknown optimizer 'adan'"):
         optimizer_bytes(layout, 2, "adan")
 

@@ -28,7 +28,6 @@ _SHARED_S = 0.1
 _LAUNCHES = 200
 _SIDE = 512  # of the square matrices that are multiplied beside collectives
 _LONG_S = 20e-3  # what takes longer is run once, so that there are more rounds
-FORMS = ("NN", "NT", "TN")  # whether the left or the right operand lies transposed
 COPIES: tuple[Copied, ...] = ("", "left", "right")
 
 

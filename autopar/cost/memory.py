@@ -89,14 +89,6 @@ def _known(optimizer: Optimizer) -> None:
         )
 
 
-def stored_bytes(
-    layout: Layout, element_bytes: int, trainable: bool, optimizer: Optimizer = "adamw"
-) -> float:
-    """A parameter on one rank with its gradient and the optimizer's states."""
-    copies = (2 if trainable else 1) * layout.local_size * float(element_bytes)
-    return copies + (optimizer_bytes(layout, element_bytes, optimizer) if trainable else 0.0)
-
-
 def optimizer_bytes(layout: Layout, element_bytes: int, optimizer: Optimizer) -> float:
     """The optimizer's states of one trained parameter on one rank. Raises PlanError for an
     optimizer of another name than those in STATES.

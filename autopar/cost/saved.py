@@ -64,18 +64,6 @@ def inside_bytes(found: Saved, strategy: Strategy) -> float:
     return found.inside_bytes * largest.local_size / math.prod(largest.shape)
 
 
-def saved_bytes(found: Saved, strategy: Strategy) -> float:
-    """All that one node keeps on one rank. Two nodes may keep the same value: count a value once
-    for every layout in which somebody keeps it, by the parts that this is the sum of.
-    """
-    total = inside_bytes(found, strategy)
-    total += sum(operand_bytes(found, strategy, index) for index in found.operands)
-    views = found.views
-    return total + sum(
-        result_bytes(found, strategy, index) for index in found.results if views[index] is None
-    )
-
-
 class SavedOf:
     """`saved` with a memory: nodes that look alike are run once."""
 

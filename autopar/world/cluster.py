@@ -166,7 +166,9 @@ class World:
         links = []
         for a, b, facts in graph.edges(data=True):
             if "bytes_per_s" not in facts:
-                raise WorldError(f"the link {a!r} – {b!r} has no bytes_per_s")
+                raise WorldError(
+                    f"the link {a!r} – {b!r} has no bytes_per_s: give the edge its bytes/s each way"
+                )
             links.append(Link(a, b, facts["bytes_per_s"], facts.get("latency_s", 0.0)))
         return World((), device, backend, launch_s=launch_s, links=tuple(links))
 
@@ -206,7 +208,12 @@ def _check_network(graph: nx.Graph) -> None:
     if ranks != list(range(len(ranks))) or not ranks:
         raise WorldError(f"links join the ranks {ranks}: they must be 0, 1, … without a gap")
     if not nx.is_connected(graph):
-        raise WorldError("links leave some ranks without a way to the others")
+        cut_off = sorted({*ranks} - nx.node_connected_component(graph, 0))
+        listed = ", ".join(map(str, cut_off[:8])) + (", …" if len(cut_off) > 8 else "")
+        raise WorldError(
+            f"links leave {len(cut_off)} of {len(ranks)} ranks without a way to rank 0 ({listed}): "
+            "add the links that join them"
+        )
 
 
 def _check_measured(measured: tuple[Measured, ...], ranks: int) -> None:

@@ -209,7 +209,7 @@ class Link:
         positive(self, "bytes_per_s")
         check_number("Link.latency_s", self.latency_s)
         if self.a == self.b:
-            raise WorldError(f"Link joins {self.a!r} to itself")
+            raise WorldError(f"Link joins {self.a!r} to itself: leave it out")
 
 
 @dataclass(frozen=True)
