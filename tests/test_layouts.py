@@ -323,6 +323,7 @@ def test_ignored_tokens_are_unequal(name: str) -> None:
 
 
 # -- real ranks ------------------------------------------------------------------------------------
+@pytest.mark.slow  # 8 processes on 2 cores: two minutes; test_training has 4
 def test_grids_on_eight_processes(tmp_path: Path) -> None:
     """Over gloo, in float32: one launch for all layouts."""
     facts = launched(tmp_path, 8, "grids")["grids"]

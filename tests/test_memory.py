@@ -103,7 +103,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "part"),
     [
-        ("gpt", 2, 0.0),
+        ("mlp", 2, 0.0),
+        pytest.param("gpt", 2, 0.0, marks=SLOW),
         *(
             pytest.param(name, ranks, part, marks=SLOW)
             for name, ranks in (("gpt", 4), ("llama", 4), ("t5", 2), ("gpt2", 4))

@@ -181,7 +181,8 @@ def test_gradient_sums_run_under_the_rest_of_the_backward() -> None:
     assert sum(place[issue] < last for issue, _ in sums) > 2 / 3 * len(sums)
 
 
-LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1), "2.5d", "auto"]
+SLOW = pytest.param("2.5d", marks=pytest.mark.slow)
+LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1), SLOW, "auto"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

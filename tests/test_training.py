@@ -48,7 +48,7 @@ def launched(
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_training_equals_one_device(tmp_path: Path, ranks: int) -> None:
     facts = launched(tmp_path, ranks, "gpt", "llama")
     for name in ("gpt", "llama"):

@@ -65,6 +65,7 @@ def test_a_runner_up_holds_what_it_would_as_a_plan() -> None:
         assert made.seconds == pytest.approx(plan.seconds + runner.more_seconds)
 
 
+@pytest.mark.slow
 def test_all_layers_at_once() -> None:
     model, args, _ = gpt()
     plan = autopar.plan(model, WORLD, args)
