@@ -108,7 +108,7 @@ def apply(
     `inputs` are needed for a plan that was loaded from a file: the model is traced again.
     `backend`: None runs the graph, or the scheduled ones; else the name of a torch.compile backend
     or a callable. `overlap=False`: nothing is scheduled, every collective
-    is waited for at once; True joins and schedules them; a tuple of "bucket", "lanes"
+    is waited for at once; True joins and schedules them; a tuple of "chunk", "bucket", "lanes"
     and "schedule" picks.
     The model itself is left as it is; the parameters are copied. Raises WorldError where the plan's
     mesh and the running ranks differ, PlanError where the model is another than planned.

@@ -45,7 +45,7 @@ from .cost.live import live_bytes
 from .cost.simulate import Run
 from .errors import PlanError
 from .mesh import connect
-from .passes import bucket, inplace, lanes, schedule
+from .passes import bucket, chunk, inplace, lanes, schedule
 from .program import Program
 from .recomputed import spread, tagged
 from .world import World
@@ -54,8 +54,8 @@ Backend = str | Callable[..., Any] | None
 
 
 Overlap = bool | Sequence[str]
-PASSES = ("bucket", "schedule")  # that overlap=True means
-BY_NAME = ("bucket", "lanes", "schedule")
+PASSES = ("chunk", "bucket", "schedule")  # that overlap=True means
+BY_NAME = ("chunk", "bucket", "lanes", "schedule")
 OVERLAP: Overlap = True  # where a user does not say
 
 # Bytes of the largest bucket and how freely ops move: the first that the memory allows is taken.
@@ -205,10 +205,15 @@ class Scheduled:
 
     def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> fx.Graph:
         """The graph with as much freedom as the memory allows."""
+        bound, in_pieces = self._bound(graph, phase, primals), graph
+        if "chunk" in self.passes:
+            in_pieces = chunk.chunk(graph, self.world, self.stored, phase)
+        tries = [(graph, *attempt) for attempt in _ATTEMPTS]
+        if in_pieces is not graph:
+            tries.insert(0, (in_pieces, *_ATTEMPTS[0]))
         before = [(node, node.args) for node in graph.nodes]
-        bound = self._bound(graph, phase, primals)
-        for most, freedom in _ATTEMPTS:
-            found, run = self._attempt(graph, phase, most, freedom)
+        for base, most, freedom in tries:
+            found, run = self._attempt(base, phase, most, freedom)
             if live_bytes(found, primals) <= bound:
                 if run is not None:
                     self.modelled[phase] = run

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -154,3 +155,62 @@ def where(node: fx.Node) -> str:
         for part in (node.name, f"in {path}" if path else "", f"({line})" if line else "")
         if part
     )
+
+
+# -- writing ---------------------------------------------------------------------------------------
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Another graph of the same nodes, under the same names and with the same values."""
+    found = fx.Graph()
+    result = found.graph_copy(graph, {})
+    found.create_node("output", "output", (result,)).meta = dict(graph.output_node().meta)
+    return found
+
+
+def made(
+    graph: fx.Graph,
+    target: Callable[..., Any] | str,
+    arguments: tuple[Any, ...],
+    value: Any,
+    more: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """A new call, whose value is known. `more`: its arguments by name."""
+    assert callable(target)
+    node = graph.call_function(target, arguments, dict(more or {}))
+    node.meta["val"] = value
+    return node
+
+
+def computed(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    more: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """A new call, whose value is what the operands' values give."""
+    values = fx.node.map_arg(arguments, lambda node: node.meta["val"])
+    return made(graph, target, arguments, target(*values, **(more or {})), more)
+
+
+def ordered(graph: fx.Graph) -> bool:
+    """Put every node behind what it takes, else in the order that there was; False, and the graph
+    as it was, where nodes wait for one another.
+    """
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    found: list[fx.Node] = []
+    waiting = [(place[node], node) for node in graph.nodes if not missing[node]]
+    heapq.heapify(waiting)
+    while waiting:
+        _, node = heapq.heappop(waiting)
+        found.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(waiting, (place[user], user))
+    if len(found) < len(place):
+        return False
+    cursor = graph._root
+    for node in found[:-1]:  # the output stays last
+        cursor.append(node)
+        cursor = node
+    return True

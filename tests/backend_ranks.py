@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import autopar
 import models
+from autopar.passes import chunk
 from on_ranks import Facts, caught, everywhere, run_tasks
 from train_ranks import called, example, joined, worst
 
@@ -46,7 +47,7 @@ def small() -> tuple[nn.Module, Any]:
     return models.Gpt(layers=1), example("gpt")[1]
 
 
-def one(name: str, layout: str, backend: Any, overlap: bool, **more: Any) -> Facts:
+def one(name: str, layout: Any, backend: Any, overlap: bool, **more: Any) -> Facts:
     model, inputs = small() if name == "small" else example(name)
     single = step(copy.deepcopy(model), inputs)
     how: Any = {"layout": layout, "backend": backend, "overlap": overlap, **more}
@@ -128,7 +129,35 @@ def matrix(backend: str | None) -> Facts:
     return found
 
 
+def in_pieces(backend: str | None) -> Facts:
+    """Every product that can be is cut in two, whatever that costs."""
+    own, cut = chunk.chunk, []
+
+    def forced(graph: fx.Graph, *given: Any) -> fx.Graph:
+        found = own(graph, *given, pieces=2)
+        cut.append(found is not graph)
+        return found
+
+    chunk.chunk = forced
+    facts = {}
+    try:
+        for layout in PIECES:
+            facts[str(layout)] = {**one("small", layout, backend, True), "cut": cut.copy()}
+            cut.clear()
+            torch._dynamo.reset()
+    finally:
+        chunk.chunk = own
+    return facts
+
+
+PIECES: tuple[Any, ...] = (
+    *("megatron", "megatron-sp"),
+    *(autopar.Grid2D(2, 2), autopar.Grid4D(x=2, z=2)),
+)
 TASKS = {
+    "pieces": lambda: in_pieces(None),
+    "pieces by aot_eager": lambda: in_pieces("aot_eager"),
+    "pieces by inductor": lambda: in_pieces("inductor"),
     "quick": quick,
     "callable": callable_backend,
     "outside": compiled_from_outside,

@@ -20,7 +20,7 @@ from ..world import World
 from .comm import sent
 from .compute import product_seconds
 from .pattern import Pattern, size
-from .simulate import Event
+from .simulate import Event, overlapped
 from .timeline import ROOTED, link
 from .ways import flat_ways
 
@@ -40,6 +40,7 @@ KINDS: dict[str, Any] = {
     "reduce": "reduce",
 }
 _NAMESPACES = ("_c10d_functional", "autopar")
+_CALL_S = 35e-6  # on gloo (measured)
 _FREE = (torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default)
 
 
@@ -78,6 +79,18 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
         nodes.append(node)
         needs[node] = (len(events) - 1,)
     return Listed(tuple(events), tuple(nodes))
+
+
+def graph_seconds(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
+    """What the graph takes with its collectives overlapped, and with what issuing them costs."""
+    events = graph_events(graph, world, stored, phase).events
+    issued = sum(bool(event.lane) for event in events)
+    return overlapped(events).seconds + call_seconds(world) * issued
+
+
+def call_seconds(world: World) -> float:
+    """What the thread that computes spends on issuing one collective and waiting for it."""
+    return _CALL_S if world.backend == "gloo" else 0.0
 
 
 def lead_to_products(listed: Listed) -> list[bool]:
@@ -182,6 +195,16 @@ def bytes_sent(kind: str, ranks: int, taken: float, made: float) -> float:
     return sent(kind, ranks) * whole / parts
 
 
+def piece_seconds(node: fx.Node, world: World, pieces: int) -> tuple[float, int]:
+    """(seconds, link) of one of so many equal pieces of a functional collective."""
+    kind = KINDS[str(collective_of(node))]
+    digits = group_pattern(group_of(node))
+    taken, made = (sum(map(bytes_of, n)) / pieces for n in (node.all_input_nodes, [node]))
+    whole, parts = _whole(kind, size(digits), taken, made)
+    seconds = min(way.seconds(whole) for way in flat_ways(world, kind, digits))
+    return seconds / parts, link(world, digits)
+
+
 def _whole(kind: str, ranks: int, taken: float, made: float) -> tuple[float, int]:
     """Bytes of the whole value, as the cost model counts them, and of how many pieces of it this is
     one.
@@ -210,12 +233,14 @@ def group_pattern(name: str) -> Pattern:
     return tuple(reversed(digits))
 
 
-def op_seconds(node: fx.Node, world: World) -> float:
-    """Of an aten op, by roofline: its FLOPs, or the bytes that it reads and writes."""
+def op_seconds(node: fx.Node, world: World, pieces: int = 1) -> float:
+    """Of an aten op, by roofline: its FLOPs, or the bytes that it reads and writes; or of one of so
+    many equal pieces of it.
+    """
     moved = bytes_of(node) + sum(bytes_of(n) for n in node.all_input_nodes)
     first = next(_tensors(node), None)
     dtype = torch.float32 if first is None else first.dtype
-    return product_seconds(flops(node), float(moved), dtype, world.device)
+    return product_seconds(flops(node) / pieces, moved / pieces, dtype, world.device)
 
 
 def flops(node: fx.Node) -> float:

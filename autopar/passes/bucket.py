@@ -10,24 +10,30 @@ order within a bucket: that is the one thing here that changes bits.
 
 from __future__ import annotations
 
-import heapq
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..cost.derived import Listed, Phase, collective_of, graph_events, lead_to_products
+from ..cost.derived import (
+    Listed,
+    Phase,
+    collective_of,
+    graph_events,
+    graph_seconds,
+    lead_to_products,
+)
 from ..cost.simulate import overlapped
+from ..graphs import computed, copied, made, ordered
 from ..world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 _SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 23, 1 << 25)  # bytes of a bucket that are tried
-_CALL_S = 35e-6  # to issue one on gloo and wait for it (measured): of the thread that computes
 _COALESCED = {
     "all_reduce": functional.all_reduce_coalesced.default,
     "all_gather_into_tensor": functional.all_gather_into_tensor_coalesced.default,
@@ -45,11 +51,8 @@ def bucket(
     bytes; the graph itself where none is. The same on every rank.
     """
 
-    each = _CALL_S if world.backend == "gloo" else 0.0
-
     def seconds(candidate: fx.Graph) -> float:
-        events = graph_events(candidate, world, stored, phase).events
-        return overlapped(events).seconds + each * sum(bool(event.lane) for event in events)
+        return graph_seconds(candidate, world, stored, phase)
 
     best, least = graph, seconds(graph)
     for size in (size for size in _SIZES if size <= most):
@@ -68,16 +71,11 @@ def joined(
     """A copy of the graph with buckets of at most `size` bytes; None where there is nothing to
     join.
     """
-    copied = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    result = copied.graph_copy(graph, values)
-    before = graph.output_node()
-    copied.create_node("output", "output", (result,)).meta = dict(before.meta)
-    listed = graph_events(copied, world, stored, phase)
-    buckets = _buckets(listed, size)
+    found = copied(graph)
+    buckets = _buckets(graph_events(found, world, stored, phase), size)
     for members in buckets:
-        _join(copied, members)
-    return copied if buckets and _sort(copied) else None
+        _join(found, members)
+    return found if buckets and ordered(found) else None
 
 
 def _candidates(listed: Listed) -> dict[int, int]:
@@ -142,7 +140,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 # -- rewriting -------------------------------------------------------------------------------------
 def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    """Replace collectives by one; where it stands is mended by `_sort`."""
+    """Replace collectives by one; where it stands is mended by `graphs.ordered`."""
     name = collective_of(members[0])
     with graph.inserting_after(members[-1]):
         parts = _exchanged(graph, members) if name not in _COALESCED else _coalesced(graph, members)
@@ -163,9 +161,9 @@ def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     target = _COALESCED[str(collective_of(members[0]))]
     values = [node.meta["val"] for node in members]
     arguments = ([node.args[0] for node in members], *members[0].args[1:])
-    one = _call(graph, target, arguments, values)
+    one = made(graph, target, arguments, values)
     one.meta["custom"] = _origins(members)
-    return [_call(graph, operator.getitem, (one, i), v) for i, v in enumerate(values)]
+    return [made(graph, operator.getitem, (one, i), v) for i, v in enumerate(values)]
 
 
 def _exchanged(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
@@ -174,58 +172,19 @@ def _exchanged(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     """
     inputs = [node.all_input_nodes[0] for node in members]
     ranks = inputs[0].meta["val"].shape[0]
-    flat = [_computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
-    side = _computed(graph, aten.cat.default, (flat, 1))
-    sent = _call(graph, members[0].target, (side, *members[0].args[1:]), side.meta["val"])
+    flat = [computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
+    side = computed(graph, aten.cat.default, (flat, 1))
+    sent = made(graph, members[0].target, (side, *members[0].args[1:]), side.meta["val"])
     sent.meta["custom"] = _origins(members)
-    arrived = _call(graph, functional.wait_tensor.default, (sent,), side.meta["val"])
+    arrived = made(graph, functional.wait_tensor.default, (sent,), side.meta["val"])
     found, start = [], 0
     for node, own in zip(members, flat, strict=True):
         width = own.meta["val"].shape[1]
-        part = _computed(graph, aten.slice.Tensor, (arrived, 1, start, start + width))
+        part = computed(graph, aten.slice.Tensor, (arrived, 1, start, start + width))
         shape = list(node.meta["val"].shape)
-        found.append(_computed(graph, aten.reshape.default, (part, shape)))
+        found.append(computed(graph, aten.reshape.default, (part, shape)))
         start += width
         for wait in list(node.users):
             wait.replace_all_uses_with(node)
             graph.erase_node(wait)
     return found
-
-
-def _computed(graph: fx.Graph, target: Callable[..., Any], arguments: tuple[Any, ...]) -> fx.Node:
-    values = fx.node.map_arg(arguments, lambda node: node.meta["val"])
-    return _call(graph, target, arguments, target(*values))
-
-
-def _call(
-    graph: fx.Graph, target: Callable[..., Any] | str, arguments: tuple[Any, ...], value: Any
-) -> fx.Node:
-    assert callable(target)
-    made = graph.call_function(target, arguments)
-    made.meta["val"] = value
-    return made
-
-
-def _sort(graph: fx.Graph) -> bool:
-    """Put every node behind what it takes, else in the order that there was; False where buckets
-    wait for one another.
-    """
-    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    ordered: list[fx.Node] = []
-    waiting = [(place[node], node) for node in graph.nodes if not missing[node]]
-    heapq.heapify(waiting)
-    while waiting:
-        _, node = heapq.heappop(waiting)
-        ordered.append(node)
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(waiting, (place[user], user))
-    if len(ordered) < len(place):
-        return False
-    cursor = graph._root
-    for node in ordered[:-1]:  # the output stays last
-        cursor.append(node)
-        cursor = node
-    return True

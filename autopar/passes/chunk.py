@@ -1,0 +1,190 @@
+"""chunk: a product and the collective before or behind it cut into pieces that overlap, where that
+is modelled to be faster.
+
+ATP (Cheng et al. 2023) sums the first rows of a product over the ranks while it computes the next
+ones; likewise the first rows of a gathered value are multiplied while the next ones arrive. What
+can be cut, and how, is in cuts.py and cutting.py. Into how many pieces (one is an answer) is
+decided here, product by product: as many as promise most by themselves, then by the simulation of
+the whole graph, which knows what hides anyway.
+
+Numbers are the same to the bit but where a library adds up a smaller product in another order, or
+an all-reduce on more than two ranks numbers that stand elsewhere in what is sent. Everything
+depends on shapes and the world alone, so it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from ..cost.compute import product_seconds
+from ..cost.derived import (
+    Listed,
+    Phase,
+    bytes_of,
+    call_seconds,
+    carries_on,
+    collective_of,
+    flops,
+    graph_events,
+    lead_to_products,
+    op_seconds,
+    piece_seconds,
+)
+from ..cost.simulate import Run, overlapped
+from ..cuts import PRODUCTS, Unit, units, value_of
+from ..cutting import cut
+from ..world import World
+
+PIECES = (2, 4, 8)  # that are tried
+WORTH = 0.01  # of the simulated seconds: what pieces must gain
+# Of a piece of a product: below, it is slow (48 rows of 384 took a fifth longer on one core).
+_LEAST_FLOPS, _LEAST_SIDE = 1e7, 128
+
+
+class _Choice(NamedTuple):
+    """A unit in so many pieces, and the seconds that this promises."""
+
+    unit: Unit
+    gain: float
+
+
+def chunk(
+    graph: fx.Graph,
+    world: World,
+    stored: frozenset[str],
+    phase: Phase,
+    pieces: int | None = None,
+) -> fx.Graph:
+    """A copy of the graph with products in pieces; the graph itself where that gains nothing.
+    `pieces`: so many of everything that can be cut, whatever it costs.
+    """
+    listed = graph_events(graph, world, stored, phase)
+    whole = _whole(listed)
+    if pieces is not None:
+        return _cut(graph, units(graph, pieces, whole))
+    able = units(graph, PIECES[0], whole)
+    if not able:
+        return graph
+    able += [unit for count in PIECES[1:] for unit in units(graph, count, whole)]
+    run = overlapped(listed.events)
+    least = (run.seconds + _meetings(graph, world)) * (1 - WORTH)
+    best, seen = graph, set[frozenset[tuple[fx.Node, int]]]()
+    for most in reversed(PIECES):
+        tried = [unit for unit in able if unit.pieces <= most]
+        chosen = _chosen(listed, run, world, tried)
+        names = frozenset((next(iter(c.unit.cuts)), c.unit.pieces) for c in chosen)
+        if names in seen or sum(choice.gain for choice in chosen) < WORTH * run.seconds:
+            continue
+        seen.add(names)
+        found = _cut(graph, [choice.unit for choice in chosen])
+        events = graph_events(found, world, stored, phase).events
+        taken = overlapped(events).seconds + _meetings(found, world)
+        if taken < least:
+            best, least = found, taken
+    return best
+
+
+def _meetings(graph: fx.Graph, world: World) -> float:
+    """Seconds that issuing collectives and coming together for them cost besides."""
+    return _each(world) * sum(collective_of(node) is not None for node in graph.nodes)
+
+
+def _each(world: World) -> float:
+    return call_seconds(world) + world.meeting_s
+
+
+def check(found: fx.Graph, before: fx.Graph, units: Sequence[Unit]) -> None:
+    """The contract: what goes out is as before, and every collective is there once or, in a unit,
+    once a piece.
+    """
+    found.lint()
+    outputs = [graph.output_node().all_input_nodes for graph in (found, before)]
+    looks = [[(tuple(v.shape), v.dtype) for v in map(value_of, nodes)] for nodes in outputs]
+    assert looks[0] == looks[1], "what goes out has another shape"
+    more = sum((unit.pieces - 1) * len(unit.collectives) for unit in units)
+    counts = [sum(collective_of(n) is not None for n in graph.nodes) for graph in (found, before)]
+    assert counts[0] == counts[1] + more, f"{counts[0]} collectives of {counts[1]} and {more}"
+
+
+def _cut(graph: fx.Graph, chosen: Sequence[Unit]) -> fx.Graph:
+    if not chosen:
+        return graph
+    found = cut(graph, chosen)
+    check(found, graph, chosen)
+    return found
+
+
+def _whole(listed: Listed) -> set[fx.Node]:
+    """What stays whole: gathers of what is stored, which are issued ahead, and sums on which no
+    product hangs any more, which wait for the end of the backward (see bucket).
+    """
+    leads, found = lead_to_products(listed), set()
+    for node, event, leading in zip(listed.nodes, listed.events, leads, strict=True):
+        if event.lane and (event.ahead or (event.phase == "backward" and not leading)):
+            found.add(node)
+    return found
+
+
+def _chosen(listed: Listed, run: Run, world: World, tried: Sequence[Unit]) -> list[_Choice]:
+    """Of units that share nodes the one that promises most, if it promises anything."""
+    exposed = {listed.nodes[index]: seconds for index, seconds in run.exposed.items()}
+    known: dict[object, _Alone] = {}
+    choices = []
+    for unit in tried:
+        stood = sum(exposed.get(node, 0.0) for node in unit.collectives)
+        if not stood:
+            continue
+        look = unit.pieces, *((n.target, n.meta["val"].shape) for n in unit.cuts)
+        if look not in known:
+            known[look] = _alone(unit, world)
+        alone = known[look]
+        choices.append(_Choice(unit, min(alone.saved, stood) - alone.spent))
+    found, taken = [], set[fx.Node]()
+    for choice in sorted(choices, key=lambda choice: -choice.gain):
+        if choice.gain > 0 and taken.isdisjoint(choice.unit.cuts):
+            taken |= choice.unit.cuts.keys()
+            found.append(choice)
+    return found
+
+
+class _Alone(NamedTuple):
+    """What a unit's pieces save where nothing else runs, and what they spend on computing besides;
+    seconds.
+    """
+
+    saved: float
+    spent: float
+
+
+def _alone(unit: Unit, world: World) -> _Alone:
+    """A product's pieces run under the collectives of others: all of the first, then of each what
+    takes longest. Pieces that are too small save nothing.
+    """
+    pieces, nodes = unit.pieces, list(unit.cuts)
+    work = [n for n in nodes if not carries_on(n) and collective_of(n) is None]
+    for node in nodes:
+        if node.target in PRODUCTS:
+            side = value_of(node).shape[unit.cuts[node].dim] / pieces
+            if side < _LEAST_SIDE or flops(node) / pieces < _LEAST_FLOPS:
+                return _Alone(0.0, 0.0)
+    whole, part = [_stages(unit, work, world, count) for count in (1, pieces)]
+    longer = part[0] * pieces - whole[0]
+    saved = sum(whole) - sum(part) - (pieces - 1) * max(part) + longer
+    out = [n for n in nodes if not unit.cuts.keys() >= n.users.keys()]
+    moved = float(sum(2 * bytes_of(node) for node in out))
+    side_by_side = product_seconds(0.0, moved, value_of(nodes[0]).dtype, world.device)
+    meetings = _each(world) * (pieces - 1) * len(unit.collectives)
+    return _Alone(saved, longer + side_by_side + meetings)
+
+
+def _stages(unit: Unit, work: Sequence[fx.Node], world: World, pieces: int) -> list[float]:
+    """Seconds of one piece: computing, then what each link carries."""
+    links: dict[int, float] = defaultdict(float)
+    for node in unit.collectives:
+        seconds, link = piece_seconds(node, world, pieces)
+        links[link] += seconds
+    return [sum(op_seconds(node, world, pieces) for node in work), *links.values()]
