@@ -5,9 +5,10 @@ multiprocessors.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from .pattern import Pattern, size
 
 _BYTES = 2**21  # large: what it takes to move them, not to start
 _LONGER = 2.0  # computing takes so many times the collective, which then ends under it
+_LEAST_S = 0.25  # of one measurement, in turns: ranks that share a core take turns on it, too
 _LEAST_ROUNDS = 3
 
+functional = torch.ops._c10d_functional
 Finish = Callable[[], Tensor]  # waits for a collective
 Started = Callable[[], Finish]  # issues it
 
@@ -37,19 +40,18 @@ def slowed(
     """The world whose measured collectives know by how much they slow computing down. Collective.
 
     Of each kind over each pattern, on all ranks at once: (computing with one under way − computing
-    alone) / the collective alone, the slowest rank's, in the middle over rounds, from 0 to 1.
-    Broadcasts and reduces count as what moves as much in the same direction.
+    alone) / the collective alone, the slowest rank's, in the middle over rounds, from 0 to 1. Kinds
+    that are not measured count as what moves as much in the same direction.
     """
     wanted = [Case(kind, digits, True, _BYTES) for digits in patterns for kind in _STARTS]
     numbers = torch.ones(max(measure.actual_bytes(case) for case in wanted) // 4, device=device)
     with measure.groups(patterns) as names:
         works = [_started(case, names[case.pattern], numbers) for case in wanted]
-        multiplies = [_lasting(_LONGER * _alone(work, device), device) for work in works]
+        cases = [_Beside.of(work, device) for work in works]
         rows: list[list[tuple[float, float, float]]] = []
         start, more = time.perf_counter(), True
         while more:
-            pairs = zip(works, multiplies, strict=True)
-            rows.append([_turn(work, multiply, device) for work, multiply in pairs])
+            rows.append([case.turn(device) for case in cases])
             taken = time.perf_counter() - start
             progress(min(1.0, max(taken / seconds, len(rows) / _LEAST_ROUNDS)))
             left = taken * (1 + 1 / len(rows)) < seconds or len(rows) < _LEAST_ROUNDS
@@ -66,36 +68,40 @@ def _with(world: World, lost: dict[tuple[str, Pattern], float]) -> World:
     return replace(world, measured=tuple(known(one) for one in world.measured))
 
 
-_LIKE = {"broadcast": "all_gather", "reduce": "reduce_scatter"}
+_LIKE = {"broadcast": "all_gather", "reduce": "reduce_scatter", "all_to_all": "all_gather"}
 
 
-def _turn(
-    work: Started, multiply: Callable[[], None], device: torch.device
-) -> tuple[float, float, float]:
-    """Seconds of the collective alone, of computing alone, of computing with one under way."""
+@dataclass(frozen=True)
+class _Beside:
+    """A collective, products that take longer than it, and how often both are run for one figure:
+    the same on every rank.
+    """
 
-    def both() -> None:
-        finish = work()
-        multiply()
-        finish()
+    work: Started
+    multiply: Callable[[], None]
+    times: int
 
-    measure.barrier()
-    alone = _alone(work, device)
-    measure.barrier()
-    computing = measure.seconds(multiply, 1, device)
-    measure.barrier()
-    return alone, computing, measure.seconds(both, 1, device)
+    @staticmethod
+    def of(work: Started, device: torch.device) -> _Beside:
+        measure.seconds(lambda: work()(), 1, device)  # the first one may be slow
+        alone = max(ranks.all_of(measure.seconds(lambda: work()(), 1, device)))
+        multiply = measure.computing(_LONGER * alone, device)
+        return _Beside(work, multiply, math.ceil(_LEAST_S / (_LONGER * alone)))
 
+    def turn(self, device: torch.device) -> tuple[float, float, float]:
+        """Seconds of the collective alone, of computing alone, of computing with one under way."""
 
-def _alone(work: Started, device: torch.device) -> float:
-    return measure.seconds(lambda: work()(), 1, device)
+        def both() -> None:
+            finish = self.work()
+            self.multiply()
+            finish()
 
-
-def _lasting(seconds: float, device: torch.device) -> Callable[[], None]:
-    """Products for about so many seconds, as many on every rank."""
-    multiply = measure.computing(max(ranks.all_of(seconds)), device)
-    multiply()
-    return multiply
+        found = []
+        for run in (lambda: self.work()(), self.multiply, both):
+            measure.barrier()
+            found.append(measure.seconds(run, self.times, device))
+        alone, computing, together = found
+        return alone, computing, together
 
 
 def _started(case: Case, group: str, numbers: Tensor) -> Started:
@@ -116,18 +122,13 @@ def _all_reduce(x: Tensor, count: int, group: str) -> Started:
     return lambda: _later(functional.all_reduce(x, "sum", group))
 
 
-def _all_to_all(x: Tensor, count: int, group: str) -> Started:
-    parts, ones = x.view(count, -1), [1] * count
-    return lambda: _later(functional.all_to_all_single(parts, ones, ones, group))
-
-
 def _reduce_scatter(x: Tensor, count: int, group: str) -> Started:
     if _compat.backend_name(group, x.device.type) != "gloo":
         return lambda: _later(functional.reduce_scatter_tensor(x, "sum", count, group))
-    parts = _all_to_all(x, count, group)  # as wire.py runs it
+    parts, ones = x.view(count, -1), [1] * count
 
-    def start() -> Finish:
-        finish = parts()
+    def start() -> Finish:  # as wire.py runs it
+        finish = _later(functional.all_to_all_single(parts, ones, ones, group))
         return lambda: finish().sum(0)
 
     return start
@@ -137,10 +138,8 @@ def _later(x: Tensor) -> Finish:
     return lambda: wire.wait(x)
 
 
-functional = torch.ops._c10d_functional
 _STARTS = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
     "reduce_scatter": _reduce_scatter,
 }
