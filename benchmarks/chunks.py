@@ -35,7 +35,7 @@ from torch import fx
 from autopar import World, _compat
 from autopar.cost.derived import (
     collective_of,
-    collective_seconds,
+    collective_cost,
     graph_seconds,
     op_seconds,
 )
@@ -131,7 +131,7 @@ def sized(kind: str, ratio: float, world: World, group: str) -> Case:
         graph = row_of_products(case, world.ranks, group, 1)
         sent = next(node for node in graph.nodes if collective_of(node) is not None)
         product = next(node for node in graph.nodes if node.target is aten.mm.default)
-        return op_seconds(product, world), collective_seconds(sent, world)[1]
+        return op_seconds(product, world), collective_cost(sent, world)[1]
 
     def off(case: Case) -> float:
         product, sent = seconds(case)
