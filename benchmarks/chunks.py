@@ -34,8 +34,8 @@ from torch import fx
 
 from autopar import World, _compat
 from autopar.cost.derived import (
-    collective_of,
     collective_cost,
+    collective_of,
     graph_seconds,
     op_seconds,
 )
