@@ -8,12 +8,13 @@ hide under: a sum over the ranks (all-reduce), the same in parts (gloo: all-to-a
 or a gather of what the product takes. Widths are chosen so that the collective takes about 0.3, 1
 and 3 times as long as the product. The graph is scheduled as it is and with the pass before it;
 both run in turns, and the ratio is the middle one of paired runs. The world is written by hand from
-the rate, with products measured at the start.
+the rate, with products and what ranks lose on coming together measured at the start.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -39,6 +40,7 @@ from autopar.cost.derived import (
     graph_seconds,
     op_seconds,
 )
+from autopar.cost.meeting import meeting_s
 from autopar.graphs import computed, copied
 from autopar.mesh import Mesh, connect, group_name
 from autopar.passes import chunk, inplace, schedule
@@ -50,8 +52,9 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 WANTED = 1.1
 RATIOS = (0.3, 1.0, 3.0)
 KINDS = ("all-reduce", "reduce-scatter", "gather")
-_SECONDS = 0.08  # of the longer one, product or collective, in a case
-_PRODUCTS = 4
+_SECONDS = 0.15  # of the longer one, product or collective, in a case
+_PRODUCTS = 2
+_MEETING_S = 3.0  # for which World.meeting_s is measured
 
 
 class Case(NamedTuple):
@@ -212,6 +215,9 @@ def on_rank(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     world = worlds.by_hand(job["nodes"], job["per_node"], job["rate"])
+    pattern = ((world.ranks, 1),)
+    lost = meeting_s([pattern], torch.device("cpu"), _MEETING_S, lambda _: None)
+    world = dataclasses.replace(world, meeting_s=lost)
     mesh = Mesh.parse(f"x{world.ranks}")
     connect(mesh, "cpu")
     group = group_name(str(mesh), ("x",))
@@ -219,7 +225,7 @@ def on_rank(job: dict[str, Any]) -> None:
     with torch.no_grad():
         found = [raced(case, world, group, job["pairs"]) for case in cases]
     if dist.get_rank() == 0:
-        Path(job["out"]).write_text(json.dumps(found))
+        Path(job["out"]).write_text(json.dumps({"meeting_s": lost, "cases": found}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -253,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--rate", type=read_rate, default="1gbit", help="of each node's link")
-    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--timeout", type=float, default=600.0)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -272,12 +278,15 @@ def main(arguments: list[str] | None = None) -> int:
         extra = {"AUTOPAR_CHUNKS": json.dumps(job)}
         command = [sys.executable, "-m", "benchmarks.chunks"]
         launch(shape, command, options.timeout, loopback, extra).check()
-        results = json.loads(Path(str(job["out"])).read_text())
+        seen = json.loads(Path(str(job["out"])).read_text())
+        results = seen["cases"]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
-    console.print(table(results, shape, options.pairs), f"load average {os.getloadavg()[0]:.1f}")
+    lost = f"a meeting costs {1e3 * seen['meeting_s']:.1f} ms"
+    load = f"load average {os.getloadavg()[0]:.1f}"
+    console.print(table(results, shape, options.pairs), f"{lost}; {load}")
     if options.json:
         facts = {"date": cells.now(), "machine": cells.machine(), "shape": str(shape)}
-        options.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**facts, **seen}, indent=1) + "\n")
     faults = [f"{r['kind']}: {r['error']:.1e} off" for r in results if not r["error"] <= 1e-5]
     for fault in faults:
         console.print(f"[bold red]WRONG[/]: {fault}")

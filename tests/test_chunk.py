@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 import autopar
 import models
 from autopar import _compat, wire
 from autopar.backends import Scheduled
-from autopar.cost.derived import Phase, collective_of, graph_seconds, group_of, is_wait
+from autopar.cost.derived import Phase, collective_of, flops, graph_seconds, group_of, is_wait
 from autopar.cuts import units
 from autopar.cutting import cut
 from autopar.graphs import copied
@@ -353,6 +354,17 @@ def test_a_lost_collective_is_reported() -> None:
     chunk.check(found, graph, [unit])
     with pytest.raises(AssertionError, match="2 collectives of 1 and 0"):
         chunk.check(found, graph, [])
+
+
+def test_products_have_the_flops_that_torch_counts() -> None:
+    graph, seen = graph_of(derived("megatron"), "backward"), 0
+    for node in graph.nodes:
+        if node.target in PRODUCTS:
+            args = fx.node.map_arg(node.args, lambda given: given.meta["val"])
+            count = flop_registry[node.target.overloadpacket]
+            assert flops(node) == count(*args, out_val=node.meta["val"]) > 0
+            seen += 1
+    assert seen > 8
 
 
 # -- on ranks --------------------------------------------------------------------------------------
