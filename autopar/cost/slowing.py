@@ -6,9 +6,11 @@ multiprocessors.
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from .pattern import Pattern, size
 
 _BYTES = 2**21  # large: what it takes to move them, not to start
 _LONGER = 2.0  # computing takes so many times the collective, which then ends under it
-_LEAST_S = 0.25  # of one measurement, in turns: ranks that share a core take turns on it, too
+_LEAST_S = 0.05  # of one measurement
 _LEAST_ROUNDS = 3
 
 functional = torch.ops._c10d_functional
@@ -39,26 +41,25 @@ def slowed(
 ) -> World:
     """The world whose measured collectives know by how much they slow computing down. Collective.
 
-    Of each kind over each pattern, on all ranks at once: (computing with one under way − computing
-    alone) / the collective alone, the slowest rank's, in the middle over rounds, from 0 to 1. Kinds
+    Of each kind over each pattern, all groups at once: the seconds of computing that are lost for
+    each of the collective, the most of all ranks, in the middle over rounds, from 0 to 1. Kinds
     that are not measured count as what moves as much in the same direction.
     """
     wanted = [Case(kind, digits, True, _BYTES) for digits in patterns for kind in _STARTS]
     numbers = torch.ones(max(measure.actual_bytes(case) for case in wanted) // 4, device=device)
     with measure.groups(patterns) as names:
         works = [_started(case, names[case.pattern], numbers) for case in wanted]
-        cases = [_Beside.of(work, device) for work in works]
-        rows: list[list[tuple[float, float, float]]] = []
+        rows: list[list[float]] = []
         start, more = time.perf_counter(), True
         while more:
-            rows.append([case.turn(device) for case in cases])
+            rows.append([_lost(work, device) for work in works])
             taken = time.perf_counter() - start
             progress(min(1.0, max(taken / seconds, len(rows) / _LEAST_ROUNDS)))
             left = taken * (1 + 1 / len(rows)) < seconds or len(rows) < _LEAST_ROUNDS
             more = ranks.from_rank_0(left)
-    alone, computing, both = np.moveaxis(np.max(ranks.all_of(rows), axis=0), -1, 0)
-    lost = np.clip(np.median((both - computing) / alone, axis=0), 0.0, 1.0)
-    return _with(world, {(c.kind, c.pattern): float(s) for c, s in zip(wanted, lost, strict=True)})
+    most = np.max(ranks.all_of(rows), axis=0)
+    lost = np.clip(np.median(most, axis=0), 0.0, 1.0).tolist()
+    return _with(world, {(c.kind, c.pattern): s for c, s in zip(wanted, lost, strict=True)})
 
 
 def _with(world: World, lost: dict[tuple[str, Pattern], float]) -> World:
@@ -71,37 +72,45 @@ def _with(world: World, lost: dict[tuple[str, Pattern], float]) -> World:
 _LIKE = {"broadcast": "all_gather", "reduce": "reduce_scatter", "all_to_all": "all_gather"}
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """A collective, products that take longer than it, and how often both are run for one figure:
-    the same on every rank.
+def _lost(work: Started, device: torch.device) -> float:
+    """Seconds of computing for each of the collective, from this rank's view, below 0 by noise."""
+    times = math.ceil(_LEAST_S / max(ranks.all_of(measure.seconds(_whole(work), 1, device))))
+    measure.barrier()
+    if device.type != "cpu":
+        return _beside(work, times, device)
+    cpu = time.process_time()
+    taken = measure.seconds(_whole(work), times, device)
+    return _crowded_out((time.process_time() - cpu) / times / taken)
+
+
+def _whole(work: Started) -> Callable[[], object]:
+    return lambda: work()()
+
+
+def _crowded_out(busy: float) -> float:
+    """The part of computing that gives way to a transport which keeps `busy` cores busy a rank.
+
+    Ranks of one host share its cores. It is worked out and not timed: on crowded cores, of two
+    times that both depend on who gets a turn, the difference says nothing.
     """
+    on_host = ranks.all_of(socket.gethostname()).count(socket.gethostname())
+    cores = len(os.sched_getaffinity(0)) / on_host  # a rank's
+    return 1 - max(0.0, min(1.0, cores - busy)) / min(1.0, cores)
 
-    work: Started
-    multiply: Callable[[], None]
-    times: int
 
-    @staticmethod
-    def of(work: Started, device: torch.device) -> _Beside:
-        measure.seconds(lambda: work()(), 1, device)  # the first one may be slow
-        alone = max(ranks.all_of(measure.seconds(lambda: work()(), 1, device)))
-        multiply = measure.computing(_LONGER * alone, device)
-        return _Beside(work, multiply, math.ceil(_LEAST_S / (_LONGER * alone)))
+def _beside(work: Started, times: int, device: torch.device) -> float:
+    """(computing with one under way − computing alone) / the collective alone."""
+    alone = measure.seconds(_whole(work), times, device)
+    multiply = measure.computing(_LONGER * max(ranks.all_of(alone)), device)
 
-    def turn(self, device: torch.device) -> tuple[float, float, float]:
-        """Seconds of the collective alone, of computing alone, of computing with one under way."""
+    def both() -> None:
+        finish = work()
+        multiply()
+        finish()
 
-        def both() -> None:
-            finish = self.work()
-            self.multiply()
-            finish()
-
-        found = []
-        for run in (lambda: self.work()(), self.multiply, both):
-            measure.barrier()
-            found.append(measure.seconds(run, self.times, device))
-        alone, computing, together = found
-        return alone, computing, together
+    computing = measure.seconds(multiply, times, device)
+    measure.barrier()
+    return (measure.seconds(both, times, device) - computing) / alone
 
 
 def _started(case: Case, group: str, numbers: Tensor) -> Started:
