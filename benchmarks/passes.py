@@ -4,7 +4,7 @@
     python -m benchmarks.passes --layers 80 --layout fsdp
 
 CPU seconds of one core: of those from the plan to the emitted graph (rewrite, pipeline, forms,
-emit) with their contracts, and of those over the graphs that AOTAutograd derives (bucket,
+emit) with their contracts, and of those over the graphs that AOTAutograd derives (chunk, bucket,
 schedule, what is written in place, with what is counted of memory in between). What torch takes to
 derive these graphs and to cut them is apart. No tensor has storage; each number of layers runs in a
 process of its own.
