@@ -47,7 +47,7 @@ def by_step(
     others = [*_shared(summed, world, layout, redundant, budget)]
     if layout == "auto":
         others += _named(summed, world, redundant, budget)
-    hidden = _counted(program, _shares(world)[-1])
+    hidden = _counted(program, shares(world)[-1])
     for one in sorted(others, key=lambda one: _seconds(hidden, one, world)):
         if len(found) < _RUN:
             found.setdefault(_looks(_plan(one)), one)
@@ -61,13 +61,13 @@ def _shared(
     given = list(candidates(layout, world.ranks, summed))
     most = _FREE if all(rules.free for _, rules in given) else _RULED
     given = promising(_plan(summed), given, most, _NEAR)
-    for share in _shares(world):
+    for share in shares(world):
         light = _counted(summed, share)
         other = choose.choose(light, world, layout, redundant, budget, None, given, thorough=False)
         yield _beside(summed, other, world)
 
 
-def _shares(world: World) -> tuple[float, ...]:
+def shares(world: World) -> tuple[float, ...]:
     """SHARES, but not less than what hides takes from computing anyway."""
     lost = [one.slows for one in world.measured if one.together and one.kind in _HIDDEN]
     least = float(np.median(lost)) if lost else 0.0

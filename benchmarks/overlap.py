@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks import cells
 from benchmarks.cells import Cell, Settings
-from benchmarks.cluster import Failed, Shape, Unavailable, read_rate, read_shape, stop_on_signals
+from benchmarks.cluster import Failed, Unavailable, read_shapes, stop_on_signals
 from benchmarks.forced import FORCED
 from benchmarks.models import SUBJECTS
 
@@ -131,8 +131,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if len(options.rates) != len(options.models):
         parser.error(f"{len(options.models)} models, but {len(options.rates)} rates: one for each")
     try:
-        size = read_shape(options.shape)
-        options.shapes = [Shape(*size, read_rate(rate)) for rate in options.rates]
+        options.shapes = read_shapes(options.shape, options.rates)
     except ValueError as error:
         parser.error(str(error))
     return options

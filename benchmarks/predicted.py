@@ -30,8 +30,7 @@ from benchmarks.cluster import (
     Shape,
     Unavailable,
     rate_text,
-    read_rate,
-    read_shape,
+    read_shapes,
     stop_on_signals,
 )
 from benchmarks.forced import FORCED
@@ -155,8 +154,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/predicted"))
     options = parser.parse_args(arguments)
     try:
-        size = read_shape(options.shape)
-        options.shapes = [Shape(*size, read_rate(rate)) for rate in options.rates]
+        options.shapes = read_shapes(options.shape, options.rates)
     except ValueError as error:
         parser.error(str(error))
     if options.world is not None and (len(options.shapes) > 1 or not options.world.is_file()):

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import autopar
 import models
+from autopar.cost.links import Event
 from autopar.cost.pattern import pattern
-from autopar.cost.simulate import Event, in_order, overlapped
+from autopar.cost.simulate import in_order, overlapped
 from autopar.cost.timeline import link, simulate
 from autopar.mesh import Mesh
 from autopar.spans import Seen

@@ -18,8 +18,9 @@ from ..mesh import group_ranks
 from ..world import World
 from .comm import sent
 from .compute import product_seconds
+from .links import Event
 from .pattern import Pattern, size
-from .simulate import Event, overlapped
+from .simulate import overlapped
 from .timeline import ROOTED, link
 from .ways import flat_ways
 

@@ -80,22 +80,32 @@ def _lost(work: Started, device: torch.device) -> float:
         return _beside(work, times, device)
     cpu = time.process_time()
     taken = measure.seconds(_whole(work), times, device)
-    return _crowded_out((time.process_time() - cpu) / times / taken)
+    busy = (time.process_time() - cpu) / times / taken
+    return crowded_out(busy, _cores())
 
 
 def _whole(work: Started) -> Callable[[], object]:
     return lambda: work()()
 
 
-def _crowded_out(busy: float) -> float:
-    """The part of computing that gives way to a transport which keeps `busy` cores busy a rank.
+def crowded_out(busy: float, cores: float) -> float:
+    """The part of computing that gives way to a transport which keeps `busy` cores busy, where a
+    rank has so many cores for both.
 
-    Ranks of one host share its cores. It is worked out and not timed: on crowded cores, of two
-    times that both depend on who gets a turn, the difference says nothing.
+    It is worked out and not timed: on crowded cores, of two times that both depend on who gets a
+    turn, the difference says nothing.
+
+    >>> crowded_out(0.25, 0.5), crowded_out(0.25, 1.0), crowded_out(0.25, 2.0)
+    (0.5, 0.25, 0.0)
     """
-    on_host = ranks.all_of(socket.gethostname()).count(socket.gethostname())
-    cores = len(os.sched_getaffinity(0)) / on_host  # a rank's
     return 1 - max(0.0, min(1.0, cores - busy)) / min(1.0, cores)
+
+
+def _cores() -> float:
+    """Of this host, which its ranks share, for each of them."""
+    able = getattr(os, "sched_getaffinity", None)  # not on every system
+    here = socket.gethostname()
+    return (len(able(0)) if able else os.cpu_count() or 1) / ranks.all_of(here).count(here)
 
 
 def _beside(work: Started, times: int, device: torch.device) -> float:

@@ -25,9 +25,10 @@ from ..strategies import Strategy
 from ..world import World
 from .comm import collective_cost
 from .compute import node_seconds, optimizer_seconds
+from .links import Event
 from .moves import Move, moves
 from .pattern import Pattern, pattern, size, within
-from .simulate import Event, Run, in_order, overlapped
+from .simulate import Run, in_order, overlapped
 
 ROOTED = ("broadcast", "reduce")  # the panels' collectives
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from torch import fx
 
 from ..cost.derived import Listed, Phase, collective_of, graph_events, group_of, lead_to_products
-from ..cost.simulate import Event, overlapped
+from ..cost.links import Event
+from ..cost.simulate import overlapped
 from ..world import World
 
 LANE = "/lane1"  # what mesh.group_name adds to the name of a group

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from torch import fx
 
 from ..cost.derived import Phase, collective_of, graph_events, group_of, is_wait
-from ..cost.simulate import Event, Run, overlapped
+from ..cost.links import Event
+from ..cost.simulate import Run, overlapped
 from ..world import World
 
 

@@ -5,7 +5,7 @@ python -m benchmarks.cluster --nodes 2 --ranks-per-node 2 --rate 400mbit -- pyth
 
 from .launch import Failed, Result, launch, sent_bytes, stop_on_signals
 from .network import Unavailable, limit, missing, network, remove_stale
-from .shape import Shape, rate_text, read_rate, read_shape
+from .shape import Shape, rate_text, read_rate, read_shape, read_shapes
 
 __all__ = [
     "Failed",
@@ -19,6 +19,7 @@ __all__ = [
     "rate_text",
     "read_rate",
     "read_shape",
+    "read_shapes",
     "remove_stale",
     "sent_bytes",
     "stop_on_signals",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,14 @@ def read_shape(text: str) -> tuple[int, int]:
     if not found:
         raise ValueError(f"shape {text!r}: write nodes x ranks a node, as 2x2")
     return int(found[1]), int(found[2])
+
+
+def read_shapes(text: str, rates: Iterable[str]) -> list[Shape]:
+    """Clusters of one size at several rates, from "2x2" and ["400mbit", "unlimited"]. Raises
+    ValueError.
+    """
+    size = read_shape(text)
+    return [Shape(*size, read_rate(rate)) for rate in rates]
 
 
 def burst(rate: float) -> int:

@@ -1,0 +1,98 @@
+"""Events of a step, and the links that its collectives share while they are under way."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+
+class Event(NamedTuple):
+    """One thing that takes time: an op on the compute stream, or a collective (`lane` is not "").
+
+    `after`: the events whose results it takes, all earlier ones. `lane`: the queue, that is the
+    process group, which runs one collective after the other. `link`: what it runs over; collectives
+    of several lanes share it. `ahead`: it hangs on nothing but stored tensors, so it can be issued
+    long before its use; `held_bytes` of it are then alive. `slows`: seconds of computing that are
+    lost for each second that it takes, where ops run beside it.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    after: tuple[int, ...]
+    phase: Literal["forward", "backward", "optimizer"] = "forward"
+    chain: str = ""
+    lane: str = ""
+    link: int = 0
+    bytes: float = 0.0
+    ahead: bool = False
+    held_bytes: float = 0.0
+    slows: float = 0.0
+
+
+class Links:
+    """The collectives under way. The head of each lane's queue runs; heads on one link share it."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+        self.queues: dict[str, deque[int]] = defaultdict(deque)
+        self.left: dict[int, float] = {}  # seconds of the link alone that each head still needs
+        self.sharing: dict[int, int] = defaultdict(int)  # heads by link
+        self.now = 0.0
+        self.started: dict[int, float] = {}
+        self.ended: dict[int, float] = {}
+
+    def issue(self, index: int) -> None:
+        queue = self.queues[self.events[index].lane]
+        queue.append(index)
+        if len(queue) == 1:
+            self._begin(index)
+
+    def _begin(self, index: int) -> None:
+        self.left[index] = self.events[index].seconds
+        self.started[index] = self.now
+        self.sharing[self.events[index].link] += 1
+
+    def next_end(self) -> float:
+        """When the next collective ends if nothing else is issued; inf where none is under way."""
+        share = self.sharing
+        return self.now + min(
+            (left * share[self.events[i].link] for i, left in self.left.items()), default=math.inf
+        )
+
+    def drags(self) -> dict[int, float]:
+        """By head, the seconds of computing that are lost in every second from now on."""
+        return {
+            i: self.events[i].slows / self.sharing[self.events[i].link]
+            for i in self.left
+            if self.events[i].slows
+        }
+
+    def advance(self, until: float) -> list[int]:
+        """Let time pass; the collectives that end, in their order."""
+        ended: list[int] = []
+        while self.left and (then := self.next_end()) <= until:
+            ended += self._pass(then)
+        if until > self.now:
+            ended += self._pass(until)
+        return ended
+
+    def _pass(self, then: float) -> list[int]:
+        passed, self.now = then - self.now, then
+        done = []
+        for index in self.left:
+            self.left[index] -= passed / self.sharing[self.events[index].link]
+            if self.left[index] <= 1e-12:
+                done.append(index)
+        for index in done:
+            del self.left[index]
+            self.ended[index] = then
+            event = self.events[index]
+            self.sharing[event.link] -= 1
+            queue = self.queues[event.lane]
+            queue.popleft()
+            if queue:
+                self._begin(queue[0])
+        return done

@@ -1,0 +1,60 @@
+"""What computing loses to collectives beside it: worked out, kept in worlds, charged in plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar import World, hiding
+from autopar.cost.slowing import crowded_out
+from autopar.cost.ways import Way, flat_ways
+from autopar.world import Measured
+
+PAIRS = ((2, 1),)
+
+
+def world(*slows: float) -> World:
+    """Pairs whose three kinds of collective slow computing down by so much."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    measured = [
+        Measured(kind, PAIRS, 2, 1e-3, 1e-9, slows=lost) for kind, lost in zip(kinds, slows)
+    ]
+    return replace(World.preset("laptop", ranks=2), measured=tuple(measured))
+
+
+@pytest.mark.parametrize(
+    ("busy", "cores", "lost"),
+    [
+        (0.2, 0.5, 0.4),
+        (0.5, 0.5, 1.0),
+        (0.9, 0.5, 1.0),
+        (0.3, 1.0, 0.3),
+        (0.3, 1.2, 0.1),
+        (1, 4, 0),
+    ],
+)
+def test_the_transport_takes_what_computing_needs(busy: float, cores: float, lost: float) -> None:
+    """Two ranks a core have half of one each; with cores to spare nothing is lost."""
+    assert crowded_out(busy, cores) == pytest.approx(lost)
+
+
+def test_a_world_keeps_it_and_prices_carry_it(tmp_path: Path) -> None:
+    world(0.5, 0.2, 0.3).save(tmp_path / "world.json")
+    found = World.load(tmp_path / "world.json")
+    assert found == world(0.5, 0.2, 0.3)
+    assert [way.slows for way in flat_ways(found, "all_gather", PAIRS)] == [0.5]
+
+
+def test_levels_slow_computing_down_by_what_they_do_together() -> None:
+    one, other = Way("a", (), 0.0, 3e-9, slows=0.2), Way("b", (), 0.0, 1e-9, slows=1.0)
+    assert one.after(other).slows == pytest.approx(0.4)
+    free = Way("a", (), 1e-3, 0.0)
+    assert free.after(free).slows == 0.0
+
+
+def test_what_hides_counts_at_least_what_it_takes_from_computing() -> None:
+    assert hiding.shares(World.preset("laptop", ranks=2)) == hiding.SHARES
+    assert hiding.shares(world(0.1, 0.3, 0.2)) == (0.4, 0.2)
+    assert hiding.shares(world(0.9, 1.0, 0.9)) == (0.9,)
