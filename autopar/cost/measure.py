@@ -26,6 +26,7 @@ _MOST = 20  # times
 _ON_CPU = 3
 _SHARED_S = 0.1
 _LAUNCHES = 200
+_LEAST_ROUNDS = 3
 _SIDE = 512  # of the square matrices that are multiplied beside collectives
 _LONG_S = 20e-3  # what takes longer is run once, so that there are more rounds
 COPIES: tuple[Copied, ...] = ("", "left", "right")
@@ -236,6 +237,21 @@ def computing(long_s: float, device: torch.device) -> Callable[[], None]:
             _ = x @ x
 
     return multiply
+
+
+def rounds(
+    once: Callable[[], list[float]], seconds: float, progress: Callable[[float], None]
+) -> list[list[float]]:
+    """What each round measured: as many as the time allows, at least three; rank 0 decides."""
+    found: list[list[float]] = []
+    start, more = time.perf_counter(), True
+    while more:
+        found.append(once())
+        taken, count = time.perf_counter() - start, len(found)
+        progress(min(1.0, max(taken / seconds, count / _LEAST_ROUNDS)))
+        left = taken * (1 + 1 / count) < seconds or count < _LEAST_ROUNDS
+        more = ranks.from_rank_0(left)
+    return found
 
 
 def barrier() -> None:

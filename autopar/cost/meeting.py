@@ -5,7 +5,6 @@ share cores it is milliseconds, the same for small and large values.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -20,7 +19,6 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 _BYTES = 2**13  # small: nothing but the meeting shows
 _COMPUTE_S = 1e-2  # between two collectives, about
 _TURNS = 5  # of computing and meeting in one measurement
-_LEAST_ROUNDS = 3
 
 
 def meeting_s(
@@ -36,14 +34,7 @@ def meeting_s(
         works = [measure.collective(case, names[case.pattern], numbers) for case in cases]
         for work in works:
             work()
-        rows: list[list[float]] = []
-        start, more = time.perf_counter(), True
-        while more:
-            rows.append(_round(works, multiply, device))
-            taken = time.perf_counter() - start
-            progress(min(1.0, max(taken / seconds, len(rows) / _LEAST_ROUNDS)))
-            left = taken * (1 + 1 / len(rows)) < seconds or len(rows) < _LEAST_ROUNDS
-            more = ranks.from_rank_0(left)
+        rows = measure.rounds(lambda: _round(works, multiply, device), seconds, progress)
     slowest = np.median(np.max(ranks.all_of(rows), axis=0), axis=0)
     count = len(works)
     lost = slowest[1 + count :] - slowest[1 : 1 + count] - slowest[0]

@@ -25,7 +25,6 @@ from .pattern import Pattern, size
 _BYTES = 2**21  # large: what it takes to move them, not to start
 _LONGER = 2.0  # computing takes so many times the collective, which then ends under it
 _LEAST_S = 0.05  # of one measurement
-_LEAST_ROUNDS = 3
 
 functional = torch.ops._c10d_functional
 Finish = Callable[[], Tensor]  # waits for a collective
@@ -49,14 +48,7 @@ def slowed(
     numbers = torch.ones(max(measure.actual_bytes(case) for case in wanted) // 4, device=device)
     with measure.groups(patterns) as names:
         works = [_started(case, names[case.pattern], numbers) for case in wanted]
-        rows: list[list[float]] = []
-        start, more = time.perf_counter(), True
-        while more:
-            rows.append([_lost(work, device) for work in works])
-            taken = time.perf_counter() - start
-            progress(min(1.0, max(taken / seconds, len(rows) / _LEAST_ROUNDS)))
-            left = taken * (1 + 1 / len(rows)) < seconds or len(rows) < _LEAST_ROUNDS
-            more = ranks.from_rank_0(left)
+        rows = measure.rounds(lambda: [_lost(one, device) for one in works], seconds, progress)
     most = np.max(ranks.all_of(rows), axis=0)
     lost = np.clip(np.median(most, axis=0), 0.0, 1.0).tolist()
     return _with(world, {(c.kind, c.pattern): s for c, s in zip(wanted, lost, strict=True)})
