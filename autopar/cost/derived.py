@@ -176,16 +176,18 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
     )
 
 
-def collective_cost(node: fx.Node, world: World) -> tuple[float, float, int, float]:
+def collective_cost(
+    node: fx.Node, world: World, pieces: int = 1
+) -> tuple[float, float, int, float]:
     """(bytes that a rank sends, seconds, link, how much it slows computing down) of a functional
-    collective.
+    collective, or of one of so many equal pieces of it.
     """
     kind = KINDS[str(collective_of(node))]
     digits = group_pattern(group_of(node))
-    taken = sum(bytes_of(n) for n in node.all_input_nodes)
-    whole, parts = _whole(kind, size(digits), taken, bytes_of(node))
+    taken, made = (sum(map(bytes_of, n)) / pieces for n in (node.all_input_nodes, [node]))
+    whole, parts = _whole(kind, size(digits), taken, made)
     way = min(flat_ways(world, kind, digits), key=lambda way: way.seconds(whole))
-    moved = bytes_sent(kind, size(digits), taken, bytes_of(node))
+    moved = bytes_sent(kind, size(digits), taken, made)
     return moved, way.seconds(whole) / parts, link(world, digits), way.slows
 
 
@@ -193,16 +195,6 @@ def bytes_sent(kind: str, ranks: int, taken: float, made: float) -> float:
     """What a rank sends in a collective that takes and makes so many bytes."""
     whole, parts = _whole(kind, ranks, taken, made)
     return sent(kind, ranks) * whole / parts
-
-
-def piece_seconds(node: fx.Node, world: World, pieces: int) -> tuple[float, int]:
-    """(seconds, link) of one of so many equal pieces of a functional collective."""
-    kind = KINDS[str(collective_of(node))]
-    digits = group_pattern(group_of(node))
-    taken, made = (sum(map(bytes_of, n)) / pieces for n in (node.all_input_nodes, [node]))
-    whole, parts = _whole(kind, size(digits), taken, made)
-    seconds = min(way.seconds(whole) for way in flat_ways(world, kind, digits))
-    return seconds / parts, link(world, digits)
 
 
 def _whole(kind: str, ranks: int, taken: float, made: float) -> tuple[float, int]:

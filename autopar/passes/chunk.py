@@ -27,12 +27,12 @@ from ..cost.derived import (
     bytes_of,
     call_seconds,
     carries_on,
+    collective_cost,
     collective_of,
     flops,
     graph_events,
     lead_to_products,
     op_seconds,
-    piece_seconds,
 )
 from ..cost.simulate import Run, overlapped
 from ..cuts import PRODUCTS, Unit, units, value_of
@@ -185,6 +185,6 @@ def _stages(unit: Unit, work: Sequence[fx.Node], world: World, pieces: int) -> l
     """Seconds of one piece: computing, then what each link carries."""
     links: dict[int, float] = defaultdict(float)
     for node in unit.collectives:
-        seconds, link = piece_seconds(node, world, pieces)
+        _, seconds, link, _ = collective_cost(node, world, pieces)
         links[link] += seconds
     return [sum(op_seconds(node, world, pieces) for node in work), *links.values()]
