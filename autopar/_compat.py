@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -53,6 +54,7 @@ __all__ = [
     "pytree",
     "register_process_group",
     "register_work",
+    "safe_gathers",
     "takes_a_list",
     "unregister_process_group",
 ]
@@ -91,6 +93,28 @@ def backend_name(name: str, device_type: str) -> str:
         return process_group(name)._get_backend(torch.device(device_type)).name()
     except RuntimeError:
         return ""
+
+
+@cache
+def safe_gathers() -> torch.library.Library:
+    """Sends `all_gather_into_tensor` of tensors on a CPU another way on gloo.
+
+    A group has two threads there (torch 2.11 to 2.13), and each writes the name of the collective
+    that it has run into a string that both share, without a lock. A name of up to 15 letters lies
+    in the string itself; "ALLGATHER_COALESCED", which that op is called too, on the heap, where two
+    threads that are done at once free one memory twice: a rank dies in `malloc`, sooner or later.
+    The form that is given its result is called "ALLGATHER", and does the same.
+    """
+    kernels = torch.library.Library("_c10d_functional", "IMPL")  # which forgets them with itself
+    kernels.impl("all_gather_into_tensor", _gathered, "CPU")
+    return kernels
+
+
+def _gathered(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    out = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
+    gather = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+    gathered: torch.Tensor = gather(x.contiguous(), group_size, group_name, out=out)
+    return gathered
 
 
 def fake_mode() -> FakeTensorMode:

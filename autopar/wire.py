@@ -32,6 +32,7 @@ class Simulator(Protocol):
 
 
 simulator: Simulator | None = None
+_compat.safe_gathers()  # before anything is sent
 
 # Who takes part depends on strings alone: dynamo takes it as a constant, it need not trace parsers.
 
@@ -141,7 +142,8 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 
 
 # Many at once: gloo starts one operation where it would start one for each (40 sums of 2 KB over a
-# slow link: 3.8 ms, one after the other 109).
+# slow link: 3.8 ms, one after the other 109). Gathers go side by side in one tensor, not in torch's
+# coalesced form: see `_compat.safe_gathers`.
 
 
 def all_reduce_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
@@ -158,12 +160,11 @@ def all_gather_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Te
     """Of several tensors of one dtype the x (n, ...) of every rank, one after the other: (size·n,
     ...); as one operation.
     """
-    if simulator is not None:
-        return [all_gather(x, size, group) for x in xs]
-    under_way = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(
-        [x.contiguous() for x in xs], size, group
-    )
-    return [_wait(x) for x in under_way]
+    flat = all_gather(torch.cat([x.reshape(-1) for x in xs]), size, group).view(size, -1)
+    parts = flat.split([x.numel() for x in xs], 1)
+    return [
+        part.reshape(size * x.shape[0], *x.shape[1:]) for x, part in zip(xs, parts, strict=True)
+    ]
 
 
 # A root is a place within the group. What is issued is under way and must be waited for; all ranks

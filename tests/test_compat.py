@@ -107,6 +107,21 @@ def test_groups_are_found_by_the_names_that_we_give_them(group: dist.ProcessGrou
     _compat.unregister_process_group(name)
 
 
+@covers("safe_gathers")
+@pytest.mark.parametrize("wanted_grad", [False, True])
+def test_gathers_are_no_coalesced_ones(group: dist.ProcessGroup, wanted_grad: bool) -> None:
+    """Of which two that end at once corrupt memory."""
+    assert _compat.safe_gathers() is _compat.safe_gathers()
+    functional = torch.ops._c10d_functional
+    x = torch.arange(6.0).view(2, 3).t().requires_grad_(wanted_grad)  # not contiguous
+    with torch.no_grad(), torch.profiler.profile() as seen:
+        y = functional.wait_tensor(functional.all_gather_into_tensor(x, 1, group.group_name))
+    assert torch.equal(x, y) and y.is_contiguous() and not y.requires_grad
+    names = {event.name for event in seen.events()}
+    assert "_c10d_functional::all_gather_into_tensor_out" in names
+    assert "_c10d_functional::all_gather_into_tensor_coalesced" not in names
+
+
 @covers("forget_groups")
 def test_a_mesh_lets_go_of_its_groups(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))

@@ -263,7 +263,8 @@ def test_small_collectives_are_joined(layout: str, phase: str) -> None:
     counts = [sum(collective_of(n) is not None for n in m.graph.nodes) for m in (one, other)]
     assert counts[1] < counts[0] / 3
     names = {collective_of(n) for n in other.graph.nodes} - {None}
-    assert any(str(name).endswith("_coalesced") for name in names)
+    assert ("all_reduce_coalesced" in names) == (layout == "ddp")
+    assert "all_gather_into_tensor_coalesced" not in names  # it corrupts memory on gloo
     moved = [
         sum(e.bytes for e in graph_events(m.graph, world, apart.stored, "forward").events)
         for m in (one, other)
@@ -312,6 +313,39 @@ def test_all_to_alls_are_joined_as_one_tensor() -> None:
     ran = fx.GraphModule(torch.nn.Module(), found)(*given)
     assert torch.equal(ran[0], given[0].sum(0)) and torch.equal(ran[1], given[1].sum(0))
     assert torch.equal(ran[2], -given[2])
+
+
+def test_gathers_are_joined_as_one_tensor() -> None:
+    """On a CPU, where gloo's coalesced form corrupts memory: each part as if it went alone."""
+    graph, mode, shapes = fx.Graph(), _compat.fake_mode(), ((3, 2), (1, 4), (2,))
+    with mode:
+        values = [torch.empty(shape) for shape in shapes]
+    results = []
+    for place, value in enumerate(values):
+        x = graph.placeholder(f"x{place}")
+        x.meta["val"] = value
+        arguments = (x, 2, "autopar/x2/x")
+        sent = called(graph, torch.ops._c10d_functional.all_gather_into_tensor.default, arguments)
+        done = called(graph, torch.ops._c10d_functional.wait_tensor.default, (sent,))
+        results.append(called(graph, aten.neg.default, (done,)))
+    graph.output(tuple(results))
+    stored = frozenset(f"x{place}" for place in range(3))
+    found = bucket.joined(graph, autopar.World.of(2), stored, "forward", 1 << 20)
+    assert found is not None
+    found.lint()
+    (sent,) = [n for n in found.nodes if collective_of(n)]
+    assert tuple(sent.meta["val"].shape) == (2 * 12,)
+    from_both = {
+        "all_gather_into_tensor": lambda x, *_: torch.cat([x, x + 10]),
+        "wait_tensor": lambda x: x,
+    }
+    for node in found.nodes:
+        name = str(node.target).split(".")[1] if "c10d" in str(node.target) else ""
+        node.target = from_both.get(name, node.target)
+    given = [torch.randn(shape) for shape in shapes]
+    ran = fx.GraphModule(torch.nn.Module(), found)(*given)
+    for y, x in zip(ran, given, strict=True):
+        assert torch.equal(y, -torch.cat([x, x + 10])) and y.is_contiguous()
 
 
 def called(graph: fx.Graph, target: Any, arguments: tuple[Any, ...]) -> fx.Node:

@@ -4,7 +4,8 @@ be faster.
 Joined are sums of gradients, on which no product hangs any more, and gathers of what is stored; in
 the order in which they are ready or needed, up to a size that the simulation chooses, none among
 them. An all-reduce or an all-gather becomes its coalesced form; an all-to-all, which gloo's
-reduce-scatters are, goes as one tensor. On more than two ranks an all-reduce may add in another
+reduce-scatters are, goes as one tensor. So does an all-gather on a CPU, as gloo's coalesced one
+corrupts memory (`_compat.safe_gathers`). On more than two ranks an all-reduce may add in another
 order within a bucket: that is the one thing here that changes bits.
 """
 
@@ -142,8 +143,11 @@ def _dtype(node: fx.Node) -> torch.dtype:
 def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     """Replace collectives by one; where it stands is mended by `graphs.ordered`."""
     name = collective_of(members[0])
+    how = _coalesced if name in _COALESCED else _exchanged
+    if name == "all_gather_into_tensor" and members[0].meta["val"].device.type == "cpu":
+        how = _gathered
     with graph.inserting_after(members[-1]):
-        parts = _exchanged(graph, members) if name not in _COALESCED else _coalesced(graph, members)
+        parts = how(graph, members)
     for node, part in zip(members, parts, strict=True):
         part.meta["custom"] = node.meta.get("custom", {})
         node.replace_all_uses_with(part)
@@ -173,18 +177,43 @@ def _exchanged(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     inputs = [node.all_input_nodes[0] for node in members]
     ranks = inputs[0].meta["val"].shape[0]
     flat = [computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
-    side = computed(graph, aten.cat.default, (flat, 1))
-    sent = made(graph, members[0].target, (side, *members[0].args[1:]), side.meta["val"])
-    sent.meta["custom"] = _origins(members)
-    arrived = made(graph, functional.wait_tensor.default, (sent,), side.meta["val"])
+    arrived = _sent(graph, members, computed(graph, aten.cat.default, (flat, 1)))
     found, start = [], 0
     for node, own in zip(members, flat, strict=True):
         width = own.meta["val"].shape[1]
         part = computed(graph, aten.slice.Tensor, (arrived, 1, start, start + width))
-        shape = list(node.meta["val"].shape)
-        found.append(computed(graph, aten.reshape.default, (part, shape)))
+        found.append(computed(graph, aten.reshape.default, (part, list(node.meta["val"].shape))))
         start += width
+    return found
+
+
+def _gathered(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """One all-gather of all, side by side; the waits that stand behind the members go. What arrives
+    is a row for each rank; the parts are copied out of it, so that it can be let go of.
+    """
+    flat = [computed(graph, aten.reshape.default, (n.args[0], [-1])) for n in members]
+    arrived = _sent(graph, members, computed(graph, aten.cat.default, (flat,)))
+    rows = computed(graph, aten.view.default, (arrived, [members[0].args[1], -1]))
+    contiguous = {"memory_format": torch.contiguous_format}
+    found, start = [], 0
+    for node, own in zip(members, flat, strict=True):
+        width = own.meta["val"].numel()
+        shown = computed(graph, aten.slice.Tensor, (rows, 1, start, start + width))
+        part = computed(graph, aten.clone.default, (shown,), contiguous)
+        found.append(computed(graph, aten.view.default, (part, list(node.meta["val"].shape))))
+        start += width
+    return found
+
+
+def _sent(graph: fx.Graph, members: Sequence[fx.Node], side: fx.Node) -> fx.Node:
+    """What arrives of a collective that sends `side` in place of what the members send, whose waits
+    go.
+    """
+    target: Any = members[0].target
+    sent = computed(graph, target, (side, *members[0].args[1:]))
+    sent.meta["custom"] = _origins(members)
+    for node in members:
         for wait in list(node.users):
             wait.replace_all_uses_with(node)
             graph.erase_node(wait)
-    return found
+    return computed(graph, functional.wait_tensor.default, (sent,))
