@@ -29,7 +29,8 @@ from .plan import Plan
 from .price import terms
 from .program import Program
 from .rating.frame import frame
-from .rating.rate import Candidate, again, bounded, promising
+from .rating.rate import Candidate, again, bounded, bounds_of, promising
+from .shallow import Shallow
 from .world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn
@@ -128,13 +129,14 @@ def _named(free: _Under, best: _Tried) -> Iterator[_Tried]:
     time with what it must drop. While nothing fits, those at prices, too. No bound of "auto" rules
     a mesh out: a named layout may compute on several ranks what "auto" must split.
     """
-    program, world, redundant, budget = free.program, free.world, free.redundant, free.aim
-    given: list[tuple[_Under, Program]] = []
+    world, redundant, budget = free.world, free.redundant, free.aim
+    whole, given = Shallow(free.program), list[tuple[_Under, Program]]()
     for name in NAMES[1:] if world.ranks > 1 else ():
         try:
-            chosen = choose.choose(program, world, name, redundant, budget)
+            meshes = list(candidates(name, world.ranks, free.program))
         except LayoutError:
             continue
+        chosen = whole.chosen(whole.best(meshes, world, redundant), world, budget).program
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
             given.append((free.under(name), chosen))
     for under, chosen in sorted(given, key=lambda pair: _plan(pair[1]).seconds):
@@ -175,7 +177,9 @@ class _Under:
         self.searched = regathering(program) if budget.recompute == "auto" else program
         self.kept = Kept(self.searched, budget.optimizer)
         self.given: list[Candidate] = []
-        self._made: dict[int, tuple[Program, _Tried]] = {}  # by identity, which the program keeps
+        self.shallow = Shallow(self.searched)
+        self._made: dict[int, _Tried] = {}  # by identity, which the program beside a ladder keeps
+        self._ladders: dict[int, tuple[Program, Ladder]] = {}
 
     def under(self, layout: Layouts, aim: Budget | None = None) -> _Under:
         """Plans of another layout under the same limit, or with another aim."""
@@ -225,20 +229,26 @@ class _Under:
         does. It is the program itself where it fits as it is.
         """
         if id(chosen) not in self._made:
+            ladder = self._ladder(chosen)
+            self._made[id(chosen)] = self._fit(chosen, ladder, ladder.best())
+        return self._made[id(chosen)]
+
+    def _ladder(self, chosen: Program) -> Ladder:
+        """What a chosen program may drop."""
+        if id(chosen) not in self._ladders:
             deep = Deep(chosen)
             if deep.runs:
                 ladder: Ladder = Estimated(deep, self.world, self.aim)
             else:
                 ladder = Rungs(emitted(chosen, self.world), self.world, self.aim)
-            self._made[id(chosen)] = chosen, self._fit(chosen, ladder, ladder.best())
-        return self._made[id(chosen)][1]
+            self._ladders[id(chosen)] = chosen, ladder
+        return self._ladders[id(chosen)][1]
 
     def dropping_nothing(self, chosen: Program) -> Program | None:
         """A chosen program with its memory, if it fits as it is: by more than an estimate."""
-        found = self.made(chosen)
-        if not _as_chosen(found, chosen, self.aim):
+        if not self.aim.fits(self._ladder(chosen).planned().memory):
             return None
-        found = self.worked_out(found)
+        found = self.worked_out(self.made(chosen))
         if not _as_chosen(found, chosen, self.budget):
             return None
         plan = dataclasses.replace(_plan(chosen), memory=found.memory)
@@ -288,7 +298,7 @@ class _Under:
         assert limit is not None
         if self.layout != "auto" or needs <= limit:  # a price gains nothing there
             return 0.0
-        near = promising(least, given, _MESHES)
+        near = promising(bounds_of(least), given, _MESHES)
         free = dict(zip((mesh for mesh, _ in given), (s for _, s in least.meshes), strict=True))
         rest = min(
             (s for mesh, s in free.items() if mesh not in {m for m, _ in near}), default=math.inf
@@ -320,9 +330,9 @@ class _Under:
         return found
 
     def _at(self, price: Price) -> _Priced:
-        arguments = self.world, self.layout, self.redundant, self.aim, price, self.given
-        chosen = choose.choose(self.searched, *arguments, thorough=False)
-        self.given = promising(_plan(chosen), self.given, _MESHES)
+        plan = self.shallow.best(self.given, self.world, self.redundant, price)
+        self.given = promising(bounds_of(plan), self.given, _MESHES)
+        chosen = self.shallow.chosen(plan, self.world, self.aim).program
         return _Priced(chosen, bytes_kept(self.kept, _plan(chosen)), price)
 
     def _once(self, one: _Priced) -> Program:

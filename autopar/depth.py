@@ -1,4 +1,4 @@
-"""What a deep model costs, read off shorter ones.
+"""What a deep model costs, and plans for it, read off shorter ones.
 
 Of many equal blocks in a row under equal layouts, every further one adds the same to what a step
 takes and holds. So a chosen program is made shorter, a little less short once more for each such
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import fx
 
 from ._compat import pytree
 from .graphs import alike, block_name, blocks, module_path, numbered_block
+from .layout import Layout
 from .plan import Plan
 from .program import Program
 
@@ -31,18 +33,26 @@ Figures = NDArray[np.float64]
 
 
 class Deep:
-    """A chosen program, and its runs of blocks that are alike: in what they compute, how they hang
-    together, and their layouts.
+    """A program, and its runs of blocks that are alike: in what they compute, how they hang
+    together, and their layouts if it is chosen. `known`: the same program with another plan.
     """
 
-    def __init__(self, chosen: Program) -> None:
-        self.program = chosen
-        self.blocks = _blocks(chosen)
+    def __init__(self, program: Program, known: Deep | None = None) -> None:
+        self.program = program
+        self.blocks: dict[Block, list[fx.Node]] = known.blocks if known else _blocks(program)
         places = {n: (b, i) for b, nodes in self.blocks.items() for i, n in enumerate(nodes)}
-        looks = {b: _look(chosen, places, b, nodes) for b, nodes in self.blocks.items()}
+        self._looks: dict[Block, Hashable] = known._looks if known else _looks(self.blocks, places)
+        plan = program.plan
+        copies = _copies(plan) if plan else {}
+        laid_out = {b: _laid_out(plan, copies, nodes) for b, nodes in self.blocks.items()}
+        looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
         long = (tuple(run) for run in alike(looks) if len(run) > 2 * _EDGE + _MORE)
         self.runs = tuple(run for run in long if _apart(run, self.blocks, places))
         self._shorter: dict[int | None, Program] = {}
+
+    def under(self, plan: Plan) -> Deep:
+        """The same program with another plan."""
+        return Deep(dataclasses.replace(self.program, plan=plan), self)
 
     def extrapolated(self, figures: Callable[[Program], Sequence[float]]) -> Figures:
         """The figures of the chosen program, each of them seconds or bytes of its step."""
@@ -56,17 +66,44 @@ class Deep:
         """Without the middle of every run; of run number `more` a few blocks more are left. The
         program itself where it has no runs.
         """
-        if not self.runs:
-            return self.program
         if more not in self._shorter:
-            stands: dict[fx.Node, fx.Node] = {}
-            for number, run in enumerate(self.runs):
-                first = _EDGE + _MORE * (number == more)
-                twins = self.blocks[run[first - 1]]
-                for block in run[first:-_EDGE]:
-                    stands.update(zip(self.blocks[block], twins, strict=True))
-            self._shorter[more] = _without(self.program, stands)
+            self._shorter[more] = self._left(set() if more is None else {more})
         return self._shorter[more]
+
+    @cached_property
+    def longer(self) -> Program:
+        """With a few blocks more of every run."""
+        return self._left(set(range(len(self.runs))))
+
+    def whole(self, plan: Plan) -> Plan:
+        """A plan for the program, from one for the longer of the shorter ones: blocks that are not
+        in it do as the ones that stand for them.
+        """
+        if not self.runs:
+            return plan
+        stands = {n.name: twin.name for n, twin in self._stands(set(range(len(self.runs)))).items()}
+        names = [node.name for node in self.program.module.graph.nodes]
+        pairs = [(name, stands.get(name, name)) for name in names]
+        copies = _copies(plan)
+        return dataclasses.replace(
+            plan,
+            choices={name: plan.choices[own] for name, own in pairs if own in plan.choices},
+            stored={name: plan.stored[own] for name, own in pairs if own in plan.stored},
+            copies={(n, i): at for n, own in pairs for i, at in copies.get(own, ())},
+        )
+
+    def _left(self, more: set[int]) -> Program:
+        return _without(self.program, self._stands(more)) if self.runs else self.program
+
+    def _stands(self, more: set[int]) -> dict[fx.Node, fx.Node]:
+        """The nodes that are left out, each with the one that stands for it."""
+        stands: dict[fx.Node, fx.Node] = {}
+        for number, run in enumerate(self.runs):
+            first = _EDGE + _MORE * (number in more)
+            twins = self.blocks[run[first - 1]]
+            for block in run[first:-_EDGE]:
+                stands.update(zip(self.blocks[block], twins, strict=True))
+        return stands
 
     def stand_in(self, name: str) -> str:
         """The name of the block that stays in the shortest program for this one."""
@@ -100,12 +137,14 @@ def _apart(
     return all(user in places and places[user][0] in own for user in users)
 
 
-def _look(
-    program: Program,
-    places: Mapping[fx.Node, tuple[Block, int]],
-    block: Block,
-    nodes: Sequence[fx.Node],
-) -> Hashable:
+def _looks(
+    blocks: Mapping[Block, list[fx.Node]], places: Mapping[fx.Node, tuple[Block, int]]
+) -> dict[Block, Hashable]:
+    """What every block computes, and of what."""
+    return {b: tuple(_look(places, b, node) for node in nodes) for b, nodes in blocks.items()}
+
+
+def _look(places: Mapping[fx.Node, tuple[Block, int]], block: Block, node: fx.Node) -> Hashable:
     def seen(value: Any) -> Hashable:
         if not isinstance(value, fx.Node):
             return str(value)
@@ -114,14 +153,8 @@ def _look(
         other, place = places[value]
         return other[1] - block[1], place
 
-    plan = program.plan
-    assert plan is not None
-    looks: list[Hashable] = []
-    for node in nodes:
-        taken = tuple(seen(value) for value in pytree.tree_leaves((node.args, node.kwargs)))
-        looks.append((node.op, node.op == "placeholder" or node.target, _shapes(node), taken))
-        looks.append(_laid_out(plan, node))
-    return tuple(looks)
+    taken = tuple(seen(value) for value in pytree.tree_leaves((node.args, node.kwargs)))
+    return node.op, node.op == "placeholder" or node.target, _shapes(node), taken
 
 
 def _shapes(node: fx.Node) -> Hashable:
@@ -130,9 +163,23 @@ def _shapes(node: fx.Node) -> Hashable:
     return tuple((tuple(value.shape), value.dtype) for value in tensors)
 
 
-def _laid_out(plan: Plan, node: fx.Node) -> Hashable:
-    copies = tuple((n, at) for (name, n), at in plan.copies.items() if name == node.name)
-    return str(plan.choices.get(node.name)), plan.stored.get(node.name), copies
+def _copies(plan: Plan) -> dict[str, list[tuple[int, Layout]]]:
+    """By the name of the node whose value has them."""
+    found: dict[str, list[tuple[int, Layout]]] = defaultdict(list)
+    for (name, index), layout in sorted(plan.copies.items(), key=lambda copy: copy[0]):
+        found[name].append((index, layout))
+    return found
+
+
+def _laid_out(
+    plan: Plan | None, copies: Mapping[str, list[tuple[int, Layout]]], nodes: Sequence[fx.Node]
+) -> Hashable:
+    if plan is None:
+        return None
+    names = [node.name for node in nodes]
+    return tuple(
+        (plan.choices.get(name), plan.stored.get(name), *copies.get(name, ())) for name in names
+    )
 
 
 def _without(program: Program, stands: Mapping[fx.Node, fx.Node]) -> Program:
@@ -159,9 +206,10 @@ def _without(program: Program, stands: Mapping[fx.Node, fx.Node]) -> Program:
     )
 
 
-def _planned(plan: Plan | None, graph: fx.Graph) -> Plan:
+def _planned(plan: Plan | None, graph: fx.Graph) -> Plan | None:
     """What the plan says of the nodes that are left."""
-    assert plan is not None
+    if plan is None:
+        return None
     names, left = {node.name for node in graph.nodes}, {*blocks(graph.nodes)}
     choices = {name: choice for name, choice in plan.choices.items() if name in names}
     stored = {name: layout for name, layout in plan.stored.items() if name in names}

@@ -3,15 +3,15 @@
 The search adds up seconds, as if nothing ran under anything else. What can wait or be fetched
 early, gathers of weights and sums of their gradients, may count less in it (`Annotations.share`):
 that gives other plans, which lean on what hides. The best plan of the sum, these, and for "auto"
-those of the layouts that people name first compete: the most promising are emitted and run in the
-simulation that the scheduler goes by (cost/simulate.py); the shortest step comes first. So the
-proven gap is one of the summed seconds, not of the simulated ones.
+those of the named layouts compete: the most promising are emitted and run in the simulation that
+the scheduler goes by (cost/simulate.py); the shortest step comes first. So the proven gap is one of
+the summed seconds, not of the simulated ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -19,52 +19,93 @@ from .cost.memory import Budget
 from .cost.timeline import timeline
 from .depth import Deep
 from .errors import LayoutError
-from .layouts import Layouts, candidates
+from .layout import Layout
+from .layouts import NAMES, Layouts, candidates
 from .passes import choose, emitted
 from .plan import Plan
-from .price import terms
 from .program import Program
-from .rating.rate import promising
+from .rating.rate import Candidate, bounds_of, promising
+from .shallow import Shallow, summed
 from .world import World
 
 SHARES = (0.4, 0.1)  # of the seconds of what can hide
 _HIDDEN = ("all_gather", "reduce_scatter", "all_reduce")  # of stored weights, gradients
-_NAMED = ("ddp", "fsdp", "megatron", "megatron-sp")  # of one axis: found in no time
 _FREE, _RULED = 4, 2  # meshes, the most promising, that are searched again at every share
-_NEAR = 1.5  # times the best bound: a mesh above is not searched again
-_RUN = 4  # plans that are emitted and simulated: of a deep model that takes seconds each
+_NEAR = 1.5  # times the least: what lies above in the sum, or where what hides counts least, is out
+_RUN = 8  # plans that are emitted and simulated: of a deep model that takes a second each
 
 
 def by_step(
     program: Program, world: World, layout: Layouts, redundant: bool, budget: Budget | None
 ) -> list[Program]:
     """Chosen programs, the one with the shortest simulated step first."""
-    summed = choose.choose(program, world, layout, redundant, budget)
-    assert summed.plan is not None
-    if not summed.plan.mesh.axes:
-        return [summed]
-    found = {_looks(summed.plan): summed}
-    others = [*_shared(summed, world, layout, redundant, budget)]
-    if layout == "auto":
-        others += _named(summed, world, redundant, budget)
-    hidden = _counted(program, shares(world)[-1])
-    for one in sorted(others, key=lambda one: _seconds(hidden, one, world)):
-        if len(found) < _RUN:
-            found.setdefault(_looks(_plan(one)), one)
-    return sorted(found.values(), key=lambda one: simulated(one, world))
+    best = choose.choose(program, world, layout, redundant, budget)
+    if not _plan(best).mesh.axes:
+        return [best]
+    others = _Others(best, world, redundant, budget)
+    given = list(candidates(layout, world.ranks, program))
+    others.take(given, bounds_of(_plan(best)), others.lighter)
+    for name in NAMES[1:] if layout == "auto" else ():
+        others.take_named(name)
+    order = sorted(others.near(), key=lambda deep: _step(deep, world))
+    return [deep.program for deep in order]
 
 
-def _shared(
-    summed: Program, world: World, layout: Layouts, redundant: bool, budget: Budget | None
-) -> Iterator[Program]:
-    """The plans of least sum where what can hide counts a share, on the most promising meshes."""
-    given = list(candidates(layout, world.ranks, summed))
-    most = _FREE if all(rules.free for _, rules in given) else _RULED
-    given = promising(_plan(summed), given, most, _NEAR)
-    for share in shares(world):
-        light = _counted(summed, share)
-        other = choose.choose(light, world, layout, redundant, budget, None, given, thorough=False)
-        yield _beside(summed, other, world)
+class _Others:
+    """Plans that compete with the best one of the sum."""
+
+    def __init__(self, best: Program, world: World, redundant: bool, budget: Budget | None) -> None:
+        self.best, self.world, self.redundant, self.budget = best, world, redundant, budget
+        self.deep, self.shallow = Deep(best), Shallow(best)
+        self.lighter = [Shallow(_counted(best, share)) for share in shares(world)]
+        self.found: dict[Hashable, tuple[float, Deep]] = {}
+        self._enter(self.deep)
+
+    @property
+    def least(self) -> float:
+        return min(seconds for seconds, _ in self.found.values())
+
+    def near(self) -> list[Deep]:
+        """The most promising, and the best of the sum."""
+        limit = _NEAR * self.least
+        order = sorted(self.found.values(), key=lambda pair: pair[0])
+        found = [deep for seconds, deep in order if seconds <= limit][:_RUN]
+        return list(dict.fromkeys((*found, self.deep)))
+
+    def take_named(self, name: str) -> None:
+        """A named layout's plan of the sum; while it is near, those at the shares, too."""
+        try:
+            given = list(candidates(name, self.world.ranks, self.best))
+        except LayoutError:
+            return
+        bounds = self.shallow.bounds(given, self.world, self.redundant)
+        if self.take(given, bounds, [self.shallow]) <= _NEAR * self.least:
+            self.take(given, bounds, self.lighter)
+
+    def take(
+        self, given: Sequence[Candidate], bounds: Sequence[float], searched: Sequence[Shallow]
+    ) -> float:
+        """The plans of least sum on the most promising of these meshes; the least seconds of them
+        in which what hides counts least.
+        """
+        most = _FREE if all(rules.free for _, rules in given) else _RULED
+        near = promising(bounds, given, most, _NEAR)
+        plans = [one.plan(near, self.world, self.redundant) for one in searched]
+        return min(self._enter(self._beside(plan)) for plan in plans)
+
+    def _beside(self, plan: Plan) -> Deep:
+        """Another plan for the same program, at its full price; proven is what is of the sum."""
+        deep, known = self.shallow.chosen(plan, self.world, self.budget), _plan(self.best)
+        plan = dataclasses.replace(_plan(deep.program), bound=known.bound, meshes=known.meshes)
+        return deep.under(plan)
+
+    def _enter(self, deep: Deep) -> float:
+        """Seconds in which what hides counts least."""
+        looks = _looks(_plan(deep.program))
+        if looks not in self.found:
+            light = Deep(_counted(deep.program, shares(self.world)[-1]), deep)
+            self.found[looks] = summed(light, self.world), deep
+        return self.found[looks][0]
 
 
 def shares(world: World) -> tuple[float, ...]:
@@ -74,24 +115,6 @@ def shares(world: World) -> tuple[float, ...]:
     return tuple(dict.fromkeys(max(share, least) for share in SHARES))
 
 
-def _named(
-    summed: Program, world: World, redundant: bool, budget: Budget | None
-) -> Iterator[Program]:
-    for name in _NAMED:
-        try:
-            yield _beside(summed, choose.choose(summed, world, name, redundant, budget), world)
-        except LayoutError:
-            continue
-
-
-def _beside(summed: Program, other: Program, world: World) -> Program:
-    """Another plan for the same program, at its full price; proven is what is of the sum."""
-    bound, meshes = _plan(summed).bound, _plan(summed).meshes
-    seconds = _seconds(summed, other, world)
-    plan = dataclasses.replace(_plan(other), seconds=seconds, bound=bound, meshes=meshes)
-    return dataclasses.replace(summed, plan=plan)
-
-
 def _counted(program: Program, share: float) -> Program:
     """The program in which what can hide counts so much of its seconds."""
     assert program.annotations is not None
@@ -99,25 +122,34 @@ def _counted(program: Program, share: float) -> Program:
     return dataclasses.replace(program, annotations=notes)
 
 
-def _seconds(program: Program, chosen: Program, world: World) -> float:
-    return sum(terms(program, _plan(chosen), world).values())
-
-
 def simulated(chosen: Program, world: World) -> float:
     """Seconds of the step of a chosen program, with communication under computation; of one with
     many equal blocks about that.
     """
+    return _step(Deep(chosen), world)
 
+
+def _step(deep: Deep, world: World) -> float:
     def seconds(chosen: Program) -> tuple[float]:
         return (timeline(emitted(chosen, world), world).seconds,)
 
-    return float(Deep(chosen).extrapolated(seconds)[0])
+    return float(deep.extrapolated(seconds)[0])
 
 
 def _looks(plan: Plan) -> Hashable:
-    """Plans that look alike are one."""
-    layouts = plan.choices.items(), plan.stored.items(), plan.copies.items(), plan.outputs.items()
-    return plan.mesh, *(frozenset(each) for each in layouts)
+    """Plans that look alike are one, whatever their axes are called."""
+    sizes = tuple(axis.size for axis in plan.mesh.axes)
+    choices = {
+        (name, choice.splits, *map(_states, choice.operands), *map(_states, choice.results))
+        for name, choice in plan.choices.items()
+    }
+    others = plan.stored.items(), plan.copies.items(), plan.outputs.items()
+    held = (frozenset((key, _states(at)) for key, at in each) for each in others)
+    return sizes, frozenset(choices), *held
+
+
+def _states(layout: Layout | None) -> Hashable:
+    return None if layout is None else layout.states
 
 
 def _plan(program: Program) -> Plan:

@@ -107,13 +107,14 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
+    products = _Products(program, kinds)
     refused: LayoutError | None = None
     fitting = False
     for grid in _grids(layout, ranks):
         try:
             mesh, roles = _mesh(grid, ranks)
             _check_batch(grid, mesh, roles, kinds, program)
-            _check_products(grid, mesh, roles, kinds, program)
+            _check_products(grid, mesh, roles, products)
         except LayoutError as error:
             refused = refused or error
             continue
@@ -301,40 +302,63 @@ def _check_batch(
         )
 
 
+class _Products:
+    """The products with a weight, and what axes may split of them."""
+
+    def __init__(self, program: Program, kinds: Kinds) -> None:
+        found = [(module_path(node), atoms_of(program, node)) for node, _ in weighted(program)]
+        self.paths, self.sides = [path for path, _ in found], [sides for _, sides in found]
+        self.kinds = kinds
+        self._sizes: dict[tuple[str, str], list[int]] = {}
+
+    def fit(self, axis: Axis, role: Role) -> list[bool]:
+        """Of each product, whether the sizes allow an axis to split it as its role asks, and its
+        weight as it is stored. (Heads that are too few for the axis are no error: attention is then
+        computed whole.)
+        """
+        used = [role.takes == "m"] * len(self.sides)
+        for letter in role.takes:
+            used = [
+                u or not s % axis.size
+                for u, s in zip(used, self._of(letter, role.splits), strict=True)
+            ]
+        if role.stored not in ("n", "k"):
+            return used
+        return [
+            u and not s % axis.size for u, s in zip(used, self._of(role.stored, "any"), strict=True)
+        ]
+
+    def _of(self, letter: str, splits: str) -> list[int]:
+        """How much of a loop dim such an axis may split, of each product."""
+        if (letter, splits) not in self._sizes:
+            self._sizes[letter, splits] = [
+                math.prod(a.size for a in sides[letter] if self.kinds.allowed(splits, a))
+                for sides in self.sides
+            ]
+        return self._sizes[letter, splits]
+
+
 def _check_products(
-    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program
+    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], products: _Products
 ) -> None:
     """An axis must divide what it would split of more than half of the products with a weight, and
     of the weights as they are stored.
     """
-    products = [(module_path(node), atoms_of(program, node)) for node, _ in weighted(program)]
     for axis, role in zip(mesh.axes, roles, strict=True):
-        unfit = [(path, sides) for path, sides in products if not _fits(axis, role, kinds, sides)]
-        if unfit and 2 * len(unfit) >= len(products):
+        unfit = [place for place, fits in enumerate(products.fit(axis, role)) if not fits]
+        if unfit and 2 * len(unfit) >= len(products.sides):
             listed = [
-                f"{path or 'the model'} (k = {_text(sides['k'])}, n = {_text(sides['n'])})"
-                for path, sides in unfit
+                f"{products.paths[i] or 'the model'} (k = {_text(products.sides[i]['k'])}, "
+                f"n = {_text(products.sides[i]['n'])})"
+                for i in unfit[:3]
             ]
-            more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+            more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
             raise LayoutError(
                 f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on rows or columns "
                 f"of weights, but {axis.size} divides none that it could split in {len(unfit)} of "
-                f"{len(products)} products: {', '.join(listed[:3])}{more}; use an axis size that "
+                f"{len(products.sides)} products: {', '.join(listed)}{more}; use an axis size that "
                 "divides them, other sizes in the model, or layout 'auto'"
             )
-
-
-def _fits(axis: Axis, role: Role, kinds: Kinds, sides: Mapping[str, tuple[Atom, ...]]) -> bool:
-    """Whether the sizes allow an axis to split a product as its role asks, and its weight as it is
-    stored. (Heads that are too few for the axis are no error: attention is then computed whole.)
-    """
-
-    def divided(letter: str, splits: str) -> bool:
-        size = math.prod(a.size for a in sides[letter] if kinds.allowed(splits, a))
-        return size % axis.size == 0
-
-    used = role.takes == "m" or any(divided(letter, role.splits) for letter in role.takes)
-    return used and (role.stored not in ("n", "k") or divided(role.stored, "any"))
 
 
 def _text(atoms: tuple[Atom, ...]) -> str:

@@ -23,7 +23,7 @@ from .cost.compute import node_seconds, optimizer_seconds
 from .cost.inside import HAVE_INSIDE, inside
 from .cost.kept import Price, bytes_of
 from .elimination import Memo, Table, minimise
-from .graphs import carries_gradient, module_path, producer, where
+from .graphs import carries_gradient, module_path, producer
 from .layout import I, Layout, R
 from .mesh import Mesh
 from .plan import Choice, Plan
@@ -38,6 +38,7 @@ from .strategies import (
     spec_look,
     split_of,
 )
+from .unsplit import unsplit
 from .world import World
 
 
@@ -316,7 +317,7 @@ class Search:
     # -- the result --------------------------------------------------------------------------------
     def plan(self, seconds: float, values: list[int]) -> Plan:
         """The plan of these values of the variables."""
-        choices, stored, outputs, unsplit = {}, {}, {}, []
+        choices, stored, outputs = {}, {}, {}
         for name, variable in self.index.items():
             item = self.variables[variable].items[values[variable]]
             if variable in self.members:
@@ -324,7 +325,6 @@ class Search:
                     choices[member] = Choice(
                         self._splits(strategy), strategy.operands, strategy.results
                     )
-                    unsplit.extend(self._why_whole(member, strategy))
             elif name.startswith("output "):
                 outputs[name.removeprefix("output ")] = item
             elif not name.startswith("copy "):
@@ -344,7 +344,7 @@ class Search:
             seconds,
             0.0,
             0.0,
-            unsplit=tuple(dict.fromkeys(unsplit)),
+            unsplit=unsplit(self.program, self.mesh, choices),
             world=self.world,
             panels=self.constraint.panels,
             reduce_dtype=self.notes.reduce_dtype,
@@ -352,19 +352,3 @@ class Search:
 
     def _splits(self, strategy: Strategy) -> tuple[str, ...]:
         return tuple(split_of(choice) for choice in strategy.choices)
-
-    def _why_whole(self, name: str, strategy: Strategy) -> list[str]:
-        """One sentence for each axis on which a matrix product is computed whole."""
-        spec, factors = self.notes.specs[name], self.notes.factors[name]
-        if spec.product is None:
-            return []
-        node = next(n for n in self.program.module.graph.nodes if n.name == name)
-        able = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
-        sizes = ", ".join(f"{f} = {' × '.join(str(a.size) for a in able[f])}" for f in able)
-        found = []
-        for axis, slot in zip(self.mesh.axes, strategy.slots, strict=True):
-            fits = any(a.size % axis.size == 0 for atoms in able.values() for a in atoms)
-            why = f"may split none of {sizes} here" if fits else f"divides none of {sizes}"
-            if slot is None:
-                found.append(f"{where(node)}: axis {axis.name} of {axis.size} {why}")
-        return found

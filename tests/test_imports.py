@@ -14,12 +14,12 @@ ORDER = (
     "errors", "ranks", "_compat", "spans", "mesh", "world", "layout", "changes", "written",
     "figures", "plan", "rules", "ops", "probe", "program", "graphs", "simplify", "capture",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
-    "sharded", "local", "recomputed", "constraint", "cost", "cuts", "cutting", "layouts",
+    "sharded", "local", "recomputed", "constraint", "unsplit", "cost", "cuts", "cutting", "layouts",
     "elimination", "ranking", "regions", "price", "editing", "conversion_costs", "search",
     "ascending", "rating",
     "lockstep", "passes", "backends", "script", "measured", "placement", "module", "widened",
-    "verify", "report", "depth", "dropping", "fitting", "hiding", "proven", "affordable", "sizing",
-    "ready", "held", "deferred", "pipeline", "planning", "api", "compiled", "calibration",
+    "verify", "report", "depth", "shallow", "dropping", "fitting", "hiding", "proven",
+    "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api", "compiled", "calibration",
     "targets", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip
 

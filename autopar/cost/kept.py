@@ -22,10 +22,9 @@ from ..plan import Plan
 from ..program import Program, Value
 from ..rules import operands_of, shape_of, value_of
 from ..strategies import Strategy
+from ..unsplit import IDLE
 from .memory import STATES, Optimizer
 from .saved import Saved, SavedOf
-
-_IDLE = ("I", "R", "P")  # of Choice.splits: the axis splits nothing
 
 
 class Share(NamedTuple):
@@ -184,7 +183,7 @@ def bytes_kept(kept: Kept, plan: Plan) -> float:
         choice = plan.choices.get(node.name)
         if choice is not None:
             pairs = zip(plan.mesh.axes, choice.splits, strict=True)
-            parts = math.prod(axis.size for axis, split in pairs if split not in _IDLE)
+            parts = math.prod(axis.size for axis, split in pairs if split not in IDLE)
             strategy = Strategy((), choice.operands, choice.results, parts)
             total += bytes_of(kept.of(node), strategy)
     parameters = {e.node for e in kept.program.signature.inputs if e.kind == "parameter"}

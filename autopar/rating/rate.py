@@ -104,13 +104,17 @@ def best(
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
 
 
+def bounds_of(plan: Plan) -> list[float]:
+    """Of every candidate that a plan was chosen from."""
+    return [bound for _, bound in plan.meshes]
+
+
 def promising(
-    plan: Plan, given: Sequence[Candidate], most: int, near: float = math.inf
+    bounds: Sequence[float], given: Sequence[Candidate], most: int, near: float = math.inf
 ) -> list[Candidate]:
-    """Of the candidates that a plan was chosen from, so many of the lowest bounds, none above
-    `near` times the least, in their order.
+    """Of the candidates, so many of the lowest bounds, none above `near` times the least, in their
+    order.
     """
-    bounds = [bound for _, bound in plan.meshes]
     low = sorted(range(len(given)), key=bounds.__getitem__)[:most]
     return [given[i] for i in sorted(low) if bounds[i] <= near * bounds[low[0]]]
 

@@ -1,0 +1,84 @@
+"""auto against named layouts: never modelled slower, neither by the sum of its seconds
+nor by a step in which communication runs under computation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import models
+from autopar import hiding
+from autopar.errors import LayoutError
+from autopar.hiding import simulated
+from autopar.layouts import NAMES
+from autopar.passes import choose
+from autopar.program import Program
+from autopar.world import World
+from random_nets import analysed
+
+slow = pytest.mark.slow
+WORLDS = (
+    *(("dgx-h100", ranks) for ranks in (2, 4, 8, 16, 64)),
+    *(("ethernet-25g", ranks) for ranks in (2, 8, 16, 32)),
+    *(("laptop", ranks) for ranks in (2, 4, 8)),
+    *(("pcie-4090", ranks) for ranks in (2, 4, 8, 16)),
+)
+SUBJECTS: dict[str, Callable[[int], models.Example]] = {
+    "mlp": lambda batch: (models.Mlp(), (torch.randn(batch, 64), torch.randn(batch, 64)), {}),
+    "wide": lambda batch: (models.Mlp(2048, 8192), (torch.randn(batch, 2048),) * 2, {}),
+    "gpt": lambda batch: (models.Gpt(), (torch.zeros(batch, 16, dtype=torch.int64),) * 2, {}),
+    "gpt 768": lambda batch: (
+        models.Gpt(1024, 128, 768, 12, 2),
+        (torch.zeros(batch, 128, dtype=torch.int64), torch.ones(batch, 128, dtype=torch.int64)),
+        {},
+    ),
+}
+
+
+def slower_than_named(
+    seconds: Callable[[Program, World, str], float], *which: Any
+) -> dict[str, float]:
+    """By how much auto is modelled slower than each named layout that fits."""
+    subject, batch, preset, ranks = which
+    program, world = analysed(*SUBJECTS[subject](batch)), World.preset(preset, ranks)
+    auto, found = seconds(program, world, "auto"), {}
+    for layout in NAMES[1:]:
+        try:
+            found[layout] = auto / seconds(program, world, layout) - 1
+        except LayoutError:
+            continue
+    return found
+
+
+def summed(program: Program, world: World, layout: str) -> float:
+    plan = choose.choose(program, world, layout).plan
+    assert plan is not None
+    return plan.seconds
+
+
+def by_step(program: Program, world: World, layout: str) -> float:
+    """With communication under computation."""
+    return simulated(hiding.by_step(program, world, layout, False, None)[0], world)
+
+
+def combinations() -> list[Any]:
+    """40 of (model, batch, machine), the first few of them cheap."""
+    draw = random.Random(0)
+    every = [(s, b, *w) for s in SUBJECTS for b in (4, 16, 64) for w in WORLDS]
+    cheap = [("mlp", 16, "dgx-h100", 8), ("gpt", 16, "laptop", 4), ("wide", 64, "pcie-4090", 8)]
+    rest = draw.sample([c for c in every if c not in cheap], 37)
+    return [*cheap, *(pytest.param(c, marks=slow) for c in rest)]
+
+
+@pytest.mark.parametrize("which", combinations(), ids=str)
+@pytest.mark.parametrize("seconds", [summed, by_step])
+def test_auto_is_not_modelled_slower_than_a_named_layout(
+    seconds: Callable[[Program, World, str], float], which: tuple[str, int, str, int]
+) -> None:
+    found = slower_than_named(seconds, *which)
+    assert found and all(slower <= 1e-3 for slower in found.values()), found
