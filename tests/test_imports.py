@@ -19,7 +19,8 @@ ORDER = (
     "ascending", "rating",
     "lockstep", "passes", "backends", "script", "measured", "placement", "module", "widened",
     "verify", "report", "depth", "shallow", "dropping", "fitting", "hiding", "proven",
-    "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api", "compiled", "calibration",
+    "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
+    "compiled", "calibration",
     "targets", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip
 
