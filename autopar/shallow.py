@@ -41,8 +41,8 @@ class Shallow:
         redundant: bool = False,
         price: Price | None = None,
     ) -> list[float]:
-        """A lower bound of the step of the whole program in seconds, of every candidate; of a single
-        one nobody asks.
+        """A lower bound of the step of the whole program in seconds, of every candidate; 0 of a
+        single one, which needs none.
         """
         if len(given) == 1:
             return [0.0]
