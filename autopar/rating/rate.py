@@ -110,13 +110,14 @@ def bounds_of(plan: Plan) -> list[float]:
 
 
 def promising(
-    bounds: Sequence[float], given: Sequence[Candidate], most: int, near: float = math.inf
+    bounds: Sequence[float], given: Sequence[Candidate], most: int, near: float | None = None
 ) -> list[Candidate]:
     """Of the candidates, so many of the lowest bounds, none above `near` times the least, in their
     order.
     """
+    assert given, "nothing to choose from"
     low = sorted(range(len(given)), key=bounds.__getitem__)[:most]
-    return [given[i] for i in sorted(low) if bounds[i] <= near * bounds[low[0]]]
+    return [given[i] for i in sorted(low) if near is None or bounds[i] <= near * bounds[low[0]]]
 
 
 def _rounded(seconds: float) -> float:

@@ -1,0 +1,57 @@
+"""Plans searched on a shorter model are plans for the whole one, at its price."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+from autopar.depth import Deep
+from autopar.layouts import candidates
+from autopar.passes import choose, emitted
+from autopar.price import terms
+from autopar.program import Program
+from autopar.shallow import Shallow, summed
+from autopar.world import World
+from models import Gpt
+from random_nets import analysed
+
+WORLD = World.preset("laptop", ranks=4)
+LAYERS = 6
+
+
+@lru_cache
+def program() -> Program:
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    return analysed(Gpt(layers=LAYERS), (ids, ids), {})
+
+
+@pytest.mark.parametrize("layout", ["auto", "4d", "ddp"])  # of ddp there is one mesh
+def test_as_good_as_searched_on_the_whole(layout: str) -> None:
+    shallow, given = Shallow(program()), list(candidates(layout, 4, program()))
+    assert len(list(shallow.deep.longer.module.graph.nodes)) < len(
+        list(program().module.graph.nodes)
+    )
+    deep = shallow.chosen(shallow.best(given, WORLD), WORLD, None)
+    choose.check(deep.program)
+    emitted(deep.program, WORLD)
+    plan, whole = deep.program.plan, choose.choose(program(), WORLD, layout).plan
+    assert plan is not None and whole is not None
+    assert plan.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    assert plan.seconds == pytest.approx(sum(terms(program(), plan, WORLD).values()), rel=1e-6)
+    assert plan.unsplit == whole.unsplit
+
+
+def test_a_run_of_blocks_ends_where_layouts_do() -> None:
+    """Known structure, another plan: blocks are alike only while their layouts are."""
+    chosen = choose.choose(program(), WORLD, "ddp")
+    plan, deep = chosen.plan, Deep(replace(chosen, plan=None))
+    assert plan is not None
+    (run,) = deep.runs
+    assert deep.under(plan).runs == deep.runs
+    name = next(n.name for n in deep.blocks[run[2]] if n.op == "placeholder")
+    odd = replace(plan, stored={k: v for k, v in plan.stored.items() if k != name})
+    assert all(run[2] not in one for one in deep.under(odd).runs)
+    assert summed(deep.under(plan), WORLD) == pytest.approx(plan.seconds, rel=1e-6)
