@@ -16,7 +16,8 @@ from benchmarks.models import SUBJECTS
 
 def _order(cell: Cell) -> tuple[Any, ...]:
     rate = cell["rate"] if cell["rate"] is not None else float("inf")
-    return list(SUBJECTS).index(cell["model"]), cell["nodes"] * cell["ranks_per_node"], rate
+    nodes, each = cell["nodes"], cell["ranks_per_node"]
+    return list(SUBJECTS).index(cell["model"]), nodes * each, nodes, rate
 
 
 def _size(cell: Cell) -> str:
