@@ -68,7 +68,14 @@ def _plot(model: str, found: list[Cell], path: Path) -> Path:
         _panel(panel, [cell for cell in found if _size(cell) == size], names)
         panel.set_title(f"{model}, {size}")
     panels[0][0].set_ylabel("step, s (median; bars: least to most)")
-    panels[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    lines = {
+        label: line
+        for panel in panels[0]
+        for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    panels[0][-1].legend(
+        lines.values(), lines.keys(), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5)
+    )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
