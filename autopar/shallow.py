@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 
-from .cost.kept import Price
+from .cost.kept import Price, bytes_kept
 from .cost.memory import Budget
 from .depth import Deep
 from .passes import choose
@@ -75,9 +75,16 @@ class Shallow:
         if not self.deep.runs:
             return self.plan(given, world, redundant, price)
         bounds = self.bounds(given, world, redundant, price)
-        plan = self.plan(promising(bounds, given, _TRIES), world, redundant, price)
+        near = promising(bounds, given, _TRIES)
+        plans = [self.plan([one], world, redundant, price) for one in near]
+        plan = min(plans, key=lambda plan: self._paid(plan, world, price))
         meshes = tuple((str(m), s) for (m, _), s in zip(given, bounds, strict=True))
         return dataclasses.replace(plan, meshes=meshes)
+
+    def _paid(self, plan: Plan, world: World, price: Price | None) -> float:
+        """Seconds of the whole program under a plan, with what the bytes that it keeps cost."""
+        kept = price.seconds_per_byte * bytes_kept(price.kept, plan) if price else 0.0
+        return summed(self.deep.under(plan), world) + kept
 
     def chosen(self, plan: Plan, world: World, budget: Budget | None) -> Deep:
         """The program with a plan for it, as the sum of its seconds and the budget say."""

@@ -13,6 +13,7 @@ from autopar.layouts import candidates
 from autopar.passes import choose, emitted
 from autopar.price import terms
 from autopar.program import Program
+from autopar.rating.rate import promising
 from autopar.shallow import Shallow, summed
 from autopar.world import World
 from models import Gpt
@@ -42,6 +43,15 @@ def test_as_good_as_searched_on_the_whole(layout: str) -> None:
     assert plan.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert plan.seconds == pytest.approx(sum(terms(program(), plan, WORLD).values()), rel=1e-6)
     assert plan.unsplit == whole.unsplit
+
+
+def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
+    shallow, given = Shallow(program()), list(candidates("4d", 4, program()))
+    near = promising(shallow.bounds(given, WORLD), given, 2)
+    each = [shallow.chosen(shallow.plan([one], WORLD), WORLD, None).program.plan for one in near]
+    least = min(plan.seconds for plan in each if plan is not None)
+    found = shallow.chosen(shallow.best(given, WORLD), WORLD, None).program.plan
+    assert len(each) == 2 and found is not None and found.seconds == pytest.approx(least)
 
 
 def test_a_run_of_blocks_ends_where_layouts_do() -> None:

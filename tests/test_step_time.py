@@ -196,3 +196,14 @@ def test_a_trace_is_split_into_computing_hidden_and_exposed():
     assert figures == pytest.approx((9, 3, 4, 1, 3)) and found.neither == pytest.approx(3)
     assert found.collectives == {"all_reduce": 1, "all_gather": 1}
     assert "1 all_gather, 1 all_reduce" in printed(traces.table([found]))
+
+
+def test_clusters_with_as_many_ranks_have_a_table_each():
+    sizes = [(2, 2), (4, 1)]
+    found = [
+        cell(rate, PEER) | {"nodes": nodes, "ranks_per_node": each}
+        for rate in (4e8, 1e9)
+        for nodes, each in sizes
+    ]
+    order = sorted(found, key=step_pages._order)
+    assert [(c["nodes"], c["rate"]) for c in order] == [(2, 4e8), (2, 1e9), (4, 4e8), (4, 1e9)]
