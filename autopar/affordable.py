@@ -129,14 +129,15 @@ def _named(free: _Under, best: _Tried) -> Iterator[_Tried]:
     time with what it must drop. While nothing fits, those at prices, too. No bound of "auto" rules
     a mesh out: a named layout may compute on several ranks what "auto" must split.
     """
-    world, redundant, budget = free.world, free.redundant, free.aim
-    whole, given = Shallow(free.program), list[tuple[_Under, Program]]()
+    world, budget = free.world, free.aim
+    whole = Shallow(free.program, world, free.redundant)
+    given: list[tuple[_Under, Program]] = []
     for name in NAMES[1:] if world.ranks > 1 else ():
         try:
             meshes = list(candidates(name, world.ranks, free.program))
         except LayoutError:
             continue
-        chosen = whole.chosen(whole.best(meshes, world, redundant), world, budget).program
+        chosen = whole.chosen(whole.best(meshes), budget).program
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
             given.append((free.under(name), chosen))
     for under, chosen in sorted(given, key=lambda pair: _plan(pair[1]).seconds):
@@ -177,7 +178,7 @@ class _Under:
         self.searched = regathering(program) if budget.recompute == "auto" else program
         self.kept = Kept(self.searched, budget.optimizer)
         self.given: list[Candidate] = []
-        self.shallow = Shallow(self.searched)
+        self.shallow = Shallow(self.searched, world, redundant)
         self._made: dict[int, _Tried] = {}  # by identity, which the program beside a ladder keeps
         self._ladders: dict[int, tuple[Program, Ladder]] = {}
 
@@ -330,9 +331,9 @@ class _Under:
         return found
 
     def _at(self, price: Price) -> _Priced:
-        plan = self.shallow.best(self.given, self.world, self.redundant, price)
+        plan = self.shallow.best(self.given, price)
         self.given = promising(bounds_of(plan), self.given, _MESHES)
-        chosen = self.shallow.chosen(plan, self.world, self.aim).program
+        chosen = self.shallow.chosen(plan, self.aim).program
         return _Priced(chosen, bytes_kept(self.kept, _plan(chosen)), price)
 
     def _once(self, one: _Priced) -> Program:

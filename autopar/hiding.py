@@ -55,9 +55,10 @@ class _Others:
     """Plans that compete with the best one of the sum."""
 
     def __init__(self, best: Program, world: World, redundant: bool, budget: Budget | None) -> None:
-        self.best, self.world, self.redundant, self.budget = best, world, redundant, budget
-        self.deep, self.shallow = Deep(best), Shallow(best)
-        self.lighter = [Shallow(_counted(best, share)) for share in shares(world)]
+        self.best, self.world, self.budget = best, world, budget
+        self.deep, self.shallow = Deep(best), Shallow(best, world, redundant)
+        lighter = (_counted(best, share) for share in shares(world))
+        self.lighter = [Shallow(one, world, redundant) for one in lighter]
         self.found: dict[Hashable, tuple[float, Deep]] = {}
         self._enter(self.deep)
 
@@ -78,7 +79,7 @@ class _Others:
             given = list(candidates(name, self.world.ranks, self.best))
         except LayoutError:
             return
-        bounds = self.shallow.bounds(given, self.world, self.redundant)
+        bounds = self.shallow.bounds(given)
         if self.take(given, bounds, [self.shallow]) <= _NEAR * self.least:
             self.take(given, bounds, self.lighter)
 
@@ -90,12 +91,12 @@ class _Others:
         """
         most = _FREE if all(rules.free for _, rules in given) else _RULED
         near = promising(bounds, given, most, _NEAR)
-        plans = [one.plan(near, self.world, self.redundant) for one in searched]
+        plans = [one.plan(near) for one in searched]
         return min(self._enter(self._beside(plan)) for plan in plans)
 
     def _beside(self, plan: Plan) -> Deep:
         """Another plan for the same program, at its full price; proven is what is of the sum."""
-        deep, known = self.shallow.chosen(plan, self.world, self.budget), _plan(self.best)
+        deep, known = self.shallow.chosen(plan, self.budget), _plan(self.best)
         plan = dataclasses.replace(_plan(deep.program), bound=known.bound, meshes=known.meshes)
         return deep.under(plan)
 

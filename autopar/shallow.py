@@ -20,7 +20,7 @@ from .plan import Plan
 from .price import terms
 from .program import Program
 from .rating.frame import Frame, frame
-from .rating.rate import Candidate, best, bounded, promising
+from .rating.rate import Best, Candidate, best, bounded, promising, with_bounds
 from .unsplit import unsplit
 from .world import World
 
@@ -28,68 +28,52 @@ _TRIES = 2  # meshes that are searched of many
 
 
 class Shallow:
-    """An annotated program without a plan, and a shorter one to search."""
+    """An annotated program without a plan, and a shorter one to search for a world."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, world: World, redundant: bool = False) -> None:
         self.deep = Deep(dataclasses.replace(program, plan=None))
         self.program = self.deep.program
+        self.world, self.redundant = world, redundant
 
-    def bounds(
-        self,
-        given: Sequence[Candidate],
-        world: World,
-        redundant: bool = False,
-        price: Price | None = None,
-    ) -> list[float]:
+    def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
         """A lower bound of the step of the whole program in seconds, of every candidate; 0 of a
         single one, which needs none.
         """
         if len(given) == 1:
             return [0.0]
-        return bounded(self._frame, given, world, redundant, price)
+        return bounded(self._frame, given, self.world, self.redundant, price)
 
     @cached_property
     def _frame(self) -> Frame:
         return frame(self.program)
 
-    def plan(
-        self,
-        given: Sequence[Candidate],
-        world: World,
-        redundant: bool = False,
-        price: Price | None = None,
-    ) -> Plan:
+    def plan(self, given: Sequence[Candidate], price: Price | None = None) -> Plan:
         """The plan found on these meshes; its seconds are not worked out: `chosen` does that."""
-        found = best(self.deep.longer, given, world, redundant, price, thorough=False)
-        meshes = tuple((str(m), s) for (m, _), s in zip(given, found.bounds, strict=True))
-        return dataclasses.replace(self.deep.whole(found.plan), meshes=meshes)
+        return self.deep.whole(self._found(given, price).plan)
 
-    def best(
-        self,
-        given: Sequence[Candidate],
-        world: World,
-        redundant: bool = False,
-        price: Price | None = None,
-    ) -> Plan:
+    def best(self, given: Sequence[Candidate], price: Price | None = None) -> Plan:
         """The plan found on the most promising of these meshes, with the bounds of all."""
         if not self.deep.runs:
-            return self.plan(given, world, redundant, price)
-        bounds = self.bounds(given, world, redundant, price)
-        near = promising(bounds, given, _TRIES)
-        plans = [self.plan([one], world, redundant, price) for one in near]
-        plan = min(plans, key=lambda plan: self._paid(plan, world, price))
-        meshes = tuple((str(m), s) for (m, _), s in zip(given, bounds, strict=True))
-        return dataclasses.replace(plan, meshes=meshes)
+            found = self._found(given, price)
+            return dataclasses.replace(found.plan, meshes=with_bounds(given, found.bounds))
+        bounds = self.bounds(given, price)
+        plans = [self.plan([one], price) for one in promising(bounds, given, _TRIES)]
+        plan = min(plans, key=lambda plan: self._paid(plan, price))
+        return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
 
-    def _paid(self, plan: Plan, world: World, price: Price | None) -> float:
+    def _found(self, given: Sequence[Candidate], price: Price | None) -> Best:
+        longer = self.deep.longer
+        return best(longer, given, self.world, self.redundant, price, thorough=False)
+
+    def _paid(self, plan: Plan, price: Price | None) -> float:
         """Seconds of the whole program under a plan, with what the bytes that it keeps cost."""
         kept = price.seconds_per_byte * bytes_kept(price.kept, plan) if price else 0.0
-        return summed(self.deep.under(plan), world) + kept
+        return summed(self.deep.under(plan), self.world) + kept
 
-    def chosen(self, plan: Plan, world: World, budget: Budget | None) -> Deep:
+    def chosen(self, plan: Plan, budget: Budget | None) -> Deep:
         """The program with a plan for it, as the sum of its seconds and the budget say."""
         plan = dataclasses.replace(plan, unsplit=unsplit(self.program, plan.mesh, plan.choices))
-        seconds = summed(self.deep.under(plan), world)
+        seconds = summed(self.deep.under(plan), self.world)
         plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
         chosen = choose.dropping(dataclasses.replace(self.program, plan=plan), budget)
         return Deep(chosen, self.deep)

@@ -20,10 +20,11 @@ from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
 from autopar.elimination import Table
 from autopar.layouts import candidates
-from autopar.passes import choose, emitted
+from autopar.passes import emitted
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.ranking import ranked
+from autopar.rating.rate import best
 from autopar.world import World
 from random_nets import analysed, random_problem
 
@@ -83,8 +84,8 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     program, world = analysed(*getattr(models, name)()), World.preset("ethernet-25g", 4)
     free = affordable(program, world, "auto", budget=Budget(None, OPTIMIZER, "none")).plan
     assert free is not None
-    frugal = choose.choose(program, world, "auto", price=Price(Kept(program), 1.0)).plan
-    assert frugal is not None
+    given = list(candidates("auto", world.ranks, program))
+    frugal = best(program, given, world, price=Price(Kept(program), 1.0)).plan
     least, most = (peak_of(program, plan, world) for plan in (frugal, free))
     limit = least + part * (most - least)
     found = affordable(program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")).plan

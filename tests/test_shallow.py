@@ -31,11 +31,11 @@ def program() -> Program:
 
 @pytest.mark.parametrize("layout", ["auto", "4d", "ddp"])  # of ddp there is one mesh
 def test_as_good_as_searched_on_the_whole(layout: str) -> None:
-    shallow, given = Shallow(program()), list(candidates(layout, 4, program()))
+    shallow, given = Shallow(program(), WORLD), list(candidates(layout, 4, program()))
     assert len(list(shallow.deep.longer.module.graph.nodes)) < len(
         list(program().module.graph.nodes)
     )
-    deep = shallow.chosen(shallow.best(given, WORLD), WORLD, None)
+    deep = shallow.chosen(shallow.best(given), None)
     choose.check(deep.program)
     emitted(deep.program, WORLD)
     plan, whole = deep.program.plan, choose.choose(program(), WORLD, layout).plan
@@ -46,11 +46,11 @@ def test_as_good_as_searched_on_the_whole(layout: str) -> None:
 
 
 def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
-    shallow, given = Shallow(program()), list(candidates("4d", 4, program()))
-    near = promising(shallow.bounds(given, WORLD), given, 2)
-    each = [shallow.chosen(shallow.plan([one], WORLD), WORLD, None).program.plan for one in near]
+    shallow, given = Shallow(program(), WORLD), list(candidates("4d", 4, program()))
+    near = promising(shallow.bounds(given), given, 2)
+    each = [shallow.chosen(shallow.plan([one]), None).program.plan for one in near]
     least = min(plan.seconds for plan in each if plan is not None)
-    found = shallow.chosen(shallow.best(given, WORLD), WORLD, None).program.plan
+    found = shallow.chosen(shallow.best(given), None).program.plan
     assert len(each) == 2 and found is not None and found.seconds == pytest.approx(least)
 
 

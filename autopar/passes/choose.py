@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-from ..cost.kept import Price, bytes_kept
 from ..cost.memory import Budget
 from ..graphs import blocks
 from ..layouts import Layouts, candidates
 from ..program import Program
-from ..rating.rate import Candidate, best
+from ..rating.rate import best, with_bounds
 from ..world import World
 
 
@@ -20,28 +18,17 @@ def choose(
     layout: Layouts,
     redundant: bool = False,
     budget: Budget | None = None,
-    price: Price | None = None,
-    given: Sequence[Candidate] | None = None,
-    thorough: bool = True,
 ) -> Program:
     """The best plan over every mesh that `layout` allows on the ranks of `world`, with a proven
     bound; ties go to fewer axes, then to the first mesh.
 
     `budget`: with recompute "full" or "gathers" every repeated block is; "auto" leaves it to what
     follows.
-    `price`: what the bytes that a plan keeps cost, for plans that must fit; the plan's seconds and
-    bound are without it (the bound: of plans that keep no more than this one). `given`: only these
-    meshes, each with its constraint. `thorough=False`: fewer options are searched exactly, and the
-    best mesh is not searched again among more.
     """
-    given = list(candidates(layout, world.ranks, program)) if given is None else given
-    found = best(program, given, world, redundant, price, thorough)
-    meshes = tuple((str(mesh), s) for (mesh, _), s in zip(given, found.bounds, strict=True))
-    paid = 0.0
-    if price is not None:
-        paid = price.seconds_per_byte * bytes_kept(price.kept, found.plan)
-    seconds, bound = found.plan.seconds - paid, found.bound - paid
-    plan = dataclasses.replace(found.plan, seconds=seconds, bound=bound, meshes=meshes)
+    given = list(candidates(layout, world.ranks, program))
+    found = best(program, given, world, redundant)
+    meshes = with_bounds(given, found.bounds)
+    plan = dataclasses.replace(found.plan, bound=found.bound, meshes=meshes)
     return dropping(dataclasses.replace(program, plan=plan), budget)
 
 

@@ -104,6 +104,13 @@ def best(
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
 
 
+def with_bounds(
+    given: Sequence[Candidate], bounds: Sequence[float]
+) -> tuple[tuple[str, float], ...]:
+    """Every mesh that was rated beside its bound, as a plan keeps them."""
+    return tuple((str(mesh), s) for (mesh, _), s in zip(given, bounds, strict=True))
+
+
 def bounds_of(plan: Plan) -> list[float]:
     """Of every candidate that a plan was chosen from."""
     return [bound for _, bound in plan.meshes]
