@@ -22,18 +22,20 @@ from .backends import Scheduled
 from .errors import PlanError
 from .script import GRAPH, Entry, Script, of_graphs, of_run
 from .spans import COMPUTE, WAITS, Seen, Span
+from .transport import Issued, Lasted, lasted, on_the_wire, ran
 
 STEP, PHASES = "autopar step", ("forward", "backward")
-_GLOO = "gloo:"
 
 
 @dataclass(frozen=True)
 class Measured(Seen):
     """A measured step of one rank, forward and backward. Get one from `par.timeline(*inputs)`.
 
-    A collective lasts from its start to its end in its lane, where the first that was issued counts
-    as the one that runs. `exposed` is for how long the thread that computes stood in the wait for
-    it, which includes waking up; `hidden` is when it ran and no wait was on.
+    A collective is on the wire from when the last rank of its group has come to it until its end,
+    in its lane, where the first that was issued counts as the one that runs. `exposed` is for how
+    long the thread that computes stood in the wait for it, which includes waking up, but not while
+    nothing of this rank was on the wire, as others had not come yet: that is skew. `hidden` is when
+    it was on the wire and no wait was on.
     """
 
     ran: tuple[Span, ...]
@@ -92,17 +94,22 @@ def backward(found: Any) -> None:
 
 
 def profiled(step: Callable[[], None]) -> list[Any]:
-    """Runs the step once; what torch.profiler saw of it."""
+    """Runs the step once, all ranks from the same moment on; what torch.profiler saw of it."""
     seen = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-    with seen, record_function(STEP):
-        step()
+    with seen:
+        ranks.meet()
+        with record_function(STEP):
+            step()
     return list(seen.events())
 
 
 def measured(
-    run: Callable[..., Any], step: Callable[[Callable[..., Any]], None], passes: int = 2
-) -> Measured:
-    """The step of the running ranks, after `passes` that are not looked at. Collective. `step`
+    run: Callable[..., Any],
+    step: Callable[[Callable[..., Any]], None],
+    times: int = 1,
+    passes: int = 2,
+) -> list[Measured]:
+    """So many steps of the running ranks, after `passes` that are not looked at. Collective. `step`
     calls what it is given in the place of `run`, which runs the module, and goes backward.
     """
 
@@ -121,8 +128,13 @@ def measured(
         ranks.together("running a step", lambda: step(run))
     script = ranks.together("listing what a step runs", lambda: _script(run, step))
     ranks.together("running a step again", lambda: step(run))  # as the last one was no usual one
-    events = ranks.together("profiling a step", lambda: profiled(lambda: step(marked)))
-    return ranks.together("reading the profile", lambda: read(events, script, ranks.rank()))
+    return [_once(lambda: step(marked), script) for _ in range(times)]
+
+
+def _once(step: Callable[[], None], script: Script) -> Measured:
+    events = ranks.together("profiling a step", lambda: profiled(step))
+    played = ranks.together("reading the profile", lambda: read(events, script))
+    return timeline(played, ranks.rank(), ranks.all_of(played.lasted))
 
 
 def _script(run: Scheduled | fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> Script:
@@ -143,19 +155,56 @@ class _Op(NamedTuple):
     entry: int
 
 
-def read(events: Sequence[Any], played: Script, rank: int) -> Measured:
-    """The timeline of a profile. Raises PlanError where what ran is not what the script says."""
+class Played(NamedTuple):
+    """What one rank's profile says: the ops that ran beside the script, of the collectives among
+    them when the transport was at work; in microseconds from `begin` on.
+    """
+
+    script: Sequence[Entry]
+    ops: list[_Op]
+    issued: list[_Op]
+    collectives: list[Issued]
+    ran: list[tuple[float, float]]
+    begin: float
+    seconds: float
+
+    @property
+    def waits(self) -> list[_Op]:
+        return [op for op in self.ops if _waits(op, self.script)]
+
+    @property
+    def lasted(self) -> Lasted:
+        return lasted(self.collectives, self.ran)
+
+
+def read(events: Sequence[Any], played: Script) -> Played:
+    """A profile. Raises PlanError where what ran is not what the script says."""
     script = played.entries
     whole = next(event for event in events if event.name == STEP)
     begin = whole.time_range.start
     ops = list(_Reader(played).read(whole, "", False))
-    waits = [op for op in ops if _waits(op, script)]
+    until = {script[op.entry].waits_for: op.end for op in reversed(ops) if _waits(op, script)}
     issued = [op for op in ops if op.entry >= 0 and script[op.entry].kind]
-    ran = _ran(issued, waits, events, script)
-    spans = [*_computed(ops, script), *_waited(waits, script)]
-    spans += _collectives(issued, waits, ran, script)
+    collectives = [_issued(op, script[op.entry], until.get(op.entry, op.end)) for op in issued]
+    when = ran(collectives, events, begin)
+    seconds = whole.time_range.elapsed_us() / 1e6
+    return Played(script, ops, issued, collectives, when, begin, seconds)
+
+
+def _issued(op: _Op, entry: Entry, until: float) -> Issued:
+    return Issued(entry.kind, entry.group, entry.numbers, op.start, max(op.end, until))
+
+
+def timeline(played: Played, rank: int, everywhere: Sequence[Lasted]) -> Measured:
+    """Of this rank, beside how long the collectives of all ranks `lasted`."""
+    wire = on_the_wire(played.collectives, rank, everywhere)
+    sent = [(end - long, end) for (_, end), long in zip(played.ran, wire, strict=True)]
+    waited = list(_waited(played, sent))
+    spans = [*_computed(played.ops, played.script), *(span for _, span in waited)]
+    spans += _collectives(played, sent, waited)
+    begin = played.begin
     moved = [s._replace(start=(s.start - begin) / 1e6, end=(s.end - begin) / 1e6) for s in spans]
-    return Measured(tuple(moved), whole.time_range.elapsed_us() / 1e6, rank)
+    return Measured(tuple(moved), played.seconds, rank)
 
 
 def _waits(op: _Op, script: Sequence[Entry]) -> bool:
@@ -214,46 +263,6 @@ class _Reader:
         )
 
 
-# -- when collectives ran --------------------------------------------------------------------------
-def _ran(
-    issued: Sequence[_Op], waits: Sequence[_Op], events: Sequence[Any], script: Sequence[Entry]
-) -> list[tuple[float, float]]:
-    """From when to when the transport worked on each collective; issued to waited for where it says
-    nothing.
-    """
-    left: dict[str, list[Any]] = defaultdict(list)
-    for event in sorted(events, key=lambda e: e.time_range.start):
-        if event.name.startswith(_GLOO):
-            left[event.name.removeprefix(_GLOO)].append(event)
-    threads: dict[int, str] = {}  # whose group each thread of the transport is
-    until = {script[op.entry].waits_for: op.end for op in reversed(waits)}
-    found = []
-    for op in issued:
-        entry = script[op.entry]
-        event = _carried(op, entry, left[entry.kind], threads)
-        if event is None:
-            found.append((op.start, max(op.end, until.get(op.entry, op.end))))
-            continue
-        left[entry.kind].remove(event)
-        threads.setdefault(event.thread, entry.group)
-        found.append((max(op.start, event.time_range.start), event.time_range.end))
-    return found
-
-
-def _carried(op: _Op, entry: Entry, left: Sequence[Any], threads: dict[int, str]) -> Any:
-    """The transport's own event of a collective: of this size, on a thread of its group if that is
-    known, the first one.
-    """
-    able = [e for e in left if e.time_range.end >= op.start and _numbers(e) == entry.numbers]
-    ranks = {entry.group: 0, "": 1}
-    return min(able, key=lambda e: ranks.get(threads.get(e.thread, ""), 2), default=None)
-
-
-def _numbers(event: Any) -> int:
-    """How many numbers an event of the transport took."""
-    return sum(torch.Size(shape).numel() for shape in event.input_shapes)
-
-
 # -- spans, in microseconds of the profile ---------------------------------------------------------
 def _computed(ops: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
     for op in ops:
@@ -265,32 +274,60 @@ def _computed(ops: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
         yield Span(name, kind, COMPUTE, op.start, op.end, op.phase, entry.module)
 
 
-def _waited(waits: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
-    for op in waits:
-        number = script[op.entry].waits_for
-        entry = script[number if number >= 0 else op.entry]
-        yield Span(entry.node, "wait", WAITS, op.start, op.end, op.phase, entry.module)
+def _waited(played: Played, sent: Sequence[tuple[float, float]]) -> Iterator[tuple[int, Span]]:
+    """What was waited for, with the entry of the collective: while nothing of this rank is on the
+    wire for other ranks, but after the collective's end for this thread to wake up.
+    """
+    places = {op.entry: place for place, op in enumerate(played.issued)}
+    for op in played.waits:
+        number = played.script[op.entry].waits_for
+        entry = played.script[number if number >= 0 else op.entry]
+        place = places.get(number)
+        awake = op.start if place is None else sent[place][1]
+        for start, end, still in _cut(op.start, op.end, [*sent, (awake, op.end)]):
+            kind = "skew" if still else "wait"
+            yield number, Span(entry.node, kind, WAITS, start, end, op.phase, entry.module)
+
+
+def _cut(
+    start: float, end: float, busy: Sequence[tuple[float, float]]
+) -> Iterator[tuple[float, float, bool]]:
+    """From start to end in pieces: (from, to, whether nothing was busy).
+
+    >>> list(_cut(0, 9, [(5, 12), (1, 2), (4, 6)]))
+    [(0, 1, True), (1, 2, False), (2, 4, True), (4, 9, False)]
+    """
+    now = since = start  # until where it is known; from where on something is busy
+    for begin, until in sorted(busy):
+        begin, until = max(begin, now), min(until, end)
+        if begin >= until:
+            continue
+        if begin > now:
+            if since < now:
+                yield since, now, False
+            yield now, begin, True
+            since = begin
+        now = until
+    if since < now:
+        yield since, now, False
+    if now < end:
+        yield now, end, True
 
 
 def _collectives(
-    issued: Sequence[_Op],
-    waits: Sequence[_Op],
-    ran: Sequence[tuple[float, float]],
-    script: Sequence[Entry],
+    played: Played, sent: Sequence[tuple[float, float]], waited: Sequence[tuple[int, Span]]
 ) -> Iterator[Span]:
+    waits = [(number, span) for number, span in waited if span.kind == "wait"]
     exposed: dict[int, float] = defaultdict(float)
-    for op in waits:
-        exposed[script[op.entry].waits_for] += op.end - op.start
-    until: dict[str, float] = defaultdict(float)  # the end of what runs in a lane
-    for op, (start, end) in zip(issued, ran, strict=True):
-        entry = script[op.entry]
-        start = min(end, max(start, until[entry.group]))
-        until[entry.group] = max(until[entry.group], end)
-        met = sum(max(0.0, min(end, w.end) - max(start, w.start)) for w in waits)
+    for number, span in waits:
+        exposed[number] += span.seconds
+    for op, one, (start, end) in zip(played.issued, played.collectives, sent, strict=True):
+        entry = played.script[op.entry]
+        met = sum(max(0.0, min(end, w.end) - max(start, w.start)) for _, w in waits)
         yield Span(
             entry.node,
             entry.kind,
-            entry.group.removeprefix("autopar/").partition("/")[2] or entry.group,
+            one.group.removeprefix("autopar/").partition("/")[2] or one.group,
             start,
             end,
             op.phase,

@@ -160,9 +160,13 @@ class ParallelModule(nn.Module):
 
         Example: par.timeline(tokens, targets).save(f"trace{rank}.json")
         """
+        return self._timelines(1, args, kwargs)[0]
+
+    def _timelines(self, times: int, args: Any, kwargs: Any) -> list[Measured]:
+        """Of so many steps."""
         ranks.together("reading the inputs", lambda: self._values(args, kwargs))
         with untouched(self):
-            return measured(self._run, lambda run: self._step(run, args, kwargs))
+            return measured(self._run, lambda run: self._step(run, args, kwargs), times)
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.zero_grad()

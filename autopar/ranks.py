@@ -58,6 +58,12 @@ def agree(what: str, value: str) -> None:
         )
 
 
+def meet() -> None:
+    """Wait until all ranks are here."""
+    if running() > 1:
+        dist.barrier()
+
+
 def from_rank_0(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     if running() == 1:

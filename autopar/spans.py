@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 COMPUTE, WAITS = "compute", "waits"  # the tracks that are no lanes
-_OWN = ("compute", "issue", "wait")  # the kinds that are no collectives
+_OWN = ("compute", "issue", "wait", "skew")  # the kinds that are no collectives
 
 
 class Span(NamedTuple):
     """Something that took from `start` to `end`, in seconds from where the step began.
 
     `kind`: "compute"; "issue", the thread that computes starting a collective; "wait", it stands
-    still for one; or the collective's own kind, as "all_gather". `name`: the node's. `module`: the
-    path of the subgraph that it belongs to, "blocks.0.mlp". `track`: "compute", "waits", or the
-    lane, which is the process group. `bytes`: what this rank sends. Of a collective, `exposed` are
-    the seconds that computing stood still for it, or of a modelled one lost beside it; `hidden`
-    those that it ran meanwhile.
+    still for one; "skew", it stands still for a rank that is late; or the collective's own kind, as
+    "all_gather". `name`: the node's. `module`: the path of the subgraph that it belongs to,
+    "blocks.0.mlp". `track`: "compute", "waits", or the lane, which is the process group. `bytes`:
+    what this rank sends. Of a collective, `exposed` are the seconds that computing stood still for
+    it, or of a modelled one lost beside it; `hidden` those that it ran meanwhile.
     """
 
     name: str
@@ -58,8 +58,9 @@ class Total(NamedTuple):
 class Seen(ABC):
     """The face of every timeline: `spans`, their totals, `table()` and `save(path)`.
 
-    A step takes `computing` + `exposed_seconds` + `issuing` + `other_seconds`; the last two are 0
-    where it was modelled, and else what the start of collectives took, and Python and autograd.
+    A step takes `computing` + `exposed_seconds` + `skew_seconds` + `issuing` + `other_seconds`; the
+    last three are 0 where it was modelled, and else the waits for ranks that were late, what the
+    start of collectives took, and Python and autograd.
     """
 
     @property
@@ -94,8 +95,13 @@ class Seen(ABC):
 
     @cached_property
     def exposed_seconds(self) -> float:
-        """For how long the compute stream stands still."""
+        """For how long the compute stream stands still for collectives that run."""
         return sum(span.seconds for span in self.spans if span.kind == "wait")
+
+    @cached_property
+    def skew_seconds(self) -> float:
+        """For how long it stands still while no collective runs, as other ranks are late."""
+        return sum(span.seconds for span in self.spans if span.kind == "skew")
 
     @cached_property
     def hidden_seconds(self) -> float:
@@ -109,7 +115,8 @@ class Seen(ABC):
 
     @property
     def other_seconds(self) -> float:
-        return self.seconds - self.computing - self.exposed_seconds - self.issuing
+        known = self.computing + self.exposed_seconds + self.skew_seconds + self.issuing
+        return self.seconds - known
 
     def totals(self) -> list[Total]:
         """One for each kind of collective, by name."""
@@ -134,7 +141,8 @@ class Seen(ABC):
             )
         parts = {"computation": self.computing, "exposed": self.exposed_seconds}
         if self.issuing:
-            parts |= {"issuing": self.issuing, "neither": self.other_seconds}
+            parts |= {"late ranks": self.skew_seconds, "issuing": self.issuing}
+            parts["neither"] = self.other_seconds
         shown.caption = " + ".join(f"{name} {part * 1e3:,.2f}" for name, part in parts.items())
         return shown
 

@@ -12,8 +12,9 @@ import torch
 
 import autopar
 import models
-from autopar.measured import read
+from autopar.measured import Measured, read, timeline
 from autopar.script import Entry, Script
+from autopar.transport import Issued, ran
 from test_timeline import shows
 from test_training import launched
 
@@ -28,9 +29,9 @@ def test_real_ranks(tmp_path: Path) -> None:
         assert {"blocks.0.up", "blocks.1.attention", "head"} <= set(facts["named products"]), task
         assert facts["phases"] == ["backward", "forward"], task
         assert facts["collectives"] == facts["issues"] >= 4, task
-        for what in ("within", "alike on all ranks", "gradients untouched"):
+        for what in ("within", "alike on all ranks", "gradients untouched", "hidden and met"):
             assert facts[what], (task, what)
-        assert sum(facts["parts"]) == pytest.approx(facts["seconds"])
+        assert sum(facts["parts"]) + facts["skew"] == pytest.approx(facts["seconds"])
         assert all(part > 0 for part in facts["parts"]), (task, facts["parts"])
         assert facts["table"] == len(facts["totals"]) + 1
     assert found["fsdp in-order"]["tracks"] == ["data"]
@@ -123,8 +124,17 @@ OPS = (
 )
 
 
+def told(events: list[Any], *others: float) -> Measured:
+    """Of rank 3, beside one on which both sums took so long."""
+    played = read(events, SCRIPT)
+    everywhere = [played.lasted] * 4
+    if others:
+        everywhere[1] = {GROUP: others}
+    return timeline(played, 3, everywhere)
+
+
 def test_what_was_hidden_and_what_was_waited_for() -> None:
-    found = read(step(*OPS), SCRIPT, 3)
+    found = told(step(*OPS))
     spans = {(span.name, span.kind): span for span in found.spans}
     assert [round(value * 1e6) for value in (found.seconds, found.computing)] == [100, 26]
     assert [round(value * 1e6) for value in (found.exposed_seconds, found.issuing)] == [31, 4]
@@ -142,15 +152,53 @@ def test_what_was_hidden_and_what_was_waited_for() -> None:
     assert spans["mm_1", "compute"].module == "down"
 
 
+def test_waiting_for_a_late_rank_is_no_communication() -> None:
+    """The first sum took 29 here and 8 on the rank that came last, the second one 20 and 15."""
+    found = told(step(*OPS), 8.0, 15.0)
+    spans = {(span.name, span.kind): span for span in found.spans if span.kind != "skew"}
+    one, other = spans["sum_1", "all_reduce"], spans["sum_2", "all_reduce"]
+    assert [round(v * 1e6) for v in (one.start, one.end, one.hidden, one.exposed)] == [
+        32, 40, 0, 10
+    ]  # fmt: skip
+    assert [round(v * 1e6) for v in (other.start, other.end, other.hidden, other.exposed)] == [
+        45, 60, 0, 16
+    ]  # fmt: skip
+    late = [span for span in found.spans if span.kind == "skew"]
+    assert [(s.name, round(s.start * 1e6), round(s.end * 1e6)) for s in late] == [
+        ("sum_1", 30, 32), ("sum_2", 42, 45)
+    ]  # fmt: skip
+    whole = told(step(*OPS))
+    assert found.exposed_seconds + found.skew_seconds == pytest.approx(whole.exposed_seconds)
+    assert found.other_seconds == pytest.approx(whole.other_seconds)
+    assert found.communication == pytest.approx(23e-6)
+    assert found.trace()["traceEvents"] and found.table().row_count == 2
+
+
+def test_equal_collectives_go_to_the_threads_of_their_group() -> None:
+    """Two groups, two sums each of one size; the first group's second sum ran on a thread of its
+    own before the second group's, which began earlier, had ended.
+    """
+    groups = (GROUP, "autopar/data2.x2/x")
+    issued = [Issued("all_reduce", groups[n % 2], 4, float(n), 50.0 + 10 * n) for n in range(4)]
+    spans = {(2, 11.0): 20.0, (4, 12.0): 48.0, (3, 21.0): 30.0, (4, 49.0): 75.0}
+    events = [
+        event("gloo:all_reduce", start, end, thread=thread, input_shapes=[[4]])
+        for (thread, start), end in spans.items()
+    ]
+    before = event("gloo:all_reduce", -5.0, 1.0, thread=2, input_shapes=[[4]])
+    found = ran(issued, [before, *events], 0.0)
+    assert found == [(11, 20), (12, 48), (21, 30), (49, 75)]
+
+
 @pytest.mark.parametrize("kept", [OPS[:2] + OPS[3:], OPS[:5], (*OPS, OPS[5])])
 def test_another_step_than_the_graphs_is_refused(kept: Any) -> None:
     with pytest.raises(autopar.PlanError, match="the step that ran is not the one of the graph"):
-        read(step(*kept), SCRIPT, 0)
+        read(step(*kept), SCRIPT)
 
 
 def test_ops_that_the_script_does_not_know_keep_their_own_name() -> None:
     odd = (event("aten::odd", 0, 0.5), *OPS)
-    found = read(step(*odd), SCRIPT, 0)
+    found = told(step(*odd))
     names = [span.name for span in found.spans if span.kind == "compute"]
     assert names == ["aten::odd", "mm", "mm_1"]
     assert torch.tensor([span.seconds for span in found.spans]).min() >= 0

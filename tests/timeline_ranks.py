@@ -33,7 +33,7 @@ def measured(name: str, overlap: bool) -> Facts:
         found.save(path)
     graph = {n.name for n in par.graph.graph.nodes}
     kinds = [s.kind for s in found.spans]
-    collectives = [s for s in found.spans if s.kind not in ("compute", "issue", "wait")]
+    collectives = [s for s in found.spans if s.kind not in ("compute", "issue", "wait", "skew")]
     every = everywhere([[s.name, s.kind, s.track, s.bytes] for s in collectives])
     return {
         "path": str(path),
@@ -48,6 +48,8 @@ def measured(name: str, overlap: bool) -> Facts:
         "collectives": len(collectives),
         "seconds": found.seconds,
         "parts": [found.computing, found.exposed_seconds, found.issuing, found.other_seconds],
+        "skew": found.skew_seconds,
+        "hidden and met": found.hidden_seconds <= found.communication,
         "within": max(s.end for s in found.spans) <= found.seconds,
         "totals": [list(total) for total in found.totals()],
         "alike on all ranks": all(one == every[0] for one in every),
