@@ -4,8 +4,8 @@
 
 On the emulated cluster, each model at its own rate. Every layout takes part with all passes, with
 buckets alone, with the order alone, and waiting for every collective at once; they take turns.
-Then one step of each is profiled (`par.timeline`): how much of the communication is hidden, beside
-what the simulated step hides, whose critical path allows no more.
+Then three steps with all passes and three that wait are profiled (`par.timeline`): how much of the
+communication is hidden, beside what the critical path allows.
 """
 
 from __future__ import annotations
@@ -33,18 +33,28 @@ GAIN, HIDDEN = 1.25, 0.8  # wanted: unscheduled over scheduled, of what can be h
 WINDOW = (0.5, 1.5)  # of communication over computation: where the gain is asked for
 
 
+MEANING = (
+    "hidden: of the seconds in which a rank has something on the wire (each collective from when "
+    "its last rank came; mean of the ranks, median step), those in which it stands in no wait; "
+    "could be: what no order of the modelled step must expose, with the seconds of computing and "
+    "communication as measured, one op and on each link one collective at a time; late: seconds of "
+    "waits for ranks that come later, which are no communication"
+)
+
+
 @dataclass(frozen=True)
 class Gain:
     """Of one layout. `ratio`: communication over computation, modelled; `gains`: the step that
-    waits over the one with each of HOW, by steps of one round; `hidden`: parts of the communication
-    that are hidden, as measured and as simulated.
+    waits over the one with each of HOW, by steps of one round; `seen`: what its profiled steps
+    showed (`ranks.look`), `waiting`: those of the one that waits.
     """
 
     name: str
     ratio: float
     gains: dict[str, float]
     spread: tuple[float, float]
-    hidden: tuple[float, float]
+    seen: dict[str, float]
+    waiting: dict[str, float]
 
     @property
     def counts(self) -> bool:
@@ -52,7 +62,7 @@ class Gain:
 
     @property
     def of_possible(self) -> float:
-        return self.hidden[0] / self.hidden[1] if self.hidden[1] else 1.0
+        return self.seen["hidden"] / self.seen["could"] if self.seen["could"] else 1.0
 
 
 def gains(cell: Cell) -> list[Gain]:
@@ -72,28 +82,32 @@ def gains(cell: Cell) -> list[Gain]:
                 seen["communication_over_computation"],
                 {how: cells.paired(other, waiting) for how, other in others.items()},
                 (min(ratios), max(ratios)),
-                (seen["hidden"], seen["hidden_simulated"]),
+                seen,
+                waiting["seen"],
             )
         )
     return found
 
 
 def table(cell: Cell) -> Table:
-    shown = Table("layout", title=cells.title(cell), title_justify="left")
+    shown = Table("layout", title=cells.title(cell), title_justify="left", caption=MEANING)
     for heading in (
-        "comm. ÷ comp.", "waiting ÷ all", "least–most", "÷ buckets", "÷ order", "hidden", "could be"
+        "comm. ÷ comp.", "waiting ÷ all", "least–most", "÷ buckets", "÷ order", "comm. s",
+        "exposed s", "late s", "hidden", "waiting hides", "could be",
     ):  # fmt: skip
         shown.add_column(heading, justify="right")
     for one in gains(cell):
         buckets, order = (one.gains.get(how, float("nan")) for how in HOW[1:3])
         least, most = one.spread
+        times = (f"{one.seen[part]:.2f}" for part in ("communication", "exposed", "skew"))
+        parts = one.seen["hidden"], one.waiting.get("hidden", float("nan")), one.seen["could"]
         shown.add_row(
             one.name, f"{one.ratio:.2f}", f"{one.gains['']:.2f}", f"{least:.2f}–{most:.2f}",
-            f"{buckets:.2f}", f"{order:.2f}", f"{one.hidden[0]:.0%}", f"{one.hidden[1]:.0%}",
+            f"{buckets:.2f}", f"{order:.2f}", *times, *(f"{part:.0%}" for part in parts),
         )  # fmt: skip
     for timed in cell["contestants"]:
         if timed["reason"]:
-            shown.add_row(timed["name"], *[""] * 6, timed["reason"])
+            shown.add_row(timed["name"], *[""] * 10, timed["reason"])
     return shown
 
 
@@ -140,7 +154,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     stop_on_signals()
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     contestants = tuple(f"autopar {name}{how}" for name in options.layouts for how in HOW)
     everything: list[Gain] = []
     for model, shape in zip(options.models, options.shapes, strict=True):

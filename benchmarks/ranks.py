@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar import ranks as autopar_ranks
 from autopar.calibration import calibrated
-from benchmarks import peers, worlds
+from benchmarks import hidden, peers, worlds
 from benchmarks.cluster import sent_bytes
 from benchmarks.models import SUBJECTS, Subject
 
+LOOKS = 3  # profiled steps
 LIMIT = 1e-4  # largest relative difference of a loss, or a gradient's norm, from one device's
 
 
@@ -34,7 +36,7 @@ class Job:
     """A cell: one model on one cluster. `world`: the file of the world that autopar plans for;
     where there is none yet it is measured for `calibrate_s` seconds, or if that is 0 written by
     hand. `trace`: a folder for a profile of one more step of each contestant, "" for none. `seen`:
-    whether one more step of each layout of autopar is held against the simulated one.
+    whether some more steps of each layout of autopar are profiled for what they hide.
     """
 
     model: str
@@ -225,24 +227,28 @@ def profile(job: Job, contestants: dict[str, peers.Contestant]) -> None:
 
 
 def look(job: Job, contestant: peers.Contestant, world: autopar.World) -> dict[str, float]:
-    """Of a profiled step on rank 0: how much of its communication is hidden, and would be in the
-    simulated step; communication over computation of that. Nothing of peers and on other ranks.
+    """Of profiled steps: how much of the communication is hidden, and could be (see hidden.py);
+    seconds of communication, exposed and lost to late ranks; modelled communication over
+    computation. Nothing of peers and on other ranks than 0.
     """
     if contestant.plan is None:
         return {}
     assert isinstance(contestant.model, autopar.ParallelModule)
     subject = SUBJECTS[job.model]
     batch = subject.batches(1)[0]
-    ran = contestant.model.timeline(*batch)
+    ran = [hidden.account(step) for step in contestant.model._timelines(LOOKS, batch, {})]
+    seen = hidden.usual(autopar_ranks.all_of(ran))
     if dist.get_rank() > 0:
         return {}
     layout, _ = peers.wanted(contestant.name.removeprefix("autopar "))
     plan = autopar.plan(subject.model(), world, batch, layout=layout, smaller=False)
-    simulated = plan.timeline()
+    events = plan.timeline().events
+    computing, communication = hidden.modelled(events)
     return {
-        "hidden": 1 - ran.exposed_seconds / ran.communication,
-        "hidden_simulated": 1 - simulated.exposed_seconds / simulated.communication,
-        "communication_over_computation": simulated.communication / simulated.computing,
+        **asdict(seen),
+        "hidden": seen.hidden,
+        "could": hidden.could_be(events, seen),
+        "communication_over_computation": communication / computing,
     }
 
 
@@ -279,7 +285,7 @@ def run(job: Job) -> dict[str, Any]:
         profile(job, contestants)
     if job.seen:
         for timed in table:
-            if timed.name in contestants and "+" not in timed.name:
+            if timed.name in contestants and timed.name.partition("+")[2] in ("", "waiting"):
                 timed.seen = look(job, contestants[timed.name], world)
     facts = {**asdict(job), "world": str(world), "load": load, "single": asdict(single)}
     facts["cores"] = os.cpu_count()
