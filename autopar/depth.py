@@ -25,8 +25,7 @@ from .layout import Layout
 from .plan import Plan
 from .program import Program
 
-_EDGE = 1  # equal blocks that stay at either end of a run
-_MORE = 1  # blocks more, for what each adds
+_EDGE, _MORE = 1, 1
 
 Block = tuple[str, int]
 Figures = NDArray[np.float64]
@@ -34,11 +33,14 @@ Figures = NDArray[np.float64]
 
 class Deep:
     """A program, and its runs of blocks that are alike: in what they compute, how they hang
-    together, and their layouts if it is chosen. `known`: the same program with another plan.
+    together, and their layouts if it is chosen. `known`: the same program, its plan aside. `edge`:
+    equal blocks that stay at either end of a run; `more`: further ones, for what each adds.
     """
 
-    def __init__(self, program: Program, known: Deep | None = None) -> None:
-        self.program = program
+    def __init__(
+        self, program: Program, known: Deep | None = None, edge: int = _EDGE, more: int = _MORE
+    ) -> None:
+        self.program, self._edge, self._more = program, edge, more
         self.blocks: dict[Block, list[fx.Node]] = known.blocks if known else _blocks(program)
         places = {n: (b, i) for b, nodes in self.blocks.items() for i, n in enumerate(nodes)}
         self._looks: dict[Block, Hashable] = known._looks if known else _looks(self.blocks, places)
@@ -46,7 +48,7 @@ class Deep:
         copies = _copies(plan) if plan else {}
         laid_out = {b: _laid_out(plan, copies, nodes) for b, nodes in self.blocks.items()}
         looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
-        long = (tuple(run) for run in alike(looks) if len(run) > 2 * _EDGE + _MORE)
+        long = (tuple(run) for run in alike(looks) if len(run) > 2 * edge + more)
         self.runs = tuple(run for run in long if _apart(run, self.blocks, places))
         self._shorter: dict[int | None, Program] = {}
 
@@ -58,8 +60,8 @@ class Deep:
         """The figures of the chosen program, each of them seconds or bytes of its step."""
         total = least = np.array(figures(self.shorter()))
         for number, run in enumerate(self.runs):
-            each = (np.array(figures(self.shorter(number))) - least) / _MORE
-            total = total + each * (len(run) - 2 * _EDGE)
+            each = (np.array(figures(self.shorter(number))) - least) / self._more
+            total = total + each * (len(run) - 2 * self._edge)
         return total
 
     def shorter(self, more: int | None = None) -> Program:
@@ -99,9 +101,9 @@ class Deep:
         """The nodes that are left out, each with the one that stands for it."""
         stands: dict[fx.Node, fx.Node] = {}
         for number, run in enumerate(self.runs):
-            first = _EDGE + _MORE * (number in more)
+            first = self._edge + self._more * (number in more)
             twins = self.blocks[run[first - 1]]
-            for block in run[first:-_EDGE]:
+            for block in run[first : -self._edge]:
                 stands.update(zip(self.blocks[block], twins, strict=True))
         return stands
 
@@ -109,8 +111,8 @@ class Deep:
         """The name of the block that stays in the shortest program for this one."""
         for run in self.runs:
             names = [block_name(block) for block in run]
-            if name in names[_EDGE:-_EDGE]:
-                return names[_EDGE - 1]
+            if name in names[self._edge : -self._edge]:
+                return names[self._edge - 1]
         return name
 
 

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from .cost.memory import Budget
-from .cost.timeline import timeline
+from .cost.timeline import bucket_seconds
 from .depth import Deep
 from .errors import LayoutError
 from .layout import Layout
@@ -32,6 +32,7 @@ SHARES = (0.4, 0.1)  # of the seconds of what can hide
 _HIDDEN = ("all_gather", "reduce_scatter", "all_reduce")  # of stored weights, gradients
 _FREE, _RULED = 4, 2  # meshes, the most promising, that are searched again at every share
 _NEAR = 1.5  # times the least: what lies above in the sum, or where what hides counts least, is out
+_BLOCKS = 4  # at either end of a run, and more of it: they fill buckets about as all of it do
 _RUN = 8  # plans that are emitted and simulated: of a deep model that takes a second each
 
 
@@ -131,10 +132,11 @@ def simulated(chosen: Program, world: World) -> float:
 
 
 def _step(deep: Deep, world: World) -> float:
-    def seconds(chosen: Program) -> tuple[float]:
-        return (timeline(emitted(chosen, world), world).seconds,)
+    def seconds(chosen: Program) -> tuple[float, ...]:
+        return bucket_seconds(emitted(chosen, world), world)
 
-    return float(deep.extrapolated(seconds)[0])
+    blocks = Deep(deep.program, deep, edge=_BLOCKS, more=_BLOCKS)
+    return float(blocks.extrapolated(seconds).min())
 
 
 def _looks(plan: Plan) -> Hashable:

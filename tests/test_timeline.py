@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from hypothesis import strategies as st
 
 import autopar
 import models
+from autopar.cost import buckets
+from autopar.cost.events import link
 from autopar.cost.links import Event
 from autopar.cost.pattern import pattern
 from autopar.cost.simulate import in_order, overlapped
-from autopar.cost.timeline import link, simulate
+from autopar.cost.timeline import bucket_seconds, simulate
 from autopar.mesh import Mesh
 from autopar.spans import Seen
+from autopar.world import Level
 
 
 def op(seconds: float, *after: int, **more: Any) -> Event:
@@ -145,6 +149,78 @@ def test_every_simulation_keeps_its_bounds(events: list[Event], bound: float) ->
     assert run.order == overlapped(events, bound).order
 
 
+# -- buckets ---------------------------------------------------------------------------------------
+def together(events: Sequence[Event], size: int) -> list[list[int]]:
+    """All that is sent is alike; what takes 9 seconds is a product."""
+    leads = buckets.leading(events, [event.seconds == 9 for event in events])
+    keys = [event.kind if event.lane else None for event in events]
+    return buckets.together(events, keys, leads, overlapped(events), size)
+
+
+def one(events: Sequence[Event], members: Sequence[int]) -> Event:
+    return events[members[0]]._replace(name="bucket", seconds=5.0)
+
+
+def late(seconds: float, *after: int, **more: Any) -> Event:
+    """A sum in the backward, of one byte."""
+    return sent(seconds, *after, phase="backward", held_bytes=1.0, **more)
+
+
+def test_sums_that_no_product_needs_go_together() -> None:
+    events = [
+        op(9),
+        late(1, 0),
+        op(9, 1),
+        late(1, 2),
+        op(1, 2),
+        late(1, 4),
+        op(2, 3, 5),
+        late(1, 6),
+    ]
+    assert together(events, 8) == [[3, 5]]  # one leads to a product, one hangs on both
+    found = buckets.joined(events, [[3, 5]], lambda members: one(events, members))
+    assert [e.after for e in found] == [(), (0,), (1,), (2,), (2, 3), (4,), (5,)]
+    assert [e.name == "bucket" for e in found].index(True) == 4  # where the last of them stood
+
+
+def test_a_bucket_is_of_one_lane_and_not_too_large() -> None:
+    events = [op(9), *(late(1, 0) for _ in range(5)), late(1, 0, lane="y"), late(1, 0, lane="y")]
+    assert together(events, 2) == [[1, 2], [3, 4], [6, 7]]
+    assert together(events, 1) == []
+
+
+def test_gathers_go_together_before_the_first_use() -> None:
+    """Those of the second axis, too, though they stand between those of the first."""
+    ahead = {"ahead": True, "held_bytes": 1.0}
+    pair = [sent(1, **ahead), sent(1, 0, lane="y", **ahead), op(9, 1)]
+    events = [*pair, sent(1, **ahead), sent(1, 3, lane="y", **ahead), op(9, 2, 4)]
+    found = together(events, 8)
+    assert found == [[0, 3], [1, 4]]
+    made = buckets.joined(events, found, lambda members: one(events, members))
+    assert [(e.name, e.after) for e in made] == [
+        ("bucket", ()), ("bucket", (0,)), ("op", (1,)), ("op", (1, 2))
+    ]  # fmt: skip
+
+
+def test_starts_are_saved_but_no_overlap_is_given_up() -> None:
+    """Where nothing but bytes takes time, no sum waits for another one."""
+    model, args, _ = models.gpt()
+    slow = Level(4, 1e7, latency_s=1e-3)
+    for level, joins in ((slow, True), (replace(slow, latency_s=0.0), False)):
+        world = autopar.World((level,), autopar.World.of(4).device, launch_s=0.0)
+        plan = autopar.plan(model, world, args, layout="ddp")
+        found = plan.timeline()
+        sums = [event for event in found.events if event.lane]
+        assert any(event.parts for event in sums) == joins
+        assert sum(event.bytes for event in sums) == pytest.approx(plan.comm_bytes)
+        apart, *others = bucket_seconds(plan.ready.program, world)
+        assert found.seconds == min(apart, *others) == plan.overlapped
+        assert (found.seconds < apart) == joins
+        for event in sums:
+            assert event.bytes == pytest.approx(sum(p.bytes for p in event.parts or (event,)))
+            assert not event.parts or event.name.endswith(f" and {len(event.parts) - 1} more")
+
+
 # -- models ----------------------------------------------------------------------------------------
 LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1), "2.5d", "auto"]
 
@@ -156,12 +232,16 @@ def test_models(layout: Any, tmp_path: Path) -> None:
     alone, over = plan.timeline(overlap=False), plan.timeline()
     assert alone.exposed_seconds == pytest.approx(alone.communication)
     assert alone.communication == pytest.approx(sum(c.seconds for c in plan.collectives))
-    assert over.communication >= alone.communication * (1 - 1e-9)  # lanes share their links
+    sent_alone = sum(event.seconds for event in over.events if event.lane)
+    assert over.communication >= sent_alone * (1 - 1e-9)  # lanes share their links
     assert sum(e.bytes for e in over.events) == pytest.approx(plan.comm_bytes)
     assert over.seconds <= alone.seconds
     if layout != "2.5d":  # whose plan counts on panels under products
         assert alone.seconds == pytest.approx(plan.seconds, rel=0.01)
     for found in (alone, over):
+        parts = [sum(column) for column in zip(*found.by_chain.values(), strict=True)]
+        seconds = found.computing, found.communication, found.exposed_seconds
+        assert parts == pytest.approx(list(seconds))
         assert found.communication == pytest.approx(found.hidden_seconds + found.exposed_seconds)
         assert found.computing + found.exposed_seconds == pytest.approx(found.seconds)
         shows(found, tmp_path / "trace.json")

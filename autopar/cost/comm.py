@@ -67,6 +67,18 @@ def collective_cost(
     return Price(part * whole, way.seconds(whole), way)
 
 
+def joint_cost(
+    kind: str, axes: tuple[str, ...], mesh: Mesh, whole_bytes: float, inside: Levels, world: World
+) -> Price:
+    """Of several collectives that go as one, of so many bytes in all: in the fastest of the ways of
+    these levels (`Way.inside`), as each of them goes.
+    """
+    part, found = _found(world, mesh, axes, kind, ways)
+    alike = (way for way in found if way.inside == inside)
+    way = min(alike, key=lambda way: way.seconds(whole_bytes))
+    return Price(part * whole_bytes, way.seconds(whole_bytes), way)
+
+
 def sent(kind: str, ranks: Any) -> Any:
     """Bytes a rank sends per byte of the whole, in a group of so many ranks: a number, an array or
     a sympy expression, as `ranks` is. Source: Thakur, Rabenseifner, Gropp 2005.

@@ -16,12 +16,13 @@ from torch.utils.flop_counter import flop_registry
 from .._compat import OpOverload, pytree
 from ..mesh import group_ranks
 from ..world import World
+from .buckets import leading
 from .comm import sent
 from .compute import product_seconds
+from .events import ROOTED, link
 from .links import Event
 from .pattern import Pattern, size
 from .simulate import overlapped
-from .timeline import ROOTED, link
 from .ways import flat_ways
 
 Phase = Literal["forward", "backward"]
@@ -82,10 +83,13 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
 
 
 def graph_seconds(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
-    """What the graph takes with its collectives overlapped, and with what issuing them costs."""
-    events = graph_events(graph, world, stored, phase).events
-    issued = sum(bool(event.lane) for event in events)
-    return overlapped(events).seconds + call_seconds(world) * issued
+    """What the graph takes with its collectives overlapped, each with what its ranks lose on coming
+    together (as in a plan's step), and with what issuing them costs.
+    """
+    listed = graph_events(graph, world, stored, phase).events
+    issued = sum(bool(event.lane) for event in listed)
+    meeting = [e._replace(seconds=e.seconds + world.meeting_s) if e.lane else e for e in listed]
+    return overlapped(meeting).seconds + call_seconds(world) * issued
 
 
 def call_seconds(world: World) -> float:
@@ -95,12 +99,7 @@ def call_seconds(world: World) -> float:
 
 def lead_to_products(listed: Listed) -> list[bool]:
     """Of every event, whether a product hangs on it further on in the graph."""
-    found = [False] * len(listed.events)
-    for index in range(len(listed.events) - 1, -1, -1):
-        below = found[index] or flops(listed.nodes[index]) > 0
-        for needed in listed.events[index].after:
-            found[needed] |= below
-    return found
+    return leading(listed.events, [flops(node) > 0 for node in listed.nodes])
 
 
 def origin(node: fx.Node) -> tuple[str, str]:

@@ -15,7 +15,8 @@ class Event(NamedTuple):
     process group, which runs one collective after the other. `link`: what it runs over; collectives
     of several lanes share it. `ahead`: it hangs on nothing but stored tensors, so it can be issued
     long before its use; `held_bytes` of it are then alive. `slows`: seconds of computing that are
-    lost for each second that it takes, where ops run beside it.
+    lost for each second that it takes, where ops run beside it. `parts`: of a bucket, what goes in
+    it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Event(NamedTuple):
     ahead: bool = False
     held_bytes: float = 0.0
     slows: float = 0.0
+    parts: tuple[Event, ...] = ()
 
 
 class Links:

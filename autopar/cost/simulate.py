@@ -35,7 +35,8 @@ class Action(NamedTuple):
 class Run:
     """When every event started and ended, seconds; for how long the compute stream stood still for
     each collective, or was kept from its work by it; the order in which ops were run and
-    collectives issued; and when it stood still for which collective: (event, from, to).
+    collectives issued; when it stood still for which collective: (event, from, to); and how many
+    products could wait for an idle moment.
     """
 
     start: list[float]
@@ -43,6 +44,7 @@ class Run:
     exposed: dict[int, float]
     order: list[Action]
     waits: list[tuple[int, float, float]]
+    defer: int = 0
 
     @property
     def seconds(self) -> float:
@@ -64,7 +66,10 @@ def in_order(events: Sequence[Event]) -> Run:
 
 
 def overlapped(
-    events: Sequence[Event], ahead_bytes: float = math.inf, window: int = _WINDOW
+    events: Sequence[Event],
+    ahead_bytes: float = math.inf,
+    window: int = _WINDOW,
+    defers: Sequence[int] = _DEFER,
 ) -> Run:
     """Collectives are issued as soon as their operands are there and waited for at their first use;
     meanwhile the compute stream takes what else is ready, in the order given.
@@ -72,11 +77,12 @@ def overlapped(
     What can be issued ahead is issued as late as does no harm, with at most `ahead_bytes` of it
     alive before its use (more only where the program would stop otherwise). Products that nothing
     but a gradient hangs on may wait a little for a moment in which the stream would stand still.
-    `window`: how many events past the first unfinished one may run while that one waits.
+    `window`: how many events past the first unfinished one may run while that one waits. `defers`:
+    how many such products at a time, the best of these.
     """
     later = _deferrable(events)
-    best = _run(events, ahead_bytes, later, 0, window)
-    for defer in _DEFER[1:]:
+    best = _run(events, ahead_bytes, later, defers[0], window)
+    for defer in defers[1:]:
         if not best.exposed or not later:
             break
         other = _run(events, ahead_bytes, later, defer, window)
@@ -189,7 +195,7 @@ class _Simulation:
                 self._wait()
         self._blame()
         waits = sorted(self.waits, key=_since)
-        return Run(self.start, self.end, dict(self.exposed), self.order, waits)
+        return Run(self.start, self.end, dict(self.exposed), self.order, waits, self.defer)
 
     def _reachable(self, index: int) -> None:
         """All that the event takes is there."""

@@ -1,8 +1,7 @@
 """bucket: small collectives of one kind, group and dtype joined into one, where that is modelled to
 be faster.
 
-Joined are sums of gradients, on which no product hangs any more, and gathers of what is stored; in
-the order in which they are ready or needed, up to a size that the simulation chooses, none among
+What is joined is said in cost/buckets.py; up to a size that the simulation chooses, none among
 them. An all-reduce or an all-gather becomes its coalesced form; an all-to-all, which gloo's
 reduce-scatters are, goes as one tensor. So does an all-gather on a CPU, as gloo's coalesced one
 corrupts memory (`_compat.safe_gathers`). On more than two ranks an all-reduce may add in another
@@ -13,13 +12,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..cost import buckets
 from ..cost.derived import (
     Listed,
     Phase,
@@ -34,7 +33,6 @@ from ..world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
-_SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 23, 1 << 25)  # bytes of a bucket that are tried
 _COALESCED = {
     "all_reduce": functional.all_reduce_coalesced.default,
     "all_gather_into_tensor": functional.all_gather_into_tensor_coalesced.default,
@@ -56,7 +54,7 @@ def bucket(
         return graph_seconds(candidate, world, stored, phase)
 
     best, least = graph, seconds(graph)
-    for size in (size for size in _SIZES if size <= most):
+    for size in (size for size in buckets.SIZES if size <= most):
         found = joined(graph, world, stored, phase, size)
         if found is None:
             continue
@@ -73,26 +71,10 @@ def joined(
     join.
     """
     found = copied(graph)
-    buckets = _buckets(graph_events(found, world, stored, phase), size)
-    for members in buckets:
+    several = _buckets(graph_events(found, world, stored, phase), size)
+    for members in several:
         _join(found, members)
-    return found if buckets and ordered(found) else None
-
-
-def _candidates(listed: Listed) -> dict[int, int]:
-    """The collectives that may be joined, each with how many of them stand behind one another
-    before it: on their results no product hangs, or they hang on nothing but what is stored.
-    """
-    leads = lead_to_products(listed)
-    found: dict[int, int] = {}
-    depth = [0] * len(listed.events)
-    for index, (event, node) in enumerate(zip(listed.events, listed.nodes, strict=True)):
-        before = [i for i in event.after if event.ahead or not leads[i]]
-        depth[index] = max((depth[i] + (i in found) for i in before), default=0)
-        last = event.phase == "backward" and not leads[index]
-        if _joinable(node) and (event.ahead or last):
-            found[index] = depth[index]
-    return found
+    return found if several and ordered(found) else None
 
 
 def _joinable(node: fx.Node) -> bool:
@@ -105,32 +87,15 @@ def _joinable(node: fx.Node) -> bool:
 
 
 def _buckets(listed: Listed, size: int) -> list[list[fx.Node]]:
-    run = overlapped(listed.events)
-    users: dict[int, float] = defaultdict(lambda: float("inf"))
-    for index, event in enumerate(listed.events):
-        for needed in event.after:
-            users[needed] = min(users[needed], run.start[index])
+    keys = [_key(node) for node in listed.nodes]
+    run, leads = overlapped(listed.events), lead_to_products(listed)
+    found = buckets.together(listed.events, keys, leads, run, size)
+    return [[listed.nodes[i] for i in members] for members in found]
 
-    def when(index: int) -> tuple[float, int]:
-        event = listed.events[index]
-        ready = max((run.end[i] for i in event.after), default=0.0)
-        return (users[index] if event.ahead else ready), index
 
-    open_: dict[Any, list[int]] = {}
-    found: list[list[int]] = []
-    candidates = _candidates(listed)
-    for index in sorted(candidates, key=when):
-        event, node = listed.events[index], listed.nodes[index]
-        if event.held_bytes > size / 2:
-            continue
-        key = (collective_of(node), event.lane, event.ahead, _dtype(node), candidates[index])
-        members = open_.get(key)
-        held = sum(listed.events[i].held_bytes for i in members or ())
-        if members is None or held + event.held_bytes > size:
-            members = open_[key] = []
-            found.append(members)
-        members.append(index)
-    return [[listed.nodes[i] for i in members] for members in found if len(members) > 1]
+def _key(node: fx.Node) -> Hashable:
+    """What collectives share that are joined; None for those that are not, and for ops."""
+    return (collective_of(node), _dtype(node)) if _joinable(node) else None
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

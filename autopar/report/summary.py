@@ -107,7 +107,7 @@ def _rows(
     names = [chain.name for chain in program.chains]
     names += [name for name in by_chain if name not in names]
     seconds = _compute_seconds(program, world)
-    parts = {} if step is None else _parts(step)
+    parts = {} if step is None else dict(step.by_chain)
     grouped: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     totals: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
     for name in names:
@@ -125,18 +125,6 @@ def _rows(
         Row(_joined(members), key[1], key[2], *(sum(c) for c in zip(*totals[key], strict=True)))
         for key, members in grouped.items()
     )
-
-
-def _parts(step: Timeline) -> dict[str, list[float]]:
-    """Of every chain in a simulated step: seconds of computation, of communication, and exposed."""
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 3)
-    for span in step.spans:
-        if span.kind == "compute":
-            found[span.module][0] += span.seconds
-        elif span.kind != "wait":
-            found[span.module][1] += span.seconds
-            found[span.module][2] += span.exposed
-    return dict(found)
 
 
 def _joined(names: list[str]) -> str:

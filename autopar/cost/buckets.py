@@ -1,0 +1,131 @@
+"""Small collectives of one kind, group and element type that go as one: which of a step's, in what
+order, up to what size. Of a modelled step here (timeline.py), of the graphs that run in
+passes/bucket.py.
+
+Joined are sums of gradients, on which no product hangs any more, and gathers of what is stored; in
+the order in which they are ready or needed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+
+from .links import Event
+from .simulate import Run
+
+SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 23, 1 << 25)  # bytes of a bucket that are tried
+
+Bucket = list[int]  # events, in the order in which they are ready or needed
+
+
+def leading(events: Sequence[Event], products: Sequence[bool]) -> list[bool]:
+    """Of every event, whether a product hangs on it further on."""
+    found = [False] * len(events)
+    for index in range(len(events) - 1, -1, -1):
+        below = found[index] or products[index]
+        for needed in events[index].after:
+            found[needed] |= below
+    return found
+
+
+def together(
+    events: Sequence[Event], keys: Sequence[Hashable], leads: Sequence[bool], run: Run, size: int
+) -> list[Bucket]:
+    """What goes as one, up to `size` bytes each. `keys`: of every event what it shares with those
+    that it may be joined with, None for what stays alone; `run`: the simulation of them apart.
+    """
+    users = [float("inf")] * len(events)
+    for index, event in enumerate(events):
+        for needed in event.after:
+            users[needed] = min(users[needed], run.start[index])
+
+    def when(index: int) -> tuple[float, int]:
+        ready = max((run.end[i] for i in events[index].after), default=0.0)
+        return (users[index] if events[index].ahead else ready), index
+
+    open_: dict[Hashable, Bucket] = {}
+    held: dict[Hashable, float] = defaultdict(float)
+    found: list[Bucket] = []
+    able = _able(events, keys, leads)
+    for index in sorted(able, key=when):
+        event = events[index]
+        if event.held_bytes > size / 2:
+            continue
+        key = (keys[index], event.lane, event.ahead, able[index])
+        if key not in open_ or held[key] + event.held_bytes > size:
+            open_[key], held[key] = [], 0.0
+            found.append(open_[key])
+        open_[key].append(index)
+        held[key] += event.held_bytes
+    return [members for members in found if len(members) > 1]
+
+
+def _able(
+    events: Sequence[Event], keys: Sequence[Hashable], leads: Sequence[bool]
+) -> dict[int, int]:
+    """The collectives that may be joined, each with how many of them stand behind one another
+    before it: on their results no product hangs, or they hang on nothing but what is stored.
+    """
+    found: dict[int, int] = {}
+    depth = [0] * len(events)
+    for index, event in enumerate(events):
+        before = [i for i in event.after if event.ahead or not leads[i]]
+        depth[index] = max((depth[i] + (i in found) for i in before), default=0)
+        last = event.phase == "backward" and not leads[index]
+        if keys[index] is not None and (event.ahead or last):
+            found[index] = depth[index]
+    return found
+
+
+def joined(
+    events: Sequence[Event], found: Sequence[Bucket], made: Callable[[Bucket], Event]
+) -> tuple[Event, ...]:
+    """The events with each bucket as one, which `made` makes but for what it hangs on. Sums stand
+    where the last of them stood, gathers where the first did.
+    """
+    ones = {i: i for i in range(len(events))}  # by event, the one that it goes with
+    for members in found:
+        one = min(members) if events[members[0]].ahead else max(members)
+        ones.update(dict.fromkeys(members, one))
+    new = {ones[members[0]]: made(members) for members in found}
+    needs: dict[int, dict[int, None]] = {one: {} for one in sorted(set(ones.values()))}
+    for index, event in enumerate(events):
+        needs[ones[index]].update(dict.fromkeys(ones[i] for i in event.after))
+    order = _ordered(needs, {one: new.get(one, events[one]).ahead for one in needs})
+    places = {one: place for place, one in enumerate(order)}
+    return tuple(
+        new.get(one, events[one])._replace(after=tuple(sorted(places[i] for i in needs[one])))
+        for one in order
+    )
+
+
+def _ordered(needs: dict[int, dict[int, None]], ahead: dict[int, bool]) -> list[int]:
+    """Each behind what it needs, else in the order of the numbers; what is fetched ahead no later
+    than before what needs it.
+    """
+    place = {one: one for one in needs}
+    early = [one for one in needs if ahead[one]]
+    while early:
+        one = early.pop()
+        late = [other for other in needs[one] if place[other] > place[one]]
+        place.update(dict.fromkeys(late, place[one]))
+        early += late
+    users: dict[int, list[int]] = defaultdict(list)
+    for one, before in needs.items():
+        for other in before:
+            users[other].append(one)
+    missing = {one: len(before) for one, before in needs.items()}
+    waiting = [(place[one], one) for one, count in missing.items() if not count]
+    heapq.heapify(waiting)
+    found = []
+    while waiting:
+        _, one = heapq.heappop(waiting)
+        found.append(one)
+        for user in users[one]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(waiting, (place[user], user))
+    assert len(found) == len(needs), "buckets wait for one another"
+    return found

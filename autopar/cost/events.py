@@ -1,0 +1,321 @@
+"""The events of a training step, read off a rewritten program: every op and collective of forward,
+backward and optimizer.
+
+The backward is the forward graph read from its end: a change of state has the collective of its
+adjoint, a product has one product for the gradient of its input and one for that of its weight,
+anything else takes twice its forward. The optimizer starts when all gradients are there, as it does
+in torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ..graphs import inlined
+from ..program import Program
+from ..strategies import Strategy
+from ..world import World
+from .buckets import Bucket
+from .comm import Levels, collective_cost, joint_cost
+from .compute import node_seconds, optimizer_seconds
+from .links import Event
+from .moves import Move, moves
+from .pattern import Pattern, pattern, size, within
+from .ways import Way
+
+ROOTED = ("broadcast", "reduce")  # the panels' collectives
+
+
+@lru_cache(maxsize=1 << 12)
+def link(world: World, digits: Pattern) -> int:
+    """What the groups of this pattern share with others: the outermost level of links that they
+    cross.
+    """
+    block = 1
+    for number, level in enumerate(world.levels):
+        block *= level.ranks
+        if within(digits, block) == size(digits):
+            return number
+    return len(world.levels)
+
+
+class _Alike(NamedTuple):
+    """What collectives share that may go as one."""
+
+    kind: str
+    axes: tuple[str, ...]
+    element_bytes: int
+    inside: Levels
+
+
+class Events:
+    def __init__(self, program: Program, world: World) -> None:
+        program = dataclasses.replace(program, module=inlined(program.module))
+        assert program.plan is not None and program.annotations is not None
+        self.program, self.world = program, world
+        self.plan, self.notes = program.plan, program.annotations
+        self.nodes = [n for n in program.module.graph.nodes if n.op != "output"]
+        self.events: list[Event] = []
+        self.products: list[bool] = []  # of every event, whether it is one
+        # The collectives that may go as one, and the bytes of the whole value of each.
+        self.joinable: dict[int, tuple[_Alike, float]] = {}
+        self.made: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value needs
+        self.ahead: set[fx.Node] = set()  # values that hang on stored tensors alone
+        self.last = {n.meta["source"]: n for n in self.nodes if _computes(n)}
+        self.entries = {entry.node: entry for entry in program.signature.inputs}
+        self.gradients: dict[fx.Node, tuple[int, ...]] = defaultdict(tuple)
+        self.carrying = self._carrying()
+        self.moved: dict[fx.Node, list[Move]] = defaultdict(list)
+        self.repeated: dict[fx.Node, list[Move]] = defaultdict(list)
+        for move in moves(program):
+            (self.repeated if move.again else self.moved)[move.node].append(move)
+        self.blocks: dict[str | None, list[fx.Node]] = defaultdict(list)  # that run again
+        for node in self.nodes:
+            if node.meta.get("again"):
+                self.blocks[node.meta.get("block")].append(node)
+
+    def run(self) -> list[Event]:
+        for node in self.nodes:
+            self._forward(node)
+        for node in self.program.module.graph.output_node().all_input_nodes:
+            self.gradients[node] = self.made[node]
+        for node in reversed(self.nodes):
+            if node in self.carrying and self.gradients[node]:
+                self._again(node.meta.get("block"), self.gradients[node])
+                self._backward(node)
+        self._optimizer()
+        return self.events
+
+    def _carrying(self) -> set[fx.Node]:
+        """The nodes whose values carry a gradient."""
+        sources = {name for name, _ in self.notes.gradient}
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            if node.op == "placeholder":
+                entry = self.entries.get(node.name)
+                carries = entry is not None and entry.trainable
+            elif "step" in node.meta:
+                carries = node.meta["element"].gradient > 0
+            else:
+                carries = node.meta.get("source") in sources
+            if carries and (node.op == "placeholder" or found & set(node.all_input_nodes)):
+                found.add(node)
+        return found
+
+    # -- forward -----------------------------------------------------------------------------------
+    def _forward(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            entry = self.entries[node.name]
+            if entry.kind not in ("user", "seed"):
+                self.ahead.add(node)
+            self.made[node] = ()
+            return
+        if node.all_input_nodes and self.ahead.issuperset(node.all_input_nodes):
+            self.ahead.add(node)
+        after = _joined(self.made[n] for n in node.all_input_nodes)
+        found = self.moved[node]
+        if "step" not in node.meta:
+            self.made[node] = self._work(node, self._seconds(node)[0], found, after, "forward")
+        else:
+            self.made[node] = self._collectives(node, found, after, "forward")
+
+    def _seconds(self, node: fx.Node) -> tuple[float, float]:
+        """Of the node's computation: forward, backward."""
+        source = node.meta.get("source", "")
+        choice = self.plan.choices.get(source)
+        if choice is None or self.last.get(source) is not node:
+            return 0.0, 0.0
+        spec = self.notes.specs[source]
+        strategy = Strategy((), choice.operands, choice.results, _parts(self, source))
+        dtype = node.meta["dtype"]
+        forward = node_seconds(spec, strategy, dtype, False, self.world)
+        if (source, 0) not in self.notes.gradient:
+            return forward, 0.0
+        return forward, node_seconds(spec, strategy, dtype, True, self.world) - forward
+
+    def _work(
+        self,
+        node: fx.Node,
+        seconds: float,
+        found: Sequence[Move],
+        after: tuple[int, ...],
+        phase: Any,
+    ) -> tuple[int, ...]:
+        """An op with the collectives inside it, which follow it one by one; panels run beside the
+        product, one piece ahead.
+        """
+        found = [move for move in found if move.backward == (phase == "backward")]
+        rooted = [move for move in found if move.traffic.collective in ROOTED]
+        if rooted:
+            return self._panels(node, seconds, rooted, after, phase)
+        if seconds or (len(after) > 1 and not found):
+            after = (self._add(node, "compute", seconds, after, phase),)
+        return self._collectives(node, found, after, phase)
+
+    def _panels(
+        self,
+        node: fx.Node,
+        seconds: float,
+        found: Sequence[Move],
+        after: tuple[int, ...],
+        phase: Any,
+    ) -> tuple[int, ...]:
+        pieces = max(self.plan.mesh.sizes[axis] for move in found for axis in move.axes)
+        incoming = [move for move in found if move.traffic.collective == "broadcast"]
+        outgoing = [move for move in found if move.traffic.collective == "reduce"]
+        done: tuple[int, ...] = ()
+        left: tuple[int, ...] = ()
+        for _ in range(pieces):
+            came = tuple(self._send(node, m, after, phase, pieces) for m in incoming)
+            done = (self._add(node, "compute", seconds / pieces, (*done, *came), phase),)
+            left += tuple(self._send(node, m, done, phase, pieces) for m in outgoing)
+        return left or done
+
+    def _collectives(
+        self, node: fx.Node, found: Iterable[Move], after: tuple[int, ...], phase: Any
+    ) -> tuple[int, ...]:
+        for move in found:
+            if move.backward == (phase == "backward"):
+                after = (self._send(node, move, after, phase),)
+        return after
+
+    def _send(
+        self, node: fx.Node, move: Move, after: tuple[int, ...], phase: Any, pieces: int = 1
+    ) -> int:
+        aside = node in self.ahead
+        price = collective_cost(
+            move.traffic, move.axes, self.plan.mesh, move.element_bytes, self.world
+        )
+        self._may_join(move, price.way, pieces)
+        lane = ".".join(move.axes)  # one process group carries all, as scheduled graphs run
+        layout = node.meta["layout"]
+        held = layout.local_size * node.meta["element"].bytes if "step" in node.meta else 0.0
+        return self._add(
+            node,
+            move.traffic.collective,
+            price.seconds / pieces,
+            after,
+            phase,
+            lane=lane,
+            link=link(self.world, pattern(self.plan.mesh, move.axes)),
+            bytes=price.bytes / pieces,
+            ahead=aside and phase == "forward",
+            held_bytes=held,
+            slows=price.way.slows,
+        )
+
+    def _may_join(self, move: Move, way: Way, pieces: int) -> None:
+        """The collective that is added next. Of reduce-scatters those that gloo has, which are
+        all-to-alls (passes/bucket.py).
+        """
+        kind = move.traffic.collective
+        scattered = kind == "reduce_scatter" and self.world.backend == "gloo"
+        if pieces == 1 and not move.inside and (scattered or kind in ("all_gather", "all_reduce")):
+            alike = _Alike(kind, move.axes, move.element_bytes, way.inside)
+            whole = float(move.traffic.elements * move.element_bytes)
+            self.joinable[len(self.events)] = alike, whole
+
+    def joint(self, members: Bucket) -> Event:
+        """What stands for several collectives."""
+        parts = tuple(self.events[index] for index in members)
+        alike, first = self.joinable[members[0]][0], parts[0]
+        whole = sum(self.joinable[index][1] for index in members)
+        kind, axes, _, inside = alike
+        price = joint_cost(kind, axes, self.plan.mesh, whole, inside, self.world)
+        return first._replace(
+            name=f"{first.name} and {len(parts) - 1} more",
+            seconds=price.seconds,
+            bytes=price.bytes,
+            held_bytes=sum(part.held_bytes for part in parts),
+            slows=price.way.slows,
+            parts=parts,
+        )
+
+    def _add(
+        self,
+        node: fx.Node,
+        kind: str,
+        seconds: float,
+        after: tuple[int, ...],
+        phase: Any,
+        **more: Any,
+    ) -> int:
+        source = str(node.meta.get("source", ""))
+        spec = self.notes.specs.get(source) if kind == "compute" else None
+        self.products.append(spec is not None and spec.flops > 0)
+        name = node.name if kind == "compute" else f"{kind} {node.name}"
+        chain = node.meta.get("chain", "")
+        self.events.append(Event(name, kind, seconds, after, phase, chain, **more))
+        return len(self.events) - 1
+
+    # -- backward ----------------------------------------------------------------------------------
+    def _again(self, block: str | None, after: tuple[int, ...]) -> None:
+        """The forward of a recomputed block, once more, when the backward comes to it."""
+        nodes = self.blocks.pop(block, [])
+        done: dict[fx.Node, tuple[int, ...]] = {}
+        for node in nodes:
+            ready = _joined(done.get(n, after) for n in node.all_input_nodes) or after
+            seconds = 0.0 if "step" in node.meta else self._seconds(node)[0]
+            done[node] = self._work(node, seconds, self.repeated[node], ready, "backward")
+        everything = _joined([after, *done.values()])
+        for node in nodes:
+            if self.gradients[node]:
+                self.gradients[node] = _joined([self.gradients[node], everything])
+
+    def _backward(self, node: fx.Node) -> None:
+        inputs = [n for n in node.all_input_nodes if n in self.carrying]
+        after, found = self.gradients[node], self.moved[node]
+        if node.op == "placeholder" or not inputs:
+            return
+        if "step" in node.meta:
+            self._credit(inputs, self._collectives(node, found, after, "backward"))
+            return
+        seconds = self._seconds(node)[1]
+        source = node.meta.get("source")
+        weights = [n for n in inputs if n in self.ahead]
+        others = [n for n in inputs if n not in self.ahead]
+        product = source in self.notes.specs and self.notes.specs[source].product is not None
+        if product and seconds and weights and others and not node.meta.get("inside"):
+            self._credit(others, (self._add(node, "compute", seconds / 2, after, "backward"),))
+            self._credit(weights, (self._add(node, "compute", seconds / 2, after, "backward"),))
+        else:
+            self._credit(inputs, self._work(node, seconds, found, after, "backward"))
+
+    def _credit(self, nodes: Iterable[fx.Node], events: tuple[int, ...]) -> None:
+        for node in nodes:
+            self.gradients[node] = tuple(dict.fromkeys((*self.gradients[node], *events)))
+
+    def _optimizer(self) -> None:
+        stored = [n for n in self.nodes if n.op == "placeholder" and self.gradients.get(n)]
+        gradients = _joined(self.gradients[n] for n in stored)
+        if not gradients:
+            return
+        arrived = (self._add(stored[0], "compute", 0.0, gradients, "optimizer"),)
+        for node in stored:
+            if self.entries[node.name].kind == "parameter":
+                layout = self.program.layouts[node.name]
+                width = self.program.dtypes[node.name].itemsize
+                seconds = optimizer_seconds(layout, width, self.world)
+                self._add(node, "compute", seconds, arrived, "optimizer")
+
+
+def _computes(node: fx.Node) -> bool:
+    return "source" in node.meta and "step" not in node.meta and node.op == "call_function"
+
+
+def _parts(step: Events, source: str) -> int:
+    """Among how many ranks a node's work is divided."""
+    parts, sizes = 1, step.notes.specs[source].sizes
+    for axis, split in zip(step.plan.mesh.axes, step.plan.choices[source].splits, strict=True):
+        parts *= axis.size if split in sizes else 1
+    return parts
+
+
+def _joined(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(i for events in found for i in events))
