@@ -49,7 +49,7 @@ class Timeline(Seen):
         """
         found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 3)
         for event, span in zip(self.events, self._ran, strict=True):
-            if not event.lane:
+            if not event.lane and span.seconds:
                 found[event.chain][0] += span.seconds
             for part in (event.parts or (event,)) if event.lane else ():
                 share = part.bytes / event.bytes if event.parts else 1.0
