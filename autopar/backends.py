@@ -61,8 +61,9 @@ OVERLAP: Overlap = True  # where a user does not say
 # Bytes of the largest bucket and how freely ops move: the first that the memory allows is taken.
 _ATTEMPTS: tuple[tuple[float, schedule.Freedom], ...] = (
     (math.inf, schedule.USUAL),
-    (1 << 20, schedule.USUAL),
-    (0, schedule.USUAL),
+    (math.inf, schedule.PUNCTUAL),
+    (1 << 20, schedule.PUNCTUAL),
+    (0, schedule.PUNCTUAL),
     (0, schedule.LEAST),
 )
 
@@ -210,15 +211,15 @@ class Scheduled:
             in_pieces = chunk.chunk(graph, self.world, self.stored, phase)
         tries = [(graph, *attempt) for attempt in _ATTEMPTS]
         if in_pieces is not graph:
-            tries.insert(0, (in_pieces, *_ATTEMPTS[0]))
-        before = [(node, node.args) for node in graph.nodes]
+            tries = [(in_pieces, *attempt) for attempt in _ATTEMPTS[:2]] + tries
         for base, most, freedom in tries:
+            before = [(node, node.args) for node in base.nodes]
             found, run = self._attempt(base, phase, most, freedom)
             if live_bytes(found, primals) <= bound:
                 if run is not None:
                     self.modelled[phase] = run
                 return found
-            schedule.reorder(graph, [node for node, _ in before])
+            schedule.reorder(base, [node for node, _ in before])
             for node, given in before:  # lanes
                 node.args = given
         return graph

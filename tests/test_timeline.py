@@ -105,6 +105,19 @@ def test_a_chained_collective_follows_at_once() -> None:
     assert ends(events) == [1, 3, 5, 3, 5, 6]
 
 
+def test_patience_leaves_a_chain_alone_while_there_is_something_to_compute() -> None:
+    """The second part of the sum goes a second later, under the same ops; with nothing else to do
+    nobody waits longer.
+    """
+    events = [op(1), sent(2, 0), sent(1, 1, lane="y"), op(2), op(1), op(2), op(1, 2)]
+    prompt, patient = (overlapped(events, patience=p) for p in (0.0, 1.0))
+    assert [a.event for a in prompt.order] == [0, 1, 3, 2, 4, 5, 6]
+    assert [a.event for a in patient.order] == [0, 1, 3, 4, 2, 5, 6]
+    assert prompt.seconds == patient.seconds == 7
+    chain = [op(1), sent(2, 0), op(1, 1)]
+    assert overlapped(chain, patience=9.0).end == overlapped(chain).end
+
+
 def test_products_for_weights_wait_for_a_gap() -> None:
     """dX, dW, a norm, then the sum: dW moves under the sum."""
     late = {"phase": "backward"}
@@ -136,9 +149,11 @@ def programs(draw: st.DrawFn) -> list[Event]:
     return events
 
 
-@given(programs(), st.sampled_from([4.0, 8.0, math.inf]))
-def test_every_simulation_keeps_its_bounds(events: list[Event], bound: float) -> None:
-    run = overlapped(events, bound)
+@given(programs(), st.sampled_from([4.0, 8.0, math.inf]), st.sampled_from([0.0, 1.5]))
+def test_every_simulation_keeps_its_bounds(
+    events: list[Event], bound: float, patience: float
+) -> None:
+    run = overlapped(events, bound, patience=patience)
     assert sorted(action.event for action in run.order) == list(range(len(events)))
     for index, event in enumerate(events):
         assert run.end[index] >= run.start[index] + event.seconds - 1e-9
@@ -146,7 +161,7 @@ def test_every_simulation_keeps_its_bounds(events: list[Event], bound: float) ->
     compute = sum(event.seconds for event in events if not event.lane)
     assert compute - 1e-9 <= run.seconds <= in_order(events).seconds + 1e-9
     assert sum(run.exposed.values()) == pytest.approx(run.seconds - compute)
-    assert run.order == overlapped(events, bound).order
+    assert run.order == overlapped(events, bound, patience=patience).order
 
 
 # -- buckets ---------------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ def overlapped(
     ahead_bytes: float = math.inf,
     window: int = _WINDOW,
     defers: Sequence[int] = _DEFER,
+    patience: float = 0.0,
 ) -> Run:
     """Collectives are issued as soon as their operands are there and waited for at their first use;
     meanwhile the compute stream takes what else is ready, in the order given.
@@ -78,27 +79,33 @@ def overlapped(
     alive before its use (more only where the program would stop otherwise). Products that nothing
     but a gradient hangs on may wait a little for a moment in which the stream would stand still.
     `window`: how many events past the first unfinished one may run while that one waits. `defers`:
-    how many such products at a time, the best of these.
+    how many such products at a time, the best of these. `patience`: seconds after its end for which
+    a collective is not asked for while there is anything else to compute.
     """
     later = _deferrable(events)
-    best = _run(events, ahead_bytes, later, defers[0], window)
+    best = _run(events, ahead_bytes, later, defers[0], window, patience)
     for defer in defers[1:]:
         if not best.exposed or not later:
             break
-        other = _run(events, ahead_bytes, later, defer, window)
+        other = _run(events, ahead_bytes, later, defer, window, patience)
         if other.seconds < best.seconds * (1 - _WORTH):
             best = other
     return best
 
 
 def _run(
-    events: Sequence[Event], ahead_bytes: float, later: set[int], defer: int, window: int
+    events: Sequence[Event],
+    ahead_bytes: float,
+    later: set[int],
+    defer: int,
+    window: int,
+    patience: float,
 ) -> Run:
-    early = _Simulation(events, [0.0] * len(events), math.inf, later, defer, window).run()
+    early = _Simulation(events, [0.0] * len(events), math.inf, later, defer, window, patience).run()
     if not any(event.ahead for event in events):
         return early
     latest = _latest(events, early)
-    return _Simulation(events, latest, ahead_bytes, later, defer, window).run()
+    return _Simulation(events, latest, ahead_bytes, later, defer, window, patience).run()
 
 
 def _deferrable(events: Sequence[Event]) -> set[int]:
@@ -157,10 +164,12 @@ class _Simulation:
         later: set[int],
         defer: int,
         window: int,
+        patience: float,
     ) -> None:
         self.events, self.not_before, self.bound = events, not_before, ahead_bytes
         self.later, self.defer = later if defer else set(), defer
-        self.window = window
+        self.window, self.patience = window, patience
+        self.settling: list[int] = []  # collectives that have ended and are not asked for yet
         self.deferred: deque[int] = deque()
         count = len(events)
         self.users: list[list[int]] = [[] for _ in range(count)]
@@ -242,8 +251,16 @@ class _Simulation:
         self.start[index] = self.links.now
         arrived = self._work(self.events[index].seconds)
         self._finish(index, self.links.now)
-        self._arrive(arrived)
+        self._settle(arrived)
         return True
+
+    def _settle(self, arrived: list[int]) -> None:
+        """Only those that ended long enough ago have arrived."""
+        self.settling += arrived
+        until = self.links.now - self.patience
+        known = [index for index in self.settling if self.links.ended[index] <= until]
+        self.settling = [index for index in self.settling if self.links.ended[index] > until]
+        self._arrive(known)
 
     def _work(self, seconds: float) -> list[int]:
         """Compute for so many seconds, or longer where collectives beside it slow it down; the
@@ -278,6 +295,10 @@ class _Simulation:
             self.held.remove(mine)
             heapq.heapify(self.held)
             self._send(self.first)
+            return
+        if self.settling:
+            known, self.settling = self.settling, []
+            self._arrive(known)
             return
         before, then = self.links.now, self.links.next_end()
         assert then < math.inf, f"nothing runs, but {self.events[self.first].name} is not done"

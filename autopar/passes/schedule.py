@@ -3,11 +3,13 @@
 The graph is one that AOTAutograd derived, forward or backward. The simulation of cost/simulate.py
 decides: a collective is issued as soon as its operands are there, or, where it fetches what is
 stored, just before it would be late; it is waited for at its first use, or when it is modelled done
-and another collective hangs on it. Numbers stay the same to the bit: nothing but the order changes.
+and another collective hangs on it; a while later where that costs nothing, as ranks drift apart and
+collectives are late. Numbers stay the same to the bit: nothing but the order changes.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,15 +24,20 @@ from ..world import World
 
 class Freedom(NamedTuple):
     """How far from its place in the graph an op may go. `ahead`: how much may be fetched before its
-    use, in times the largest; `window`: of events, past the first that is not done.
+    use, in times the largest; `window`: of events, past the first that is not done; `patience`:
+    for how long after its modelled end a collective may be left alone while there is something to
+    compute, in times the mean interval between two collectives, what is tried first.
     """
 
     ahead: int = 4
     window: int = 256
+    patience: tuple[float, ...] = (2.0, 1.0)
 
 
 USUAL = Freedom()
-LEAST = Freedom(1, 8)  # holds hardly more at once than the graph's own order
+PUNCTUAL = Freedom(patience=())
+LEAST = Freedom(1, 8, ())  # holds hardly more at once than the graph's own order
+_FREE = 0.005  # of the simulated step: what patience may cost
 
 
 def schedule(
@@ -42,9 +49,23 @@ def schedule(
 ) -> Run:
     """Reorder the graph in place; the simulated run of it. The same on every rank."""
     listed = graph_events(graph, world, stored, phase)
-    run = overlapped(listed.events, _most_ahead(listed.events, freedom), freedom.window)
+    run = _patient(listed.events, freedom)
     _arrange(graph, [listed.nodes[action.event] for action in run.order])
     return run
+
+
+def _patient(events: Sequence[Event], freedom: Freedom) -> Run:
+    """The simulated run that leaves collectives alone longest, among those as short as the one that
+    asks for them at once.
+    """
+    ahead = _most_ahead(events, freedom)
+    prompt = overlapped(events, ahead, freedom.window)
+    interval = prompt.seconds / (sum(bool(event.lane) for event in events) or math.inf)
+    for times in freedom.patience if interval else ():
+        run = overlapped(events, ahead, freedom.window, patience=times * interval)
+        if run.seconds <= (1 + _FREE) * prompt.seconds:
+            return run
+    return prompt
 
 
 def fetched_ahead(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
