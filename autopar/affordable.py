@@ -20,7 +20,6 @@ from .cost.kept import Kept, Middle, Price, Stored, bytes_kept, regathering
 from .cost.memory import Budget
 from .depth import Deep
 from .dropping import Estimated, Ladder, Rungs, Tried
-from .errors import LayoutError
 from .figures import Memory
 from .hiding import by_step
 from .layouts import NAMES, Layouts, candidates
@@ -29,7 +28,7 @@ from .plan import Plan
 from .price import terms
 from .program import Program
 from .rating.frame import frame
-from .rating.rate import Candidate, again, bounded, bounds_of, promising
+from .rating.rate import Candidate, bounded, bounds_of, promising
 from .shallow import Shallow
 from .world import World
 
@@ -62,6 +61,11 @@ class _Priced(NamedTuple):
     kept: float
     price: Price
 
+    @property
+    def paid(self) -> float:
+        """Seconds with what the bytes cost."""
+        return _plan(self.program).seconds + self.price.seconds_per_byte * self.kept
+
 
 def affordable(
     program: Program,
@@ -75,13 +79,14 @@ def affordable(
     none fits. `budget` None or without a limit: with the plan of least time. `overlap`: by the time
     of a step in which communication runs under computation, else by the sum.
     """
+    shallow = Shallow(program, world, redundant)
     if overlap and (budget is None or budget.recompute not in ("full", "gathers")):
-        several = by_step(program, world, layout, redundant, budget)
+        several = by_step(shallow, layout, budget)
     else:
         several = [choose.choose(program, world, layout, redundant, budget)]
     if budget is None or budget.memory_bytes is None:
         return several[0]
-    return _within(several, _Under(program, world, layout, redundant, budget, budget))
+    return _within(several, _Under(shallow, layout, budget, budget))
 
 
 def _within(several: list[Program], under: _Under) -> Program:
@@ -129,15 +134,12 @@ def _named(free: _Under, best: _Tried) -> Iterator[_Tried]:
     time with what it must drop. While nothing fits, those at prices, too. No bound of "auto" rules
     a mesh out: a named layout may compute on several ranks what "auto" must split.
     """
-    world, budget = free.world, free.aim
-    whole = Shallow(free.program, world, free.redundant)
+    budget = free.aim
     given: list[tuple[_Under, Program]] = []
-    for name in NAMES[1:] if world.ranks > 1 else ():
-        try:
-            meshes = list(candidates(name, world.ranks, free.program))
-        except LayoutError:
+    for name in NAMES[1:] if free.world.ranks > 1 else ():
+        if (plan := free.whole.named(name)) is None:
             continue
-        chosen = whole.chosen(whole.best(meshes), budget).program
+        chosen = free.whole.chosen(plan, budget).program
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
             given.append((free.under(name), chosen))
     for under, chosen in sorted(given, key=lambda pair: _plan(pair[1]).seconds):
@@ -164,28 +166,21 @@ class _Under:
     for the search and its estimates, which is lower where estimates turned out too low.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        world: World,
-        layout: Layouts,
-        redundant: bool,
-        budget: Budget,
-        aim: Budget,
-    ) -> None:
-        self.program, self.world, self.layout = program, world, layout
-        self.redundant, self.budget, self.aim = redundant, budget, aim
-        self.searched = regathering(program) if budget.recompute == "auto" else program
-        self.kept = Kept(self.searched, budget.optimizer)
+    def __init__(self, whole: Shallow, layout: Layouts, budget: Budget, aim: Budget) -> None:
+        self.whole, self.program, self.world = whole, whole.program, whole.world
+        self.layout, self.budget, self.aim = layout, budget, aim
+        again = budget.recompute == "auto"
+        searched = regathering(self.program) if again else self.program
+        self.kept = Kept(searched, budget.optimizer)
+        self._floor = Middle(self.program, budget.optimizer)  # of plans that drop nothing
         self.given: list[Candidate] = []
-        self.shallow = Shallow(self.searched, world, redundant)
+        self.shallow = Shallow(searched, self.world, whole.redundant) if again else whole
         self._made: dict[int, _Tried] = {}  # by identity, which the program beside a ladder keeps
         self._ladders: dict[int, tuple[Program, Ladder]] = {}
 
     def under(self, layout: Layouts, aim: Budget | None = None) -> _Under:
         """Plans of another layout under the same limit, or with another aim."""
-        where = self.program, self.world, layout, self.redundant, self.budget
-        return _Under(*where, aim or self.aim)
+        return _Under(self.whole, layout, self.budget, aim or self.aim)
 
     def lower(self, off: float) -> _Under:
         """With a lower aim, as an estimate that was within it was too low by a factor `off`."""
@@ -247,6 +242,9 @@ class _Under:
 
     def dropping_nothing(self, chosen: Program) -> Program | None:
         """A chosen program with its memory, if it fits as it is: by more than an estimate."""
+        assert self.aim.memory_bytes is not None
+        if bytes_kept(self._floor, _plan(chosen)) > self.aim.memory_bytes:
+            return None
         if not self.aim.fits(self._ladder(chosen).planned().memory):
             return None
         found = self.worked_out(self.made(chosen))
@@ -283,7 +281,7 @@ class _Under:
         if not proven.is_small(self.program, given):
             return best, self._priced_bound(least, given)
         below = best.seconds if self.budget.fits(best.memory) else math.inf
-        search = self.program, given, self.world, self.redundant, self.budget
+        search = self.program, given, self.world, self.whole.redundant, self.budget
         chosen, found, bound = proven.fastest(*search, below)
         if chosen is None or found is None:
             return best, bound if bound < math.inf else 0.0
@@ -308,7 +306,7 @@ class _Under:
         for more in _PRICES:
             price = more * least.seconds / needs
             paid = bounded(
-                frame(self.program), near, self.world, self.redundant, Price(kept, price)
+                frame(self.program), near, self.world, self.whole.redundant, Price(kept, price)
             )
             several = [
                 max(free[mesh], s - price * limit) for (mesh, _), s in zip(near, paid, strict=True)
@@ -331,8 +329,11 @@ class _Under:
         return found
 
     def _at(self, price: Price) -> _Priced:
-        plan = self.shallow.best(self.given, price)
+        plan = self.shallow.best(self.given, price, tries=1)  # as there are other prices
         self.given = promising(bounds_of(plan), self.given, _MESHES)
+        return self._priced(plan, price)
+
+    def _priced(self, plan: Plan, price: Price) -> _Priced:
         chosen = self.shallow.chosen(plan, self.aim).program
         return _Priced(chosen, bytes_kept(self.kept, _plan(chosen)), price)
 
@@ -352,16 +353,9 @@ class _Under:
 
     def _refined(self, one: _Priced) -> _Priced | None:
         """Searched again among more options, at the same price; None where that finds nothing."""
-        plan, more = _plan(one.program), one.price.seconds_per_byte * one.kept
-        paid = dataclasses.replace(plan, seconds=plan.seconds + more)
         given = list(candidates(self.layout, self.world.ranks, self.program))
-        found = again(frame(self.searched), paid, given, self.world, self.redundant, one.price)
-        if found is paid:
-            return None
-        found = dataclasses.replace(found, recompute=plan.recompute, regather=plan.regather)
-        kept = bytes_kept(self.kept, found)
-        found = dataclasses.replace(found, seconds=found.seconds - more / one.kept * kept)
-        return _Priced(dataclasses.replace(one.program, plan=found), kept, one.price)
+        found = self._priced(self.shallow.refined(_plan(one.program), given, one.price), one.price)
+        return found if found.paid < one.paid * (1 - 1e-9) else None
 
 
 def _plan(program: Program) -> Plan:

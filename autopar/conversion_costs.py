@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +27,8 @@ class Conversions:
     """Seconds between layouts; tables of the same layouts are made once."""
 
     def __init__(self, world: World, known: Known) -> None:
-        self._world, self._known = world, known
-        self._single: dict[tuple[Layout, Layout, Element], float] = {}
+        self._known = known
+        self._seconds = _pricer(world)
 
     def direct(self, native: Want, want: Want, element: Element) -> Array:
         """From each option of the maker to each of the user."""
@@ -61,9 +62,15 @@ class Conversions:
         small = np.array([[self._seconds(a, b, element) for b in columns] for a in rows])
         return small[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
 
-    def _seconds(self, source: Layout, target: Layout, element: Element) -> float:
-        key = (source, target, element)
-        if key not in self._single:
-            path = steps(source, target)
-            self._single[key] = path_seconds(path, element, self._world)
-        return self._single[key]
+
+@lru_cache(maxsize=4)
+def _pricer(world: World) -> Callable[[Layout, Layout, Element], float]:
+    """Seconds of the way between two layouts. To plan takes many searches on the same few meshes,
+    so it is remembered.
+    """
+
+    @lru_cache(maxsize=1 << 20)
+    def seconds(source: Layout, target: Layout, element: Element) -> float:
+        return path_seconds(steps(source, target), element, world)
+
+    return seconds

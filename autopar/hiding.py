@@ -18,7 +18,6 @@ import numpy as np
 from .cost.memory import Budget
 from .cost.timeline import bucket_seconds
 from .depth import Deep
-from .errors import LayoutError
 from .layout import Layout
 from .layouts import NAMES, Layouts, candidates
 from .passes import choose, emitted
@@ -36,16 +35,17 @@ _BLOCKS = 4  # at either end of a run, and more of it: they fill buckets about a
 _RUN = 8  # plans that are emitted and simulated: of a deep model that takes a second each
 
 
-def by_step(
-    program: Program, world: World, layout: Layouts, redundant: bool, budget: Budget | None
-) -> list[Program]:
-    """Chosen programs, the one with the shortest simulated step first."""
-    best = choose.choose(program, world, layout, redundant, budget)
+def by_step(shallow: Shallow, layout: Layouts, budget: Budget | None) -> list[Program]:
+    """Chosen programs for the program and the world of `shallow`, the one with the shortest
+    simulated step first.
+    """
+    world = shallow.world
+    best = choose.choose(shallow.program, world, layout, shallow.redundant, budget)
     if not _plan(best).mesh.axes:
         return [best]
-    others = _Others(best, world, redundant, budget)
-    given = list(candidates(layout, world.ranks, program))
-    others.take(given, bounds_of(_plan(best)), others.lighter)
+    others = _Others(best, shallow, budget)
+    given = list(candidates(layout, world.ranks, best))
+    others.take(given, bounds_of(_plan(best)))
     for name in NAMES[1:] if layout == "auto" else ():
         others.take_named(name)
     order = sorted(others.near(), key=lambda deep: _step(deep, world))
@@ -55,11 +55,11 @@ def by_step(
 class _Others:
     """Plans that compete with the best one of the sum."""
 
-    def __init__(self, best: Program, world: World, redundant: bool, budget: Budget | None) -> None:
-        self.best, self.world, self.budget = best, world, budget
-        self.deep, self.shallow = Deep(best), Shallow(best, world, redundant)
-        lighter = (_counted(best, share) for share in shares(world))
-        self.lighter = [Shallow(one, world, redundant) for one in lighter]
+    def __init__(self, best: Program, shallow: Shallow, budget: Budget | None) -> None:
+        self.best, self.world, self.budget = best, shallow.world, budget
+        self.deep, self.shallow = Deep(best), shallow
+        lighter = (_counted(best, share) for share in shares(self.world))
+        self.lighter = [Shallow(one, self.world, shallow.redundant) for one in lighter]
         self.found: dict[Hashable, tuple[float, Deep]] = {}
         self._enter(self.deep)
 
@@ -76,24 +76,17 @@ class _Others:
 
     def take_named(self, name: str) -> None:
         """A named layout's plan of the sum; while it is near, those at the shares, too."""
-        try:
+        plan = self.shallow.named(name)
+        if plan is not None and self._enter(self._beside(plan)) <= _NEAR * self.least:
             given = list(candidates(name, self.world.ranks, self.best))
-        except LayoutError:
-            return
-        bounds = self.shallow.bounds(given)
-        if self.take(given, bounds, [self.shallow]) <= _NEAR * self.least:
-            self.take(given, bounds, self.lighter)
+            self.take(given, bounds_of(plan))
 
-    def take(
-        self, given: Sequence[Candidate], bounds: Sequence[float], searched: Sequence[Shallow]
-    ) -> float:
-        """The plans of least sum on the most promising of these meshes; the least seconds of them
-        in which what hides counts least.
-        """
+    def take(self, given: Sequence[Candidate], bounds: Sequence[float]) -> None:
+        """The plans on the most promising of these meshes in which what hides counts less."""
         most = _FREE if all(rules.free for _, rules in given) else _RULED
         near = promising(bounds, given, most, _NEAR)
-        plans = [one.plan(near) for one in searched]
-        return min(self._enter(self._beside(plan)) for plan in plans)
+        for one in self.lighter:
+            self._enter(self._beside(one.plan(near)))
 
     def _beside(self, plan: Plan) -> Deep:
         """Another plan for the same program, at its full price; proven is what is of the sum."""

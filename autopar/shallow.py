@@ -9,18 +9,21 @@ compete with the one that was searched for on the whole graph.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
 from .cost.kept import Price, bytes_kept
 from .cost.memory import Budget
 from .depth import Deep
+from .errors import LayoutError
+from .layouts import candidates
 from .passes import choose
 from .plan import Plan
 from .price import terms
 from .program import Program
 from .rating.frame import Frame, frame
-from .rating.rate import Best, Candidate, best, bounded, promising, with_bounds
+from .rating.rate import Best, Candidate, again, best, bounded, promising, with_bounds
 from .unsplit import unsplit
 from .world import World
 
@@ -34,6 +37,7 @@ class Shallow:
         self.deep = Deep(dataclasses.replace(program, plan=None))
         self.program = self.deep.program
         self.world, self.redundant = world, redundant
+        self._named: dict[str, Plan | None] = {}
 
     def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
         """A lower bound of the step of the whole program in seconds, of every candidate; 0 of a
@@ -51,15 +55,33 @@ class Shallow:
         """The plan found on these meshes; its seconds are not worked out: `chosen` does that."""
         return self.deep.whole(self._found(given, price).plan)
 
-    def best(self, given: Sequence[Candidate], price: Price | None = None) -> Plan:
-        """The plan found on the most promising of these meshes, with the bounds of all."""
+    def best(
+        self, given: Sequence[Candidate], price: Price | None = None, tries: int = _TRIES
+    ) -> Plan:
+        """The plan found on so many of these meshes, the most promising, with the bounds of all."""
         if not self.deep.runs:
             found = self._found(given, price)
             return dataclasses.replace(found.plan, meshes=with_bounds(given, found.bounds))
         bounds = self.bounds(given, price)
-        plans = [self.plan([one], price) for one in promising(bounds, given, _TRIES)]
+        plans = [self.plan([one], price) for one in promising(bounds, given, tries)]
         plan = min(plans, key=lambda plan: self._paid(plan, price))
         return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
+
+    def named(self, name: str) -> Plan | None:
+        """`best` of a named layout; None where it has no mesh for so many ranks."""
+        if name not in self._named:
+            try:
+                given = list(candidates(name, self.world.ranks, self.program))
+            except LayoutError:
+                given = []
+            self._named[name] = self.best(given) if given else None
+        return self._named[name]
+
+    def refined(self, plan: Plan, given: Sequence[Candidate], price: Price) -> Plan:
+        """The plan found on the mesh of another among more options of every region."""
+        start = dataclasses.replace(plan, seconds=math.inf)  # whatever is found is taken
+        short = frame(self.deep.longer)
+        return self.deep.whole(again(short, start, given, self.world, self.redundant, price))
 
     def _found(self, given: Sequence[Candidate], price: Price | None) -> Best:
         longer = self.deep.longer

@@ -48,6 +48,7 @@ from autopar.passes import annotate, chains, emitted, trace
 from autopar.plan import Plan
 from autopar.program import Program, Value
 from autopar.report.summary import summarised
+from autopar.shallow import Shallow
 from autopar.world import Device, Level, Measured
 from autopar.world.presets import (
     CPU_BYTES_PER_S,
@@ -261,7 +262,7 @@ def hidden() -> dict[str, dict[str, float]]:
             "step, ms": 1e3 * simulated(one, world),
             "sum, ms": 1e3 * one.plan.seconds,
         }
-        for number, one in enumerate(by_step(program, world, "auto", False, None), 1)
+        for number, one in enumerate(by_step(Shallow(program, world), "auto", None), 1)
         if one.plan is not None
     }
 

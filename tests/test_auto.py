@@ -18,6 +18,7 @@ from autopar.hiding import simulated
 from autopar.layouts import NAMES
 from autopar.passes import choose
 from autopar.program import Program
+from autopar.shallow import Shallow
 from autopar.world import World
 from random_nets import analysed
 
@@ -63,7 +64,7 @@ def summed(program: Program, world: World, layout: str) -> float:
 
 def by_step(program: Program, world: World, layout: str) -> float:
     """With communication under computation."""
-    return simulated(hiding.by_step(program, world, layout, False, None)[0], world)
+    return simulated(hiding.by_step(Shallow(program, world), layout, None)[0], world)
 
 
 def combinations() -> list[Any]:

@@ -14,6 +14,7 @@ from autopar.layouts import candidates
 from autopar.passes import annotate, chains, trace
 from autopar.price import terms
 from autopar.program import Program
+from autopar.shallow import Shallow
 from autopar.rating.rate import best
 from benchmarks.quality import cluster, small_gpt
 
@@ -28,7 +29,7 @@ def program() -> Program:
 
 @lru_cache
 def several() -> list[Program]:
-    return hiding.by_step(program(), WORLD, "auto", False, None)
+    return hiding.by_step(Shallow(program(), WORLD), "auto", None)
 
 
 def test_the_shortest_step_comes_first() -> None:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from .. import wire
-from .._compat import TorchDispatchMode, fake_mode, pytree
+from .._compat import TorchDispatchMode, pytree
 from ..figures import Memory
-from ..graphs import called
 from ..mesh import group_ranks
 from ..program import Input, Program
 from .memory import Optimizer, optimizer_bytes, step_bytes
+from .stand_ins import META, on_stand_ins
 
 _NEVER = 1 << 60
 
@@ -49,7 +49,7 @@ class Lives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.moment += 1
         made = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(made):
+        for tensor in (made,) if isinstance(made, Tensor) else pytree.tree_leaves(made):
             if isinstance(tensor, Tensor):
                 self.note(tensor)
         return made
@@ -102,7 +102,7 @@ def peak(program: Program, optimizer: Optimizer = "adamw", backend: str = "") ->
     Example: peak(plan.ready.program, "sgd").peak
     """
     assert program.plan is not None
-    with fake_mode(), _simulated(_Shapes(backend)):
+    with _simulated(_Shapes(backend)):
         return _Step(program, optimizer).run()
 
 
@@ -140,14 +140,14 @@ class _Step:
     def _held(self, entry: Input) -> Tensor:
         layout, dtype = self.program.layouts.get(entry.node), self.program.dtypes.get(entry.node)
         if entry.kind == "coordinate":
-            return torch.empty(1, dtype=torch.int64)
+            return torch.empty(1, dtype=torch.int64, device=META)
         if entry.kind == "seed":
-            return torch.empty((), dtype=torch.int64)
+            return torch.empty((), dtype=torch.int64, device=META)
         if layout is None or dtype is None:
             given = self._traced(entry)
-            made = torch.empty(tuple(given.shape), dtype=given.dtype)
+            made = torch.empty(tuple(given.shape), dtype=given.dtype, device=META)
         else:
-            made = torch.empty(layout.local_shape, dtype=dtype)
+            made = torch.empty(layout.local_shape, dtype=dtype, device=META)
         return made.requires_grad_(entry.trainable)
 
     def _traced(self, entry: Input) -> Tensor:
@@ -218,26 +218,3 @@ def _backward(outputs: Sequence[Any]) -> None:
         scalars[0].backward()
     elif able:
         torch.autograd.backward(able, [torch.ones_like(o) for o in able])
-
-
-def on_stand_ins(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with all devices in its graphs replaced by that of the stand-ins."""
-    graph, root = fx.Graph(), torch.nn.Module()
-    output = graph.graph_copy(module.graph, {})
-    for node in graph.nodes:
-        node.args, node.kwargs = _here(node.args), _here(node.kwargs)
-        for block in called(module, node):
-            name = next(n.target for n in node.all_input_nodes if n.op == "get_attr")
-            root.add_module(str(name), on_stand_ins(block))
-    graph.output(output)
-    return fx.GraphModule(root, graph)
-
-
-def _here(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    if isinstance(value, tuple | list):
-        return type(value)(_here(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _here(item) for key, item in value.items()}
-    return value
