@@ -28,7 +28,7 @@ from .plan import Plan
 from .price import terms
 from .program import Program
 from .rating.frame import frame
-from .rating.rate import Candidate, bounded, bounds_of, promising
+from .rating.rate import SETTLED, Candidate, bounded, bounds_of, promising
 from .shallow import Shallow
 from .world import World
 
@@ -353,8 +353,11 @@ class _Under:
 
     def _refined(self, one: _Priced) -> _Priced | None:
         """Searched again among more options, at the same price; None where that finds nothing."""
+        plan = _plan(one.program)
+        if dict(plan.meshes)[str(plan.mesh)] >= one.paid * (1 - SETTLED):
+            return None
         given = list(candidates(self.layout, self.world.ranks, self.program))
-        found = self._priced(self.shallow.refined(_plan(one.program), given, one.price), one.price)
+        found = self._priced(self.shallow.refined(plan, given, one.price), one.price)
         return found if found.paid < one.paid * (1 - 1e-9) else None
 
 

@@ -34,7 +34,7 @@ _ROUNDS = 1  # on the shorter frame: a second changes the bounds by 1e-5 and cos
 _MARGIN = 2e-2  # of the bound: what an option may lie above the least to be searched exactly
 _LEFT = (8, 4, 2, 1)  # options of a region that are searched exactly; fewer where tables outgrow
 _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same on the best mesh in the end, by its axes
-_SETTLED = 2e-4  # of its seconds: a plan so near the bound is not searched again
+SETTLED = 2e-4  # of its seconds: a plan so near the bound is not searched again
 _GAP = 1e-3  # a mesh that promises less than this more is not searched
 _TRIES = 4  # meshes searched exactly
 _QUICK = 2  # the same where plans are only to compete with others
@@ -92,13 +92,12 @@ def best(
     for place in order[: _TRIES if thorough else _QUICK]:
         if found is not None and bounds[place] >= found.seconds * (1 - _GAP):
             break
-        most = _LEFT if thorough else _LEFT[1:]
-        plan, bound = exact(whole, *given[place], world, redundant, price, most)
+        plan, bound = exact(whole, *given[place], world, redundant, price, thorough)
         bounds[place] = max(bounds[place], bound)
         if found is None or plan.seconds < found.seconds * (1 - 1e-9):
             found = plan
     assert found is not None
-    settled = min(bounds) >= found.seconds * (1 - _SETTLED)
+    settled = min(bounds) >= found.seconds * (1 - SETTLED)
     if thorough and not settled and price is None:  # prices are tried one after the other
         found = again(whole, found, given, world, redundant)
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
@@ -184,18 +183,19 @@ def exact(
     world: World,
     redundant: bool = False,
     price: Price | None = None,
-    most: Sequence[int] = _LEFT,
+    thorough: bool = True,
 ) -> tuple[Plan, float]:
-    """The plan of least modelled time on one mesh, among the options that the bound leaves, at most
-    so many of a region (the next number where tables outgrow), and the bound in seconds.
+    """The plan of least modelled time on one mesh, among the options that the bound leaves, and the
+    bound in seconds. Not `thorough`: among fewer options, and the bound is left as it is.
     """
     if not mesh.axes or not constraint.free:  # rules leave little to search
         plan = search(whole.program, mesh, world, constraint, redundant, None, price)
         return plan, plan.seconds
     bound = _messages(whole, [(mesh, constraint)], world, redundant, price)
     least = float(bound.run()[0])
+    most = _LEFT if thorough else _LEFT[1:]
     plan = _among(bound, _MARGIN * least, most, (mesh, constraint), world, redundant, price)
-    if plan.seconds * (1 - _GAP) > least:
+    if thorough and plan.seconds * (1 - _GAP) > least:
         least = max(least, float(bound.run(2)[0]))
     return plan, min(least, plan.seconds)
 
