@@ -28,7 +28,7 @@ from .plan import Plan
 from .price import terms
 from .program import Program
 from .rating.frame import frame
-from .rating.rate import SETTLED, Candidate, bounded, bounds_of, promising
+from .rating.rate import GAP, Candidate, bounded, bounds_of, promising
 from .shallow import Shallow
 from .world import World
 
@@ -354,7 +354,7 @@ class _Under:
     def _refined(self, one: _Priced) -> _Priced | None:
         """Searched again among more options, at the same price; None where that finds nothing."""
         plan = _plan(one.program)
-        if dict(plan.meshes)[str(plan.mesh)] >= one.paid * (1 - SETTLED):
+        if dict(plan.meshes)[str(plan.mesh)] >= one.paid * (1 - GAP):
             return None
         given = list(candidates(self.layout, self.world.ranks, self.program))
         found = self._priced(self.shallow.refined(plan, given, one.price), one.price)

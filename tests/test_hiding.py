@@ -14,8 +14,8 @@ from autopar.layouts import candidates
 from autopar.passes import annotate, chains, trace
 from autopar.price import terms
 from autopar.program import Program
-from autopar.shallow import Shallow
 from autopar.rating.rate import best
+from autopar.shallow import Shallow
 from benchmarks.quality import cluster, small_gpt
 
 WORLD = cluster()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._compat import OpOverload, TorchDispatchMode, fake_mode
 from ..graphs import called
@@ -108,14 +109,20 @@ def _by_flash(
     grouped: bool,
     allowed: bool,
 ) -> bool:
-    """Whether a CPU runs it by the kernel that keeps no scores: seen on fake tensors."""
-    with fake_mode():
+    """Whether a CPU runs it by the kernel that keeps no scores: seen on fake tensors, of which a
+    block that counts what is saved in it hears nothing.
+    """
+    with fake_mode(), saved_tensors_hooks(_same, _same):
         given = [None if look is None else look.made() for look in looks]
         with _Ran() as ran:
             aten.scaled_dot_product_attention.default(
                 *given, dropout, causal, scale=scale, enable_gqa=grouped
             )
     return FLASH in ran.ops
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 class _Ran(TorchDispatchMode):

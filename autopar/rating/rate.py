@@ -34,8 +34,8 @@ _ROUNDS = 1  # on the shorter frame: a second changes the bounds by 1e-5 and cos
 _MARGIN = 2e-2  # of the bound: what an option may lie above the least to be searched exactly
 _LEFT = (8, 4, 2, 1)  # options of a region that are searched exactly; fewer where tables outgrow
 _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same on the best mesh in the end, by its axes
-SETTLED = 2e-4  # of its seconds: a plan so near the bound is not searched again
-_GAP = 1e-3  # a mesh that promises less than this more is not searched
+_SETTLED = 2e-4  # of its seconds: a plan so near the bound is not searched again
+GAP = 1e-3  # a mesh that promises less than this more is not searched
 _TRIES = 4  # meshes searched exactly
 _QUICK = 2  # the same where plans are only to compete with others
 _FEW = 16  # meshes under a layout's rules: all are searched exactly
@@ -90,14 +90,14 @@ def best(
     order = sorted(range(len(given)), key=lambda i: (_rounded(bounds[i]), len(given[i][0].axes), i))
     found: Plan | None = None
     for place in order[: _TRIES if thorough else _QUICK]:
-        if found is not None and bounds[place] >= found.seconds * (1 - _GAP):
+        if found is not None and bounds[place] >= found.seconds * (1 - GAP):
             break
         plan, bound = exact(whole, *given[place], world, redundant, price, thorough)
         bounds[place] = max(bounds[place], bound)
         if found is None or plan.seconds < found.seconds * (1 - 1e-9):
             found = plan
     assert found is not None
-    settled = min(bounds) >= found.seconds * (1 - SETTLED)
+    settled = min(bounds) >= found.seconds * (1 - _SETTLED)
     if thorough and not settled and price is None:  # prices are tried one after the other
         found = again(whole, found, given, world, redundant)
     return Best(found, min(*bounds, found.seconds), tuple(bounds))
@@ -195,7 +195,7 @@ def exact(
     least = float(bound.run()[0])
     most = _LEFT if thorough else _LEFT[1:]
     plan = _among(bound, _MARGIN * least, most, (mesh, constraint), world, redundant, price)
-    if thorough and plan.seconds * (1 - _GAP) > least:
+    if thorough and plan.seconds * (1 - GAP) > least:
         least = max(least, float(bound.run(2)[0]))
     return plan, min(least, plan.seconds)
 
