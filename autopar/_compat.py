@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from .errors import PlanError
 
@@ -57,6 +58,7 @@ __all__ = [
     "safe_gathers",
     "takes_a_list",
     "unregister_process_group",
+    "without_modes",
 ]
 
 

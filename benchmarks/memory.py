@@ -24,11 +24,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 import autopar
 from autopar import lockstep, wire
-from autopar._compat import pytree
+from autopar._compat import pytree, without_modes
 from autopar.cost.peak import Lives, highest
 from autopar.program import Input, Program
 from tests import models
@@ -155,7 +154,7 @@ class _Followed:
         if self._inner._own.rank != 0:
             return self._inner.exchange(kind, x, group)
         sent = x.detach().contiguous()
-        with _disable_current_modes():
+        with without_modes():
             arrived = self._inner.exchange(kind, sent, group)
         self._lives.note(arrived)
         return arrived

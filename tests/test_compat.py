@@ -48,7 +48,7 @@ def test_fake_tensors_have_a_shape_and_no_storage() -> None:
     assert mixed.fake_mode is mode
 
 
-@covers("TorchDispatchMode")
+@covers("TorchDispatchMode", "without_modes")
 def test_a_dispatch_mode_sees_every_op() -> None:
     seen: list[str] = []
 
@@ -59,6 +59,8 @@ def test_a_dispatch_mode_sees_every_op() -> None:
 
     with Listening():
         torch.ones(2).add(1)
+        with _compat.without_modes():
+            torch.zeros(2)
     assert seen == ["aten.ones.default", "aten.add.Tensor"]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._compat import OpOverload, TorchDispatchMode, fake_mode
+from .._compat import OpOverload, TorchDispatchMode, fake_mode, without_modes
 from ..graphs import called
 
 aten = torch.ops.aten
@@ -109,10 +109,10 @@ def _by_flash(
     grouped: bool,
     allowed: bool,
 ) -> bool:
-    """Whether a CPU runs it by the kernel that keeps no scores: seen on fake tensors, of which a
-    block that counts what is saved in it hears nothing.
+    """Whether a CPU runs it by the kernel that keeps no scores: seen on fake tensors. Who counts
+    what is made, or what a block saves, does not hear of it.
     """
-    with fake_mode(), saved_tensors_hooks(_same, _same):
+    with without_modes(), saved_tensors_hooks(_nothing, _nothing), fake_mode():
         given = [None if look is None else look.made() for look in looks]
         with _Ran() as ran:
             aten.scaled_dot_product_attention.default(
@@ -121,8 +121,9 @@ def _by_flash(
     return FLASH in ran.ops
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
+def _nothing(x: Any) -> Any:
+    """No backward follows."""
+    return None
 
 
 class _Ran(TorchDispatchMode):
