@@ -172,7 +172,6 @@ class _Under:
         again = budget.recompute == "auto"
         searched = regathering(self.program) if again else self.program
         self.kept = Kept(searched, budget.optimizer)
-        self._floor = Middle(self.program, budget.optimizer)  # of plans that drop nothing
         self.given: list[Candidate] = []
         self.shallow = Shallow(searched, self.world, whole.redundant) if again else whole
         self._made: dict[int, _Tried] = {}  # by identity, which the program beside a ladder keeps
@@ -242,9 +241,6 @@ class _Under:
 
     def dropping_nothing(self, chosen: Program) -> Program | None:
         """A chosen program with its memory, if it fits as it is: by more than an estimate."""
-        assert self.aim.memory_bytes is not None
-        if bytes_kept(self._floor, _plan(chosen)) > self.aim.memory_bytes:
-            return None
         if not self.aim.fits(self._ladder(chosen).planned().memory):
             return None
         found = self.worked_out(self.made(chosen))

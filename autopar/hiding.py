@@ -15,6 +15,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from .cost.kept import Middle, bytes_kept
 from .cost.memory import Budget
 from .cost.timeline import bucket_seconds
 from .depth import Deep
@@ -48,8 +49,10 @@ def by_step(shallow: Shallow, layout: Layouts, budget: Budget | None) -> list[Pr
     others.take(given, bounds_of(_plan(best)))
     for name in NAMES[1:] if layout == "auto" else ():
         others.take_named(name)
-    order = sorted(others.near(), key=lambda deep: _step(deep, world))
-    return [deep.program for deep in order]
+    near = others.near()
+    if len(near) > 1:
+        near.sort(key=lambda deep: _step(deep, world))
+    return [deep.program for deep in near]
 
 
 class _Others:
@@ -60,6 +63,7 @@ class _Others:
         self.deep, self.shallow = Deep(best), shallow
         lighter = (_counted(best, share) for share in shares(self.world))
         self.lighter = [Shallow(one, self.world, shallow.redundant) for one in lighter]
+        self.kept = Middle(best, "adamw" if budget is None else budget.optimizer)
         self.found: dict[Hashable, tuple[float, Deep]] = {}
         self._enter(self.deep)
 
@@ -68,11 +72,17 @@ class _Others:
         return min(seconds for seconds, _ in self.found.values())
 
     def near(self) -> list[Deep]:
-        """The most promising, and the best of the sum."""
+        """The most promising of those that may fit as they are, and the best of the sum."""
         limit = _NEAR * self.least
         order = sorted(self.found.values(), key=lambda pair: pair[0])
-        found = [deep for seconds, deep in order if seconds <= limit][:_RUN]
-        return list(dict.fromkeys((*found, self.deep)))
+        found = [deep for seconds, deep in order if seconds <= limit and self._may_fit(deep)]
+        return list(dict.fromkeys((*found[:_RUN], self.deep)))
+
+    def _may_fit(self, deep: Deep) -> bool:
+        """By what a plan holds that drops nothing; its peak is above that."""
+        if self.budget is None or self.budget.memory_bytes is None:
+            return True
+        return bytes_kept(self.kept, _plan(deep.program)) <= self.budget.memory_bytes
 
     def take_named(self, name: str) -> None:
         """A named layout's plan of the sum; while it is near, those at the shares, too."""
