@@ -95,8 +95,9 @@ def table(text: str) -> list[str]:
 def test_plan_writes_the_timeline_of_the_step_it_prints(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     more = ("--ranks", "4", "--layout", "fsdp", "--timeline", str(path))
-    for overlap in (("--overlap",), ()):
-        facts = json.loads(run("plan", "test_cli:tiny", *more, *overlap, "--json").stdout)
+    for overlap in (True, False):
+        how = "--overlap" if overlap else "--no-overlap"
+        facts = json.loads(run("plan", "test_cli:tiny", *more, how, "--json").stdout)
         seconds = facts["overlapped"] if overlap else facts["seconds"]
         shown = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
         assert max(e["ts"] + e["dur"] for e in shown) / 1e6 == pytest.approx(seconds, rel=0.01)

@@ -25,7 +25,8 @@ def linear(
     """x (..., k) · weight (n, k)ᵀ + bias (n): (..., n). `copied`: which operand is copied first, in
     the product itself, in that for the gradient of x, in that for the gradient of the weight.
     """
-    if torch.is_autocast_enabled(x.device.type):  # it casts what autograd knows, not this
+    # Autocast, which knows no meta tensors, casts what autograd knows, not this.
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return functional.linear(x, weight, bias)
     rows = _Linear.apply(x.flatten(0, -2), weight, bias, copied)
     return rows.unflatten(0, x.shape[:-1])
