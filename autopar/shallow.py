@@ -34,8 +34,7 @@ class Shallow:
     """An annotated program without a plan, and a shorter one to search for a world."""
 
     def __init__(self, program: Program, world: World, redundant: bool = False) -> None:
-        self.deep = Deep(dataclasses.replace(program, plan=None))
-        self.program = self.deep.program
+        self.program = dataclasses.replace(program, plan=None)
         self.world, self.redundant = world, redundant
         self._named: dict[str, Plan | None] = {}
 
@@ -46,6 +45,11 @@ class Shallow:
         if len(given) == 1:
             return [0.0]
         return bounded(self._frame, given, self.world, self.redundant, price)
+
+    @cached_property
+    def deep(self) -> Deep:
+        """The program, with its runs of equal blocks."""
+        return Deep(self.program)
 
     @cached_property
     def _frame(self) -> Frame:

@@ -10,6 +10,9 @@ import torch
 
 import autopar
 from autopar import Plan, hiding
+from autopar.cost.kept import Middle, bytes_kept
+from autopar.cost.memory import Budget
+from autopar.depth import Deep
 from autopar.layouts import candidates
 from autopar.passes import annotate, chains, trace
 from autopar.price import terms
@@ -43,6 +46,18 @@ def test_the_sum_is_not_what_a_step_takes() -> None:
     assert hiding.simulated(first, WORLD) < 0.9 * hiding.simulated(summed, WORLD)
     assert first.plan is not None and summed.plan is not None
     assert first.plan.seconds > summed.plan.seconds == pytest.approx(first.plan.bound, rel=1e-3)
+
+
+def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
+    held = Middle(program(), "adamw")
+    sizes = [bytes_kept(held, one.plan) for one in several() if one.plan is not None]
+    limit, best = (min(sizes) + max(sizes)) / 2, several()[sizes.index(max(sizes))]
+    others = hiding._Others(best, Shallow(program(), WORLD), Budget(limit))
+    for one in several():
+        others._enter(Deep(one))
+    left = {id(deep.program) for deep in others.near()} - {id(best)}
+    assert left <= {id(one) for one, size in zip(several(), sizes, strict=True) if size <= limit}
+    assert left and others.deep in others.near()
 
 
 def test_every_plan_has_its_real_price() -> None:
