@@ -62,7 +62,8 @@ def _patient(events: Sequence[Event], freedom: Freedom) -> Run:
     prompt = overlapped(events, ahead, freedom.window)
     interval = prompt.seconds / (sum(bool(event.lane) for event in events) or math.inf)
     for times in freedom.patience if interval else ():
-        run = overlapped(events, ahead, freedom.window, patience=times * interval)
+        patience, defers = times * interval, (prompt.defer,)
+        run = overlapped(events, ahead, freedom.window, defers, patience)
         if run.seconds <= (1 + _FREE) * prompt.seconds:
             return run
     return prompt
