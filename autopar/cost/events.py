@@ -55,6 +55,10 @@ class _Alike(NamedTuple):
 
 
 class Events:
+    """Makes the events of a step, in the order in which torch runs them: `run`. Which of these may
+    go as one, and as what, is known then: `joinable`, `joint`.
+    """
+
     def __init__(self, program: Program, world: World) -> None:
         program = dataclasses.replace(program, module=inlined(program.module))
         assert program.plan is not None and program.annotations is not None
