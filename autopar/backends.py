@@ -198,11 +198,11 @@ class Scheduled:
     def _finish(self, module: fx.GraphModule, phase: Phase, primals: float) -> None:
         """The passes over one of the derived graphs."""
         _sweep(module.graph)
-        module.graph = self._ordered(module.graph, phase, primals)
+        graph = self._ordered(module.graph, phase, primals)
         if self.backend is None:  # compilers take functional graphs
-            inplace.inplace(module.graph)
-            inplace.check(module.graph)
-        module.recompile()
+            inplace.inplace(graph)
+            inplace.check(graph)
+        module.graph = graph  # recompiles
 
     def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> fx.Graph:
         """The graph with as much freedom as the memory allows."""

@@ -164,21 +164,30 @@ def operand(node: fx.Node, place: int, cut: Cut) -> Cut | None:
 
 
 # -- finding ---------------------------------------------------------------------------------------
+class _Search(NamedTuple):
+    """For units of so many pieces. `nowhere`: nodes from which, cut like this, no wait is reached:
+    the sums of a residual stream lead past all later layers, and so are followed once.
+    """
+
+    pieces: int
+    nowhere: set[tuple[fx.Node, Cut]]
+
+
 def units(graph: fx.Graph, pieces: int, without: Set[fx.Node]) -> list[Unit]:
     """What can be cut into so many pieces, no node twice: gathers with the products that take what
     they bring, and products with the sum over ranks behind them. `without`: nodes that stay whole.
     """
-    found, taken = [], set[fx.Node](without)
+    found, taken, search = [], set[fx.Node](without), _Search(pieces, set())
     nodes = [node for node in graph.nodes if isinstance(node.target, OpOverload)]
     for node in nodes:
         if collective_of(node) == _GATHER and node not in taken:
-            cuts = _fed(node, pieces)
+            cuts = _fed(node, search)
             if cuts and not taken & cuts.keys() and _joinable(cuts):
                 found.append(Unit(cuts, pieces))
                 taken |= cuts.keys()
     for node in nodes:
         if node.target in PRODUCTS and node not in taken:
-            cuts = next(filter(None, (_summed(node, c, pieces) for c in _sides(node, pieces))), {})
+            cuts = next(filter(None, (_summed(node, c, search) for c in _sides(node, pieces))), {})
             if cuts and not taken & cuts.keys() and _joinable(cuts):
                 found.append(Unit(cuts, pieces))
                 taken |= cuts.keys()
@@ -197,69 +206,71 @@ def _sides(product: fx.Node, pieces: int) -> list[Cut]:
     return sorted(cuts, key=lambda cut: -shape[cut.dim])
 
 
-def _summed(product: fx.Node, cut: Cut, pieces: int) -> dict[fx.Node, Cut]:
+def _summed(product: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
     """From a product to the sum over ranks behind it; {} where there is none. On gloo a
     reduce-scatter is an all-to-all and a sum of what arrives.
     """
-    found = _to_wait(product, cut, pieces, set())
+    found = _to_wait(product, cut, search)
     if not any(collective_of(node) == "all_to_all_single" for node in found):
         return found
     wait = next(reversed(found))
     users = list(wait.users)
     if len(users) != 1 or not _adds_parts(users[0]):
         return {}
-    onward = through(users[0], wait, found[wait], pieces)
+    onward = through(users[0], wait, found[wait], search.pieces)
     return {} if onward is None else {**found, users[0]: onward}
 
 
-def _to_wait(node: fx.Node, cut: Cut, pieces: int, seen: set[fx.Node]) -> dict[fx.Node, Cut]:
-    """From a node to the wait for the first collective behind it, past none of `seen`."""
+def _to_wait(node: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
+    """From a node to the wait for the first collective behind it; {} where there is none."""
     if is_wait(node):
         return {node: cut}
     for user in node.users:
-        if user in seen or user.target in PRODUCTS or collective_of(user) == _GATHER:
+        if user.target in PRODUCTS or collective_of(user) == _GATHER:
             continue
-        seen.add(user)
-        onward = through(user, node, cut, pieces)
-        further = {} if onward is None else _to_wait(user, onward, pieces, seen)
+        onward = through(user, node, cut, search.pieces)
+        if onward is None or (user, onward) in search.nowhere:
+            continue
+        further = _to_wait(user, onward, search)
         if further:
             return {node: cut, **further}
+    search.nowhere.add((node, cut))
     return {}
 
 
-def _fed(gather: fx.Node, pieces: int) -> dict[fx.Node, Cut]:
+def _fed(gather: fx.Node, search: _Search) -> dict[fx.Node, Cut]:
     """A gather, what shows or copies its result, and the products whose left operand that is, with
     the sums over ranks behind them; {} where there are none.
     """
     (given,) = gather.all_input_nodes
     for dim, length in enumerate(shape_of(given)):
-        if length % pieces == 0:
-            found = _flooded(gather, given, Cut(dim), pieces)
+        if length % search.pieces == 0:
+            found = _flooded(gather, given, Cut(dim), search)
             if any(node.target in PRODUCTS for node in found):
                 return found
     return {}
 
 
-def _flooded(gather: fx.Node, given: fx.Node, cut: Cut, pieces: int) -> dict[fx.Node, Cut]:
-    onward = through(gather, given, cut, pieces)
+def _flooded(gather: fx.Node, given: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
+    onward = through(gather, given, cut, search.pieces)
     if onward is None:
         return {}
     found: dict[fx.Node, Cut] = {}
-    _follow(gather, onward, pieces, found)
+    _follow(gather, onward, search, found)
     return dict(sorted(found.items()))  # in the order of the graph
 
 
-def _follow(node: fx.Node, cut: Cut, pieces: int, found: dict[fx.Node, Cut]) -> bool:
+def _follow(node: fx.Node, cut: Cut, search: _Search, found: dict[fx.Node, Cut]) -> bool:
     """Puts into `found` the node and its users on the way to products; whether there are any."""
     reached = False
     for user in node.users:
         if user.target in PRODUCTS:
-            reached |= _multiplied(user, node, cut, pieces, found)
+            reached |= _multiplied(user, node, cut, search, found)
             continue
         able = is_wait(user) or user.target in SHAPED | _ALIKE | _MOVING
-        onward = through(user, node, cut, pieces) if able else None
+        onward = through(user, node, cut, search.pieces) if able else None
         if onward is not None:
-            reached |= _follow(user, onward, pieces, found)
+            reached |= _follow(user, onward, search, found)
     if reached:
         found[node] = cut
     return reached
@@ -273,14 +284,14 @@ _MOVING = frozenset({aten.permute.default, aten.transpose.int, aten.squeeze.dim}
 
 
 def _multiplied(
-    product: fx.Node, left: fx.Node, cut: Cut, pieces: int, found: dict[fx.Node, Cut]
+    product: fx.Node, left: fx.Node, cut: Cut, search: _Search, found: dict[fx.Node, Cut]
 ) -> bool:
     """Whether a product's rows are those that `left` is cut by; then it is put into `found`."""
     arguments = product.args[1:] if product.target is aten.addmm.default else product.args
     rows = len(shape_of(product)) - 2
     if arguments[0] is not left or arguments[1] is left or cut.dim != rows:
         return False
-    found |= _summed(product, cut, pieces) or {product: cut}
+    found |= _summed(product, cut, search) or {product: cut}
     return True
 
 

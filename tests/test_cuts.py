@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx
 
-from autopar import _compat
+from autopar import _compat, cuts
 from autopar.cuts import Cut, through
 from test_schedule import called
 
@@ -83,3 +83,25 @@ def prime_factors(number: int) -> list[int]:
             number //= divisor
         divisor += 1
     return found
+
+
+def test_a_residual_stream_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leads from every product past all later ones: the search was quadratic in layers."""
+    steps = []
+
+    def counted(*given: Any) -> Cut | None:
+        steps[-1] += 1
+        return through(*given)
+
+    monkeypatch.setattr(cuts, "through", counted)
+    for layers in (20, 40):
+        steps.append(0)
+        graph = fx.Graph()
+        stream, weight = graph.placeholder("x"), graph.placeholder("w")
+        with _compat.fake_mode():
+            stream.meta["val"], weight.meta["val"] = torch.empty(8, 4), torch.empty(4, 4)
+        for _ in range(layers):
+            product = called(graph, aten.mm.default, (stream, weight))
+            stream = called(graph, aten.add.Tensor, (stream, product))
+        assert not cuts.units(graph, 2, frozenset())
+    assert 0 < steps[1] < 3 * steps[0]

@@ -16,6 +16,7 @@ import autopar
 import models
 from autopar import _compat
 from autopar.backends import Scheduled
+from autopar.cost import buckets
 from autopar.cost.derived import (
     carries_on,
     collective_cost,
@@ -300,7 +301,9 @@ def test_all_to_alls_are_joined_as_one_tensor() -> None:
         results.append(called(graph, last, (done, [0]) if place < 2 else (done,)))
     graph.output(tuple(results))
     world = autopar.World.of(2)
-    found = bucket.joined(graph, world, frozenset(), "backward", 1 << 20)
+    listed = graph_events(graph, world, frozenset(), "backward")
+    (several,) = bucket.choices(listed, buckets.SIZES)
+    found = bucket.joined(graph, several)
     assert found is not None
     found.lint()
     sent_now = [n for n in found.nodes if collective_of(n)]
@@ -330,7 +333,9 @@ def test_gathers_are_joined_as_one_tensor() -> None:
         results.append(called(graph, aten.neg.default, (done,)))
     graph.output(tuple(results))
     stored = frozenset(f"x{place}" for place in range(3))
-    found = bucket.joined(graph, autopar.World.of(2), stored, "forward", 1 << 20)
+    listed = graph_events(graph, autopar.World.of(2), stored, "forward")
+    (several,) = bucket.choices(listed, buckets.SIZES)
+    found = bucket.joined(graph, several)
     assert found is not None
     found.lint()
     (sent,) = [n for n in found.nodes if collective_of(n)]

@@ -83,12 +83,17 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
 
 
 def graph_seconds(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
-    """What the graph takes with its collectives overlapped, each with what its ranks lose on coming
+    """What the graph takes: see `listed_seconds`."""
+    return listed_seconds(graph_events(graph, world, stored, phase), world)
+
+
+def listed_seconds(listed: Listed, world: World) -> float:
+    """What a graph takes with its collectives overlapped, each with what its ranks lose on coming
     together (as in a plan's step), and with what issuing them costs.
     """
-    listed = graph_events(graph, world, stored, phase).events
-    issued = sum(bool(event.lane) for event in listed)
-    meeting = [e._replace(seconds=e.seconds + world.meeting_s) if e.lane else e for e in listed]
+    events = listed.events
+    issued = sum(bool(event.lane) for event in events)
+    meeting = [e._replace(seconds=e.seconds + world.meeting_s) if e.lane else e for e in events]
     return overlapped(meeting).seconds + call_seconds(world) * issued
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from ..cost.derived import (
     graph_events,
     graph_seconds,
     lead_to_products,
+    listed_seconds,
 )
 from ..cost.simulate import overlapped
 from ..graphs import computed, copied, made, ordered
@@ -49,32 +50,28 @@ def bucket(
     """The graph with the buckets of the size that is modelled to be the fastest, of at most `most`
     bytes; the graph itself where none is. The same on every rank.
     """
-
-    def seconds(candidate: fx.Graph) -> float:
-        return graph_seconds(candidate, world, stored, phase)
-
-    best, least = graph, seconds(graph)
-    for size in (size for size in buckets.SIZES if size <= most):
-        found = joined(graph, world, stored, phase, size)
+    sizes = [size for size in buckets.SIZES if size <= most]
+    if not sizes:
+        return graph
+    listed = graph_events(graph, world, stored, phase)
+    best, least = graph, listed_seconds(listed, world)
+    for several in choices(listed, sizes):
+        found = joined(graph, several)
         if found is None:
             continue
-        taken = seconds(found)
+        taken = graph_seconds(found, world, stored, phase)
         if taken < least:
             best, least = found, taken
     return best
 
 
-def joined(
-    graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, size: int
-) -> fx.Graph | None:
-    """A copy of the graph with buckets of at most `size` bytes; None where there is nothing to
-    join.
-    """
+def joined(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Graph | None:
+    """A copy of the graph with each bucket as one; None where buckets wait for one another."""
     found = copied(graph)
-    several = _buckets(graph_events(found, world, stored, phase), size)
+    twins = dict(zip(graph.nodes, found.nodes, strict=True))
     for members in several:
-        _join(found, members)
-    return found if several and ordered(found) else None
+        _join(found, [twins[node] for node in members])
+    return found if ordered(found) else None
 
 
 def _joinable(node: fx.Node) -> bool:
@@ -86,11 +83,16 @@ def _joinable(node: fx.Node) -> bool:
     return name in _COALESCED
 
 
-def _buckets(listed: Listed, size: int) -> list[list[fx.Node]]:
+def choices(listed: Listed, sizes: Sequence[int]) -> Iterator[list[list[fx.Node]]]:
+    """What is joined into buckets of at most each of these bytes, the same buckets once."""
     keys = [_key(node) for node in listed.nodes]
     run, leads = overlapped(listed.events), lead_to_products(listed)
-    found = buckets.together(listed.events, keys, leads, run, size)
-    return [[listed.nodes[i] for i in members] for members in found]
+    known: list[list[buckets.Bucket]] = [[]]
+    for size in sizes:
+        found = buckets.together(listed.events, keys, leads, run, size)
+        if found not in known:
+            known.append(found)
+            yield [[listed.nodes[i] for i in members] for members in found]
 
 
 def _key(node: fx.Node) -> Hashable:
