@@ -173,7 +173,7 @@ class _Under:
         searched = regathering(self.program) if again else self.program
         self.kept = Kept(searched, budget.optimizer)
         self.given: list[Candidate] = []
-        self.shallow = Shallow(searched, self.world, whole.redundant) if again else whole
+        self.shallow = whole.annotated(searched) if again else whole
         self._made: dict[int, _Tried] = {}  # by identity, which the program beside a ladder keeps
         self._ladders: dict[int, tuple[Program, Ladder]] = {}
 
@@ -231,7 +231,7 @@ class _Under:
     def _ladder(self, chosen: Program) -> Ladder:
         """What a chosen program may drop."""
         if id(chosen) not in self._ladders:
-            deep = Deep(chosen)
+            deep = Deep(chosen, self.whole.deep)
             if deep.runs:
                 ladder: Ladder = Estimated(deep, self.world, self.aim)
             else:

@@ -60,9 +60,8 @@ class _Others:
 
     def __init__(self, best: Program, shallow: Shallow, budget: Budget | None) -> None:
         self.best, self.world, self.budget = best, shallow.world, budget
-        self.deep, self.shallow = Deep(best), shallow
-        lighter = (_counted(best, share) for share in shares(self.world))
-        self.lighter = [Shallow(one, self.world, shallow.redundant) for one in lighter]
+        self.deep, self.shallow = Deep(best, shallow.deep), shallow
+        self.lighter = [shallow.annotated(_counted(best, share)) for share in shares(self.world)]
         self.kept = Middle(best, "adamw" if budget is None else budget.optimizer)
         self.found: dict[Hashable, tuple[float, Deep]] = {}
         self._enter(self.deep)

@@ -31,12 +31,20 @@ _TRIES = 2  # meshes that are searched of many
 
 
 class Shallow:
-    """An annotated program without a plan, and a shorter one to search for a world."""
+    """An annotated program without a plan, and a shorter one to search for a world. `known`: the
+    same program, its annotations and its plan aside.
+    """
 
-    def __init__(self, program: Program, world: World, redundant: bool = False) -> None:
+    def __init__(
+        self, program: Program, world: World, redundant: bool = False, known: Deep | None = None
+    ) -> None:
         self.program = dataclasses.replace(program, plan=None)
-        self.world, self.redundant = world, redundant
+        self.world, self.redundant, self._same = world, redundant, known
         self._named: dict[str, Plan | None] = {}
+
+    def annotated(self, program: Program) -> Shallow:
+        """The same program with other annotations."""
+        return Shallow(program, self.world, self.redundant, self.deep)
 
     def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
         """A lower bound of the step of the whole program in seconds, of every candidate; 0 of a
@@ -49,7 +57,7 @@ class Shallow:
     @cached_property
     def deep(self) -> Deep:
         """The program, with its runs of equal blocks."""
-        return Deep(self.program)
+        return Deep(self.program, self._same)
 
     @cached_property
     def _frame(self) -> Frame:

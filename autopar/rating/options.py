@@ -53,6 +53,8 @@ class OptionCosts:
         self.redundant, self.price = redundant, price
         self.nodes = NodeCosts(frame, meshes, price)
         self._known: dict[Hashable, Rated] = {}
+        self._asked: dict[str, int] = {}  # by path; equal numbers: the same is asked
+        self._numbers: dict[Hashable, int] = {}
         self._axis_known: dict[Hashable, Bools] = {}
 
     def rated(self, variable: Variable) -> Rated:
@@ -77,9 +79,16 @@ class OptionCosts:
         names = [variable.name] if variable.region is None else variable.region.nodes
         paths = {self.path(name) for name in names}
         letters = self.constraints[0].letters.get(variable.name)
-        roles = tuple(c.roles(path) for c in self.constraints for path in sorted(paths))
+        asked = tuple(self._number(path) for path in sorted(paths))
         bound = tuple(self._of_weight(name) for name in names)
-        return roles, letters, bound, tuple(self._marks(name) for name in names)
+        return asked, letters, bound, tuple(self._marks(name) for name in names)
+
+    def _number(self, path: str) -> int:
+        """Of the roles that the constraints give to a path: they are long to compare."""
+        if path not in self._asked:
+            roles = tuple(c.roles(path) for c in self.constraints)
+            self._asked[path] = self._numbers.setdefault(roles, len(self._numbers))
+        return self._asked[path]
 
     def _of_weight(self, name: str) -> bool:
         return goes_with_weight(self.notes, self.frame.nodes[name])
