@@ -6,23 +6,32 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from . import ranks
 from ._compat import pytree
-from .cost.calibrate import Progress, calibrate, local_products
+from .cost.attention import Attended
+from .cost.calibrate import calibrate, local_products
+from .cost.rounds import Progress
 from .passes import annotate, trace
 from .planning import Inputs, arguments
-from .rules import results_of
+from .rules import Spec, results_of
 from .world import World
 
 Whole = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a product on one device
+
+
+class Work(NamedTuple):
+    """What calibration times of a model."""
+
+    products: list[Whole]
+    attended: list[Attended]
 
 
 @contextmanager
@@ -55,21 +64,31 @@ def calibrated(
     measured too, in every size that a rank may get of them.
     """
     world = ranks.together("looking at the world", World.detect)
-    products: list[Whole] = []
+    work = Work([], [])
     if build is not None:
-        products = ranks.together("reading the model's products", lambda: whole_products(*build()))
-        ranks.agree("list of products", str(products))
-    return calibrate(world, local_products(products, world.ranks), seconds, progress)
+        work = ranks.together("reading the model's products", lambda: whole_work(*build()))
+        ranks.agree("list of products", str(work))
+    products = local_products(work.products, world.ranks)
+    return calibrate(world, products, seconds, progress, work.attended)
 
 
-def whole_products(model: nn.Module, inputs: Inputs) -> list[Whole]:
-    """The matrix products of a model, each size once, as one device computes them."""
+def whole_work(model: nn.Module, inputs: Inputs) -> Work:
+    """The matrix products of a model as one device computes them, and its attention: each once."""
     program = annotate.annotate(trace.trace(model, *arguments(inputs)))
     assert program.annotations is not None
+    specs = [
+        (node, program.annotations.specs[node.name])
+        for node in program.module.graph.nodes
+        if node.name in program.annotations.specs
+    ]
+    attended = [(results_of(n)[0].dtype, s.attends) for n, s in specs if s.attends is not None]
+    return Work(_products(specs), list(dict.fromkeys(attended)))
+
+
+def _products(specs: Sequence[tuple[fx.Node, Spec]]) -> list[Whole]:
     found: dict[Whole, None] = {}
-    for node in program.module.graph.nodes:
-        spec = program.annotations.specs.get(node.name)
-        if spec is None or spec.product is None or not all(spec.product):
+    for node, spec in specs:
+        if spec.product is None or not all(spec.product):
             continue
         m, n, k = (math.prod(spec.sizes[name] for name in role) for role in spec.product)
         if spec.flops == 2 * m * n * k and not _batched(node):

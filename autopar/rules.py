@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -33,6 +33,31 @@ Dims = tuple[tuple[str, ...], ...]  # the factors of every dim of one tensor, ou
 
 class PatternError(AssertionError):
     """A rule's pattern does not fit the tensors it was applied to: a mistake in the table."""
+
+
+# The products of attention's backward against those of its forward: five (the scores again, and
+# the gradients of scores, values, queries and keys) against two. Source: FlashAttention-2, arXiv
+# 2307.08691, section 3.
+ATTENTION_BACKWARD = 2.5
+
+
+class Attends(NamedTuple):
+    """What the time of an attention depends on besides its FLOPs, and no layout changes: keys are
+    never split. `head_size`: the mean of that of the queries and that of the values.
+    """
+
+    keys: int
+    head_size: float
+    causal: bool
+
+    def flops(self, queries: float) -> float:
+        """Of one forward of so many queries, over all samples and heads. Kernels skip what a causal
+        mask hides, block by block, so half of the products is counted: as many queries as keys.
+
+        >>> Attends(8, 4.0, True).flops(8)
+        512.0
+        """
+        return 4.0 * queries * self.keys * self.head_size / (2 if self.causal else 1)
 
 
 @dataclass(frozen=True)
@@ -52,6 +77,7 @@ class Spec:
     index: frozenset[int] = frozenset()
     product: tuple[frozenset[str], frozenset[str], frozenset[str]] | None = None
     flops: float = 0.0  # of one forward evaluation
+    attends: Attends | None = None  # of attention
     found: str = "rule"  # "rule", "probe", or "none": where it came from
 
     def splittable(self, factor: str) -> bool:

@@ -122,6 +122,7 @@ def spec_look(spec: Spec, factors: Atoms) -> Hashable:
         spec.linear,
         spec.product,
         spec.flops,
+        spec.attends,
         atoms,
     )
 

@@ -1,6 +1,7 @@
-"""How well a calibrated world predicts collectives that calibration did not see.
+"""How well a calibrated world predicts collectives and attention that calibration did not see.
 
     torchrun --nproc-per-node 4 -m benchmarks.calibration [--seconds 120] [--interleaved]
+    OMP_NUM_THREADS=1 python -m benchmarks.calibration     (attention alone)
     python -m benchmarks.cluster --rate 400mbit -- python -m benchmarks.calibration
 
 Calibrates the running ranks, then measures 12 drawn (collective, pattern, size) combinations, all
@@ -8,7 +9,8 @@ groups at once; prints what was predicted and what was measured. None of their s
 for a third of them the whole pattern counts as unseen: these are predicted by levels and factors
 that are fitted to the other patterns alone. On a machine that others use, too, its speed drifts
 between the two: `--interleaved` measures both in the same rounds, so that what is left is the error
-of the model.
+of the model; collectives alone. Then the forward and the backward of 3 drawn shapes of attention,
+with numbers of keys and head sizes that were not measured, on all ranks at once.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import numpy as np
 import torch
 
 from autopar import calibration, ranks
+from autopar.cost import measure
+from autopar.cost.attention import CPU_KEYS, GPU_KEYS, HEAD_SIZES, attention
 from autopar.cost.calibrate import (
     CPU_SIZES,
     GPU_SIZES,
@@ -34,14 +38,17 @@ from autopar.cost.calibrate import (
     patterns,
     timed_collectives,
 )
+from autopar.cost.compute import attention_seconds
 from autopar.cost.fit import fitted
 from autopar.cost.measure import Case, actual_bytes
 from autopar.cost.pattern import Pattern
 from autopar.cost.ways import flat_ways
-from autopar.world import KINDS, World
+from autopar.rules import ATTENTION_BACKWARD, Attends
+from autopar.world import KINDS, Device, World
 
 UNSEEN = 12
 STRANGE = 4  # so many are of patterns that count as unseen
+UNSEEN_ATTENTION, ROUNDS = 3, 5
 WANTED = 0.15  # median error
 
 
@@ -55,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         sizes = GPU_SIZES if gpu else CPU_SIZES
-        drawn = unseen(ranks.running(), sizes, options.seed)
+        drawn = unseen(ranks.running(), sizes, options.seed) if ranks.running() > 1 else []
         start = time.perf_counter()
         if options.interleaved:
             seen = cases(ranks.running(), sizes)
@@ -66,14 +73,19 @@ def main(arguments: Sequence[str]) -> None:
             shown = quiet if ranks.rank() else said
             world = calibrate(World.detect(), [], options.seconds, shown)
             took = time.perf_counter() - start
-            measured = timed_collectives(drawn, device, options.seconds / 4, quiet)
+            if drawn:
+                measured = timed_collectives(drawn, device, options.seconds / 4, quiet)
         if ranks.rank() == 0:
             took = time.perf_counter() - start if options.interleaved else took
-            print(
-                f"{world}\ncalibrated in {took:.0f} s; {measured.rounds} rounds of what is unseen"
-            )
+            print(f"{world}\ncalibrated in {took:.0f} s")
+        if ranks.rank() == 0 and drawn:
+            print(f"{measured.rounds} rounds of what is unseen")
             strange = np.random.default_rng(options.seed).permutation(UNSEEN)[:STRANGE]
             show(world, drawn, set(strange.tolist()), measured)
+        if not options.interleaved:
+            attended = attended_seconds(world.device, device, options.seed)
+            if ranks.rank() == 0:
+                show_attention(attended)
 
 
 def quiet(share: float, doing: str) -> None:
@@ -129,6 +141,53 @@ def show(world: World, drawn: Sequence[Case], strange: set[int], measured: Times
     print(f"{'met' if median <= WANTED else 'missed'}); ", end="")
     print(f"of measured patterns {np.median(errors[False]):.1%}, ", end="")
     print(f"of unseen ones {np.median(errors[True]):.1%}")
+
+
+def unseen_attention(gpu: bool, seed: int) -> list[Attends]:
+    """Drawn evenly, numbers of keys on a logarithmic scale; two of three are causal."""
+    rng = np.random.default_rng(seed)
+    keys = GPU_KEYS if gpu else CPU_KEYS
+    between = np.exp(rng.uniform(math.log(keys[0]), math.log(keys[-1]), UNSEEN_ATTENTION))
+    sizes = rng.choice(range(HEAD_SIZES[0] + 8, HEAD_SIZES[-1], 8), UNSEEN_ATTENTION)
+    return [
+        Attends(int(many), int(size), number % 3 < 2)
+        for number, (many, size) in enumerate(zip(between, sizes, strict=True))
+    ]
+
+
+def attended_seconds(
+    known: Device, device: torch.device, seed: int
+) -> list[tuple[Attends, bool, float, float]]:
+    """(shape, backward, predicted, measured) of what is unseen: medians over rounds and ranks."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = []
+    for shape in unseen_attention(device.type == "cuda", seed):
+        flops, *both = attention(dtype, shape, device)
+        queries = flops / shape.flops(1)
+        moved = 4 * queries * shape.head_size * dtype.itemsize  # as many keys, values and results
+        for backward, run in zip((False, True), both, strict=True):
+            often = measure.times_for(run, device)
+            took = [measure.shared_seconds(run, often, device) for _ in range(ROUNDS)]
+            measured = float(np.median(ranks.all_of(took)))
+            work = flops * (ATTENTION_BACKWARD if backward else 1), moved * (1 + backward)
+            predicted = attention_seconds(*work, shape, backward, dtype, known)
+            found.append((shape, backward, predicted, measured))
+    return found
+
+
+def show_attention(attended: Sequence[tuple[Attends, bool, float, float]]) -> None:
+    """One line each, and the middle of the errors."""
+    print("attention of               predicted ms  measured ms  ratio")
+    for shape, backward, predicted, measured in attended:
+        what = f"{shape.keys} keys of {shape.head_size:g}{', causal' if shape.causal else ''}"
+        print(
+            f"{what:26} {predicted * 1e3:12.3f} {measured * 1e3:12.3f} {predicted / measured:6.2f} "
+            f"{'backward' if backward else 'forward'}"
+        )
+    errors = [abs(predicted / measured - 1) for *_, predicted, measured in attended]
+    median = np.median(errors)
+    print(f"median error {median:.1%}, worst {max(errors):.1%} (wanted {WANTED:.0%}: ", end="")
+    print(f"{'met' if median <= WANTED else 'missed'})")
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ class Step:
 
     @property
     def compute(self) -> float:
-        """Every layer runs forward twice, and backward at twice the forward."""
+        """Every layer runs forward twice; one forward is a third of both, to 0.17 attentions."""
         return 4 * self.layers * self.forward + self.rest
 
     def exposed(self, overlap: bool) -> float:

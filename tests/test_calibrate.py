@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from autopar import calibration, cli
-from autopar.cost import calibrate, fit, measure
+from autopar.cost import calibrate, fit, measure, rounds
 from autopar.cost.calibrate import Times, cases, lines, local_products, patterns, with_products
 from autopar.cost.comm import collective_cost
 from autopar.cost.measure import Case, Product, actual_bytes
@@ -188,7 +188,7 @@ def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:
 
 def test_rounds_visit_each_case_as_often_as_asked() -> None:
     shares: list[float] = []
-    found = calibrate._rounds([1, 3], lambda index: float(index), 1e-4, shares.append)
+    found = rounds.in_rounds([1, 3], lambda index: float(index), 1e-4, shares.append)
     assert len(found[1]) == 3 * len(found[0]) and set(found[1]) == {1.0}
     assert shares == sorted(shares)
 
@@ -319,7 +319,7 @@ def test_a_models_own_products() -> None:
     """qkv, out, up, down, head: as (rows, columns, inner) of one device; attention's are none."""
     with torch.device("meta"):
         model, tokens = GPT(), torch.zeros(2, 8, dtype=torch.int64)
-    found = {(m, n, k) for _, m, n, k in calibration.whole_products(model, (tokens, tokens))}
+    found = {(m, n, k) for _, m, n, k in calibration.whole_work(model, (tokens, tokens)).products}
     width = model.head.in_features
     assert (16, 3 * width, width) in found and (16, width, 4 * width) in found
     assert all(m == 16 for m, _, _ in found)

@@ -61,7 +61,13 @@ def derived(layout: str, gloo: bool = True) -> Scheduled:
     all-to-all.
     """
     model, args = models.Gpt(layers=1), models.gpt()[1]
-    plan = autopar.plan(model, WORLD, args, layout=LAYOUTS[layout], smaller=False)
+    return derived_from(
+        autopar.plan(model, WORLD, args, layout=LAYOUTS[layout], smaller=False), gloo
+    )
+
+
+def derived_from(plan: autopar.Plan, gloo: bool = True) -> Scheduled:
+    """The graphs of a plan."""
     run = Scheduled(plan.ready.program, WORLD, (), "aot_eager")  # nothing in place
     program = plan.ready.program
     with pytest.MonkeyPatch.context() as patch, _compat.fake_mode():

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import autopar
 import models
 from autopar import sharded
-from autopar.calibration import whole_products
+from autopar.calibration import whole_work
 from autopar.cost.calibrate import local_products
 from autopar.cost.measure import COPIES
 from autopar.errors import WorldError
@@ -73,7 +73,7 @@ def forged(ranks: int, right: float) -> World:
     its right operand copied.
     """
     model, args, _ = models.gpt()
-    shapes = local_products(whole_products(model, args), ranks)
+    shapes = local_products(whole_work(model, args).products, ranks)
     forms = {(str(p.dtype).removeprefix("torch."), p.m, p.n, p.k, p.form) for p in shapes}
     world = World.of(ranks)
     timed = tuple(Forms(*one, 1.0, 2.0, right) for one in sorted(forms))

@@ -4,7 +4,6 @@ the time is used up; medians, since a step pays what is usual; a world that plan
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,13 +14,13 @@ from .. import ranks
 from ..errors import WorldError
 from ..world import KINDS, Form, Forms, Measured, World
 from . import measure
+from .attention import Attended, timed_attention
 from .fit import curve, efficiencies, fitted
 from .measure import Case, Product
 from .meeting import meeting_s
 from .pattern import Pattern, size
+from .rounds import Progress, after_warming, in_rounds, part, warmed
 from .slowing import slowed
-
-Progress = Callable[[float, str], None]  # share that is done, what is being done
 
 # Bytes of the whole value; four times the one before, as what lies between is read off a line.
 CPU_SIZES = tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24))
@@ -30,10 +29,10 @@ CPU_SQUARES = (16, 32, 64, 128, 256, 512, 1024)
 GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
-_ON_COLLECTIVES = 0.65  # of the time; of the rest half on products, half on their forms
+_ON_COLLECTIVES = 0.65  # of the time; of the rest most on products and their forms
+_ON_ATTENTION = 0.2  # of the rest: about two rounds on a CPU
 _ON_MEETING, _ON_SLOWING = 0.08, 0.12  # of the time, among that on collectives
 _COPIED = 0.75  # the quantile that counts with an operand copied
-_WARMING = 0.1  # of the progress that is shown
 _MOST_VISITS, _VISITING_S = 12, 0.1  # of one case in one round; all of them together
 _ALONE = 4  # what plans do not run is measured so many times less often
 
@@ -80,11 +79,13 @@ def calibrate(
     products: Sequence[Product] = (),
     seconds: float = 120.0,
     progress: Progress = lambda share, doing: None,
+    attended: Sequence[Attended] = (),
 ) -> World:
     """This world with what was measured on the running ranks in about so many seconds. Collective.
 
-    `products`: those of a model on one rank; squares are measured in any case. Every rank computes
-    at the same time, as in a step. Raises WorldError where the ranks that run are not the world's.
+    `products`: those of a model on one rank, `attended`: its attention; others are measured in any
+    case. Every rank computes at the same time, as in a step. Raises WorldError where the ranks that
+    run are not the world's.
     """
     if ranks.running() != world.ranks:
         raise WorldError(
@@ -100,7 +101,17 @@ def calibrate(
         device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
     )
     share = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
-    world = _computing(world, products, device, seconds, share, progress)
+    on_attention = _ON_ATTENTION * share
+    world = _computing(world, products, device, seconds, share - on_attention, progress)
+    attention = timed_attention(
+        attended,
+        _dtypes(device.type == "cuda"),
+        world.device,
+        device,
+        seconds * on_attention,
+        part(progress, share - on_attention, on_attention),
+    )
+    world = replace(world, device=replace(world.device, attention=attention))
     return world if world.ranks == 1 else _communicating(world, device, seconds, share, progress)
 
 
@@ -118,7 +129,7 @@ def _computing(
     shapes = [p for p in everything if _bearable(p, world)]
     left = len(everything) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
-    noted = _part(progress, 0.0, on_products)
+    noted = part(progress, 0.0, on_products)
     found = timed_products(
         shapes, device, seconds * on_products, lambda done, doing: noted(done, doing + note)
     )
@@ -127,7 +138,7 @@ def _computing(
         [p for p in shapes if p in set(products)],
         device,
         seconds * (share - on_products),
-        _part(progress, on_products, share - on_products),
+        part(progress, on_products, share - on_products),
     )
     return replace(world, device=replace(world.device, forms=forms))
 
@@ -138,12 +149,12 @@ def _communicating(
     """With what collectives take. `start`: the share of the time that is over by then."""
     wanted = cases(world.ranks, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
     share = _ON_COLLECTIVES - _ON_MEETING - _ON_SLOWING
-    times = timed_collectives(wanted, device, seconds * share, _part(progress, start, share))
+    times = timed_collectives(wanted, device, seconds * share, part(progress, start, share))
     meeting = meeting_s(
         patterns(world.ranks),
         device,
         seconds * _ON_MEETING,
-        lambda done: _part(progress, start + share, _ON_MEETING)(done, "meetings"),
+        lambda done: part(progress, start + share, _ON_MEETING)(done, "meetings"),
     )
     world = fitted(replace(world, meeting_s=meeting), lines(times))
     return slowed(
@@ -151,19 +162,18 @@ def _communicating(
         patterns(world.ranks),
         device,
         seconds * _ON_SLOWING,
-        lambda done: _part(progress, 1 - _ON_SLOWING, _ON_SLOWING)(done, "computing beside them"),
+        lambda done: part(progress, 1 - _ON_SLOWING, _ON_SLOWING)(done, "computing beside them"),
     )
-
-
-def _part(progress: Progress, start: float, share: float) -> Progress:
-    """The progress of a part that begins at `start` and takes this share of the whole."""
-    return lambda done, doing: progress(start + share * done, doing)
 
 
 def squares(gpu: bool) -> list[Product]:
     """Products of square matrices, from those that are launched to those that are computed."""
-    dtypes = (torch.bfloat16, torch.float32) if gpu else (torch.float32,)
-    return [Product(d, n, n, n) for d in dtypes for n in (GPU_SQUARES if gpu else CPU_SQUARES)]
+    sizes = GPU_SQUARES if gpu else CPU_SQUARES
+    return [Product(d, n, n, n) for d in _dtypes(gpu) for n in sizes]
+
+
+def _dtypes(gpu: bool) -> tuple[torch.dtype, ...]:
+    return (torch.bfloat16, torch.float32) if gpu else (torch.float32,)
 
 
 def _bearable(shape: Product, world: World) -> bool:
@@ -182,7 +192,7 @@ def timed_collectives(
     with measure.groups(list(dict.fromkeys(case.pattern for case in wanted))) as names:
         works = [measure.collective(case, names[case.pattern], numbers) for case in wanted]
         joins = [case.together or _with_first(case.pattern, own) for case in wanted]
-        times, seconds = _warmed(works, joins, device, seconds, progress, "collectives")
+        times, seconds = warmed(works, joins, device, seconds, progress, "collectives")
 
         def once(index: int) -> float:
             measure.barrier()
@@ -191,7 +201,7 @@ def timed_collectives(
             return measure.seconds(works[index], times[index].times, device)
 
         visits = [_visits(case, t) for case, t in zip(wanted, times, strict=True)]
-        found = _rounds(visits, once, seconds, _after_warming(progress, "collectives"))
+        found = in_rounds(visits, once, seconds, after_warming(progress, "collectives"))
     return _medians(wanted, [np.max(s, axis=0) for s in zip(*ranks.all_of(found), strict=True)])
 
 
@@ -216,12 +226,12 @@ def timed_products(
 ) -> Times:
     """Seconds of each product, over rounds and ranks, all ranks at work at once."""
     works = _products(wanted, device)
-    often, seconds = _warmed(works, [True] * len(works), device, seconds, progress, "products")
+    often, seconds = warmed(works, [True] * len(works), device, seconds, progress, "products")
 
     def once(index: int) -> float:
         return measure.shared_seconds(works[index], often[index], device)
 
-    found = _rounds([1] * len(wanted), once, seconds, _after_warming(progress, "products"))
+    found = in_rounds([1] * len(wanted), once, seconds, after_warming(progress, "products"))
     return _medians(wanted, [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)])
 
 
@@ -240,7 +250,7 @@ def timed_forms(
     def once(index: int) -> float:
         return measure.working_seconds(works[index], device)
 
-    found = _rounds([1] * len(ways), once, seconds, lambda share: progress(share, doing))
+    found = in_rounds([1] * len(ways), once, seconds, lambda share: progress(share, doing))
     samples = [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)]
     found_s = [
         float(np.quantile(s, _COPIED if way.copied else 1 - _COPIED))
@@ -261,57 +271,12 @@ def _products(wanted: Sequence[Product], device: torch.device) -> list[Callable[
     return [measure.product(shape, *numbers[shape.dtype]) for shape in wanted]
 
 
-def _warmed(
-    works: Sequence[Callable[[], object]],
-    joins: Sequence[bool],
-    device: torch.device,
-    seconds: float,
-    progress: Progress,
-    doing: str,
-) -> tuple[list[measure.Often], float]:
-    """How often to run each for one measurement, and the seconds that are left."""
-    start, times = time.perf_counter(), list[measure.Often]()
-    for done, (work, taking_part) in enumerate(zip(works, joins, strict=True)):
-        progress(_WARMING * done / len(works), doing)
-        times.append(measure.times_for(work, device, taking_part))
-    return times, max(seconds / 2, seconds - (time.perf_counter() - start))
-
-
-def _after_warming(progress: Progress, doing: str) -> Callable[[float], None]:
-    return lambda share: progress(_WARMING + (1 - _WARMING) * share, doing)
-
-
 def _operand_sizes(wanted: Sequence[Product]) -> dict[torch.dtype, tuple[int, int]]:
     """By dtype, the numbers of the largest left and the largest right operand."""
     found: dict[torch.dtype, tuple[int, int]] = {}
     for shape in wanted:
         left, right = found.get(shape.dtype, (0, 0))
         found[shape.dtype] = max(left, shape.m * shape.k), max(right, shape.k * shape.n)
-    return found
-
-
-def _rounds(
-    visits: Sequence[int],
-    once: Callable[[int], float],
-    seconds: float,
-    progress: Callable[[float], None],
-) -> list[list[float]]:
-    """Rounds over all cases, each in another order, as many as the time allows and at least one;
-    rank 0 decides. `visits`: how often each case is measured in one round. What each measured.
-    """
-    found: list[list[float]] = [[] for _ in visits]
-    start, more, shown, rounds = time.perf_counter(), True, 0.0, 0
-    places = np.repeat(np.arange(len(visits)), visits)
-    while more:
-        order = np.random.default_rng(rounds).permutation(places)  # the same on every rank
-        for done, index in enumerate(order.tolist()):
-            found[index].append(once(index))
-            used = (time.perf_counter() - start) / seconds
-            shown = min(1.0, max(shown, used, (done + 1) / len(order) if not rounds else 0.0))
-            progress(shown)
-        rounds += 1
-        taken = time.perf_counter() - start
-        more = ranks.from_rank_0(taken * (1 + 1 / rounds) < seconds)
     return found
 
 

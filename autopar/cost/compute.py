@@ -1,7 +1,8 @@
 """Computation: a roofline, launch + max(FLOPs / (rate · efficiency), bytes / bandwidth).
 
 The rate is that of the op's own dtype; the efficiency depends on the FLOPs that one rank does in
-one op (`Device.efficiency`, by calibration or nominal).
+one op (`Device.efficiency`, by calibration or nominal). Attention has shares of its own
+(`Device.attention`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..layout import Layout
-from ..rules import Spec
+from ..rules import ATTENTION_BACKWARD, Attends, Spec
 from ..strategies import Strategy
 from ..world import Device, World
 
@@ -39,11 +40,17 @@ def product_seconds(
     >>> product_seconds(np.array([1e12, 0.0]), np.array([1e9, 1e9]), torch.float32, device)
     array([2. , 0.1])
     """
-    rate = device.rate(dtype) * efficiency(flops, dtype, device)
+    return _roofline(flops, efficiency(flops, dtype, device), moved_bytes, dtype, device)
+
+
+def _roofline(
+    flops: Numbers, share: Numbers, moved_bytes: Numbers, dtype: torch.dtype, device: Device
+) -> Numbers:
+    computing = flops / (device.rate(dtype) * share)
     moving = moved_bytes / device.memory_bytes_per_s
-    if isinstance(flops, float | int) and isinstance(moving, float):
-        return max(flops / rate, moving) + device.launch_s
-    return np.maximum(flops / rate, moving) + device.launch_s
+    if isinstance(computing, float) and isinstance(moving, float):
+        return max(computing, moving) + device.launch_s
+    return np.maximum(computing, moving) + device.launch_s
 
 
 def efficiency(flops: Numbers, dtype: torch.dtype, device: Device) -> Numbers:
@@ -71,10 +78,82 @@ def _logarithms(
     return sizes, shares
 
 
+def attention_seconds(
+    flops: Numbers,
+    moved_bytes: Numbers,
+    attends: Attends,
+    backward: bool,
+    dtype: torch.dtype,
+    device: Device,
+) -> Numbers:
+    """Of the forward or the backward of attention on one rank, elementwise; the FLOPs and bytes are
+    its own. Where it was not calibrated it is as efficient as a product of as many FLOPs.
+    """
+    share = attention_share(attends, backward, dtype, device)
+    known = efficiency(flops, dtype, device) if share is None else flops * 0.0 + share
+    return _roofline(flops, known, moved_bytes, dtype, device)
+
+
+def attention_share(
+    attends: Attends, backward: bool, dtype: torch.dtype, device: Device
+) -> float | None:
+    """The share of `device.rate(dtype)` that attention reaches; None where it was not calibrated.
+
+    Seconds per FLOP are taken to be linear in 1 / keys (what blocks of a causal mask compute in
+    vain, and starting rows) and in 1 / head size (what each score takes besides its products), and
+    constant beyond what was measured.
+    """
+    grid = _attention_grid(device, dtype, attends.causal, backward)
+    if grid is None:
+        return None
+    keys, sizes, costs = grid
+    by_size = [np.interp(1 / attends.keys, keys, row) for row in costs]
+    return float(1 / np.interp(1 / attends.head_size, sizes, by_size))
+
+
+@lru_cache(maxsize=64)
+def _attention_grid(
+    device: Device, dtype: torch.dtype, causal: bool, backward: bool
+) -> tuple[list[float], list[float], NDArray[np.float64]] | None:
+    """1 / keys and 1 / head size, both rising, and 1 / share by [head size, keys]."""
+    known = device.attention_shares(dtype, causal)
+    if not known:
+        return None
+    by_place = {
+        (1 / one.head_size, 1 / one.keys): one.backward_share if backward else one.forward_share
+        for one in known
+    }
+    sizes, keys = (sorted(set(line)) for line in zip(*by_place, strict=True))
+    return keys, sizes, np.array([[1 / by_place[s, k] for k in keys] for s in sizes])
+
+
+def spec_seconds(
+    spec: Spec,
+    flops: Numbers,
+    moved_bytes: Numbers,
+    dtype: torch.dtype,
+    gradient: bool,
+    device: Device,
+) -> Numbers:
+    """Of a node with this rule on one rank, elementwise; `flops` and `moved_bytes` are those of its
+    forward. With `gradient` its backward, too, at twice the forward; attention's has 2.5 times the
+    FLOPs (`rules.ATTENTION_BACKWARD`), takes and makes eight tensors where the forward has four,
+    and is one op.
+    """
+    if spec.attends is None:
+        once = product_seconds(flops, moved_bytes, dtype, device)
+        return once * (1 + _BACKWARD if gradient else 1)
+    forward = attention_seconds(flops, moved_bytes, spec.attends, False, dtype, device)
+    if not gradient:
+        return forward
+    flops, moved_bytes = flops * ATTENTION_BACKWARD, moved_bytes * _BACKWARD
+    return forward + attention_seconds(flops, moved_bytes, spec.attends, True, dtype, device)
+
+
 def node_seconds(
     spec: Spec, strategy: Strategy, dtype: torch.dtype, gradient: bool, world: World
 ) -> float:
-    """Of one node on one rank; with `gradient`, the backward at twice the forward.
+    """Of one node on one rank; with `gradient`, the backward too.
 
     All its tensors are taken to have this dtype: that of its first result.
     """
@@ -83,10 +162,8 @@ def node_seconds(
         for layout in (*strategy.operands, *strategy.results)
         if layout is not None
     )
-    once = product_seconds(
-        float(spec.flops / strategy.parts), float(elements * dtype.itemsize), dtype, world.device
-    )
-    return once * (1 + _BACKWARD if gradient else 1)
+    flops, moved = float(spec.flops / strategy.parts), float(elements * dtype.itemsize)
+    return spec_seconds(spec, flops, moved, dtype, gradient, world.device)
 
 
 def optimizer_seconds(layout: Layout, element_bytes: int, world: World) -> float:

@@ -15,10 +15,11 @@ from torch.utils.flop_counter import flop_registry
 
 from .._compat import OpOverload, pytree
 from ..mesh import group_ranks
+from ..rules import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
 from ..world import World
 from .buckets import leading
 from .comm import sent
-from .compute import product_seconds
+from .compute import attention_seconds, product_seconds
 from .events import ROOTED, link
 from .links import Event
 from .pattern import Pattern, size
@@ -233,22 +234,30 @@ def op_seconds(node: fx.Node, world: World, pieces: int = 1) -> float:
     """Of an aten op, by roofline: its FLOPs, or the bytes that it reads and writes; or of one of so
     many equal pieces of it.
     """
-    moved = bytes_of(node) + sum(bytes_of(n) for n in node.all_input_nodes)
+    moved = (bytes_of(node) + sum(bytes_of(n) for n in node.all_input_nodes)) / pieces
     made = _tensors(node)
     dtype = made[0].dtype if made else torch.float32
-    return product_seconds(flops(node) / pieces, moved / pieces, dtype, world.device)
+    work = flops(node) / pieces
+    found = _attention(node)
+    if found is None:
+        return product_seconds(work, moved, dtype, world.device)
+    attends, backward, _ = found
+    return attention_seconds(work, moved, attends, backward, dtype, world.device)
 
 
 def flops(node: fx.Node) -> float:
-    """FLOPs of the ops that torch can count, matrix products and attention among them; else 0."""
+    """FLOPs of the ops that torch can count, matrix products among them, and of attention, of which
+    torch counts what a causal mask hides; else 0.
+    """
     assert isinstance(node.target, OpOverload)
     packet = node.target.overloadpacket
     if packet in _PRODUCTS:  # most of what is asked for: counted as torch does, without its detour
         left: Any = node.args[_PRODUCTS[packet]]
         return 2.0 * math.prod(node.meta["val"].shape) * left.meta["val"].shape[-1]
-    if packet in _ATTENTION_PRODUCTS:
-        query, key = _shapes(node)[-2:]
-        return _ATTENTION_PRODUCTS[packet] * 2.0 * math.prod(query) * key[-2]
+    found = _attention(node)
+    if found is not None:
+        attends, backward, queries = found
+        return attends.flops(queries) * (ATTENTION_BACKWARD if backward else 1)
     count = flop_registry.get(packet)
     if count is None:
         return 0.0
@@ -256,20 +265,32 @@ def flops(node: fx.Node) -> float:
     return float(count(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
-    """Of the query and the key of attention: the first two of four dims, past the gradient."""
-    inputs = [n for n in node.args if isinstance(n, fx.Node)]
-    start = 1 if "backward" in str(node.target) else 0
-    return [tuple(n.meta["val"].shape) for n in inputs[start : start + 2]]
+def _attention(node: fx.Node) -> tuple[Attends, bool, int] | None:
+    """Of an attention's kernel: what its time depends on, whether it is the backward, and how many
+    queries there are over all samples and heads. None for other ops.
+    """
+    assert isinstance(node.target, OpOverload)
+    backward = _ATTENTION.get(node.target.overloadpacket)
+    if backward is None:
+        return None
+    values = bound(node)
+    q, k, v = (shape_of(value_of(values[name])) for name in ("query", "key", "value"))
+    return Attends(k[-2], (q[-1] + v[-1]) / 2, values["is_causal"]), backward, math.prod(q[:-1])
 
 
 # Matrix products, and which operand is the left one.
 _PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.bmm: 0, torch.ops.aten.addmm: 1}
 
-# The kernel for CPUs, which torch does not count: products of query by key by features.
-_ATTENTION_PRODUCTS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: 2,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: 5,
+# The kernels of attention, and whether each is a backward.
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: False,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: True,
+    torch.ops.aten._scaled_dot_product_flash_attention: False,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: True,
+    torch.ops.aten._scaled_dot_product_efficient_attention: False,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward: True,
+    torch.ops.aten._scaled_dot_product_cudnn_attention: False,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward: True,
 }
 
 

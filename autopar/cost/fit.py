@@ -50,7 +50,7 @@ def curve(
     rows = np.stack([np.ones(len(at)), *(np.maximum(at - knee, 0.0) for knee in knees)], axis=1)
     start, rate, *more = nonnegative(rows / times[:, None], np.ones(len(at))).tolist()
     bends = zip(knees[1:], more, strict=True)
-    return _six(start), _six(rate), tuple((knee, _six(s)) for knee, s in bends if s > 0)
+    return six(start), six(rate), tuple((knee, six(s)) for knee, s in bends if s > 0)
 
 
 def nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -206,9 +206,9 @@ def efficiencies(
         for _, found in sorted(bins.items())
     ]
     highest = max(rate for _, rate in points)
-    return highest, tuple((_six(size), _six(rate / highest)) for size, rate in points)
+    return highest, tuple((six(size), six(rate / highest)) for size, rate in points)
 
 
-def _six(value: float) -> float:
+def six(value: float) -> float:
     """Six digits: people read the file."""
     return float(f"{value:.6g}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..rules import Dims, Spec, bound, operands_of, rule, shape_of, value_of
+from ..rules import Attends, Dims, Spec, bound, operands_of, rule, shape_of, value_of
 from .common import aten, named, operand_shape, spec, unsplit
 
 rule(
@@ -161,7 +161,7 @@ def attention(node: fx.Node) -> Spec:
     )
     causal = bool(bound(node)["is_causal"])
     whole = {"e", "k", "v"} | ({"q"} if causal else set())
-    pairs = math.prod(out[:-1]) * k[-2]
+    attends = Attends(k[-2], (q[-1] + v[-1]) / 2, causal)
     return Spec(
         (
             (*broadcast(q[:-3], leading), *heads, ("q",), ("e",)),
@@ -174,5 +174,6 @@ def attention(node: fx.Node) -> Spec:
         whole=frozenset(whole),
         linear=(frozenset({2}),),
         product=(frozenset(sizes) - {"e", "k", "v"}, frozenset(), frozenset()),
-        flops=2.0 * pairs * (q[-1] + v[-1]) / (2 if causal else 1),
+        flops=attends.flops(math.prod(out[:-1])),
+        attends=attends,
     )

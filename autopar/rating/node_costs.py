@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from ..cost.compute import product_seconds
+from ..cost.compute import spec_seconds
 from ..cost.inside import HAVE_INSIDE, inside
 from ..cost.kept import Price
 from ..graphs import carries_gradient
@@ -50,8 +50,9 @@ class NodeCosts:
             states = [f.results[index] for f in found]
             elements = elements + local(self.meshes, shape_of(value), states)
         flops = spec.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in found])
-        once = product_seconds(flops, elements * dtype.itemsize, dtype, self.meshes.world.device)
-        total = once * (3 if gradient else 1)
+        total = spec_seconds(
+            spec, flops, elements * dtype.itemsize, dtype, gradient, self.meshes.world.device
+        )
         if node.target in HAVE_INSIDE:
             total = total + self._inside(node, found, gradient)
         if self.price is not None:

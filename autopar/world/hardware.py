@@ -75,6 +75,27 @@ class Forms:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """The shares of a device's flop_per_s that scaled_dot_product_attention reaches with as many
+    queries as keys, forward and backward. The FLOPs are those of `rules.Attends`: half of the
+    products with a causal mask, 2.5 times the forward's in the backward.
+    """
+
+    __pydantic_config__ = STRICT
+    dtype: str
+    causal: bool
+    keys: int
+    head_size: int
+    forward_share: float
+    backward_share: float
+
+    def __post_init__(self) -> None:
+        positive(self, "keys", "head_size", "forward_share", "backward_share")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise WorldError(f"Attention.dtype: torch has no dtype {self.dtype!r}")
+
+
+@dataclass(frozen=True)
 class Device:
     """One rank's device: FLOP/s by dtype ("bfloat16", "float32"; dense, of matrix products),
     memory in bytes, memory bandwidth in bytes/s.
@@ -82,6 +103,8 @@ class Device:
     `efficiency`: by dtype, points (FLOPs of one rank's product, share of flop_per_s that it
     reaches), with rising FLOPs; without any, flop_per_s itself is reached. `launch_s`: seconds to
     start any op. `forms`: a model's products as calibration timed them, in several forms each.
+    `attention`: of a dtype, with a causal mask or without, every number of keys with every head
+    size; without any, attention is as efficient as products of as many FLOPs.
 
     >>> Device("H100", {"bfloat16": 989e12, "float32": 67e12}, 80e9, 3.35e12).rate(torch.float32)
     67000000000000.0
@@ -97,6 +120,7 @@ class Device:
     )
     launch_s: float = 0.0
     forms: tuple[Forms, ...] = field(default=(), hash=False)
+    attention: tuple[Attention, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         positive(self, "memory_bytes", "memory_bytes_per_s")
@@ -109,6 +133,8 @@ class Device:
             check_number(f"Device.flop_per_s[{dtype!r}]", rate, above=True)
         for dtype, points in self.efficiency.items():
             self._check_points(dtype, points)
+        for name, attention in self._attention.items():
+            self._check_attention(name, attention)
 
     def _check_points(self, dtype: str, points: tuple[tuple[float, float], ...]) -> None:
         name = f"Device.efficiency[{dtype!r}]"
@@ -120,6 +146,16 @@ class Device:
         sizes = [flops for flops, _ in points]
         if any(after <= before for before, after in itertools.pairwise(sizes)):
             raise WorldError(f"{name} has points at {sizes} FLOPs: write them in rising order")
+
+    def _check_attention(self, name: tuple[str, bool], found: list[Attention]) -> None:
+        keys, sizes = sorted({one.keys for one in found}), sorted({one.head_size for one in found})
+        given = sorted((one.keys, one.head_size) for one in found)
+        if given != list(itertools.product(keys, sizes)):
+            dtype, causal = name
+            raise WorldError(
+                f"Device.attention, {dtype}, {'causal' if causal else 'not causal'}, has (keys, "
+                f"head size) {given}: give each of {keys} keys with each head size of {sizes} once"
+            )
 
     @property
     def flops(self) -> float:
@@ -144,6 +180,18 @@ class Device:
     @cached_property
     def _forms(self) -> dict[tuple[str, int, int, int, str], Forms]:
         return {(f.dtype, f.m, f.n, f.k, f.form): f for f in self.forms}
+
+    @cached_property
+    def _attention(self) -> dict[tuple[str, bool], list[Attention]]:
+        found: dict[tuple[str, bool], list[Attention]] = {}
+        for one in self.attention:
+            found.setdefault((one.dtype, one.causal), []).append(one)
+        return found
+
+    def attention_shares(self, dtype: torch.dtype, causal: bool) -> list[Attention]:
+        """`attention` in this dtype, with the same stand-ins as `rate`; [] where not known."""
+        known = {name: found for (name, kind), found in self._attention.items() if kind == causal}
+        return _stand_in(known, dtype) or []
 
     def points(self, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
         """`efficiency` in this dtype, with the same stand-ins as `rate`; () where not known."""
