@@ -19,6 +19,7 @@ import models
 from autopar import calibration
 from autopar.constraint import Constraint
 from autopar.cost import attention as timing
+from autopar.cost.calibrate import timed_computing
 from autopar.cost.compute import (
     attention_seconds,
     attention_share,
@@ -27,6 +28,7 @@ from autopar.cost.compute import (
     spec_seconds,
 )
 from autopar.cost.derived import flops, graph_events, op_seconds
+from autopar.cost.measure import Product
 from autopar.errors import WorldError
 from autopar.mesh import Mesh
 from autopar.price import COMPUTE, terms
@@ -168,15 +170,17 @@ def test_attention_is_timed_over_a_grid(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(timing, "CPU_KEYS", (16, 64))
     monkeypatch.setattr(timing, "HEAD_SIZES", (8, 16))
     own = [(FLOAT, Attends(24, 4, True)), (FLOAT, Attends(10**7, 16, False))]
-    told: list[float] = []
     device = torch.device("cpu")
     known = replace(PLAIN, flop_per_s={"float32": 1e9})
-    found = timing.timed_attention(
-        own, [FLOAT], known, device, 0.01, lambda share, _: told.append(share)
-    )
+    wanted = timing.wanted(own, [FLOAT], known, False)
+    assert {one.shape.keys for one in wanted if not one.shape.causal} == {16, 64}
+    products = [Product(FLOAT, 8, 8, 8)]
+    times, each = timed_computing(products, wanted, device, 0.01, lambda *_: None)
+    assert list(times.seconds) == products and list(each) == wanted
+    found = timing.shares(each, known)
     causal = {(one.keys, one.head_size) for one in found if one.causal}
     assert causal == set(itertools.product((16, 24, 64), (4, 8, 16)))
-    assert len(found) - len(causal) == 4 and told == sorted(told) and told[-1] == 1
+    assert len(found) - len(causal) == 4
     assert replace(known, attention=found).attention == found  # a whole grid
     assert all(0 < share < math.inf for one in found for share in (
         one.forward_share, one.backward_share
@@ -195,13 +199,22 @@ def test_what_is_timed_is_the_attention_that_is_said(
         return real(query, *others, is_causal=is_causal)
 
     monkeypatch.setattr(timing.F, "scaled_dot_product_attention", watched)
-    work, forward, backward = timing.attention(FLOAT, shape, torch.device("cpu"))
+    case = timing.Attending(FLOAT, shape, False)
+    work, forward = timing.attention(case, torch.device("cpu"))
     forward()
     (samples, heads, keys, size), causal = given[-1]
     assert (keys, size, causal) == shape
     assert work == 4 * samples * heads * keys * keys * size / (2 if causal else 1) >= 2.0**26
-    gradients = backward()
-    assert isinstance(gradients, tuple) and [g.shape for g in gradients] == [given[-1][0]] * 3
+    more, backward = timing.attention(case._replace(backward=True), torch.device("cpu"))
+    assert more == 2.5 * work and len(given) == 2
+    assert [g.shape for g in backward()] == [given[-1][0]] * 3 and len(given) == 2
+
+
+def test_shares_are_what_was_measured_of_the_rate() -> None:
+    """PLAIN has 1e12 FLOP/s: 2e-12 s for one are half of it."""
+    case = timing.Attending(FLOAT, CAUSAL, False)
+    found = timing.shares({case: 2e-12, case._replace(backward=True): 4e-12}, PLAIN)
+    assert found == (Attention("float32", True, 1024, 64, 0.5, 0.25),)
 
 
 def test_a_models_own_attention() -> None:

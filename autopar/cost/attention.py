@@ -5,20 +5,18 @@ mask and without, for a few numbers of keys and head sizes; a model's own among 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from .. import ranks
 from ..rules import ATTENTION_BACKWARD, Attends
 from ..world import Attention, Device
 from . import measure
 from .fit import six
-from .rounds import Progress, in_rounds
 
-Attended = tuple[torch.dtype, Attends]
+Attended = tuple[torch.dtype, Attends]  # a model's
 
 CPU_KEYS, GPU_KEYS = (128, 512, 2048), (512, 2048, 8192)
 HEAD_SIZES = (32, 128)  # what lies between follows a line in 1 / head size
@@ -28,45 +26,18 @@ _HEADS = 8  # of one sample, which lie beside one another in memory, as in a mod
 _MOST_SAMPLES = 512
 
 
-def timed_attention(
-    own: Sequence[Attended],
-    dtypes: Sequence[torch.dtype],
-    known: Device,
-    device: torch.device,
-    seconds: float,
-    progress: Progress,
-) -> tuple[Attention, ...]:
-    """The shares of the FLOP/s of the `known` device that attention reaches in these dtypes and
-    those of a model's `own`, medians over rounds and ranks, all ranks at work at once.
-    """
-    wanted = _grid(own, dtypes, known, device.type == "cuda")
+class Attending(NamedTuple):
+    """The forward or the backward of attention to measure, of as many queries as keys."""
 
-    def once(index: int) -> tuple[float, float]:
-        work, *both = attention(*wanted[index], device)
-        shares = []
-        for run, flops in zip(both, (work, work * ATTENTION_BACKWARD), strict=True):
-            took = measure.shared_seconds(run, measure.times_for(run, device), device)
-            shares.append(flops / (took * known.rate(wanted[index][0])))
-        return shares[0], shares[1]
-
-    found = in_rounds([1] * len(wanted), once, seconds, lambda share: progress(share, "attention"))
-    samples = [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)]
-    return tuple(
-        Attention(
-            str(dtype).removeprefix("torch."),
-            one.causal,
-            one.keys,
-            round(one.head_size),
-            *map(six, np.median(some, axis=0).tolist()),
-        )
-        for (dtype, one), some in zip(wanted, samples, strict=True)
-    )
+    dtype: torch.dtype
+    shape: Attends
+    backward: bool
 
 
-def _grid(
+def wanted(
     own: Sequence[Attended], dtypes: Sequence[torch.dtype], known: Device, gpu: bool
-) -> list[Attended]:
-    """Of each dtype, causal or not, every number of keys with every head size."""
+) -> list[Attending]:
+    """Of each dtype, causal or not, every number of keys with every head size; `own` ones, too."""
     found = []
     for dtype in dict.fromkeys((*dtypes, *(dtype for dtype, _ in own))):
         for causal in (True, False):
@@ -74,36 +45,58 @@ def _grid(
             sizes = sorted({*HEAD_SIZES, *(round(one.head_size) for one in mine)})
             keys = sorted({*(GPU_KEYS if gpu else CPU_KEYS), *(one.keys for one in mine)})
             found += [
-                (dtype, Attends(many, size, causal))
-                for many, size in itertools.product(keys, sizes)
+                Attending(dtype, Attends(many, size, causal), backward)
+                for many, size, backward in itertools.product(keys, sizes, (False, True))
                 if Attends(many, sizes[-1], causal).flops(many) < LONGEST_S * known.rate(dtype)
             ]
     return found
 
 
-def attention(
-    dtype: torch.dtype, shape: Attends, device: torch.device
-) -> tuple[float, Callable[[], object], Callable[[], object]]:
-    """(FLOPs of the forward, what runs the forward, what runs the backward), each once: of as many
-    queries as keys, and so many samples and heads that it takes long enough.
-    """
-    wanted = _GPU_FLOPS if device.type == "cuda" else _CPU_FLOPS
-    count = max(1, round(wanted / shape.flops(shape.keys)))
+def s_per_flop(one: Attending, device: torch.device) -> float:
+    """What it takes while all ranks do the same."""
+    work, run = attention(one, device)
+    return measure.shared_seconds(run, measure.times_for(run, device), device) / work
+
+
+def attention(one: Attending, device: torch.device) -> tuple[float, Callable[[], Any]]:
+    """(its FLOPs, what runs it once): so many samples and heads that it takes long enough."""
+    shape, least = one.shape, _GPU_FLOPS if device.type == "cuda" else _CPU_FLOPS
+    count = max(1, round(least / shape.flops(shape.keys)))
     heads = min(_HEADS, count)
     samples = min(_MOST_SAMPLES, count // heads)
     sizes = samples, shape.keys, heads, round(shape.head_size)
     query, key, value = (
-        torch.randn(sizes, device=device).to(dtype).requires_grad_().transpose(1, 2)
+        torch.randn(sizes, device=device).to(one.dtype).requires_grad_().transpose(1, 2)
         for _ in range(3)
     )
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=shape.causal)
 
+    work = shape.flops(samples * heads * shape.keys)
+    if not one.backward:
+        return work, forward
     made = forward()
     above = torch.randn_like(made)
 
-    def backward() -> object:
+    def backward() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(made, (query, key, value), above, retain_graph=True)
 
-    return shape.flops(samples * heads * shape.keys), forward, backward
+    return work * ATTENTION_BACKWARD, backward
+
+
+def shares(found: Mapping[Attending, float], known: Device) -> tuple[Attention, ...]:
+    """The shares of the FLOP/s of the `known` device, from seconds per FLOP."""
+    each = {one: six(1 / (seconds * known.rate(one.dtype))) for one, seconds in found.items()}
+    return tuple(
+        Attention(
+            str(one.dtype).removeprefix("torch."),
+            one.shape.causal,
+            one.shape.keys,
+            round(one.shape.head_size),
+            each[one],
+            each[one._replace(backward=True)],
+        )
+        for one in found
+        if not one.backward
+    )

@@ -13,8 +13,8 @@ import torch
 from .. import ranks
 from ..errors import WorldError
 from ..world import KINDS, Form, Forms, Measured, World
-from . import measure
-from .attention import Attended, timed_attention
+from . import attention, measure
+from .attention import Attended, Attending
 from .fit import curve, efficiencies, fitted
 from .measure import Case, Product
 from .meeting import meeting_s
@@ -29,8 +29,9 @@ CPU_SQUARES = (16, 32, 64, 128, 256, 512, 1024)
 GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
-_ON_COLLECTIVES = 0.65  # of the time; of the rest most on products and their forms
-_ON_ATTENTION = 0.2  # of the rest: about two rounds on a CPU
+_ON_COLLECTIVES = (
+    0.65  # of the time; of the rest half on products and attention, half on forms of products
+)
 _ON_MEETING, _ON_SLOWING = 0.08, 0.12  # of the time, among that on collectives
 _COPIED = 0.75  # the quantile that counts with an operand copied
 _MOST_VISITS, _VISITING_S = 12, 0.1  # of one case in one round; all of them together
@@ -101,46 +102,43 @@ def calibrate(
         device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
     )
     share = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
-    on_attention = _ON_ATTENTION * share
-    world = _computing(world, products, device, seconds, share - on_attention, progress)
-    attention = timed_attention(
-        attended,
-        _dtypes(device.type == "cuda"),
-        world.device,
-        device,
-        seconds * on_attention,
-        part(progress, share - on_attention, on_attention),
-    )
-    world = replace(world, device=replace(world.device, attention=attention))
+    grid = attention.wanted(attended, _dtypes(gpu), world.device, gpu)
+    world = _computing(world, products, grid, device, seconds, share, progress)
     return world if world.ranks == 1 else _communicating(world, device, seconds, share, progress)
 
 
 def _computing(
     world: World,
     products: Sequence[Product],
+    attended: Sequence[Attending],
     device: torch.device,
     seconds: float,
     share: float,
     progress: Progress,
 ) -> World:
-    """With what products take, measured in this share of the time."""
+    """With what products and attention take, measured in this share of the time."""
     on_products = share / 2 if products else share
     everything = dict.fromkeys((*squares(device.type == "cuda"), *products))
     shapes = [p for p in everything if _bearable(p, world)]
     left = len(everything) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
     noted = part(progress, 0.0, on_products)
-    found = timed_products(
-        shapes, device, seconds * on_products, lambda done, doing: noted(done, doing + note)
+    found, each = timed_computing(
+        shapes,
+        attended,
+        device,
+        seconds * on_products,
+        lambda done, doing: noted(done, doing + note),
     )
     world = with_products(world, found, measure.launch_s(device))
+    reached = attention.shares(each, world.device)
     forms = timed_forms(
         [p for p in shapes if p in set(products)],
         device,
         seconds * (share - on_products),
         part(progress, on_products, share - on_products),
     )
-    return replace(world, device=replace(world.device, forms=forms))
+    return replace(world, device=replace(world.device, forms=forms, attention=reached))
 
 
 def _communicating(
@@ -221,18 +219,29 @@ def _with_first(digits: Pattern, rank: int) -> bool:
     return rest == 0
 
 
-def timed_products(
-    wanted: Sequence[Product], device: torch.device, seconds: float, progress: Progress
-) -> Times:
-    """Seconds of each product, over rounds and ranks, all ranks at work at once."""
-    works = _products(wanted, device)
-    often, seconds = warmed(works, [True] * len(works), device, seconds, progress, "products")
+def timed_computing(
+    wanted: Sequence[Product],
+    attended: Sequence[Attending],
+    device: torch.device,
+    seconds: float,
+    progress: Progress,
+) -> tuple[Times, dict[Attending, float]]:
+    """Seconds of each product, and seconds per FLOP of each attention: in the same rounds, as one
+    is a share of the other; over rounds and ranks, all ranks at work at once.
+    """
+    works, count = _products(wanted, device), len(wanted)
+    often, seconds = warmed(works, [True] * count, device, seconds, progress, "products")
 
     def once(index: int) -> float:
+        if index >= count:
+            return attention.s_per_flop(attended[index - count], device)
         return measure.shared_seconds(works[index], often[index], device)
 
-    found = in_rounds([1] * len(wanted), once, seconds, after_warming(progress, "products"))
-    return _medians(wanted, [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)])
+    visits = [1] * (count + len(attended))
+    found = in_rounds(visits, once, seconds, after_warming(progress, "products"))
+    samples = [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)]
+    each = zip(attended, samples[count:], strict=True)
+    return _medians(wanted, samples[:count]), {one: float(np.median(s)) for one, s in each}
 
 
 def timed_forms(
