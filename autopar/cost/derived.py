@@ -143,10 +143,16 @@ def group_of(node: fx.Node) -> str:
 def carries_on(node: fx.Node) -> bool:
     """Whether a node only stands for its argument: a wait, a view, a piece of a result."""
     target = node.target
-    if is_wait(node) or not isinstance(target, OpOverload) or target in _FREE:
-        return True
+    return is_wait(node) or not isinstance(target, OpOverload) or _shows(target)
+
+
+@lru_cache(maxsize=1 << 10)  # reading a schema takes longer than most that is asked of a node
+def _shows(target: OpOverload) -> bool:
+    """Whether what an op gives is memory of what it takes, or costs as little."""
     aliases = [r.alias_info for r in target._schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+    return target in _FREE or (
+        bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+    )
 
 
 def writes(node: fx.Node) -> bool:
@@ -296,7 +302,7 @@ _ATTENTION = {
 
 def bytes_of(node: fx.Node) -> int:
     """Of all that a node gives."""
-    return sum(value.numel() * value.element_size() for value in _tensors(node))
+    return sum(value.nbytes for value in _tensors(node))
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

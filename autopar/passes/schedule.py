@@ -112,8 +112,8 @@ def collectives_in_order(graph: fx.Graph) -> list[str]:
 
 def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     """Put the nodes in this order, views and waits right before their first user."""
-    placed = {node for node in graph.nodes if node.op == "placeholder"}
-    cursor = max(placed, key=list(graph.nodes).index) if placed else graph._root
+    given = graph.find_nodes(op="placeholder")
+    placed, cursor = set(given), given[-1] if given else graph._root
     rest = [node for node in graph.nodes if node.op != "output"]
     for wanted in (*order, *rest):
         for node in _with_carriers(wanted, placed):
