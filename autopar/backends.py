@@ -40,6 +40,7 @@ from ._compat import (
     partition,
     takes_a_list,
 )
+from .beside import Gradients, Late, as_constants, beside_the_loss, through
 from .cost.derived import Phase, bytes_of, writes
 from .cost.live import live_bytes
 from .cost.simulate import Run
@@ -115,6 +116,8 @@ class Scheduled:
         )
         assert program.plan is not None
         self.mesh = program.plan.mesh
+        self._constant = beside_the_loss(program)
+        self._late: set[int] = set()  # of these, what would have a gradient
         self._run: Callable[..., Any] | None = None
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
@@ -132,7 +135,17 @@ class Scheduled:
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
             self._open(values[0].device.type)
-        return self._run(*values)
+        found = list(self._run(*values))
+        for place in self._late:
+            found[place] = Late.apply(self._asked, place, found[place], *values)
+        return found
+
+    def _asked(
+        self, place: int, gradient: torch.Tensor, values: Sequence[torch.Tensor]
+    ) -> Gradients:
+        """The gradients by way of a result beside the loss. Who asks once asks again."""
+        self._run, self._constant = None, frozenset()
+        return through(self.module, place, gradient, values)
 
     def _open(self, device_type: str) -> None:
         """The groups of lane 1: all ranks are here, with the same names."""
@@ -165,8 +178,14 @@ class Scheduled:
     def derived(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Derive and schedule the graphs for such values; what runs them."""
         decompositions = inductor_decompositions() if self.backend == "inductor" else None
+        self.forward = self.backward = None
         module = tagged(self.module)  # what the plan makes again is not saved
-        return derive(module, values, self._compiled, self._partition, decompositions)
+        module, self._late = as_constants(module, self._constant)
+        run = derive(module, values, self._compiled, self._partition, decompositions)
+        if self.forward is None and self._late:  # the scalar is no loss
+            self._constant = frozenset()
+            return self.derived(values)
+        return run
 
     def _compiled(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         """What runs one of the two graphs. The backward may be given as a copy. A backend of

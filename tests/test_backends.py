@@ -168,7 +168,7 @@ def test_what_the_plan_makes_again_is_not_saved(ranks: int, layout: str, recompu
     assert recompute == "full" or after[1] - before[1] == more  # no bias is gathered for nothing
     assert least < plain_bytes
     states = plan.memory.optimizer
-    assert least <= 1.05 * (plan.memory.peak - states)
+    assert least <= plan.memory.peak - states
     _, most = held(dataclasses.replace(plan, limit=plan.peak_bytes), backends.PASSES)
     assert most <= 1.01 * max(least, plan.memory.peak - states)
 

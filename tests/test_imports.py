@@ -17,9 +17,9 @@ ORDER = (
     "sharded", "local", "recomputed", "constraint", "unsplit", "cost", "cuts", "cutting", "layouts",
     "elimination", "ranking", "regions", "price", "editing", "conversion_costs", "search",
     "ascending", "rating",
-    "lockstep", "passes", "backends", "script", "transport", "measured", "placement", "module",
-    "widened", "verify", "report", "depth", "shallow", "dropping", "fitting", "hiding", "proven",
-    "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
+    "lockstep", "passes", "beside", "backends", "script", "transport", "measured", "placement",
+    "module", "widened", "verify", "report", "depth", "shallow", "dropping", "fitting", "hiding",
+    "proven", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
     "compiled", "calibration",
     "targets", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip
