@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,9 +20,6 @@ from benchmarks.cluster import Shape, launch, missing, network, rate_text
 from benchmarks.ranks import Job
 
 Cell = dict[str, Any]  # what the ranks wrote: a Job, and `contestants`, each a Timed
-# Peer ÷ auto that is wanted: limited, unlimited, link-bound, and where the floor of auto is low.
-LEAST, NOISE, GAIN, MUCH = 1.0, 0.97, 1.15, 1.3
-LOW = 0.65  # of the best peer's floor
 UNLIMITED_STEPS = 15  # there the differences are small
 
 
@@ -86,14 +83,14 @@ def machine() -> dict[str, str]:
 
 
 # -- a run's file ----------------------------------------------------------------------------------
-def key(cell: Cell) -> tuple[Any, ...]:
+def key(cell: Mapping[str, Any]) -> tuple[Any, ...]:
     return cell["model"], cell["nodes"], cell["ranks_per_node"], cell["rate"]
 
 
 def load(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"cells": []}
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def keep(path: Path, cell: Cell, command: str) -> None:
@@ -112,7 +109,11 @@ def median(timed: dict[str, Any], what: str = "seconds") -> float:
 
 def standing(cell: Cell) -> list[dict[str, Any]]:
     """The contestants that count: made and right."""
-    return [t for t in cell["contestants"] if not t["reason"] and t["seconds"]]
+    return [timed for timed in cell["contestants"] if stands(timed)]
+
+
+def stands(timed: dict[str, Any]) -> bool:
+    return not timed["reason"] and bool(timed["seconds"])
 
 
 def is_peer(timed: dict[str, Any]) -> bool:
@@ -126,51 +127,6 @@ def best(contestants: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
 def paired(faster: dict[str, Any], slower: dict[str, Any]) -> float:
     """The median over the steps of slower / faster: steps of one round met the same machine."""
     return statistics.median(b / a for a, b in zip(faster["seconds"], slower["seconds"]))
-
-
-def link_share(cell: Cell, timed: dict[str, Any]) -> float:
-    """The part of a step that its bytes need on the busiest cable; 0 where that has no limit."""
-    if cell["rate"] is None:
-        return 0.0
-    return median(timed, "cable_bytes") * 8 / cell["rate"] / median(timed)
-
-
-def floor(cell: Cell, timed: dict[str, Any]) -> float:
-    """Seconds that no overlap can save: of its bytes on the busiest cable, or of its computing on
-    the machine's cores, whichever is longer.
-    """
-    link = link_share(cell, timed) * median(timed)
-    return max(link, median(timed, "cpu_seconds") / cell["cores"])
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Auto against the best peer: how much faster, how much was asked for, and the best peer's part
-    of a step that its bytes need on the cable.
-    """
-
-    peer: str
-    ratio: float
-    wanted: float
-    share: float
-
-    @property
-    def met(self) -> bool:
-        return self.ratio >= self.wanted
-
-
-def verdict(cell: Cell) -> Verdict | None:
-    """None where a side is missing."""
-    contestants = standing(cell)
-    peer = best(t for t in contestants if is_peer(t))
-    auto = next((t for t in contestants if t["name"] == "autopar auto"), None)
-    if peer is None or auto is None:
-        return None
-    share = link_share(cell, peer)
-    wanted = NOISE if cell["rate"] is None else GAIN if share > 0.5 else LEAST
-    if cell["rate"] is not None and floor(cell, auto) <= LOW * floor(cell, peer):
-        wanted = MUCH
-    return Verdict(peer["name"], paired(auto, peer), wanted, share)
 
 
 def title(cell: Cell) -> str:

@@ -1,4 +1,4 @@
-"""Plots and the page of benchmarks.step_time, from its results alone."""
+"""Plots and the page of benchmarks.step_time, from summaries of its cells alone."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks import cells
-from benchmarks.cells import Cell
 from benchmarks.cluster import rate_text
 from benchmarks.models import SUBJECTS
+from benchmarks.summaries import Contestant, Spread, Summary, Verdict
 
 
-def _order(cell: Cell) -> tuple[Any, ...]:
+def _order(cell: Summary) -> tuple[Any, ...]:
     rate = cell["rate"] if cell["rate"] is not None else float("inf")
     nodes, each = cell["nodes"], cell["ranks_per_node"]
     return list(SUBJECTS).index(cell["model"]), nodes * each, nodes, rate
 
 
-def _size(cell: Cell) -> str:
+def _size(cell: Summary) -> str:
     return f"{cell['nodes']}×{cell['ranks_per_node']}"
 
 
-def verdicts(found: list[Cell]) -> Table:
+def verdicts(found: list[Summary]) -> Table:
     """Auto against the best peer, a line a cell."""
     shown = Table(title="auto against the best peer", title_justify="left")
     for heading in ("model", "cluster", "rate", "best peer"):
@@ -32,21 +31,24 @@ def verdicts(found: list[Cell]) -> Table:
     for heading in ("link ÷ step", "peer ÷ auto", "wanted"):
         shown.add_column(heading, justify="right")
     shown.add_column("")
-    for cell in sorted(found, key=_order):
-        judged = cells.verdict(cell)
-        if judged is not None:
-            shown.add_row(*_verdict(cell, judged))
+    for row in _verdicts(found):
+        shown.add_row(*row)
     return shown
 
 
-def _verdict(cell: Cell, judged: cells.Verdict) -> tuple[str, ...]:
-    figures = (f"{judged.share:.2f}", f"{judged.ratio:.2f}", f"{judged.wanted:.2f}")
-    where = (cell["model"], _size(cell), rate_text(cell["rate"]), judged.peer)
-    return (*where, *figures, "met" if judged.met else "missed")
+def _verdicts(found: list[Summary]) -> list[tuple[str, ...]]:
+    judged = [(cell, cell["verdict"]) for cell in sorted(found, key=_order)]
+    return [_verdict(cell, verdict) for cell, verdict in judged if verdict is not None]
+
+
+def _verdict(cell: Summary, judged: Verdict) -> tuple[str, ...]:
+    figures = (f"{judged['share']:.2f}", f"{judged['ratio']:.2f}", f"{judged['wanted']:.2f}")
+    where = (cell["model"], _size(cell), rate_text(cell["rate"]), judged["peer"])
+    return (*where, *figures, "met" if judged["met"] else "missed")
 
 
 # -- plots -----------------------------------------------------------------------------------------
-def plots(found: list[Cell], folder: Path) -> list[Path]:
+def plots(found: list[Summary], folder: Path) -> list[Path]:
     """A picture a model: step time against rate, a panel a cluster, a line a contestant."""
     return [
         _plot(model, list(of_model), folder / f"step_time_{model}.png")
@@ -54,7 +56,7 @@ def plots(found: list[Cell], folder: Path) -> list[Path]:
     ]
 
 
-def _plot(model: str, found: list[Cell], path: Path) -> Path:
+def _plot(model: str, found: list[Summary], path: Path) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,20 +85,16 @@ def _plot(model: str, found: list[Cell], path: Path) -> Path:
     return path
 
 
-def _panel(panel: Any, found: list[Cell], names: list[str]) -> None:
+def _panel(panel: Any, found: list[Summary], names: list[str]) -> None:
     rates = [rate_text(cell["rate"]) for cell in found]
     for number, name in enumerate(names):
-        points = [
-            (place, timed)
-            for place, cell in enumerate(found)
-            for timed in cells.standing(cell)
-            if timed["name"] == name
-        ]
+        points = _points(found, name)
         if not points:
             continue
-        middles = [cells.median(timed) for _, timed in points]
-        below = [m - min(t["seconds"]) for m, (_, t) in zip(middles, points, strict=True)]
-        above = [max(t["seconds"]) - m for m, (_, t) in zip(middles, points, strict=True)]
+        middles = [spread["median"] for _, spread in points]
+        # Never below 0: each figure was rounded by itself.
+        below = [max(0.0, spread["median"] - spread["least"]) for _, spread in points]
+        above = [max(0.0, spread["most"] - spread["median"]) for _, spread in points]
         own = name.startswith("autopar")
         style = {
             "linestyle": "-" if own else "--",
@@ -113,12 +111,22 @@ def _panel(panel: Any, found: list[Cell], names: list[str]) -> None:
     panel.grid(alpha=0.3, which="both")
 
 
+def _points(found: list[Summary], name: str) -> list[tuple[int, Spread]]:
+    """Where the contestant stood: which of the cells, and how long its steps took."""
+    return [
+        (place, timed["seconds"])
+        for place, cell in enumerate(found)
+        for timed in cell["contestants"]
+        if timed["name"] == name and timed["seconds"] is not None
+    ]
+
+
 # -- the page --------------------------------------------------------------------------------------
 PREFACE = """\
 # Step times on an emulated cluster
 
-Written by `python -m benchmarks.step_time --docs docs/benchmarks.md` from the figures of its runs;
-do not edit.
+Written by `python -m benchmarks.step_time --docs docs/benchmarks.md` from `docs/benchmarks.json`
+alone, after adding the cells that it measured; do not edit.
 
 Nodes are network namespaces of one machine, each link limited by `tc … tbf`; ranks of a node talk
 over loopback (`benchmarks/cluster/`). All contestants train the same model on the same batches in
@@ -133,7 +141,7 @@ as a part of its step.
 """
 
 
-def write(found: list[Cell], page: Path) -> None:
+def write(found: list[Summary], page: Path) -> None:
     """The page, and its plots in images/ beside it."""
     images = plots(found, page.parent / "images")
     lines = [PREFACE, *_verdict_lines(found)]
@@ -146,11 +154,9 @@ def write(found: list[Cell], page: Path) -> None:
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _verdict_lines(found: list[Cell]) -> list[str]:
-    judged = [(cell, cells.verdict(cell)) for cell in sorted(found, key=_order)]
-    rows = [_verdict(cell, verdict) for cell, verdict in judged if verdict is not None]
+def _verdict_lines(found: list[Summary]) -> list[str]:
     headings = ("model", "cluster", "rate", "best peer", "link ÷ step", "peer ÷ auto", "wanted", "")
-    return ["## auto against the best peer\n", *markdown([headings, *rows])]
+    return ["## auto against the best peer\n", *markdown([headings, *_verdicts(found)])]
 
 
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
@@ -158,7 +164,7 @@ def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
-def _matrix(found: list[Cell]) -> list[str]:
+def _matrix(found: list[Summary]) -> list[str]:
     """A line a contestant, a column a rate."""
     names = list(dict.fromkeys(t["name"] for cell in found for t in cell["contestants"]))
     rows = [("contestant", *(rate_text(cell["rate"]) for cell in found))]
@@ -169,21 +175,21 @@ def _matrix(found: list[Cell]) -> list[str]:
     return [*markdown(rows), "", *(f"- {name}: {reason}" for name, reason in reasons.items())]
 
 
-def _entry(timed: dict[str, Any] | None) -> str:
+def _entry(timed: Contestant | None) -> str:
     if timed is None:
         return ""
-    if timed["reason"]:
+    spread = timed["seconds"]
+    if spread is None:
         return timed["reason"].partition(":")[0]
-    return f"{cells.median(timed):.3f} ({min(timed['seconds']):.2f}–{max(timed['seconds']):.2f})"
+    return f"{spread['median']:.3f} ({spread['least']:.2f}–{spread['most']:.2f})"
 
 
-def _provenance(found: list[Cell]) -> list[str]:
+def _provenance(found: list[Summary]) -> list[str]:
     """Date, load, machine and command, each once."""
     runs: dict[str, list[str]] = {}
     for cell in found:
-        facts = cell["machine"]
         world = "calibrated" if cell["calibrated"] else "written by hand from the rate"
-        where = f"{facts['cpu']}, {facts['system']}, torch {facts['torch']}, world {world}"
+        run = f"`{cell['command']}` on {cell['machine']}, world {world}"
         when = f"{rate_text(cell['rate'])} {cell['date']}, load {cell['load']:.1f}"
-        runs.setdefault(f"`{cell['command']}` on {where}", []).append(when)
+        runs.setdefault(run, []).append(when)
     return [f"{command}: {'; '.join(times)}." for command, times in runs.items()]

@@ -6,6 +6,10 @@
 A cell is a model on nodes × ranks at a rate. Its contestants take turns within one process group;
 one whose loss or gradient differs from the single device's is disqualified. Figures go to
 OUT/results.json as they come, cell by cell; a cell that is run again replaces its older figures.
+
+--docs adds summaries of OUT's cells to the JSON file beside the page, of each cell the newest, and
+writes page and plots from that file alone: it is committed, OUT is not. So a run needs no more than
+the cells that the page lacks: `--missing --docs docs/benchmarks.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cells, step_pages
+from benchmarks import cells, step_pages, summaries
 from benchmarks.cells import Cell, Settings
 from benchmarks.cluster import (
     Failed,
@@ -61,11 +65,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="the GPT, 2x2 at 1gbit, a few layouts, three steps")
     add("--earlier", action="store_true", help="the peers' row that was measured before, again")
     add("--calibrate", type=float, default=90.0, help="seconds; 0: the world is written by hand")
-    add("--missing", action="store_true", help="only the cells that OUT does not have yet")
+    add("--missing", action="store_true", help="only the cells that neither OUT nor the page has")
     add("--worlds", type=Path, metavar="DIR", help="calibrated worlds: used if there, else left")
     add("--trace", default="", metavar="DIR", help="also a profile of a step of each contestant")
     add("--out", type=Path, default=Path("out/step_time"))
-    add("--docs", type=Path, metavar="FILE", help="write the page and its plots from OUT")
+    add("--docs", type=Path, metavar="FILE", help="add OUT to the page and its plots")
     add("--no-run", action="store_true", help="only show what OUT has")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -104,18 +108,19 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(table(cell))
     if options.earlier:
         console.print(earlier_table(found))
+    short = [summaries.summary(cell) for cell in found]
     if found:
-        step_pages.plots(found, options.out)
-        console.print(step_pages.verdicts(found))
+        step_pages.plots(short, options.out)
+        console.print(step_pages.verdicts(short))
     if options.docs:
-        step_pages.write(found, options.docs)
+        step_pages.write(summaries.merge(summaries.beside(options.docs), short), options.docs)
     return status
 
 
 def run(model: str, shape: Shape, options: argparse.Namespace, path: Path, console: Console) -> int:
     """One cell, shown and kept."""
     wanted = (model, shape.nodes, shape.ranks_per_node, shape.rate)
-    if options.missing and any(cells.key(cell) == wanted for cell in cells.load(path)["cells"]):
+    if options.missing and wanted in known(options, path):
         return 0
     if missing() and shape.rate is not None:
         console.print(f"{model}, {shape}: left out: {missing()}; --rates unlimited needs neither")
@@ -136,6 +141,12 @@ def run(model: str, shape: Shape, options: argparse.Namespace, path: Path, conso
     for timed in wrong:
         console.print(f"[bold red]{timed['name']} is disqualified[/]: {timed['reason']}")
     return int(bool(wrong))
+
+
+def known(options: argparse.Namespace, path: Path) -> set[tuple[Any, ...]]:
+    """The keys of the cells that the file has, or the page that is to be written."""
+    files = [path, summaries.beside(options.docs)] if options.docs else [path]
+    return {cells.key(cell) for file in files for cell in cells.load(file)["cells"]}
 
 
 def _world(folder: Path | None, shape: Shape) -> str:

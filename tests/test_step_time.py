@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import cells, step_pages, step_time, traces
+from benchmarks import cells, step_pages, step_time, summaries, traces
 from benchmarks.cluster import Shape
 from benchmarks.models import SUBJECTS, Llama
 from benchmarks.ranks import Single, Timed, judge
@@ -36,6 +36,10 @@ def cell(rate, *contestants, model="gpt"):
 PEER = timed("DDP", [1.0, 2.0, 1.2])
 AUTO = timed("autopar auto", [0.8, 1.6, 1.0], cable=5e6, mesh="x4")
 REFUSED = timed("FSDP2 × tensor", [], reason="refused: no grid")
+
+
+def summary(*arguments, date="2000-01-01", **facts):
+    return summaries.summary({**cell(*arguments, **facts), "date": date})
 
 
 def printed(thing):
@@ -87,14 +91,21 @@ def test_more_is_wanted_where_the_link_is_the_bottleneck():
     for rate, peer, wanted in (
         (4e8, PEER, 1.0), (4e8, slow, 1.15), (4e8, slowest, 1.3), (None, slow, 0.97)
     ):  # fmt: skip
-        judged = cells.verdict(cell(rate, peer, AUTO, REFUSED))
-        assert judged.wanted == wanted and judged.met == (wanted < 1.25) and judged.peer == "DDP"
+        judged = summaries.verdict(cell(rate, peer, AUTO, REFUSED))
+        assert judged["wanted"] == wanted and judged["met"] == (wanted < 1.25)
+        assert judged["peer"] == "DDP"
 
 
 def test_a_wrong_contestant_wins_nothing():
     wrong = timed("FSDP2", [0.1, 0.1, 0.1], reason="WRONG: its loss")
-    assert cells.verdict(cell(1e9, PEER, wrong, AUTO)).peer == "DDP"
-    assert cells.verdict(cell(1e9, wrong, AUTO)) is None
+    assert summaries.verdict(cell(1e9, PEER, wrong, AUTO))["peer"] == "DDP"
+    assert summaries.verdict(cell(1e9, wrong, AUTO)) is None
+
+
+def test_rounding_makes_no_verdict():
+    almost = timed("DDP", [0.996])
+    judged = summaries.verdict(cell(1e9, almost, timed("autopar auto", [1.0])))
+    assert (judged["ratio"], judged["wanted"], judged["met"]) == (1.0, 1.0, False)
 
 
 def test_the_table_lists_the_fastest_first_and_the_refused_last():
@@ -112,16 +123,76 @@ def test_a_cell_replaces_its_older_self(tmp_path):
     assert found[1]["contestants"][0]["reason"] == "refused: no grid"
 
 
+def test_a_summary_has_what_the_page_shows():
+    wrong = timed("FSDP2", [0.1, 0.1, 0.1], reason="WRONG: its loss")
+    uneven = timed("tensor", [1.23456, 3.45678, 2.34567])
+    found = summary(4e8, PEER, AUTO, wrong, uneven)
+    peer, _, out, rounded = found["contestants"]
+    assert peer["seconds"] == {"median": 1.2, "least": 1.0, "most": 2.0} and not peer["reason"]
+    assert out == {"name": "FSDP2", "reason": "WRONG: its loss", "seconds": None}
+    assert rounded["seconds"] == {"median": 2.346, "least": 1.23, "most": 3.46}
+    assert found["verdict"] == {
+        "peer": "DDP", "ratio": 1.25, "wanted": 1.0, "share": 0.17, "met": True
+    }  # fmt: skip
+
+
+def test_a_pages_file_keeps_the_newest_of_each_cell(tmp_path):
+    path = tmp_path / "new" / "page.json"
+    older, newer = (summary(4e8, PEER, AUTO, date=f"2000-01-0{day}") for day in (1, 3))
+    other = summary(None, PEER, AUTO, REFUSED, date="2000-01-02")
+    assert summaries.merge(path, [older, other]) == [older, other]
+    assert summaries.merge(path, [newer]) == [other, newer]
+    assert summaries.merge(path, [older]) == [other, newer]  # left in OUT by a run before
+    assert cells.load(path)["cells"] == [other, newer]
+
+
 def test_the_page_has_every_figure_and_its_plots(tmp_path):
-    found = [cell(4e8, PEER, AUTO, REFUSED), cell(None, PEER, AUTO), cell(1e9, AUTO, model="llama")]
+    even = timed("tensor", [0.2588, 0.2588, 0.31])  # its least is rounded to more than its median
+    found = [
+        summary(4e8, PEER, AUTO, REFUSED),
+        summary(None, PEER, AUTO, even),
+        summary(1e9, AUTO, model="llama"),
+    ]
     page = tmp_path / "benchmarks.md"
     step_pages.write(found, page)
     text = page.read_text()
     assert "| gpt | 2×2 | 400mbit | DDP | 0.17 | 1.25 | 1.00 | met |" in text
     assert "| contestant | 400mbit | unlimited |" in text and "1.200 (1.00–2.00)" in text
+    assert "| tensor |  | 0.259 (0.26–0.31) |" in text
     assert "- FSDP2 × tensor: refused: no grid" in text
+    facts = cells.machine()
+    assert f"`c` on {facts['cpu']}, {facts['system']}, torch {facts['torch']}, world" in text
+    assert "400mbit 2000-01-01, load 0.1; unlimited 2000-01-01, load 0.1." in text
     for model in ("gpt", "llama"):
         assert (tmp_path / "images" / f"step_time_{model}.png").stat().st_size > 5000
+
+
+def test_the_page_here_is_of_the_file_beside_it(tmp_path):
+    found = cells.load(summaries.beside(ROOT / "docs" / "benchmarks.md"))["cells"]
+    step_pages.write(found, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_only_cells_that_the_page_lacks_are_run(tmp_path, monkeypatch):
+    ran = []
+
+    def measured(model, shape, settings):
+        ran.append(model)
+        return cell(shape.rate, PEER, AUTO, model=model)
+
+    monkeypatch.setattr(cells, "measured", measured)
+    monkeypatch.setattr(step_time, "stop_on_signals", lambda: None)
+    page, out = tmp_path / "page.md", str(tmp_path / "out")
+    known = summary(None, PEER, AUTO)
+    summaries.merge(summaries.beside(page), [known])
+    asked = ["--models", "gpt", "llama", "--shapes", "2x2", "--rates", "unlimited", "--missing"]
+    step_time.main([*asked, "--out", out, "--docs", str(page)])
+    assert ran == ["llama"]
+    first, second = cells.load(summaries.beside(page))["cells"]
+    assert first == known and second["model"] == "llama"
+    assert "## gpt, 2×2" in page.read_text() and "## llama, 2×2" in page.read_text()
+    step_time.main([*asked, "--out", out])
+    assert ran == ["llama", "gpt"]  # without the page OUT alone counts
 
 
 # -- the models ------------------------------------------------------------------------------------
@@ -173,7 +244,9 @@ def test_a_small_cell_from_end_to_end(tmp_path):
     (found,) = json.loads((tmp_path / "results.json").read_text())["cells"]
     assert [t["name"] for t in cells.standing(found)] == names[1:]
     assert all(len(t["seconds"]) == 15 for t in found["contestants"])
-    assert cells.verdict(found) is not None and (tmp_path / "images").exists()
+    (short,) = cells.load(tmp_path / "page.json")["cells"]
+    assert short == summaries.summary(found) and short["verdict"] is not None
+    assert (tmp_path / "images").exists()
 
 
 # -- where the time goes ---------------------------------------------------------------------------
