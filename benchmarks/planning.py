@@ -85,7 +85,9 @@ CASES = {
     "70b on 1024": Case(
         named("llama3-70b", 1024), h100(1024), None, (("gap", 0.01), ("choose s", 10.0))
     ),
-    "70b on 1024 that fits": Case(named("llama3-70b", 1024), h100(1024), fits=True),
+    "70b on 1024 that fits": Case(
+        named("llama3-70b", 1024), h100(1024), None, (("choose s", 60.0),), fits=True
+    ),
     "405b on 16384": Case(
         named("llama3-405b", 16384), h100(16384), None, (("gap", 0.03), ("choose s", 60.0))
     ),

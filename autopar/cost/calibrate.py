@@ -29,9 +29,7 @@ CPU_SQUARES = (16, 32, 64, 128, 256, 512, 1024)
 GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a product that is modelled to take longer is left out
-_ON_COLLECTIVES = (
-    0.65  # of the time; of the rest half on products and attention, half on forms of products
-)
+_ON_COLLECTIVES = 0.65  # of the time; of the rest half on products with attention, half on forms
 _ON_MEETING, _ON_SLOWING = 0.08, 0.12  # of the time, among that on collectives
 _COPIED = 0.75  # the quantile that counts with an operand copied
 _MOST_VISITS, _VISITING_S = 12, 0.1  # of one case in one round; all of them together
