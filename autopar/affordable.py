@@ -1,11 +1,13 @@
 """The fastest plan that fits the memory: time is searched for at several prices of a byte.
 
 A price of bytes gives the fastest plan among those that keep no more than it does (Everett 1963).
-Where the plan of least time does not fit, the price goes up until its plan does, and down again
-towards the lowest such price. Where weights may be gathered again in the backward, these plans are
-searched as if all of blocks were: they cost two gathers and no memory. The most promising plans
-then make as little as it takes again (fitting.py), and the fastest one wins. "auto" holds them
-against the named layouts, too.
+Where the plan of least time fits only by what it drops, the price is what dropping a byte costs it:
+a plan that fits and is faster is better at that price, too, and the best one at it, which drops
+what is too much, is as fast. Where it does not fit at all, the price goes up until its plan does,
+and down again towards the lowest such price. Where weights may be gathered again in the backward,
+these plans are searched as if all of blocks were: they cost two gathers and no memory. The most
+promising plans then make as little as it takes again (fitting.py), and the fastest one wins. "auto"
+holds them against the named layouts, too.
 """
 
 from __future__ import annotations
@@ -193,6 +195,8 @@ class _Under:
         if _as_chosen(least, chosen, self.aim):
             return least
         self.given = list(candidates(self.layout, self.world.ranks, self.program))
+        if self.aim.fits(least.memory):
+            return self._traded(chosen, least)
         price = least.seconds / max(1.0, least.memory.peak)
         tried = [least]
         for _ in range(_ROUNDS):
@@ -205,6 +209,17 @@ class _Under:
             if self.aim.fits(_best(tried, self.aim).memory):
                 break
         refined = self._refined(priced[0])
+        return _best(tried + (self._better(refined, tried) if refined else []), self.aim)
+
+    def _traded(self, chosen: Program, least: _Tried) -> _Tried:
+        """The best plan found where that of least time fits by what it drops: at the price that it
+        pays for a byte.
+        """
+        assert least.ladder is not None
+        saved = least.ladder.planned().memory.peak - least.memory.peak
+        one = self._at(Price(self.kept, (least.seconds - _plan(chosen).seconds) / saved))
+        tried = [least, *self._better(one, [least])]
+        refined = self._refined(one)
         return _best(tried + (self._better(refined, tried) if refined else []), self.aim)
 
     def _better(self, one: _Priced, tried: list[_Tried]) -> list[_Tried]:
