@@ -7,12 +7,14 @@ import heapq
 import itertools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import brute
 import models
+from autopar import affordable as affordable_module
 from autopar.affordable import affordable
 from autopar.ascending import ascending
 from autopar.cost.kept import Kept, Price
@@ -92,6 +94,26 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     assert found is not None and found.memory is not None and found.memory.peak <= limit < most
     assert free.bound < found.bound <= found.seconds
     assert "within this memory" in (found.table().title or "")
+
+
+def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plan of least time fits by what it drops, one search at the price that it pays."""
+    prices: list[float] = []
+    at = affordable_module._Under._at
+
+    def noted(self: Any, price: Price) -> Any:
+        prices.append(price.seconds_per_byte)
+        return at(self, price)
+
+    monkeypatch.setattr(affordable_module._Under, "_at", noted)
+    program, world = analysed(*models.gpt()), World.preset("ethernet-25g", 4)
+    free = affordable(program, world, "4d").plan
+    assert free is not None
+    limit = 0.8 * peak_of(program, free, world)
+    found = affordable(program, world, "4d", budget=Budget(limit, OPTIMIZER, "auto"))
+    assert found.plan is not None and found.plan.peak_bytes <= limit
+    assert found.plan.recompute or found.plan.regather
+    assert len(prices) == 1 and prices[0] > 0
 
 
 # -- the order of plans ----------------------------------------------------------------------------
