@@ -54,7 +54,7 @@ def test_what_is_wanted_is_asked_where_it_can_be_had() -> None:
 
 
 def test_every_model_has_a_rate() -> None:
-    assert [str(shape) for shape in parse([]).shapes] == ["2×2 at 1gbit", "2×2 at 400mbit"]
+    assert [str(shape) for shape in parse([]).shapes] == ["2×1 at 700mbit", "2×1 at 250mbit"]
     with pytest.raises(SystemExit):
         parse(["--models", "gpt"])
 
