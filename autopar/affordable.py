@@ -208,8 +208,7 @@ class _Under:
                 tried += self._better(one, tried)
             if self.aim.fits(_best(tried, self.aim).memory):
                 break
-        refined = self._refined(priced[0])
-        return _best(tried + (self._better(refined, tried) if refined else []), self.aim)
+        return self._settled(priced[0], tried)
 
     def _traded(self, chosen: Program, least: _Tried) -> _Tried:
         """The best plan found where that of least time fits by what it drops: at the price that it
@@ -218,7 +217,10 @@ class _Under:
         assert least.ladder is not None
         saved = least.ladder.planned().memory.peak - least.memory.peak
         one = self._at(Price(self.kept, (least.seconds - _plan(chosen).seconds) / saved))
-        tried = [least, *self._better(one, [least])]
+        return self._settled(one, [least, *self._better(one, [least])])
+
+    def _settled(self, one: _Priced, tried: list[_Tried]) -> _Tried:
+        """The best of these, or of the most promising one searched again."""
         refined = self._refined(one)
         return _best(tried + (self._better(refined, tried) if refined else []), self.aim)
 

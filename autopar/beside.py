@@ -4,7 +4,7 @@ A backward derived by AOTAutograd takes a gradient of every result. Where nobody
 autograd makes zeros: of logits as many bytes again, and a pass over them. So the graphs are derived
 as if these results were constants. Where the gradient of one is asked for after all, it is taken
 through the emitted graph, which runs once more; from the next step on the graphs are derived with
-it.
+it. As with any gradient, all ranks ask for it or none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .graphs import copied
 from .program import Program
 
 Gradients = tuple[Tensor | None, ...]
@@ -22,28 +23,28 @@ Asked = Callable[[int, Tensor, Sequence[Tensor]], Gradients]
 
 
 def beside_the_loss(program: Program) -> frozenset[int]:
-    """The places among the graph's results of those that are not the loss: what buffers become,
-    and whatever is no scalar where a scalar is returned.
-    """
-    outputs = [output for output in program.signature.outputs if output.node is not None]
-    whole = [program.layouts[output.node].shape for output in outputs if output.node is not None]
-    loss = any(not shape and o.kind == "user" for shape, o in zip(whole, outputs, strict=True))
-    return frozenset(
-        place
-        for place, (shape, output) in enumerate(zip(whole, outputs, strict=True))
-        if output.kind == "mutation" or (loss and shape)
-    )
+    """The places among the graph's results of what a user gets besides a scalar."""
+    outputs = [(o.kind, o.node) for o in program.signature.outputs if o.node is not None]
+    dims = {
+        place: len(program.layouts[node].shape)
+        for place, (kind, node) in enumerate(outputs)
+        if kind == "user"
+    }
+    return frozenset(place for place, n in dims.items() if n) if 0 in dims.values() else frozenset()
 
 
 def as_constants(module: fx.GraphModule, places: frozenset[int]) -> tuple[fx.GraphModule, set[int]]:
     """The same module, but no gradient goes through these results; and a set that fills with the
     places of those that would have one, when the module is traced.
     """
-    graph, found = fx.Graph(), set[int]()
-    results = list(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
-    for place in sorted(places):
-        results[place] = graph.call_function(_noted(place, found), (results[place],))
-    graph.output(tuple(results))
+    graph, found = copied(module.graph), set[int]()
+    output = graph.output_node()
+    given: Any = output.args[0]
+    results = list(given)
+    with graph.inserting_before(output):
+        for place in sorted(places):
+            results[place] = graph.call_function(_noted(place, found), (results[place],))
+    output.args = (tuple(results),)
     return fx.GraphModule(module, graph), found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 import autopar
 import models
 from autopar import backends
+from autopar.backends import Scheduled
+from autopar.beside import through
 from on_ranks import Facts, run_tasks
 from train_ranks import joined
 
@@ -62,22 +65,10 @@ def steps(model: nn.Module, args: Any, layout: str, losses: list[Loss]) -> Facts
     par = autopar.parallelize(
         copy.deepcopy(model), dist.get_world_size(), args, layout=layout, overlap=True
     )
-    counts = {"derived": 0, "again": 0}
-    derived, through = backends.Scheduled.derived, backends.through
-
-    def deriving(self: Any, values: Any) -> Any:
-        counts["derived"] += 1
-        return derived(self, values)
-
-    def running(*given: Any) -> Any:
-        counts["again"] += 1
-        return through(*given)
-
-    backends.Scheduled.derived, backends.through = deriving, running  # type: ignore[method-assign]
-    try:
-        return {"errors": [wrong(model, par, args, loss) for loss in losses], **counts}
-    finally:
-        backends.Scheduled.derived, backends.through = derived, through  # type: ignore[method-assign]
+    deriving: Any = patch.object(Scheduled, "derived", autospec=True, side_effect=Scheduled.derived)
+    with deriving as derived, patch.object(backends, "through", wraps=through) as again:
+        errors = [wrong(model, par, args, loss) for loss in losses]
+    return {"errors": errors, "derived": derived.call_count, "again": again.call_count}
 
 
 def beside() -> Facts:

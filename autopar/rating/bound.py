@@ -90,6 +90,7 @@ class Bound:
         self._place = {id(v): i for i, v in enumerate(frame.variables)}
         self._inward: dict[int, Rated] = {} if start is None else start._inward
         self._rated = {id(v): self._mesh_last(costs.rated(v)) for v in frame.variables}
+        self._moves: dict[Hashable, Moves] = {} if start is None else start._moves
         self._looks: dict[Hashable, _Look] = {} if start is None else start._looks
         self._ends: dict[int, list[_End]] = {id(v): self._ends_of(v) for v in frame.variables}
         self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
@@ -132,10 +133,9 @@ class Bound:
 
     def _moves_of(self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]) -> Moves:
         key = (kind, frozenset(made), frozenset(wanted))
-        if key not in self.meshes.moves:
-            self.meshes.moves[key] = Moves(*key, self.meshes)
-        found: Moves = self.meshes.moves[key]
-        return found
+        if key not in self._moves:
+            self._moves[key] = Moves(kind, frozenset(made), frozenset(wanted), self.meshes)
+        return self._moves[key]
 
     def _with_leaves(self, variable: Variable) -> Rated:
         """Its options with what hangs on it alone: parameters it takes, outputs it hands out."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import cached_property, lru_cache
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +19,13 @@ HALF = np.float32(5e5)  # more is not allowed, either
 
 
 class Meshes:
-    """Meshes with equally many axes. `sizes`: [mesh, axis]; `moves`: tables of rating/moves.py that
-    were made for them.
-    """
+    """Meshes with equally many axes. `sizes`: [mesh, axis]."""
 
     def __init__(self, meshes: Sequence[Mesh], world: World) -> None:
         self.meshes, self.world = tuple(meshes), world
         self.count = len(self.meshes[0].axes)
         assert all(len(mesh.axes) == self.count for mesh in meshes)
         self._lines: dict[tuple[str, tuple[int, ...], bool], tuple[Array, Array, Array]] = {}
-        self.moves: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
         return len(self.meshes)
@@ -78,9 +74,3 @@ class Meshes:
             shaped = np.array(bends, dtype=np.float64).reshape(len(self), most, bent, 2)
             self._lines[key] = lines[:, :, 0].T, lines[:, :, 1].T, np.moveaxis(shaped, 0, -1)
         return self._lines[key]
-
-
-@lru_cache(maxsize=64)
-def meshes_of(meshes: tuple[Mesh, ...], world: World) -> Meshes:
-    """The same object for the same meshes: to plan under a limit takes many bounds on them."""
-    return Meshes(meshes, world)

@@ -24,7 +24,7 @@ from .bound import Bound
 from .frame import Frame, frame
 from .near import near
 from .options import OptionCosts
-from .prices import meshes_of
+from .prices import Meshes
 from .repeats import shortened
 
 Candidate = tuple[Mesh, Constraint]
@@ -159,7 +159,7 @@ def _messages(
     price: Price | None,
 ) -> Bound:
     """A bound whose messages have come to rest on a shorter frame."""
-    meshes = meshes_of(tuple(mesh for mesh, _ in given), world)
+    meshes = Meshes([mesh for mesh, _ in given], world)
     costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], redundant, price)
     short, twins = shortened(whole)
     start = Bound(short, costs)
