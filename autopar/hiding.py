@@ -84,18 +84,22 @@ class _Others:
         return bytes_kept(self.kept, _plan(deep.program)) <= self.budget.memory_bytes
 
     def take_named(self, name: str) -> None:
-        """A named layout's plan of the sum; while it is near, those at the shares, too."""
+        """A named layout's plan of the sum, and those at the shares."""
         plan = self.shallow.named(name)
-        if plan is not None and self._enter(self._beside(plan)) <= _NEAR * self.least:
+        if plan is not None:
+            self._enter(self._beside(plan))
             given = list(candidates(name, self.world.ranks, self.best))
             self.take(given, bounds_of(plan))
 
     def take(self, given: Sequence[Candidate], bounds: Sequence[float]) -> None:
-        """The plans on the most promising of these meshes in which what hides counts less."""
+        """The plans on the most promising of these meshes in which what hides counts less: least
+        first, and no more where that is not near.
+        """
         most = _FREE if all(rules.free for _, rules in given) else _RULED
         near = promising(bounds, given, most, _NEAR)
-        for one in self.lighter:
-            self._enter(self._beside(one.plan(near)))
+        for one in reversed(self.lighter):
+            if self._enter(self._beside(one.plan(near))) > _NEAR * self.least:
+                return
 
     def _beside(self, plan: Plan) -> Deep:
         """Another plan for the same program, at its full price; proven is what is of the sum."""
