@@ -85,6 +85,7 @@ class Llama(nn.Module):
         layers: int,
     ) -> None:
         super().__init__()
+        self.groups = groups
         self.token = nn.Embedding(vocabulary, width)
         blocks = (LlamaBlock(width, heads, groups, inner) for _ in range(layers))
         self.blocks = nn.ModuleList(blocks)

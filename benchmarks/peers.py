@@ -155,8 +155,13 @@ def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Megatron's layout by `parallelize_module`. One gradient sum for the projections that read the
-    same input; logits stay split on the vocabulary, for `loss_parallel`.
+    same input; logits stay split on the vocabulary, for `loss_parallel`. Raises ValueError where a
+    rank would get a part of a head.
     """
+    if isinstance(model, Llama) and model.groups % mesh.size():
+        raise ValueError(
+            f"{model.groups} key and value heads do not split over {mesh.size()} ranks"
+        )
     outer: dict[str, ParallelStyle] = {
         "token": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import cells, step_pages, step_time, summaries, traces
+from benchmarks import cells, peers, step_pages, step_time, summaries, traces
 from benchmarks.cluster import Shape
 from benchmarks.models import SUBJECTS, Llama
 from benchmarks.ranks import Single, Timed, judge
@@ -227,6 +228,12 @@ def test_llama_agrees_with_transformers():
     logits = theirs(tokens).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert ours(tokens, targets).item() == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_peer_that_would_cut_a_head_in_two_is_refused():
+    mesh = SimpleNamespace(size=lambda: 8)
+    with pytest.raises(ValueError, match="4 key and value heads do not split over 8 ranks"):
+        peers.split(Llama(96, 16, 64, 8, 4, 80, 2), mesh)
 
 
 # -- all of it -------------------------------------------------------------------------------------
