@@ -28,12 +28,12 @@ from .rating.rate import Candidate, bounds_of, promising
 from .shallow import Shallow, summed
 from .world import World
 
-SHARES = (0.4, 0.1)  # of the seconds of what can hide
+SHARES = (0.7, 0.4, 0.1)  # of the seconds of what can hide
 _HIDDEN = ("all_gather", "reduce_scatter", "all_reduce")  # of stored weights, gradients
 _FREE, _RULED = 4, 2  # meshes, the most promising, that are searched again at every share
 _NEAR = 1.5  # times the least: what lies above in the sum, or where what hides counts least, is out
 _BLOCKS = 4  # at either end of a run, and more of it: they fill buckets about as all of it do
-_RUN = 8  # plans that are emitted and simulated: of a deep model that takes a second each
+_RUN = 6  # plans by either measure that are simulated: of a deep model that takes a second each
 
 
 def by_step(shallow: Shallow, layout: Layouts, budget: Budget | None) -> list[Program]:
@@ -71,11 +71,14 @@ class _Others:
         return min(seconds for seconds, _ in self.found.values())
 
     def near(self) -> list[Deep]:
-        """The most promising of those that may fit as they are, and the best of the sum."""
+        """Of those that may fit as they are the most promising, by what a step takes if all hides
+        that can and by the middle between that and the sum; and the best of the sum.
+        """
         limit = _NEAR * self.least
-        order = sorted(self.found.values(), key=lambda pair: pair[0])
-        found = [deep for seconds, deep in order if seconds <= limit and self._may_fit(deep)]
-        return list(dict.fromkeys((*found[:_RUN], self.deep)))
+        fit = [(s, deep) for s, deep in self.found.values() if s <= limit and self._may_fit(deep)]
+        light = sorted(fit, key=lambda pair: pair[0])[:_RUN]
+        middle = sorted(fit, key=lambda pair: pair[0] + _plan(pair[1].program).seconds)[:_RUN]
+        return list(dict.fromkeys((*(deep for _, deep in (*light, *middle)), self.deep)))
 
     def _may_fit(self, deep: Deep) -> bool:
         """By what a plan holds that drops nothing; its peak is above that."""
