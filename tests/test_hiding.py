@@ -63,6 +63,20 @@ def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
     assert left and others.deep in others.near()
 
 
+def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hiding, "_RUN", 1)
+    best = several()[0]
+    others = hiding._Others(best, Shallow(program(), WORLD), None)
+    for one in several():
+        others._enter(Deep(one))
+    sums = [hiding._plan(deep.program).seconds for _, deep in others.found.values()]
+    light = [seconds for seconds, _ in others.found.values()]
+    middle = [a + b for a, b in zip(light, sums, strict=True)]
+    deeps = [deep for _, deep in others.found.values()]
+    first = {deeps[measure.index(min(measure))] for measure in (light, middle)}
+    assert len(first) == 2 and set(others.near()) == first | {others.deep}
+
+
 def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
