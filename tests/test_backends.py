@@ -118,7 +118,7 @@ def test_inductor_keeps_the_order_of_collectives_waits_and_products(
         for node in graph.graph.nodes:  # so that comments of the code name the nodes of this graph
             node.meta.pop("from_node", None)
         wanted = anchors(graph.graph)
-        assert sum(what == "wait_tensor" for what in wanted.values()) > 2  # a bucket has one
+        assert sum(what == "wait_tensor" for what in wanted.values()) > 1  # a bucket has one
         assert sum(what in PRODUCTS for what in wanted.values()) > 8
         assert called(generated(graph, inputs, backward), wanted) == list(wanted)
 

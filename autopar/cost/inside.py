@@ -84,8 +84,8 @@ def _cross_entropy(layout: Layout) -> list[Inside]:
     found = _rows(layout, class_dim, (1, 2), ())
     classes = {digit.axis for digit in layout.digits(class_dim)}
     tokens = tuple(axis for axis in layout.axes_of("S") if axis not in classes)
-    counted = moving("all_reduce", Part(0, layout, ()), tokens, False)
-    return [*found, counted] if tokens else found
+    mean = moving("all_reduce", Part(0, layout, (), 2), tokens, False)
+    return [*found, mean] if tokens else found
 
 
 def _along(layout: Layout) -> list[Inside]:

@@ -7,13 +7,15 @@ from torch import fx
 from ..rules import Spec, bound, operands_of, rule, value_of
 from .common import aten, floating, named, operand_shape, spec, unsplit
 
+_NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
+
 rule(aten.embedding.default, "v d, ... -> ... d", sum="v", index="1", linear=("0",))
 
 
 @spec(aten.cross_entropy_loss.default)
 def cross_entropy(node: fx.Node) -> Spec:
-    """Tokens are summed (partial, divided by the global count), classes may be split: the result is
-    then invariant.
+    """Classes may be split, tokens too: of a mean the result is invariant, as it needs their number
+    everywhere, a sum is partial over the tokens.
     """
     logits, target, weight = operands_of(node)
     assert logits is not None and target is not None
@@ -24,12 +26,13 @@ def cross_entropy(node: fx.Node) -> Spec:
     sizes: dict[str, int] = {}
     dims = named(shape, sizes)
     tokens = tuple(d for j, d in enumerate(dims) if j != class_dim)
-    kept = bound(node)["reduction"] == 0
+    reduction = bound(node)["reduction"]
+    split = frozenset(d[0] for d in tokens)
     return Spec(
         (tuple(dims), tokens, None if weight is None else (dims[class_dim],)),
-        (tokens if kept else (),),
+        (tokens if reduction == _NONE else (),),
         sizes,
-        sum=frozenset() if kept else frozenset(d[0] for d in tokens),
-        shared=frozenset(dims[class_dim]),
+        sum=split if reduction == _SUM else frozenset(),
+        shared=frozenset(dims[class_dim]) | (split if reduction == _MEAN else frozenset()),
         index=frozenset({1}),
     )

@@ -45,8 +45,8 @@ def cross_entropy(
     logits: (C), (N, C) or (N, C, d1, ...) with C the local part of the `classes`, split by
     `digits`; target: global class indices without the class dim; weight: (C), split like the
     classes. Tokens are split over `token_axes`. Over the vocabulary axes the result is I. Over the
-    token axes it is P for "mean" (divided by the GLOBAL weight of the tokens that count) and "sum",
-    and S for "none". Raises LayoutError for class probabilities as targets.
+    token axes it is I for "mean" (over the GLOBAL weight of the tokens that count), P for "sum" and
+    S for "none". Raises LayoutError for class probabilities as targets.
     """
     if target.is_floating_point():
         raise LayoutError(
@@ -102,8 +102,28 @@ def _reduced(
         return loss
     if reduction == "sum":
         return loss.sum()
-    whole = total(torch.where(counts, token_weight, 0).sum(), tuple(token_axes), mesh)
-    return loss.sum() / whole
+    whole = torch.where(counts, token_weight, 0).sum()
+    return _Mean.apply(loss.sum(), whole, tuple(token_axes), mesh)
+
+
+class _Mean(Function):
+    """A sum over the ranks of these axes divided by another, whose gradient nobody asks for: both
+    in one all-reduce. Their parts () and () to I ().
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Tensor, weight_part: Tensor, axes: tuple[str, ...], mesh: str
+    ) -> Tensor:
+        whole, weight = total(torch.stack((part, weight_part)), axes, mesh).unbind(0)
+        ctx.save_for_backward(weight)
+        return whole / weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        return grad / weight, None, None, None
 
 
 class _TokenLoss(Function):
