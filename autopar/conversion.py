@@ -12,6 +12,7 @@ from . import collectives, wire
 from .layout import SUMS, TRAFFIC, Step
 
 Levels = tuple[int, ...]
+_LEVELS = "inside", "backward_inside"  # what says so of a change, forward and backward
 
 
 def emit_step(
@@ -30,11 +31,23 @@ def emit_step(
     """
     function, args, kwargs = _moving(step) or _placing(step, coordinate)
     where = {"axis": _one_or_all(step.axes), "mesh": str(step.before.mesh)}
-    ways = zip(("inside", "backward_inside"), levels, strict=True)
+    ways = zip(_LEVELS, levels, strict=True)
     how: dict[str, Any] = {name: _one_or_all(inside) for name, inside in ways if inside}
     if reduce_dtype is not None and TRAFFIC[step.kind][1] in SUMS:
         how["reduce_dtype"] = reduce_dtype
     return graph.call_function(function, (x, *args), {**where, **kwargs, **how})
+
+
+def levels_of(node: fx.Node, backward: bool) -> Levels:
+    """How the forward or backward collective of such a node goes; () in one level."""
+    found: Any = node.kwargs.get(_LEVELS[backward], ())
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def set_levels(node: fx.Node, backward: bool, levels: Levels) -> None:
+    """Makes that collective go so."""
+    kept = {key: value for key, value in node.kwargs.items() if key != _LEVELS[backward]}
+    node.kwargs = {**kept, **({_LEVELS[backward]: _one_or_all(levels)} if levels else {})}
 
 
 def groups_of(graph: fx.Graph) -> set[str]:
@@ -45,7 +58,7 @@ def groups_of(graph: fx.Graph) -> set[str]:
     for node in graph.nodes:
         if getattr(node.target, "__module__", "") == collectives.__name__:
             axis, mesh, lane = (node.kwargs.get(key, 0) for key in ("axis", "mesh", "lane"))
-            for key in ("inside", "backward_inside"):
+            for key in _LEVELS:
                 inside = node.kwargs.get(key, ())
                 found |= {group for _, group in wire.route(axis, mesh, inside, lane)}
     return found

@@ -1,5 +1,5 @@
 """What is asked for, and the steps from a model to a plan, in reading order: trace, annotate,
-chains, choose, rewrite, pipeline, forms, emit, recompute. Each runs with its contract.
+chains, choose, rewrite, route, pipeline, forms, emit, recompute. Each runs with its contract.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .fitting import fitted as made_to_fit
 from .layout import Layout
 from .layouts import Layouts
 from .mesh import Mesh
-from .passes import annotate, chains, choose, emit, forms, rewrite, trace
+from .passes import annotate, chains, choose, emit, forms, rewrite, route, trace
 from .passes import pipeline as panels
 from .passes import recompute as recomputing
 from .pipeline import Pipeline
@@ -101,6 +101,7 @@ def rewritten(pipeline: Pipeline, program: Program, world: World) -> Program:
 
 def _emitted(pipeline: Pipeline, program: Program, world: World) -> Program:
     program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
+    program = pipeline.run("route", program, lambda p: route.route(p, world), route.check)
     program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
     program = pipeline.run("forms", program, lambda p: forms.forms(p, world), forms.check)
     return pipeline.run("emit", program, emit.emit, emit.check)

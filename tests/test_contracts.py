@@ -15,6 +15,7 @@ from torch import fx
 import autopar
 import models
 from autopar import api, collectives, report, sharded
+from autopar.conversion import set_levels
 from autopar.layout import I, Layout, P, R
 from autopar.mesh import Mesh
 from autopar.passes import (
@@ -26,6 +27,7 @@ from autopar.passes import (
     pipeline,
     recompute,
     rewrite,
+    route,
     trace,
 )
 from autopar.program import Program
@@ -38,6 +40,7 @@ PASSES = {
     "chains": chains,
     "choose": choose,
     "rewrite": rewrite,
+    "route": route,
     "pipeline": pipeline,
     "forms": forms,
     "emit": emit,
@@ -55,7 +58,8 @@ def programs() -> dict[str, Program]:
     made["chains"] = chains.chains(made["annotate"])
     made["choose"] = choose.choose(made["chains"], world, autopar.Grid25D(q=2, d=1))
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
-    made["pipeline"] = pipeline.pipeline(made["rewrite"])
+    made["route"] = route.route(made["rewrite"], world)
+    made["pipeline"] = pipeline.pipeline(made["route"])
     made["forms"] = forms.forms(made["pipeline"], world)
     made["emit"] = emit.emit(made["forms"])
     made["recompute"] = recompute.recompute(planned(made["emit"], recompute=("blocks.1",)))
@@ -209,6 +213,14 @@ def use_before_it_is_made(program: Program) -> Program:
     return changed(program, graph=move)
 
 
+def one_in_other_levels(program: Program) -> Program:
+    def change(graph: fx.Graph) -> None:
+        node = next(n for n in graph.nodes if n.target is collectives.all_gather)
+        set_levels(node, False, (2,))
+
+    return changed(program, graph=change)
+
+
 def block_not_grouped(program: Program) -> Program:
     return planned(program, recompute=("blocks.0", "blocks.1"))
 
@@ -238,6 +250,8 @@ BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("choose", choice_on_another_mesh, r"gelu of shape \(16, 16, 256\) .* on mesh z8, the plan's"),
     ("rewrite", one_input_less, "placeholders and signature differ"),
     ("rewrite", partial_output, "output .* is partial"),
+    ("route", one_input_less, "placeholders and signature differ"),
+    ("route", one_in_other_levels, "what may be joined with .* goes in"),
     ("pipeline", one_input_less, "placeholders and signature differ"),
     ("pipeline", panels_of_a_gathered_weight, r"takes \['all_gather.*'\], which are gathered"),
     ("forms", one_input_less, "placeholders and signature differ"),
@@ -261,7 +275,9 @@ def test_a_broken_contract_is_noticed(
         PASSES[name].check(breaks(programs()[name]))
 
 
-@pytest.mark.parametrize("name", ["trace", "rewrite", "pipeline", "forms", "emit", "recompute"])
+@pytest.mark.parametrize(
+    "name", ["trace", "rewrite", "route", "pipeline", "forms", "emit", "recompute"]
+)
 def test_a_graph_out_of_order_is_noticed(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"gelu.* used before it has been defined"):
         PASSES[name].check(use_before_it_is_made(programs()[name]))
@@ -307,6 +323,6 @@ def test_passes_do_not_change_what_they_are_given() -> None:
     annotate.annotate(made["trace"])
     chains.chains(made["annotate"])
     rewrite.rewrite(made["choose"], World.of(4))
-    emit.emit(pipeline.pipeline(made["rewrite"]))
+    emit.emit(pipeline.pipeline(route.route(made["rewrite"], World.of(4))))
     assert before == [str(program.module.graph) for program in made.values()]
     assert api.fingerprint(made["trace"]) == api.fingerprint(trace.trace(*models.gpt()[:2]))

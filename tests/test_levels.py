@@ -185,6 +185,24 @@ def test_models_in_two_levels_are_those_of_one_device(world: World, layout: Any)
     assert max(check.loss_error, check.grad_error, check.step_error) < 1e-9
 
 
+def test_what_may_be_joined_goes_in_the_same_levels() -> None:
+    """A bias alone is summed the fastest in one level, the weights in three: in one bucket all go
+    as the weights do, in the graph and in the modelled step.
+    """
+    world = World.preset("pcie-4090", 16)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    plan = autopar.plan(model, world, (torch.randn(32, 512),), layout="ddp")
+    sums = [move for move in moves(plan.ready.program) if move.backward]
+    alone = {
+        collective_cost(m.traffic, m.axes, plan.mesh, m.element_bytes, world).way.inside
+        for m in sums
+    }
+    assert alone == {(), (2, 4)}
+    assert [move.levels for move in sums] == 4 * [(2, 4)]
+    (joint,) = (event for event in plan.timeline().events if event.lane)
+    assert len(joint.parts) == 4
+
+
 class Calls:
     """Bytes that rank 0 sends in a step on all ranks in lockstep, by group."""
 
@@ -217,13 +235,12 @@ def test_what_goes_over_the_wire_is_what_was_priced(
     inputs = pytree.tree_leaves((torch.randn(8, 512),))
     expected: dict[str, int] = {}
     for move in moves(program):
-        way = collective_cost(move.traffic, move.axes, plan.mesh, move.element_bytes, UNEQUAL).way
         (axis,), kind = move.axes, move.traffic.collective
         inner = {"all_reduce": ["reduce-scatter", "all-gather"]}.get(kind, [kind.replace("_", "-")])
         across = "all-reduce sum" if kind == "all_reduce" else kind.replace("_", "-")
-        assert way.inside in ((), (2,))
+        assert move.levels in ((), (2,))
         calls = [f"{across} {axis}"]
-        if way.inside:
+        if move.levels:
             calls = [f"{across} {axis}/2@2", *(f"{kind} {axis}/2@1" for kind in inner)]
         for call in calls:
             expected[call] = expected.get(call, 0) + 1

@@ -20,7 +20,7 @@ from ..mesh import Mesh
 from ..world import World
 from .inside import Inside
 from .pattern import Pattern, pattern, size
-from .ways import Way, flat_ways, in_step, ways
+from .ways import Way, flat_ways, in_step, ways, ways_in
 
 
 class Price(NamedTuple):
@@ -61,22 +61,23 @@ def collective_cost(
     over data takes 20 ms: 1e9 bytes over a rank's card of 50 GB/s; over x 3.9 ms on NVLink. Raises
     WorldError where the mesh is larger than the world.
     """
-    part, found = _found(world, mesh, axes, traffic.collective, find)
-    whole = traffic.elements * element_bytes
-    way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole))
-    return Price(part * whole, way.seconds(whole), way)
+    return _cheapest(world, mesh, axes, traffic.collective, traffic.elements * element_bytes, find)
 
 
-def joint_cost(
+def cost_in(
     kind: str, axes: tuple[str, ...], mesh: Mesh, whole_bytes: float, inside: Levels, world: World
 ) -> Price:
-    """Of several collectives that go as one, of so many bytes in all: in the fastest of the ways of
-    these levels (`Way.inside`), as each of them goes.
+    """Of one collective, or of several that go as one, of so many bytes of the whole value, in the
+    fastest of the ways of these levels (`Way.inside`).
     """
-    part, found = _found(world, mesh, axes, kind, ways)
-    alike = (way for way in found if way.inside == inside)
-    way = min(alike, key=lambda way: way.seconds(whole_bytes))
-    return Price(part * whole_bytes, way.seconds(whole_bytes), way)
+    return _cheapest(world, mesh, axes, kind, whole_bytes, _in_levels(inside))
+
+
+def fastest_levels(
+    kind: str, axes: tuple[str, ...], mesh: Mesh, whole_bytes: float, world: World
+) -> Levels:
+    """In which a collective of so many bytes of the whole value takes the least time."""
+    return _cheapest(world, mesh, axes, kind, whole_bytes, ways).way.inside
 
 
 def sent(kind: str, ranks: Any) -> Any:
@@ -103,6 +104,19 @@ def seconds(
     for way in others:
         fastest = np.minimum(fastest, way.all_seconds(whole_bytes))
     return fastest
+
+
+@lru_cache(maxsize=64)  # one for all who ask, as `_found` remembers by it
+def _in_levels(inside: Levels) -> _Find:
+    return lambda world, kind, digits: ways_in(world, kind, digits, inside)
+
+
+def _cheapest(
+    world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, whole: float, find: _Find
+) -> Price:
+    part, found = _found(world, mesh, axes, kind, find)
+    way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole))
+    return Price(part * whole, way.seconds(whole), way)
 
 
 @lru_cache(maxsize=1 << 16)

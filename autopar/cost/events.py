@@ -22,12 +22,11 @@ from ..program import Program
 from ..strategies import Strategy
 from ..world import World
 from .buckets import Bucket
-from .comm import Levels, collective_cost, joint_cost
+from .comm import Levels, cost_in
 from .compute import node_seconds, optimizer_seconds
 from .links import Event
 from .moves import Move, moves
 from .pattern import Pattern, pattern, size, within
-from .ways import Way
 
 ROOTED = ("broadcast", "reduce")  # the panels' collectives
 
@@ -193,37 +192,35 @@ class Events:
         self, node: fx.Node, move: Move, after: tuple[int, ...], phase: Any, pieces: int = 1
     ) -> int:
         aside = node in self.ahead
-        price = collective_cost(
-            move.traffic, move.axes, self.plan.mesh, move.element_bytes, self.world
-        )
-        self._may_join(move, price.way, pieces)
+        kind, mesh = move.traffic.collective, self.plan.mesh
+        price = cost_in(kind, move.axes, mesh, move.bytes, move.levels, self.world)
+        self._may_join(move, pieces)
         lane = ".".join(move.axes)  # one process group carries all, as scheduled graphs run
         layout = node.meta["layout"]
         held = layout.local_size * node.meta["element"].bytes if "step" in node.meta else 0.0
         return self._add(
             node,
-            move.traffic.collective,
+            kind,
             price.seconds / pieces,
             after,
             phase,
             lane=lane,
-            link=link(self.world, pattern(self.plan.mesh, move.axes)),
+            link=link(self.world, pattern(mesh, move.axes)),
             bytes=price.bytes / pieces,
             ahead=aside and phase == "forward",
             held_bytes=held,
             slows=price.way.slows,
         )
 
-    def _may_join(self, move: Move, way: Way, pieces: int) -> None:
+    def _may_join(self, move: Move, pieces: int) -> None:
         """The collective that is added next. Of reduce-scatters those that gloo has, which are
         all-to-alls (passes/bucket.py).
         """
         kind = move.traffic.collective
         scattered = kind == "reduce_scatter" and self.world.backend == "gloo"
         if pieces == 1 and not move.inside and (scattered or kind in ("all_gather", "all_reduce")):
-            alike = _Alike(kind, move.axes, move.element_bytes, way.inside)
-            whole = float(move.traffic.elements * move.element_bytes)
-            self.joinable[len(self.events)] = alike, whole
+            alike = _Alike(kind, move.axes, move.element_bytes, move.levels)
+            self.joinable[len(self.events)] = alike, move.bytes
 
     def joint(self, members: Bucket) -> Event:
         """What stands for several collectives."""
@@ -231,10 +228,11 @@ class Events:
         alike, first = self.joinable[members[0]][0], parts[0]
         whole = sum(self.joinable[index][1] for index in members)
         kind, axes, _, inside = alike
-        price = joint_cost(kind, axes, self.plan.mesh, whole, inside, self.world)
+        price = cost_in(kind, axes, self.plan.mesh, whole, inside, self.world)
+        copied = kind != "all_reduce" and self.world.backend == "gloo"  # see passes/bucket.py
         return first._replace(
             name=f"{first.name} and {len(parts) - 1} more",
-            seconds=price.seconds,
+            seconds=price.seconds + copied * 2 * whole / self.world.device.memory_bytes_per_s,
             bytes=price.bytes,
             held_bytes=sum(part.held_bytes for part in parts),
             slows=price.way.slows,

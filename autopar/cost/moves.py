@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from ..conversion import levels_of
 from ..graphs import every_node
 from ..layout import Element, Layout, Step, Traffic
 from ..program import Atom, Program
@@ -33,6 +34,16 @@ class Move(NamedTuple):
     atoms: tuple[tuple[Atom, ...], ...]
     times: int = 1
     again: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Of the whole value."""
+        return float(self.traffic.elements * self.element_bytes)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """In which it goes; those within an implementation always go in one."""
+        return () if self.inside else levels_of(self.node, self.backward)
 
     @property
     def chain(self) -> str:

@@ -80,6 +80,14 @@ def ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
     return _best([*flat_ways(world, kind, digits), *_two_level(world, kind, digits)])
 
 
+@lru_cache(maxsize=1 << 16)
+def ways_in(world: World, kind: str, digits: Pattern, inside: tuple[int, ...]) -> tuple[Way, ...]:
+    """Those in these levels that are the fastest for some size."""
+    if not inside:
+        return flat_ways(world, kind, digits)
+    return _best(way for way in _two_level(world, kind, digits) if way.inside == inside)
+
+
 def in_step(world: World, found: tuple[Way, ...]) -> tuple[Way, ...]:
     """The ways as a step pays them, whose ranks compute between collectives."""
     if not world.meeting_s or found == (FREE,):

@@ -1,0 +1,78 @@
+"""route: gradients' sums and weights' gathers that may go as one (passes/bucket.py) all go in the
+levels that are the fastest for all of them together.
+
+rewrite.py takes for each the levels that are the fastest for it alone. A bias may then go in others
+than the weight beside it, and no bucket can hold both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+
+from torch import fx
+
+from ..conversion import set_levels
+from ..cost.buckets import SIZES
+from ..cost.comm import fastest_levels
+from ..cost.moves import Move, moves
+from ..program import Program, same_inputs
+from ..world import World
+
+
+def route(program: Program, world: World) -> Program:
+    """The program with these levels; itself where all go so already."""
+    others = {}
+    for several in _alike(program):
+        first = several[0]
+        whole = min(sum(move.bytes for move in several), SIZES[-1])
+        kind, mesh = first.traffic.collective, first.layout.mesh
+        inside = fastest_levels(kind, first.axes, mesh, whole, world)
+        others.update({(m.node.name, m.backward): inside for m in several if m.levels != inside})
+    if not others:
+        return program
+    graph = fx.Graph()
+    output = graph.graph_copy(program.module.graph, {})
+    assert output is not None
+    graph.output(output)
+    nodes = {node.name: node for node in graph.nodes}
+    for (name, backward), inside in others.items():
+        set_levels(nodes[name], backward, inside)
+    return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
+
+
+def check(program: Program) -> None:
+    """The contract: placeholders are what the signature says, and what may go as one goes in the
+    same levels.
+    """
+    same_inputs(program)
+    for several in _alike(program):
+        found = {move.levels for move in several}
+        first = several[0]
+        assert len(found) == 1, f"what may be joined with {first.node.name} goes in {found}"
+
+
+def _alike(program: Program) -> Iterator[list[Move]]:
+    """The collectives of stored tensors that are small enough for a bucket, by what they share."""
+    found: dict[Hashable, list[Move]] = defaultdict(list)
+    stored = _stored(program)
+    for move in moves(program):
+        if move.node in stored and not (move.inside or move.again) and move.bytes <= SIZES[-1] / 2:
+            found[move.traffic.collective, move.axes, move.element_bytes, move.backward].append(
+                move
+            )
+    yield from found.values()
+
+
+def _stored(program: Program) -> set[fx.Node]:
+    """What hangs on stored tensors alone."""
+    kinds = {entry.node: entry.kind for entry in program.signature.inputs}
+    found: set[fx.Node] = set()
+    for node in program.module.graph.nodes:
+        if node.op == "placeholder":
+            if kinds[node.name] not in ("user", "seed"):
+                found.add(node)
+        elif node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
