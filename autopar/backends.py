@@ -112,7 +112,7 @@ class Scheduled:
         self.stored = frozenset(
             f"primals_{place}"
             for place, entry in enumerate(program.signature.inputs, start=1)
-            if entry.kind not in ("user", "seed")
+            if entry.stored
         )
         assert program.plan is not None
         self.mesh = program.plan.mesh

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from .program import Annotations, Value
+from .program import Annotations, Program, Value
 from .rules import operands_of, results_of
 
 
@@ -140,6 +140,17 @@ def inlined(module: fx.GraphModule) -> fx.GraphModule:
         else:
             made[node] = graph.node_copy(node, made.__getitem__)
     return fx.GraphModule(module, graph)
+
+
+def stored(program: Program) -> set[fx.Node]:
+    """What is there before a step begins, and what hangs on that alone."""
+    names = {entry.node for entry in program.signature.inputs if entry.stored}
+    found: set[fx.Node] = set()
+    for node in program.module.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.name in names or (inputs and found.issuperset(inputs)):
+            found.add(node)
+    return found
 
 
 def where(node: fx.Node) -> str:

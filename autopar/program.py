@@ -37,6 +37,11 @@ class Input:
     position: int | None = None
     persistent: bool = True  # of a buffer: whether the model's state_dict has it
 
+    @property
+    def stored(self) -> bool:
+        """Whether it is there before a step begins."""
+        return self.kind not in ("user", "seed")
+
 
 @dataclass(frozen=True)
 class Output:

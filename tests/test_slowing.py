@@ -52,6 +52,8 @@ def test_levels_slow_computing_down_by_what_they_do_together() -> None:
     assert one.after(other).slows == pytest.approx(0.4)
     free = Way("a", (), 1e-3, 0.0)
     assert free.after(free).slows == 0.0
+    bent = Way("c", (), 0.0, 0.0, ((4096.0, 2e-9), (65536.0, 1e-9)), slows=0.2)
+    assert bent.after(other).slows == pytest.approx(0.4)
 
 
 def test_what_hides_counts_at_least_what_it_takes_from_computing() -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ..graphs import inlined
+from ..graphs import inlined, stored
 from ..program import Program
 from ..strategies import Strategy
 from ..world import World
@@ -69,7 +69,7 @@ class Events:
         # The collectives that may go as one, and the bytes of the whole value of each.
         self.joinable: dict[int, tuple[_Alike, float]] = {}
         self.made: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value needs
-        self.ahead: set[fx.Node] = set()  # values that hang on stored tensors alone
+        self.ahead = stored(program)
         self.last = {n.meta["source"]: n for n in self.nodes if _computes(n)}
         self.entries = {entry.node: entry for entry in program.signature.inputs}
         self.gradients: dict[fx.Node, tuple[int, ...]] = defaultdict(tuple)
@@ -114,13 +114,8 @@ class Events:
     # -- forward -----------------------------------------------------------------------------------
     def _forward(self, node: fx.Node) -> None:
         if node.op == "placeholder":
-            entry = self.entries[node.name]
-            if entry.kind not in ("user", "seed"):
-                self.ahead.add(node)
             self.made[node] = ()
             return
-        if node.all_input_nodes and self.ahead.issuperset(node.all_input_nodes):
-            self.ahead.add(node)
         after = _joined(self.made[n] for n in node.all_input_nodes)
         found = self.moved[node]
         if "step" not in node.meta:

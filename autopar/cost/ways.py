@@ -56,14 +56,19 @@ class Way(NamedTuple):
         """Both, one after the other, on values of as many bytes; named as this one. They slow
         computing down by what they do together where values are large.
         """
-        rate = self.s_per_byte + other.s_per_byte
-        lost = self.slows * self.s_per_byte + other.slows * other.s_per_byte
+        rate = self._rate + other._rate
+        lost = self.slows * self._rate + other.slows * other._rate
         return self._replace(
             start_s=self.start_s + other.start_s,
-            s_per_byte=rate,
+            s_per_byte=self.s_per_byte + other.s_per_byte,
             bends=self.bends + other.bends,
             slows=lost / rate if rate else 0.0,
         )
+
+    @property
+    def _rate(self) -> float:
+        """Seconds per byte of a large value."""
+        return self.s_per_byte + sum(more for _, more in self.bends)
 
     def on_part(self, ranks: int) -> Way:
         """This on one of so many equal parts of the whole value."""

@@ -19,13 +19,12 @@ import torch
 from torch import fx
 
 from ..errors import PlanError
-from ..graphs import block_of, blocks
+from ..graphs import block_of, blocks, stored
 from ..plan import Plan
 from ..program import Program, same_inputs
 from ..recomputed import recomputed, regathered
 from ..rules import Spec
 
-_STORED = ("parameter", "buffer", "constant", "coordinate")  # inputs that are there anyway
 _FETCHING = ("all_gather", "all_to_all")  # of a weight: what makes other memory than the stored one
 
 
@@ -106,18 +105,11 @@ def _fetches(program: Program, names: frozenset[str]) -> list[_Group]:
     does not keep, are left out.
     """
     specs = _specs(program)
-    kinds = {entry.node: entry.kind for entry in program.signature.inputs}
-    fixed: set[fx.Node] = set()
-    found = []
+    fixed, found = stored(program), []
     for node in program.module.graph.nodes if names else ():
-        inputs = node.all_input_nodes
-        if node.op == "placeholder" and kinds.get(node.name) in _STORED:
-            fixed.add(node)
-        elif node.op != "call_function":
+        if node.op != "call_function" or node in fixed or "step" in node.meta:
             continue
-        elif inputs and fixed.issuperset(inputs):
-            fixed.add(node)
-        elif "step" not in node.meta and block_of(node) in names:
+        if block_of(node) in names:
             spec = specs.get(node.meta.get("source", ""))
             fetch = _fetch(node, fixed) if spec is not None and spec.product is not None else []
             if any(_moves(n) for n in fetch):

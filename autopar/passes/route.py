@@ -17,6 +17,7 @@ from ..conversion import set_levels
 from ..cost.buckets import SIZES
 from ..cost.comm import fastest_levels
 from ..cost.moves import Move, moves
+from ..graphs import copied, stored
 from ..program import Program, same_inputs
 from ..world import World
 
@@ -32,10 +33,7 @@ def route(program: Program, world: World) -> Program:
         others.update({(m.node.name, m.backward): inside for m in several if m.levels != inside})
     if not others:
         return program
-    graph = fx.Graph()
-    output = graph.graph_copy(program.module.graph, {})
-    assert output is not None
-    graph.output(output)
+    graph = copied(program.module.graph)
     nodes = {node.name: node for node in graph.nodes}
     for (name, backward), inside in others.items():
         set_levels(nodes[name], backward, inside)
@@ -56,23 +54,9 @@ def check(program: Program) -> None:
 def _alike(program: Program) -> Iterator[list[Move]]:
     """The collectives of stored tensors that are small enough for a bucket, by what they share."""
     found: dict[Hashable, list[Move]] = defaultdict(list)
-    stored = _stored(program)
+    early = stored(program)
     for move in moves(program):
-        if move.node in stored and not (move.inside or move.again) and move.bytes <= SIZES[-1] / 2:
-            found[move.traffic.collective, move.axes, move.element_bytes, move.backward].append(
-                move
-            )
+        if move.node in early and not (move.inside or move.again) and move.bytes <= SIZES[-1] / 2:
+            kind, late = move.traffic.collective, move.backward
+            found[kind, move.axes, move.element_bytes, late].append(move)
     yield from found.values()
-
-
-def _stored(program: Program) -> set[fx.Node]:
-    """What hangs on stored tensors alone."""
-    kinds = {entry.node: entry.kind for entry in program.signature.inputs}
-    found: set[fx.Node] = set()
-    for node in program.module.graph.nodes:
-        if node.op == "placeholder":
-            if kinds[node.name] not in ("user", "seed"):
-                found.add(node)
-        elif node.all_input_nodes and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
