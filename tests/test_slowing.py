@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autopar import World, hiding
-from autopar.cost.slowing import crowded_out
+from autopar import World, hiding, ranks
+from autopar.cost.slowing import crowded_out, shared_cores
 from autopar.cost.ways import Way, flat_ways
 from autopar.world import Measured
 
@@ -38,6 +40,16 @@ def world(*slows: float) -> World:
 def test_the_transport_takes_what_computing_needs(busy: float, cores: float, lost: float) -> None:
     """Two ranks a core have half of one each; with cores to spare nothing is lost."""
     assert crowded_out(busy, cores) == pytest.approx(lost)
+
+
+def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The busiest rank takes from all, and the idle ones leave it more than its own part."""
+    here = socket.gethostname()
+    busy = [(here, 0.9), (here, 0.1), (f"not {here}", 1.0), (here, 0.2)]
+    monkeypatch.setattr(ranks, "all_of", lambda mine: [mine, *busy[1:]])
+    each, cores = shared_cores(0.9)
+    assert each == pytest.approx(0.4)
+    assert cores == pytest.approx(len(os.sched_getaffinity(0)) / 3)
 
 
 def test_a_world_keeps_it_and_prices_carry_it(tmp_path: Path) -> None:

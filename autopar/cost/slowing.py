@@ -72,8 +72,7 @@ def _lost(work: Started, device: torch.device) -> float:
         return _beside(work, times, device)
     cpu = time.process_time()
     taken = measure.seconds(_whole(work), times, device)
-    busy = (time.process_time() - cpu) / times / taken
-    return crowded_out(busy, _cores())
+    return crowded_out(*shared_cores((time.process_time() - cpu) / times / taken))
 
 
 def _whole(work: Started) -> Callable[[], object]:
@@ -93,11 +92,15 @@ def crowded_out(busy: float, cores: float) -> float:
     return 1 - max(0.0, min(1.0, cores - busy)) / min(1.0, cores)
 
 
-def _cores() -> float:
-    """Of this host, which its ranks share, for each of them."""
-    able = getattr(os, "sched_getaffinity", None)  # not on every system
+def shared_cores(busy: float) -> tuple[float, float]:
+    """What the ranks of this host keep busy of its cores, which they share, for each of them, and
+    how many it has for each. Collective.
+    """
     here = socket.gethostname()
-    return (len(able(0)) if able else os.cpu_count() or 1) / ranks.all_of(here).count(here)
+    theirs = [cores for host, cores in ranks.all_of((here, busy)) if host == here]
+    able = getattr(os, "sched_getaffinity", None)  # not on every system
+    cores = len(able(0)) if able else os.cpu_count() or 1
+    return sum(theirs) / len(theirs), cores / len(theirs)
 
 
 def _beside(work: Started, times: int, device: torch.device) -> float:
