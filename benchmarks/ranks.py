@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar import ranks as autopar_ranks
+from autopar.backends import Scheduled
 from autopar.calibration import calibrated
 from benchmarks import hidden, peers, worlds
 from benchmarks.cluster import sent_bytes
@@ -69,6 +70,7 @@ class Timed:
     error: float = 0.0
     reason: str = ""
     modelled: float = 0.0
+    scheduled: float = 0.0  # modelled seconds of the forward and the backward that run
     mesh: str = ""
     made_in: float = 0.0
     seen: dict[str, float] = field(default_factory=dict)  # see `look`
@@ -209,6 +211,13 @@ def race(job: Job, contestants: dict[str, peers.Contestant], table: list[Timed])
         say(f"step {number + 1} of {job.warmups + job.steps}: {last}")
     for timed in running:
         gathered(timed, local[timed.name], job.warmups)
+        timed.scheduled = _scheduled(contestants[timed.name].model)
+
+
+def _scheduled(model: torch.nn.Module) -> float:
+    """0 for what autopar did not schedule."""
+    run = getattr(model, "_run", None)
+    return sum(run.modelled[p].seconds for p in run.modelled) if isinstance(run, Scheduled) else 0.0
 
 
 def profile(job: Job, contestants: dict[str, peers.Contestant]) -> None:

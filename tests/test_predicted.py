@@ -34,7 +34,8 @@ def test_kendall_counts_pairs_in_order():
 
 
 def timed(name, seconds, modelled):
-    return {**vars(Timed(name)), "seconds": seconds, "modelled": modelled}
+    graphs = {"forward_backward": [x / 2 for x in seconds], "scheduled": modelled / 4}
+    return {**vars(Timed(name)), "seconds": seconds, "modelled": modelled, **graphs}
 
 
 def test_groups_are_joined_and_summed_up():
@@ -48,6 +49,8 @@ def test_groups_are_joined_and_summed_up():
     found = predicted.summary(predicted.joined(groups))
     assert found["layouts"] == 3 and found["kendall"] == 1
     assert found["median_error"] == pytest.approx(0.25)  # of 0.28, 0.25, 0.10
+    assert found["graphs_kendall"] == 1
+    assert found["graphs_median_error"] == pytest.approx(0.55)  # of 0.64, 0.375, 0.55
     assert found["auto_over_fastest"] == pytest.approx(1.1)
 
 
@@ -84,7 +87,9 @@ def test_a_small_run_from_end_to_end(tmp_path):
     assert "2 layouts: median error" in " ".join(done.stdout.split())
     (cell,) = json.loads((tmp_path / "results.json").read_text())["cells"]
     assert cell["calibrated"] and (tmp_path / "world-unlimited.json").exists()
-    assert all(t["modelled"] > 0 and not t["reason"] for t in cell["contestants"])
+    assert all(
+        t["modelled"] > 0 and t["scheduled"] > 0 and not t["reason"] for t in cell["contestants"]
+    )
 
 
 # -- overhead --------------------------------------------------------------------------------------
