@@ -217,7 +217,8 @@ def race(job: Job, contestants: dict[str, peers.Contestant], table: list[Timed])
 def _scheduled(model: torch.nn.Module) -> float:
     """0 for what autopar did not schedule."""
     run = getattr(model, "_run", None)
-    return sum(run.modelled[p].seconds for p in run.modelled) if isinstance(run, Scheduled) else 0.0
+    phases = run.modelled.values() if isinstance(run, Scheduled) else ()
+    return sum(phase.seconds for phase in phases)
 
 
 def profile(job: Job, contestants: dict[str, peers.Contestant]) -> None:
