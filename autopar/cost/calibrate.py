@@ -12,15 +12,16 @@ import torch
 
 from .. import ranks
 from ..errors import WorldError
-from ..world import KINDS, Form, Forms, Measured, World
+from ..world import KINDS, Device, Form, Forms, Measured, World
 from . import attention, measure
 from .attention import Attended, Attending
-from .fit import curve, efficiencies, fitted
+from .fit import curve, efficiencies, fitted, six
 from .measure import Case, Product
 from .meeting import meeting_s
 from .pattern import Pattern, size
 from .rounds import Progress, after_warming, in_rounds, part, warmed
 from .slowing import slowed
+from .ways import summing_s_per_byte
 
 # Bytes of the whole value; four times the one before, as what lies between is read off a line.
 CPU_SIZES = tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24))
@@ -59,7 +60,7 @@ def patterns(count: int) -> list[Pattern]:
     ]
 
 
-def cases(count: int, sizes: Sequence[int]) -> list[Case]:
+def cases(count: int, sizes: Sequence[int], kinds: Sequence[str] = KINDS) -> list[Case]:
     """Every collective over every pattern at every size: with all groups at once, and alone where
     there are several.
     """
@@ -68,7 +69,7 @@ def cases(count: int, sizes: Sequence[int]) -> list[Case]:
         for together in (True, False)
         for digits in patterns(count)
         if together or size(digits) < count
-        for kind in KINDS
+        for kind in kinds
         for whole in sizes
     ]
 
@@ -143,7 +144,9 @@ def _communicating(
     world: World, device: torch.device, seconds: float, start: float, progress: Progress
 ) -> World:
     """With what collectives take. `start`: the share of the time that is over by then."""
-    wanted = cases(world.ranks, GPU_SIZES if device.type == "cuda" else CPU_SIZES)
+    gloo = world.backend == "gloo"
+    kinds = [kind for kind in KINDS if not (gloo and kind == "reduce_scatter")]
+    wanted = cases(world.ranks, GPU_SIZES if device.type == "cuda" else CPU_SIZES, kinds)
     share = _ON_COLLECTIVES - _ON_MEETING - _ON_SLOWING
     times = timed_collectives(wanted, device, seconds * share, part(progress, start, share))
     meeting = meeting_s(
@@ -152,7 +155,11 @@ def _communicating(
         seconds * _ON_MEETING,
         lambda done: part(progress, start + share, _ON_MEETING)(done, "meetings"),
     )
-    world = fitted(replace(world, meeting_s=meeting), lines(times))
+    found = lines(times)
+    world = fitted(
+        replace(world, meeting_s=meeting),
+        [*found, *scattered(found, world.device)] if gloo else found,
+    )
     return slowed(
         world,
         patterns(world.ranks),
@@ -307,6 +314,22 @@ def lines(times: Times) -> list[Measured]:
         start, rate, bends = curve(*zip(*sorted(points), strict=True))
         found.append(Measured(kind, digits, size(digits), start, rate, together, bends))
     return found
+
+
+def scattered(known: Sequence[Measured], device: Device) -> list[Measured]:
+    """gloo's reduce-scatters: all-to-alls of what they take, and a local sum of what arrives (see
+    wire.py).
+    """
+    return [
+        replace(
+            one,
+            kind="reduce_scatter",
+            s_per_byte=six(one.s_per_byte * one.ranks + summing_s_per_byte(one.ranks, device)),
+            bends=tuple((at / one.ranks, six(more * one.ranks)) for at, more in one.bends),
+        )
+        for one in known
+        if one.kind == "all_to_all"
+    ]
 
 
 def with_products(world: World, times: Times, launch_s: float) -> World:

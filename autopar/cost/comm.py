@@ -20,7 +20,7 @@ from ..mesh import Mesh
 from ..world import World
 from .inside import Inside
 from .pattern import Pattern, pattern, size
-from .ways import Way, flat_ways, in_step, ways, ways_in
+from .ways import Way, flat_ways, in_step, ways
 
 
 class Price(NamedTuple):
@@ -64,13 +64,13 @@ def collective_cost(
     return _cheapest(world, mesh, axes, traffic.collective, traffic.elements * element_bytes, find)
 
 
-def cost_in(
-    kind: str, axes: tuple[str, ...], mesh: Mesh, whole_bytes: float, inside: Levels, world: World
-) -> Price:
-    """Of one collective, or of several that go as one, of so many bytes of the whole value, in the
-    fastest of the ways of these levels (`Way.inside`).
+def flat_price(kind: str, digits: Pattern, whole_bytes: float, world: World) -> Price:
+    """Of one collective in one level, or of several that go as one, of so many bytes of the whole
+    value, over groups of a pattern; without what ranks lose on coming together for it.
     """
-    return _cheapest(world, mesh, axes, kind, whole_bytes, _in_levels(inside))
+    found = flat_ways(world, kind, digits)
+    way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole_bytes))
+    return Price(sent(kind, size(digits)) * whole_bytes, way.seconds(whole_bytes), way)
 
 
 def fastest_levels(
@@ -104,11 +104,6 @@ def seconds(
     for way in others:
         fastest = np.minimum(fastest, way.all_seconds(whole_bytes))
     return fastest
-
-
-@lru_cache(maxsize=64)  # one for all who ask, as `_found` remembers by it
-def _in_levels(inside: Levels) -> _Find:
-    return lambda world, kind, digits: ways_in(world, kind, digits, inside)
 
 
 def _cheapest(

@@ -18,13 +18,12 @@ from ..mesh import group_ranks
 from ..rules import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
 from ..world import World
 from .buckets import leading
-from .comm import sent
+from .comm import flat_price, sent
 from .compute import attention_seconds, product_seconds
 from .events import ROOTED, link
 from .links import Event
 from .pattern import Pattern, size
 from .simulate import overlapped
-from .ways import flat_ways
 
 Phase = Literal["forward", "backward"]
 
@@ -197,9 +196,8 @@ def collective_cost(
     digits = group_pattern(group_of(node))
     taken, made = (sum(map(bytes_of, n)) / pieces for n in (node.all_input_nodes, [node]))
     whole, parts = _whole(kind, size(digits), taken, made)
-    way = min(flat_ways(world, kind, digits), key=lambda way: way.seconds(whole))
-    moved = bytes_sent(kind, size(digits), taken, made)
-    return moved, way.seconds(whole) / parts, link(world, digits), way.slows
+    price = flat_price(kind, digits, whole, world)
+    return price.bytes / parts, price.seconds / parts, link(world, digits), price.way.slows
 
 
 def bytes_sent(kind: str, ranks: int, taken: float, made: float) -> float:

@@ -22,11 +22,12 @@ from ..program import Program
 from ..strategies import Strategy
 from ..world import World
 from .buckets import Bucket
-from .comm import Levels, cost_in
+from .comm import flat_price
 from .compute import node_seconds, optimizer_seconds
 from .links import Event
 from .moves import Move, moves
 from .pattern import Pattern, pattern, size, within
+from .ways import Stage, stages
 
 ROOTED = ("broadcast", "reduce")  # the panels' collectives
 
@@ -48,9 +49,9 @@ class _Alike(NamedTuple):
     """What collectives share that may go as one."""
 
     kind: str
-    axes: tuple[str, ...]
+    digits: Pattern
     element_bytes: int
-    inside: Levels
+    late_s: float  # what ranks lose on coming together
 
 
 class Events:
@@ -186,48 +187,74 @@ class Events:
     def _send(
         self, node: fx.Node, move: Move, after: tuple[int, ...], phase: Any, pieces: int = 1
     ) -> int:
-        aside = node in self.ahead
-        kind, mesh = move.traffic.collective, self.plan.mesh
-        price = cost_in(kind, move.axes, mesh, move.bytes, move.levels, self.world)
-        self._may_join(move, pieces)
-        lane = ".".join(move.axes)  # one process group carries all, as scheduled graphs run
-        layout = node.meta["layout"]
-        held = layout.local_size * node.meta["element"].bytes if "step" in node.meta else 0.0
+        """A collective; in several levels, an event for each of its stages, which run over groups
+        of their own, and one for the copy that puts parts in order (levels.py), as in the graphs
+        that run.
+        """
+        kind, digits = move.traffic.collective, pattern(self.plan.mesh, move.axes)
+        copying = 2 * move.bytes / self.world.device.memory_bytes_per_s
+        if move.levels and kind == "reduce_scatter":
+            after = (self._add(node, "compute", copying, after, phase),)
+        late = self.world.meeting_s  # once: who has met goes on together
+        for stage in stages(kind, digits, move.levels):
+            self._may_join(stage, move, pieces, late)
+            after = (self._stage(node, stage, move, after, phase, pieces, late),)
+            late = 0.0
+        if move.levels and kind == "all_gather":
+            after = (self._add(node, "compute", copying, after, phase),)
+        return after[0]
+
+    def _stage(
+        self,
+        node: fx.Node,
+        stage: Stage,
+        move: Move,
+        after: tuple[int, ...],
+        phase: Any,
+        pieces: int,
+        late_s: float,
+    ) -> int:
+        """One of its stages; `late_s`: what ranks lose on coming together for it."""
+        price = flat_price(stage.kind, stage.digits, move.bytes / stage.parts, self.world)
+        held = 0.0
+        if "step" in node.meta:
+            held = node.meta["layout"].local_size * node.meta["element"].bytes / stage.parts
         return self._add(
             node,
-            kind,
-            price.seconds / pieces,
+            stage.kind,
+            (price.seconds + late_s) / pieces,
             after,
             phase,
-            lane=lane,
-            link=link(self.world, pattern(mesh, move.axes)),
+            # one process group carries all of its own, as scheduled graphs run
+            lane=".".join(move.axes) + (str(stage.digits) if move.levels else ""),
+            link=link(self.world, stage.digits),
             bytes=price.bytes / pieces,
-            ahead=aside and phase == "forward",
+            ahead=node in self.ahead and phase == "forward",
             held_bytes=held,
             slows=price.way.slows,
         )
 
-    def _may_join(self, move: Move, pieces: int) -> None:
+    def _may_join(self, stage: Stage, move: Move, pieces: int, late_s: float) -> None:
         """The collective that is added next. Of reduce-scatters those that gloo has, which are
         all-to-alls (passes/bucket.py).
         """
-        kind = move.traffic.collective
+        kind = stage.kind
         scattered = kind == "reduce_scatter" and self.world.backend == "gloo"
         if pieces == 1 and not move.inside and (scattered or kind in ("all_gather", "all_reduce")):
-            alike = _Alike(kind, move.axes, move.element_bytes, move.levels)
-            self.joinable[len(self.events)] = alike, move.bytes
+            alike = _Alike(kind, stage.digits, move.element_bytes, late_s)
+            self.joinable[len(self.events)] = alike, move.bytes / stage.parts
 
     def joint(self, members: Bucket) -> Event:
         """What stands for several collectives."""
         parts = tuple(self.events[index] for index in members)
-        alike, first = self.joinable[members[0]][0], parts[0]
+        kind, digits, _, late = self.joinable[members[0]][0]
         whole = sum(self.joinable[index][1] for index in members)
-        kind, axes, _, inside = alike
-        price = cost_in(kind, axes, self.plan.mesh, whole, inside, self.world)
+        price = flat_price(kind, digits, whole, self.world)
         copied = kind != "all_reduce" and self.world.backend == "gloo"  # see passes/bucket.py
-        return first._replace(
-            name=f"{first.name} and {len(parts) - 1} more",
-            seconds=price.seconds + copied * 2 * whole / self.world.device.memory_bytes_per_s,
+        copying = copied * 2 * whole / self.world.device.memory_bytes_per_s
+        return parts[0]._replace(
+            name=f"{parts[0].name} and {len(parts) - 1} more",
+            seconds=price.seconds + late + copying,
             bytes=price.bytes,
             held_bytes=sum(part.held_bytes for part in parts),
             slows=price.way.slows,

@@ -35,7 +35,9 @@ class Event(NamedTuple):
 
 
 class Links:
-    """The collectives under way. The head of each lane's queue runs; heads on one link share it."""
+    """The collectives under way. The head of each lane's queue runs; heads on one link share it.
+    Where heads take more of what computing needs than there is (`share_out`), they take longer.
+    """
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = events
@@ -43,6 +45,7 @@ class Links:
         self.left: dict[int, float] = {}  # seconds of the link alone that each head still needs
         self.sharing: dict[int, int] = defaultdict(int)  # heads by link
         self.now = 0.0
+        self.pace = 1.0  # of heads that take anything from computing
         self.started: dict[int, float] = {}
         self.ended: dict[int, float] = {}
 
@@ -59,18 +62,27 @@ class Links:
 
     def next_end(self) -> float:
         """When the next collective ends if nothing else is issued; inf where none is under way."""
-        share = self.sharing
         return self.now + min(
-            (left * share[self.events[i].link] for i, left in self.left.items()), default=math.inf
+            (left / self._speed(index) for index, left in self.left.items()), default=math.inf
         )
 
-    def drags(self) -> dict[int, float]:
-        """By head, the seconds of computing that are lost in every second from now on."""
-        return {
-            i: self.events[i].slows / self.sharing[self.events[i].link]
-            for i in self.left
-            if self.events[i].slows
+    def _speed(self, index: int) -> float:
+        """Of a head, against what it is alone."""
+        event = self.events[index]
+        return (self.pace if event.slows else 1.0) / self.sharing[event.link]
+
+    def share_out(self, most: float) -> dict[int, float]:
+        """By head, the seconds of computing that it takes in every second from now on, together at
+        most so many: who wants more gets on slower.
+        """
+        drags = {
+            index: self.events[index].slows / self.sharing[self.events[index].link]
+            for index in self.left
+            if self.events[index].slows
         }
+        wanted = sum(drags.values())
+        self.pace = most / wanted if wanted > most else 1.0
+        return {index: drag * self.pace for index, drag in drags.items()}
 
     def advance(self, until: float) -> list[int]:
         """Let time pass; the collectives that end, in their order."""
@@ -85,7 +97,7 @@ class Links:
         passed, self.now = then - self.now, then
         done = []
         for index in self.left:
-            self.left[index] -= passed / self.sharing[self.events[index].link]
+            self.left[index] -= passed * self._speed(index)
             if self.left[index] <= 1e-12:
                 done.append(index)
         for index in done:

@@ -267,13 +267,12 @@ class _Simulation:
         collectives that end meanwhile.
         """
         arrived: list[int] = []
-        while drags := self.links.drags():
-            whole = sum(drags.values())
-            rate = max(_LEAST_RATE, 1 - whole)
+        while taken := self.links.share_out(1 - _LEAST_RATE):
+            rate = 1 - sum(taken.values())
             until = min(self.links.now + seconds / rate, self.links.next_end())
             passed = until - self.links.now
-            for index, drag in drags.items():
-                self.exposed[index] += passed * (1 - rate) * drag / whole
+            for index, drag in taken.items():
+                self.exposed[index] += passed * drag
             seconds -= passed * rate
             arrived += self.links.advance(until)
             if seconds <= 1e-15:
@@ -300,6 +299,7 @@ class _Simulation:
             known, self.settling = self.settling, []
             self._arrive(known)
             return
+        self.links.share_out(1.0)
         before, then = self.links.now, self.links.next_end()
         assert then < math.inf, f"nothing runs, but {self.events[self.first].name} is not done"
         if self.idle_since is None:

@@ -1,6 +1,6 @@
 """What computing loses to collectives that run beside it, so that what hides is not quite free: on
-CPUs the transport's threads and copies take the cores that products want, on GPUs its kernels take
-multiprocessors.
+CPUs the transport's threads and copies take the cores and caches that products want, on GPUs its
+kernels take multiprocessors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .pattern import Pattern, size
 
 _BYTES = 2**21  # large: what it takes to move them, not to start
 _LONGER = 2.0  # computing takes so many times the collective, which then ends under it
-_LEAST_S = 0.05  # of one measurement
+_LEAST_S = 0.1  # of one measurement
 
 functional = torch.ops._c10d_functional
 Finish = Callable[[], Tensor]  # waits for a collective
@@ -42,7 +42,8 @@ def slowed(
 
     Of each kind over each pattern, all groups at once: the seconds of computing that are lost for
     each of the collective, the most of all ranks, in the middle over rounds, from 0 to 1. Kinds
-    that are not measured count as what moves as much in the same direction.
+    that are not measured count as what moves as much in the same direction; an all-to-all is what
+    gloo's reduce-scatters are.
     """
     wanted = [Case(kind, digits, True, _BYTES) for digits in patterns for kind in _STARTS]
     numbers = torch.ones(max(measure.actual_bytes(case) for case in wanted) // 4, device=device)
@@ -55,13 +56,13 @@ def slowed(
 
 
 def _with(world: World, lost: dict[tuple[str, Pattern], float]) -> World:
+    exchanged = "reduce_scatter" if world.backend == "gloo" else "all_gather"
+    like = {"broadcast": "all_gather", "reduce": "reduce_scatter", "all_to_all": exchanged}
+
     def known(one: Measured) -> Measured:
-        return replace(one, slows=lost.get((_LIKE.get(one.kind, one.kind), one.pattern), 0.0))
+        return replace(one, slows=lost.get((like.get(one.kind, one.kind), one.pattern), 0.0))
 
     return replace(world, measured=tuple(known(one) for one in world.measured))
-
-
-_LIKE = {"broadcast": "all_gather", "reduce": "reduce_scatter", "all_to_all": "all_gather"}
 
 
 def _lost(work: Started, device: torch.device) -> float:
@@ -69,10 +70,8 @@ def _lost(work: Started, device: torch.device) -> float:
     times = math.ceil(_LEAST_S / max(ranks.all_of(measure.seconds(_whole(work), 1, device))))
     measure.barrier()
     if device.type != "cpu":
-        return _beside(work, times, device)
-    cpu = time.process_time()
-    taken = measure.seconds(_whole(work), times, device)
-    return crowded_out(*shared_cores((time.process_time() - cpu) / times / taken))
+        return _beside(work, times, device, time.perf_counter)
+    return crowded_out(*shared_cores(_beside(work, times, device, time.process_time)))
 
 
 def _whole(work: Started) -> Callable[[], object]:
@@ -83,8 +82,8 @@ def crowded_out(busy: float, cores: float) -> float:
     """The part of computing that gives way to a transport which keeps `busy` cores busy, where a
     rank has so many cores for both.
 
-    It is worked out and not timed: on crowded cores, of two times that both depend on who gets a
-    turn, the difference says nothing.
+    It is worked out from seconds of work: on crowded cores, of two times that both depend on who
+    gets a turn, the difference says nothing.
 
     >>> crowded_out(0.25, 0.5), crowded_out(0.25, 1.0), crowded_out(0.25, 2.0)
     (0.5, 0.25, 0.0)
@@ -103,8 +102,11 @@ def shared_cores(busy: float) -> tuple[float, float]:
     return sum(theirs) / len(theirs), cores / len(theirs)
 
 
-def _beside(work: Started, times: int, device: torch.device) -> float:
-    """(computing with one under way − computing alone) / the collective alone."""
+def _beside(work: Started, times: int, device: torch.device, clock: Callable[[], float]) -> float:
+    """(computing with one under way − computing alone, by this clock) / seconds of the collective
+    alone. With a clock of work that is the cores that it keeps busy and those that computing needs
+    besides, as it loses its caches to it: up to twice as much at little traffic.
+    """
     alone = measure.seconds(_whole(work), times, device)
     multiply = measure.computing(_LONGER * max(ranks.all_of(alone)), device)
 
@@ -113,9 +115,10 @@ def _beside(work: Started, times: int, device: torch.device) -> float:
         multiply()
         finish()
 
-    computing = measure.seconds(multiply, times, device)
     measure.barrier()
-    return (measure.seconds(both, times, device) - computing) / alone
+    computing = measure.seconds(multiply, times, device, clock)
+    measure.barrier()
+    return (measure.seconds(both, times, device, clock) - computing) / alone
 
 
 def _started(case: Case, group: str, numbers: Tensor) -> Started:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..world import World
+from ..world import Device, World
 from .load import load
 from .pattern import Pattern, halves, size
 
@@ -85,14 +85,6 @@ def ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
     return _best([*flat_ways(world, kind, digits), *_two_level(world, kind, digits)])
 
 
-@lru_cache(maxsize=1 << 16)
-def ways_in(world: World, kind: str, digits: Pattern, inside: tuple[int, ...]) -> tuple[Way, ...]:
-    """Those in these levels that are the fastest for some size."""
-    if not inside:
-        return flat_ways(world, kind, digits)
-    return _best(way for way in _two_level(world, kind, digits) if way.inside == inside)
-
-
 def in_step(world: World, found: tuple[Way, ...]) -> tuple[Way, ...]:
     """The ways as a step pays them, whose ranks compute between collectives."""
     if not world.meeting_s or found == (FREE,):
@@ -134,8 +126,8 @@ def _flat(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float
             if not gloo:  # it has rings only
                 yield "tree", 2 * on.tree_hops, 2 * on.ring
         case "reduce_scatter" if gloo:  # an all-to-all and a local sum of the parts: see wire.py
-            added = (ranks + 1) / ranks / world.device.memory_bytes_per_s
-            yield "exchange", on.exchange_hops, on.exchange / ranks + added
+            summing = summing_s_per_byte(ranks, world.device)
+            yield "exchange", on.exchange_hops, on.exchange / ranks + summing
         case "all_gather" | "reduce_scatter":
             yield "ring", around, passed
         case "all_to_all":
@@ -146,17 +138,53 @@ def _flat(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float
             raise AssertionError(kind)
 
 
+def summing_s_per_byte(ranks: int, device: Device) -> float:
+    """Of adding up a value from its parts of so many ranks, per byte of all of them."""
+    return (ranks + 1) / ranks / device.memory_bytes_per_s
+
+
+class Stage(NamedTuple):
+    """What a collective in several levels runs over one of them, on one of so many equal parts of
+    the whole value.
+    """
+
+    kind: str
+    digits: Pattern
+    parts: int
+
+
+@lru_cache(maxsize=1 << 12)
+def stages(kind: str, digits: Pattern, inside: tuple[int, ...]) -> tuple[Stage, ...]:
+    """What runs one after the other where a collective goes in these levels (`Way.inside`).
+
+    >>> [stage.kind for stage in stages("all_reduce", ((4, 1),), (2,))]
+    ['reduce_scatter', 'all_reduce', 'all_gather']
+    """
+    if not inside:
+        return (Stage(kind, digits, 1),)
+    within, across = next(both for both in halves(digits) if size(both[0]) == inside[0])
+    rest = stages(kind, across, inside[1:])
+    late = [stage._replace(parts=stage.parts * inside[0]) for stage in rest]
+    before, after = ([Stage(one, within, 1)] if one else [] for one in _WITHIN[kind])
+    return (*before, *late, *after)
+
+
+# What a collective in several levels runs within, before and after what goes across.
+_WITHIN = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "reduce_scatter": ("reduce_scatter", ""),
+    "all_gather": ("", "all_gather"),
+}
+
+
 def _two_level(world: World, kind: str, digits: Pattern) -> Iterator[Way]:
-    if kind not in ("all_reduce", "all_gather", "reduce_scatter"):
-        return
-    for inside, across in halves(digits):
+    for inside, across in halves(digits) if kind in _WITHIN else ():
         ranks = size(inside)
         for way in ways(world, kind, across):  # what goes across is the part that a rank has
             made = [Way("two-level", (ranks, *way.inside), *way.on_part(ranks)[2:])]
-            for stage in ("reduce_scatter", "all_gather"):
-                if kind in (stage, "all_reduce"):
-                    once = flat_ways(world, stage, inside)
-                    made = [found.after(w) for found in made for w in once]
+            for stage in filter(None, _WITHIN[kind]):
+                once = flat_ways(world, stage, inside)
+                made = [found.after(w) for found in made for w in once]
             yield from made
 
 
