@@ -139,6 +139,18 @@ def test_what_was_measured_is_priced_as_measured() -> None:
     assert hash(world) != hash(TRUE) and world.found("all_gather", ((4, 2),), False) is alone
 
 
+def test_gloos_scatters_are_exchanges_and_a_sum() -> None:
+    exchange = Measured("all_to_all", ((4, 1),), 4, 1e-3, 1e-9, bends=((4096.0, 1e-9),))
+    (found,) = calibrate.scattered([exchange, replace(exchange, kind="broadcast")], GUESS.device)
+    world = replace(GUESS, measured=(exchange, found))
+    (scatter,), (whole,) = (
+        flat_ways(world, kind, ((4, 1),)) for kind in ("reduce_scatter", "all_to_all")
+    )
+    for size in (100.0, 1e6):  # a rank takes so many bytes of each of four, and adds them up
+        summing = 5 / 4 * size / GUESS.device.memory_bytes_per_s
+        assert scatter.seconds(size) == pytest.approx(whole.seconds(4 * size) + summing)
+
+
 def test_efficiencies_of_products() -> None:
     device = replace(CORE, launch_s=1e-6)
     exact = {Product(torch.float32, n, n, n): 2 * n**3 / 3e10 + 1e-6 for n in (64, 512)}

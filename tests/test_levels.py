@@ -17,9 +17,10 @@ from autopar import collectives as c
 from autopar import levels, lockstep, wire
 from autopar.changes import steps
 from autopar.conversion import emit_step, groups_of
-from autopar.cost.comm import collective_cost
+from autopar.cost.comm import collective_cost, flat_price, sent
 from autopar.cost.comm import levels as levels_of
 from autopar.cost.moves import moves
+from autopar.cost.ways import stages, ways
 from autopar.layout import Element, I, Layout, P, R, S, State
 from autopar.layouts import Grid4D
 from autopar.mesh import Mesh
@@ -199,8 +200,30 @@ def test_what_may_be_joined_goes_in_the_same_levels() -> None:
     }
     assert alone == {(), (2, 4)}
     assert [move.levels for move in sums] == 4 * [(2, 4)]
-    (joint,) = (event for event in plan.timeline().events if event.lane)
-    assert len(joint.parts) == 4
+    events = [event for event in plan.timeline().events if event.lane]
+    joint = [event for event in events if event.kind != "reduce_scatter"]  # NCCL's go one by one
+    assert [event.kind for event in joint] == ["all_reduce", "all_gather", "all_gather"]
+    assert [len(event.parts) for event in joint] == [4, 4, 4]
+    assert len(events) == 2 * 4 + 3 and len({event.lane for event in events}) == 3
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_the_stages_of_a_way_take_and_send_what_it_takes_and_sends(kind: str) -> None:
+    digits, whole = ((8, 1),), 1e7
+    for inside in {way.inside for way in ways(EIGHT, kind, digits)} | {(2,), (4,), (2, 2)}:
+        found = [way for way in ways(EIGHT, kind, digits) if way.inside == inside]
+        each = [
+            flat_price(one.kind, one.digits, whole / one.parts, EIGHT)
+            for one in stages(kind, digits, inside)
+        ]
+        assert sum(price.bytes for price in each) == pytest.approx(sent(kind, 8) * whole)
+        for way in found:
+            assert sum(price.seconds for price in each) <= way.seconds(whole) * (1 + 1e-9)
+    assert [(one.digits, one.parts) for one in stages("all_gather", digits, (2, 2))] == [
+        (((2, 4),), 4),
+        (((2, 2),), 2),
+        (((2, 1),), 1),
+    ]
 
 
 class Calls:

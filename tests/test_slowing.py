@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from autopar import World, hiding, ranks
+from autopar.cost.comm import flat_price
 from autopar.cost.slowing import crowded_out, shared_cores
-from autopar.cost.ways import Way, flat_ways
+from autopar.cost.ways import flat_ways
 from autopar.world import Measured
 
 PAIRS = ((2, 1),)
@@ -59,13 +60,11 @@ def test_a_world_keeps_it_and_prices_carry_it(tmp_path: Path) -> None:
     assert [way.slows for way in flat_ways(found, "all_gather", PAIRS)] == [0.5]
 
 
-def test_levels_slow_computing_down_by_what_they_do_together() -> None:
-    one, other = Way("a", (), 0.0, 3e-9, slows=0.2), Way("b", (), 0.0, 1e-9, slows=1.0)
-    assert one.after(other).slows == pytest.approx(0.4)
-    free = Way("a", (), 1e-3, 0.0)
-    assert free.after(free).slows == 0.0
-    bent = Way("c", (), 0.0, 0.0, ((4096.0, 2e-9), (65536.0, 1e-9)), slows=0.2)
-    assert bent.after(other).slows == pytest.approx(0.4)
+def test_what_moves_takes_from_computing_and_starting_does_not() -> None:
+    price = flat_price("all_gather", PAIRS, 1e6, world(0.5))  # starts for 1 ms, moves for 1 ms
+    assert price.seconds == pytest.approx(2e-3)
+    assert price.takes_s == pytest.approx(0.5e-3)
+    assert flat_price("all_gather", PAIRS, 0.0, world(0.5)).takes_s == 0.0
 
 
 def test_what_hides_counts_at_least_what_it_takes_from_computing() -> None:

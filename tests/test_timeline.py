@@ -58,16 +58,16 @@ def test_what_stands_later_runs_while_the_next_op_waits() -> None:
 
 
 def test_a_collective_slows_down_what_it_hides_under() -> None:
-    run = overlapped([op(1), sent(2, 0, slows=0.5), op(4), op(1, 1, 2)])
+    run = overlapped([op(1), sent(2, 0, takes_s=1.0), op(4), op(1, 1, 2)])
     assert run.end == pytest.approx([1, 3, 6, 7])  # two seconds at half the rate
     assert run.exposed == pytest.approx({1: 1})
 
 
 def test_what_shares_a_link_slows_down_by_its_share_and_never_stops_computing() -> None:
-    lanes = [sent(1, lane=lane, slows=0.6) for lane in "xy"]
+    lanes = [sent(1, lane=lane, takes_s=0.6) for lane in "xy"]
     run = overlapped([*lanes, op(4)])
     assert run.end == pytest.approx([2, 2, 5.2]) and run.exposed == pytest.approx({0: 0.6, 1: 0.6})
-    lanes = [sent(1, lane=lane, link=link, slows=0.8) for link, lane in enumerate("xy")]
+    lanes = [sent(1, lane=lane, link=link, takes_s=0.8) for link, lane in enumerate("xy")]
     run = overlapped([*lanes, op(4)])  # they want 1.6 of 0.9 cores
     assert run.end == pytest.approx([16 / 9, 16 / 9, 5.6])
     assert run.exposed == pytest.approx({0: 0.8, 1: 0.8})

@@ -30,6 +30,11 @@ class Price(NamedTuple):
     seconds: float
     way: Way
 
+    @property
+    def takes_s(self) -> float:
+        """Seconds of computing that are lost beside it."""
+        return self.way.takes_s + self.way.slows * (self.seconds - self.way.start_s)
+
 
 class Cost(NamedTuple):
     """What one collective costs a rank: wire bytes and seconds, in which algorithm."""

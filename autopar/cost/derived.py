@@ -169,7 +169,7 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
     module = origin(node)[1]
     if name is None:
         return Event(node.name, "compute", op_seconds(node, world), after, phase, module)
-    moved, seconds, number, slows = collective_cost(node, world)
+    moved, seconds, number, takes_s = collective_cost(node, world)
     return Event(
         node.name,
         KINDS[name],
@@ -182,14 +182,14 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
         bytes=moved,
         ahead=early,
         held_bytes=float(bytes_of(node)),
-        slows=slows,
+        takes_s=takes_s,
     )
 
 
 def collective_cost(
     node: fx.Node, world: World, pieces: int = 1
 ) -> tuple[float, float, int, float]:
-    """(bytes that a rank sends, seconds, link, how much it slows computing down) of a functional
+    """(bytes that a rank sends, seconds, link, seconds of computing lost beside it) of a functional
     collective, or of one of so many equal pieces of it.
     """
     kind = KINDS[str(collective_of(node))]
@@ -197,7 +197,7 @@ def collective_cost(
     taken, made = (sum(map(bytes_of, n)) / pieces for n in (node.all_input_nodes, [node]))
     whole, parts = _whole(kind, size(digits), taken, made)
     price = flat_price(kind, digits, whole, world)
-    return price.bytes / parts, price.seconds / parts, link(world, digits), price.way.slows
+    return price.bytes / parts, price.seconds / parts, link(world, digits), price.takes_s / parts
 
 
 def bytes_sent(kind: str, ranks: int, taken: float, made: float) -> float:

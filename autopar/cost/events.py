@@ -188,20 +188,14 @@ class Events:
         self, node: fx.Node, move: Move, after: tuple[int, ...], phase: Any, pieces: int = 1
     ) -> int:
         """A collective; in several levels, an event for each of its stages, which run over groups
-        of their own, and one for the copy that puts parts in order (levels.py), as in the graphs
-        that run.
+        of their own, as they do in scheduled graphs.
         """
-        kind, digits = move.traffic.collective, pattern(self.plan.mesh, move.axes)
-        copying = 2 * move.bytes / self.world.device.memory_bytes_per_s
-        if move.levels and kind == "reduce_scatter":
-            after = (self._add(node, "compute", copying, after, phase),)
+        digits = pattern(self.plan.mesh, move.axes)
         late = self.world.meeting_s  # once: who has met goes on together
-        for stage in stages(kind, digits, move.levels):
+        for stage in stages(move.traffic.collective, digits, move.levels):
             self._may_join(stage, move, pieces, late)
             after = (self._stage(node, stage, move, after, phase, pieces, late),)
             late = 0.0
-        if move.levels and kind == "all_gather":
-            after = (self._add(node, "compute", copying, after, phase),)
         return after[0]
 
     def _stage(
@@ -231,7 +225,7 @@ class Events:
             bytes=price.bytes / pieces,
             ahead=node in self.ahead and phase == "forward",
             held_bytes=held,
-            slows=price.way.slows,
+            takes_s=price.takes_s / pieces,
         )
 
     def _may_join(self, stage: Stage, move: Move, pieces: int, late_s: float) -> None:
@@ -257,7 +251,7 @@ class Events:
             seconds=price.seconds + late + copying,
             bytes=price.bytes,
             held_bytes=sum(part.held_bytes for part in parts),
-            slows=price.way.slows,
+            takes_s=price.takes_s,
             parts=parts,
         )
 

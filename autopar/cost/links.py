@@ -14,9 +14,8 @@ class Event(NamedTuple):
     `after`: the events whose results it takes, all earlier ones. `lane`: the queue, that is the
     process group, which runs one collective after the other. `link`: what it runs over; collectives
     of several lanes share it. `ahead`: it hangs on nothing but stored tensors, so it can be issued
-    long before its use; `held_bytes` of it are then alive. `slows`: seconds of computing that are
-    lost for each second that it takes, where ops run beside it. `parts`: of a bucket, what goes in
-    it.
+    long before its use; `held_bytes` of it are then alive. `takes_s`: seconds of computing that
+    are lost to it where ops run beside it. `parts`: of a bucket, what goes in it.
     """
 
     name: str
@@ -30,7 +29,7 @@ class Event(NamedTuple):
     bytes: float = 0.0
     ahead: bool = False
     held_bytes: float = 0.0
-    slows: float = 0.0
+    takes_s: float = 0.0
     parts: tuple[Event, ...] = ()
 
 
@@ -69,16 +68,16 @@ class Links:
     def _speed(self, index: int) -> float:
         """Of a head, against what it is alone."""
         event = self.events[index]
-        return (self.pace if event.slows else 1.0) / self.sharing[event.link]
+        return (self.pace if event.takes_s else 1.0) / self.sharing[event.link]
 
     def share_out(self, most: float) -> dict[int, float]:
         """By head, the seconds of computing that it takes in every second from now on, together at
         most so many: who wants more gets on slower.
         """
         drags = {
-            index: self.events[index].slows / self.sharing[self.events[index].link]
-            for index in self.left
-            if self.events[index].slows
+            index: event.takes_s / event.seconds / self.sharing[event.link]
+            for index, event in ((index, self.events[index]) for index in self.left)
+            if event.takes_s
         }
         wanted = sum(drags.values())
         self.pace = most / wanted if wanted > most else 1.0

@@ -19,10 +19,12 @@ from torch import Tensor
 from .. import _compat, ranks, wire
 from ..world import Measured, World
 from . import measure
+from .fit import six
 from .measure import Case
 from .pattern import Pattern, size
+from .ways import flat_ways
 
-_BYTES = 2**21  # large: what it takes to move them, not to start
+_SMALL, _LARGE = 2**12, 2**21  # bytes: what it takes to start, and to move them
 _LONGER = 2.0  # computing takes so many times the collective, which then ends under it
 _LEAST_S = 0.1  # of one measurement
 
@@ -40,38 +42,55 @@ def slowed(
 ) -> World:
     """The world whose measured collectives know by how much they slow computing down. Collective.
 
-    Of each kind over each pattern, all groups at once: the seconds of computing that are lost for
-    each of the collective, the most of all ranks, in the middle over rounds, from 0 to 1. Kinds
-    that are not measured count as what moves as much in the same direction; an all-to-all is what
-    gloo's reduce-scatters are.
+    Of each kind over each pattern, all groups at once, small and large: the seconds of computing
+    that are lost to one, the most of all ranks, in the middle over rounds; what a small one loses
+    is lost to its start. Kinds that are not measured count as what moves as much in the same
+    direction; an all-to-all is what gloo's reduce-scatters are.
     """
-    wanted = [Case(kind, digits, True, _BYTES) for digits in patterns for kind in _STARTS]
+    kinds = [(kind, digits) for digits in patterns for kind in _STARTS]
+    wanted = [Case(*both, True, whole) for both in kinds for whole in (_SMALL, _LARGE)]
     numbers = torch.ones(max(measure.actual_bytes(case) for case in wanted) // 4, device=device)
     with measure.groups(patterns) as names:
         works = [_started(case, names[case.pattern], numbers) for case in wanted]
         rows = measure.rounds(lambda: [_lost(one, device) for one in works], seconds, progress)
     most = np.max(ranks.all_of(rows), axis=0)
-    lost = np.clip(np.median(most, axis=0), 0.0, 1.0).tolist()
-    return _with(world, {(c.kind, c.pattern): s for c, s in zip(wanted, lost, strict=True)})
+    lost = np.median(most, axis=0).reshape(-1, 2).tolist()
+    found = {both: _taken(world, *both, *each) for both, each in zip(kinds, lost, strict=True)}
+    return _with(world, found)
 
 
-def _with(world: World, lost: dict[tuple[str, Pattern], float]) -> World:
+def _taken(
+    world: World, kind: str, digits: Pattern, small_s: float, large_s: float
+) -> tuple[float, float]:
+    """Seconds of computing lost to the start of a collective, and for each second from then on,
+    from what is lost to a small one and to a large one.
+    """
+    (way,) = flat_ways(world, kind, digits)
+    start, moving = max(0.0, small_s), way.seconds(_LARGE) - way.start_s
+    return six(start), six(min(1.0, max(0.0, large_s - start) / moving)) if moving > 0 else 0.0
+
+
+def _with(world: World, lost: dict[tuple[str, Pattern], tuple[float, float]]) -> World:
     exchanged = "reduce_scatter" if world.backend == "gloo" else "all_gather"
     like = {"broadcast": "all_gather", "reduce": "reduce_scatter", "all_to_all": exchanged}
 
     def known(one: Measured) -> Measured:
-        return replace(one, slows=lost.get((like.get(one.kind, one.kind), one.pattern), 0.0))
+        found = lost.get((like.get(one.kind, one.kind), one.pattern), (0.0, 0.0))
+        return replace(one, takes_s=found[0], slows=found[1])
 
     return replace(world, measured=tuple(known(one) for one in world.measured))
 
 
 def _lost(work: Started, device: torch.device) -> float:
-    """Seconds of computing for each of the collective, from this rank's view, below 0 by noise."""
+    """Seconds of computing that are lost to one, from this rank's view, below 0 by noise."""
     times = math.ceil(_LEAST_S / max(ranks.all_of(measure.seconds(_whole(work), 1, device))))
     measure.barrier()
+    alone = measure.seconds(_whole(work), times, device)
+    multiply = measure.computing(_LONGER * max(ranks.all_of(alone)), device)
     if device.type != "cpu":
-        return _beside(work, times, device, time.perf_counter)
-    return crowded_out(*shared_cores(_beside(work, times, device, time.process_time)))
+        return _beside(work, multiply, times, device, time.perf_counter)
+    worked = _beside(work, multiply, times, device, time.process_time)
+    return crowded_out(*shared_cores(worked / alone)) * alone
 
 
 def _whole(work: Started) -> Callable[[], object]:
@@ -102,13 +121,17 @@ def shared_cores(busy: float) -> tuple[float, float]:
     return sum(theirs) / len(theirs), cores / len(theirs)
 
 
-def _beside(work: Started, times: int, device: torch.device, clock: Callable[[], float]) -> float:
-    """(computing with one under way − computing alone, by this clock) / seconds of the collective
-    alone. With a clock of work that is the cores that it keeps busy and those that computing needs
-    besides, as it loses its caches to it: up to twice as much at little traffic.
+def _beside(
+    work: Started,
+    multiply: Callable[[], None],
+    times: int,
+    device: torch.device,
+    clock: Callable[[], float],
+) -> float:
+    """What computing with one under way takes longer than alone, by this clock. Seconds of work are
+    those of the transport and those that computing needs besides, as it loses its caches to it: up
+    to twice as much at little traffic.
     """
-    alone = measure.seconds(_whole(work), times, device)
-    multiply = measure.computing(_LONGER * max(ranks.all_of(alone)), device)
 
     def both() -> None:
         finish = work()
@@ -118,7 +141,7 @@ def _beside(work: Started, times: int, device: torch.device, clock: Callable[[],
     measure.barrier()
     computing = measure.seconds(multiply, times, device, clock)
     measure.barrier()
-    return (measure.seconds(both, times, device, clock) - computing) / alone
+    return measure.seconds(both, times, device, clock) - computing
 
 
 def _started(case: Case, group: str, numbers: Tensor) -> Started:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..world import Device, World
+from ..world import Device, Measured, World
 from .load import load
 from .pattern import Pattern, halves, size
 
@@ -27,8 +27,9 @@ class Way(NamedTuple):
     """One algorithm: "ring", "tree", "exchange", "measured" (whatever the backend does, as
     calibration found it) or "two-level" with so many ranks `inside`, then inside what is left
     across, and so on (else ()); seconds that it takes for nothing, and per byte of the whole value.
-    `bends`: (bytes, how much more a byte takes from there on). `slows`: seconds of computing lost
-    beside it, a second.
+    `bends`: (bytes, how much more a byte takes from there on). `takes_s`,
+    `slows`: of one level, seconds of computing that are lost to starting it, and in each second
+    beside it from then on.
     """
 
     algorithm: str
@@ -36,6 +37,7 @@ class Way(NamedTuple):
     start_s: float
     s_per_byte: float
     bends: tuple[tuple[float, float], ...] = ()
+    takes_s: float = 0.0
     slows: float = 0.0
 
     def seconds(self, whole_bytes: float) -> float:
@@ -53,22 +55,12 @@ class Way(NamedTuple):
         return found
 
     def after(self, other: Way) -> Way:
-        """Both, one after the other, on values of as many bytes; named as this one. They slow
-        computing down by what they do together where values are large.
-        """
-        rate = self._rate + other._rate
-        lost = self.slows * self._rate + other.slows * other._rate
+        """Both, one after the other, on values of as many bytes; named as this one."""
         return self._replace(
             start_s=self.start_s + other.start_s,
             s_per_byte=self.s_per_byte + other.s_per_byte,
             bends=self.bends + other.bends,
-            slows=lost / rate if rate else 0.0,
         )
-
-    @property
-    def _rate(self) -> float:
-        """Seconds per byte of a large value."""
-        return self.s_per_byte + sum(more for _, more in self.bends)
 
     def on_part(self, ranks: int) -> Way:
         """This on one of so many equal parts of the whole value."""
@@ -106,12 +98,16 @@ def flat_ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
         return (FREE,)
     known = world.found(kind, digits)
     if known is not None:
-        return (Way("measured", (), known.start_s, known.s_per_byte, known.bends, known.slows),)
+        return (_measured(known),)
     factor = world.factor(kind)
     return _best(
         Way(name, (), factor * (world.launch_s + start), factor * rate)
         for name, start, rate in _flat(world, kind, digits)
     )
+
+
+def _measured(one: Measured) -> Way:
+    return Way("measured", (), one.start_s, one.s_per_byte, one.bends, one.takes_s, one.slows)
 
 
 def _flat(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float, float]]:

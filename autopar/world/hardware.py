@@ -265,8 +265,9 @@ class Measured:
     """What calibration found for one collective over the groups of one pattern (cost/pattern.py:
     (size, stride) of each digit, outer first): start_s + s_per_byte · bytes of the whole value on a
     group. `together`: with all groups of the pattern at once, as plans run them; else one alone.
-    `bends`: (bytes, how many more seconds a byte takes from there on), with rising bytes. `slows`:
-    the seconds of computing that a rank loses for each second of it where both run at once.
+    `bends`: (bytes, how many more seconds a byte takes from there on), with rising bytes.
+    `takes_s`, `slows`: the seconds of computing that a rank loses to starting it, and for each
+    further second of it, where both run at once.
 
     Example: Measured("all_reduce", ((2, 4),), 2, 1e-3, 2e-9): 8 ranks in pairs 4 apart sum 1 MB in
     3 ms.
@@ -280,11 +281,13 @@ class Measured:
     s_per_byte: float
     together: bool = True
     bends: tuple[tuple[float, float], ...] = ()
+    takes_s: float = 0.0
     slows: float = 0.0
 
     def __post_init__(self) -> None:
         check_kind("Measured.kind", self.kind)
         self._check_bends()
+        check_number("Measured.takes_s", self.takes_s)
         check_number("Measured.slows", self.slows)
         check_number("Measured.start_s", self.start_s)
         check_number("Measured.s_per_byte", self.s_per_byte)
