@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar import World, hiding, ranks
+from autopar.cost import slowing
 from autopar.cost.comm import flat_price
 from autopar.cost.slowing import crowded_out, shared_cores
 from autopar.cost.ways import flat_ways
@@ -65,6 +66,16 @@ def test_what_moves_takes_from_computing_and_starting_does_not() -> None:
     assert price.seconds == pytest.approx(2e-3)
     assert price.takes_s == pytest.approx(0.5e-3)
     assert flat_price("all_gather", PAIRS, 0.0, world(0.5)).takes_s == 0.0
+
+
+def test_a_small_one_says_what_starting_takes_and_a_large_one_what_moving_does() -> None:
+    def taken(small_s: float, large_s: float) -> tuple[float, float]:
+        return slowing._taken(world(0.0), "all_gather", PAIRS, small_s, large_s)
+
+    moving = 1e-9 * slowing._LARGE
+    assert taken(2e-4, 2e-4 + moving / 2) == pytest.approx((2e-4, 0.5))
+    assert taken(2e-4, 1.0) == (2e-4, 1.0)  # never more than all of it
+    assert taken(-1e-5, -1e-5) == (0.0, 0.0)  # noise is no gain
 
 
 def test_what_hides_counts_at_least_what_it_takes_from_computing() -> None:

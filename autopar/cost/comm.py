@@ -32,8 +32,9 @@ class Price(NamedTuple):
 
     @property
     def takes_s(self) -> float:
-        """Seconds of computing that are lost beside it."""
-        return self.way.takes_s + self.way.slows * (self.seconds - self.way.start_s)
+        """Seconds of computing that are lost beside it, at most its own."""
+        moving = self.seconds - self.way.start_s
+        return min(self.seconds, self.way.takes_s + self.way.slows * moving)
 
 
 class Cost(NamedTuple):

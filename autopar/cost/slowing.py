@@ -129,8 +129,7 @@ def _beside(
     clock: Callable[[], float],
 ) -> float:
     """What computing with one under way takes longer than alone, by this clock. Seconds of work are
-    those of the transport and those that computing needs besides, as it loses its caches to it: up
-    to twice as much at little traffic.
+    those of the transport and those that computing needs besides, as it loses its caches to it.
     """
 
     def both() -> None:

@@ -27,9 +27,8 @@ class Way(NamedTuple):
     """One algorithm: "ring", "tree", "exchange", "measured" (whatever the backend does, as
     calibration found it) or "two-level" with so many ranks `inside`, then inside what is left
     across, and so on (else ()); seconds that it takes for nothing, and per byte of the whole value.
-    `bends`: (bytes, how much more a byte takes from there on). `takes_s`,
-    `slows`: of one level, seconds of computing that are lost to starting it, and in each second
-    beside it from then on.
+    `bends`: (bytes, how much more a byte takes from there on). `takes_s`, `slows`: of one level,
+    seconds of computing that are lost to starting it, and in each second beside it from then on.
     """
 
     algorithm: str
