@@ -40,6 +40,10 @@ class Links:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = events
+        self.link = [event.link for event in events]
+        # By event, the seconds of computing that are lost in each second of it.
+        self.drag = [e.takes_s / e.seconds if e.takes_s else 0.0 for e in events]
+        self.free = not any(self.drag)
         self.queues: dict[str, deque[int]] = defaultdict(deque)
         self.left: dict[int, float] = {}  # seconds of the link alone that each head still needs
         self.sharing: dict[int, int] = defaultdict(int)  # heads by link
@@ -61,23 +65,24 @@ class Links:
 
     def next_end(self) -> float:
         """When the next collective ends if nothing else is issued; inf where none is under way."""
-        return self.now + min(
-            (left / self._speed(index) for index, left in self.left.items()), default=math.inf
-        )
+        if not self.left:
+            return math.inf
+        return self.now + min([left / self._speed(index) for index, left in self.left.items()])
 
     def _speed(self, index: int) -> float:
         """Of a head, against what it is alone."""
-        event = self.events[index]
-        return (self.pace if event.takes_s else 1.0) / self.sharing[event.link]
+        return (self.pace if self.drag[index] else 1.0) / self.sharing[self.link[index]]
 
     def share_out(self, most: float) -> dict[int, float]:
         """By head, the seconds of computing that it takes in every second from now on, together at
         most so many: who wants more gets on slower.
         """
+        if self.free:
+            return {}
         drags = {
-            index: event.takes_s / event.seconds / self.sharing[event.link]
-            for index, event in ((index, self.events[index]) for index in self.left)
-            if event.takes_s
+            index: self.drag[index] / self.sharing[self.link[index]]
+            for index in self.left
+            if self.drag[index]
         }
         wanted = sum(drags.values())
         self.pace = most / wanted if wanted > most else 1.0
