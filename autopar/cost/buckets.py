@@ -3,7 +3,8 @@ order, up to what size. Of a modelled step here (timeline.py), of the graphs tha
 passes/bucket.py.
 
 Joined are sums of gradients, on which no product hangs any more, and gathers of what is stored; in
-the order in which they are ready or needed.
+the order in which they are ready or needed. Collectives in several levels are joined in each as in
+the one before, so that a bucket stays as it is from the first level to the last.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 from .links import Event
 from .simulate import Run
@@ -45,37 +47,51 @@ def together(
         ready = max((run.end[i] for i in events[index].after), default=0.0)
         return (users[index] if events[index].ahead else ready), index
 
-    open_: dict[Hashable, Bucket] = {}
+    open_: dict[Hashable, int] = {}
     held: dict[Hashable, float] = defaultdict(float)
     found: list[Bucket] = []
+    bucket: dict[int | None, int] = {}  # of each
     able = _able(events, keys, leads)
     for index in sorted(able, key=when):
-        event = events[index]
+        event, behind = events[index], able[index]
         if event.held_bytes > size / 2:
             continue
-        key = (keys[index], event.lane, event.ahead, able[index])
+        key = (keys[index], event.lane, event.ahead, behind.depth, bucket.get(behind.last))
         if key not in open_ or held[key] + event.held_bytes > size:
-            open_[key], held[key] = [], 0.0
-            found.append(open_[key])
-        open_[key].append(index)
+            open_[key], held[key] = len(found), 0.0
+            found.append([])
+        bucket[index] = open_[key]
+        found[open_[key]].append(index)
         held[key] += event.held_bytes
     return [members for members in found if len(members) > 1]
 
 
+class _Behind(NamedTuple):
+    """Of an event: how many collectives that may be joined stand behind one another before it, and
+    the last of them, where there is one.
+    """
+
+    depth: int = 0
+    last: int | None = None
+
+
 def _able(
     events: Sequence[Event], keys: Sequence[Hashable], leads: Sequence[bool]
-) -> dict[int, int]:
-    """The collectives that may be joined, each with how many of them stand behind one another
-    before it: on their results no product hangs, or they hang on nothing but what is stored.
+) -> dict[int, _Behind]:
+    """The collectives that may be joined: on their results no product hangs, or they hang on
+    nothing but what is stored.
     """
-    found: dict[int, int] = {}
-    depth = [0] * len(events)
+    found: dict[int, _Behind] = {}
+    before: list[_Behind] = []
     for index, event in enumerate(events):
-        before = [i for i in event.after if event.ahead or not leads[i]]
-        depth[index] = max((depth[i] + (i in found) for i in before), default=0)
-        last = event.phase == "backward" and not leads[index]
-        if keys[index] is not None and (event.ahead or last):
-            found[index] = depth[index]
+        needed = {before[i] for i in event.after if event.ahead or not leads[i]}
+        depth = max((one.depth for one in needed), default=0)
+        last = {one.last for one in needed if one.depth == depth}
+        behind = _Behind(depth, last.pop() if len(last) == 1 else None)
+        late = event.phase == "backward" and not leads[index]
+        if keys[index] is not None and (event.ahead or late):
+            found[index], behind = behind, _Behind(depth + 1, index)
+        before.append(behind)
     return found
 
 

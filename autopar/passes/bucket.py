@@ -2,18 +2,14 @@
 be faster.
 
 What is joined is said in cost/buckets.py; up to a size that the simulation chooses, none among
-them. An all-reduce or an all-gather becomes its coalesced form; an all-to-all, which gloo's
-reduce-scatters are, goes as one tensor. So does an all-gather on a CPU, as gloo's coalesced one
-corrupts memory (`_compat.safe_gathers`). On more than two ranks an all-reduce may add in another
-order within a bucket: that is the one thing here that changes bits.
+them. How the graph is written then is in passes/joint.py. On more than two ranks a sum may add in
+another order within a bucket: that is the one thing here that changes bits.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,15 +25,9 @@ from ..cost.derived import (
     listed_seconds,
 )
 from ..cost.simulate import overlapped
-from ..graphs import computed, copied, made, ordered
+from ..graphs import copied, ordered
 from ..world import World
-
-aten, functional = torch.ops.aten, torch.ops._c10d_functional
-
-_COALESCED = {
-    "all_reduce": functional.all_reduce_coalesced.default,
-    "all_gather_into_tensor": functional.all_gather_into_tensor_coalesced.default,
-}
+from . import joint
 
 
 def bucket(
@@ -70,17 +60,8 @@ def joined(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Graph | 
     found = copied(graph)
     twins = dict(zip(graph.nodes, found.nodes, strict=True))
     for members in several:
-        _join(found, [twins[node] for node in members])
+        joint.join(found, [twins[node] for node in members])
     return found if ordered(found) else None
-
-
-def _joinable(node: fx.Node) -> bool:
-    """An all-to-all only where its result is summed at once, as its parts are not contiguous."""
-    name = collective_of(node)
-    if name == "all_to_all_single":
-        users = [user for wait in node.users for user in wait.users]
-        return bool(users) and all(u.target is aten.sum.dim_IntList for u in users)
-    return name in _COALESCED
 
 
 def choices(listed: Listed, sizes: Sequence[int]) -> Iterator[list[list[fx.Node]]]:
@@ -97,90 +78,12 @@ def choices(listed: Listed, sizes: Sequence[int]) -> Iterator[list[list[fx.Node]
 
 def _key(node: fx.Node) -> Hashable:
     """What collectives share that are joined; None for those that are not, and for ops."""
-    return (collective_of(node), _dtype(node)) if _joinable(node) else None
+    if not joint.joinable(node):
+        return None
+    return collective_of(node), _dtype(node), str(node.args[1:])
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value.dtype
-
-
-# -- rewriting -------------------------------------------------------------------------------------
-def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    """Replace collectives by one; where it stands is mended by `graphs.ordered`."""
-    name = collective_of(members[0])
-    how = _coalesced if name in _COALESCED else _exchanged
-    if name == "all_gather_into_tensor" and members[0].meta["val"].device.type == "cpu":
-        how = _gathered
-    with graph.inserting_after(members[-1]):
-        parts = how(graph, members)
-    for node, part in zip(members, parts, strict=True):
-        part.meta["custom"] = node.meta.get("custom", {})
-        node.replace_all_uses_with(part)
-        graph.erase_node(node)
-
-
-def _origins(members: Sequence[fx.Node]) -> dict[str, str]:
-    """Where a joint collective comes from, for timelines: the first of its members and the rest."""
-    found = members[0].meta.get("custom", {})
-    names = f"{found.get('node', members[0].name)} and {len(members) - 1} more"
-    return {"node": names, "module": found.get("module", "")}
-
-
-def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
-    target = _COALESCED[str(collective_of(members[0]))]
-    values = [node.meta["val"] for node in members]
-    arguments = ([node.args[0] for node in members], *members[0].args[1:])
-    one = made(graph, target, arguments, values)
-    one.meta["custom"] = _origins(members)
-    return [made(graph, operator.getitem, (one, i), v) for i, v in enumerate(values)]
-
-
-def _exchanged(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
-    """One all-to-all of all, side by side. Each is (ranks, ...), a slice for each rank; the waits
-    that stand behind the members go.
-    """
-    inputs = [node.all_input_nodes[0] for node in members]
-    ranks = inputs[0].meta["val"].shape[0]
-    flat = [computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
-    arrived = _sent(graph, members, computed(graph, aten.cat.default, (flat, 1)))
-    found, start = [], 0
-    for node, own in zip(members, flat, strict=True):
-        width = own.meta["val"].shape[1]
-        part = computed(graph, aten.slice.Tensor, (arrived, 1, start, start + width))
-        found.append(computed(graph, aten.reshape.default, (part, list(node.meta["val"].shape))))
-        start += width
-    return found
-
-
-def _gathered(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
-    """One all-gather of all, side by side; the waits that stand behind the members go. What arrives
-    is a row for each rank; the parts are copied out of it, so that it can be let go of.
-    """
-    flat = [computed(graph, aten.reshape.default, (n.args[0], [-1])) for n in members]
-    arrived = _sent(graph, members, computed(graph, aten.cat.default, (flat,)))
-    rows = computed(graph, aten.view.default, (arrived, [members[0].args[1], -1]))
-    contiguous = {"memory_format": torch.contiguous_format}
-    found, start = [], 0
-    for node, own in zip(members, flat, strict=True):
-        width = own.meta["val"].numel()
-        shown = computed(graph, aten.slice.Tensor, (rows, 1, start, start + width))
-        part = computed(graph, aten.clone.default, (shown,), contiguous)
-        found.append(computed(graph, aten.view.default, (part, list(node.meta["val"].shape))))
-        start += width
-    return found
-
-
-def _sent(graph: fx.Graph, members: Sequence[fx.Node], side: fx.Node) -> fx.Node:
-    """What arrives of a collective that sends `side` in place of what the members send, whose waits
-    go.
-    """
-    target: Any = members[0].target
-    sent = computed(graph, target, (side, *members[0].args[1:]))
-    sent.meta["custom"] = _origins(members)
-    for node in members:
-        for wait in list(node.users):
-            wait.replace_all_uses_with(node)
-            graph.erase_node(wait)
-    return computed(graph, functional.wait_tensor.default, (sent,))
