@@ -150,6 +150,22 @@ def in_pieces(backend: str | None) -> Facts:
     return facts
 
 
+def in_levels() -> Facts:
+    """Buckets of sums in two levels, on links so unequal that these pay: of what the backward has
+    how many.
+    """
+    slow = autopar.Level(2, 5e7, 2e-3)
+    world = autopar.World((autopar.Level(2, 5e9, 1e-5), slow), autopar.World.of(4).device)
+    model, inputs = small()
+    single = step(copy.deepcopy(model), inputs)
+    par = autopar.parallelize(model, world, inputs, layout="ddp")
+    facts = against(single, par, inputs, par)
+    run: Any = par._run
+    names = [str(node.target) for node in run.backward.graph.nodes]
+    wanted = ("all_to_all_single", "all_reduce_", "all_gather_into_tensor", "clone")
+    return {**facts, **{name: sum(name in one for one in names) for name in wanted}}
+
+
 PIECES: tuple[Any, ...] = (
     *("megatron", "megatron-sp"),
     *(autopar.Grid2D(2, 2), autopar.Grid4D(x=2, z=2)),
@@ -158,6 +174,7 @@ TASKS = {
     "pieces": lambda: in_pieces(None),
     "pieces by aot_eager": lambda: in_pieces("aot_eager"),
     "pieces by inductor": lambda: in_pieces("inductor"),
+    "levels": in_levels,
     "quick": quick,
     "callable": callable_backend,
     "outside": compiled_from_outside,

@@ -215,6 +215,17 @@ def test_backends_give_the_numbers_of_one_device(tmp_path: Path) -> None:
     assert facts["failing"]["unknown"].startswith("PlanError: torch.compile knows no backend 'none")
 
 
+def test_buckets_of_sums_in_two_levels(tmp_path: Path) -> None:
+    """Each as many scatters, sums between nodes and gathers; no part is copied out of one."""
+    facts = on_ranks(tmp_path, "levels", ranks=4)["levels"]
+    right(facts, "levels", "Scheduled")
+    buckets = facts["all_to_all_single"]
+    assert 1 <= buckets <= 4
+    assert facts["all_gather_into_tensor"] == buckets
+    assert facts["all_reduce_"] >= buckets  # the loss may be summed besides
+    assert facts["clone"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["None", "aot_eager", "inductor"])
 def test_the_matrix_gives_the_numbers_of_one_device(tmp_path: Path, backend: str) -> None:

@@ -19,7 +19,7 @@ def replaced(function: Callable[[Tensor], object], x: Tensor = X) -> list[str]:
     """The in-place ops of a function's graph; its results are compared with the function's own."""
     module = make_fx(function)(x)
     for node in module.graph.nodes:
-        _describe(node, module)
+        _describe(node, x)
     inplace.inplace(module.graph)
     inplace.check(module.graph)
     module.recompile()
@@ -33,9 +33,9 @@ def _writes(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target._schema.is_mutable
 
 
-def _describe(node: fx.Node, module: fx.GraphModule) -> None:
+def _describe(node: fx.Node, x: Tensor) -> None:
     if node.op == "placeholder":
-        node.meta["val"] = X
+        node.meta["val"] = x
     elif node.op == "call_function":
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         node.meta["val"] = node.target(*args, **kwargs)
@@ -99,6 +99,32 @@ def test_placing_into_zeros() -> None:
         return torch.zeros(3, 4).index_copy(0, torch.arange(1), x[:1]) + x
 
     assert replaced(placed) == ["index_copy_", "add_"]
+
+
+# -- rows that a scatter brought -------------------------------------------------------------------
+LONG = torch.linspace(-1, 1, 4 << 14).view(4, 1 << 14)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4])
+def test_a_few_rows_are_added_where_they_lie(rows: int) -> None:
+    """The same bits; into memory of its own where the sum goes out, as the rows would with it."""
+    added = ["add_"] * (rows - 1)
+    assert replaced(lambda x: (x[:rows] * 3).sum(0).view(2, -1).exp().sum(), LONG) == added
+    assert replaced(lambda x: (x[:rows] * 3).sum(0).view(2, -1), LONG) == added[1:]
+
+
+def test_other_sums_stay() -> None:
+    assert replaced(lambda x: (x * 3).sum(0).exp().sum()) == ["exp_"]  # small
+    assert replaced(lambda x: x.sum(0).exp().sum(), LONG) == ["exp_"]  # of what comes in
+    assert replaced(lambda x: (x * 3).sum(1).exp().sum(), LONG) == ["exp_"]
+    half = LONG.bfloat16()  # rounded after each addition
+    assert replaced(lambda x: (x * 3).sum(0).exp().sum(), half) == ["exp_"]
+
+    def seen(x: Tensor) -> Tensor:
+        made = x * 3
+        return made.sum(0).sum() + made.sum()
+
+    assert replaced(seen, LONG) == ["add_"]  # of the two numbers
 
 
 @pytest.mark.parametrize("own", [True, False])
