@@ -46,7 +46,7 @@ from .cost.live import live_bytes
 from .cost.simulate import Run
 from .errors import PlanError
 from .mesh import connect
-from .passes import bucket, chunk, inplace, lanes, schedule
+from .passes import bucket, chunk, fill, inplace, lanes, schedule
 from .program import Program
 from .recomputed import spread, tagged
 from .world import World
@@ -217,14 +217,15 @@ class Scheduled:
     def _finish(self, module: fx.GraphModule, phase: Phase, primals: float) -> None:
         """The passes over one of the derived graphs."""
         _sweep(module.graph)
-        graph = self._ordered(module.graph, phase, primals)
+        graph, room = self._ordered(module.graph, phase, primals)
         if self.backend is None:  # compilers take functional graphs
             inplace.inplace(graph)
             inplace.check(graph)
+            fill.fill(graph, room)
         module.graph = graph  # recompiles
 
-    def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> fx.Graph:
-        """The graph with as much freedom as the memory allows."""
+    def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> tuple[fx.Graph, float]:
+        """The graph with as much freedom as the memory allows; the bytes that it leaves."""
         bound, in_pieces = self._bound(graph, phase, primals), graph
         if "chunk" in self.passes:
             in_pieces = chunk.chunk(graph, self.world, self.stored, phase)
@@ -234,14 +235,15 @@ class Scheduled:
         for base, most, freedom in tries:
             before = [(node, node.args) for node in base.nodes]
             found, run = self._attempt(base, phase, most, freedom)
-            if live_bytes(found, primals) <= bound:
+            room = bound - live_bytes(found, primals)
+            if room >= 0:
                 if run is not None:
                     self.modelled[phase] = run
-                return found
+                return found, room
             schedule.reorder(base, [node for node, _ in before])
             for node, given in before:  # lanes
                 node.args = given
-        return graph
+        return graph, 0.0
 
     def _bound(self, graph: fx.Graph, phase: Phase, primals: float) -> float:
         """Bytes besides the optimizer's states: the limit, where the plan was made to meet one. A

@@ -143,12 +143,14 @@ def inlined(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def stored(program: Program) -> set[fx.Node]:
-    """What is there before a step begins, and what hangs on that alone."""
+    """What is there before a step begins, and what hangs on that alone; what hangs on nothing, as
+    positions do, among it.
+    """
     names = {entry.node for entry in program.signature.inputs if entry.stored}
     found: set[fx.Node] = set()
     for node in program.module.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.name in names or (inputs and found.issuperset(inputs)):
+        made = node.op == "call_function" and found.issuperset(node.all_input_nodes)
+        if node.name in names or made:
             found.add(node)
     return found
 

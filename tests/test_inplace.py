@@ -102,7 +102,7 @@ def test_placing_into_zeros() -> None:
 
 
 # -- rows that a scatter brought -------------------------------------------------------------------
-LONG = torch.linspace(-1, 1, 4 << 14).view(4, 1 << 14)
+LONG = torch.linspace(-1, 1, 4 << 16).view(4, 1 << 16)
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])

@@ -21,6 +21,7 @@ from autopar.cost.comm import collective_cost, flat_price, sent
 from autopar.cost.comm import levels as levels_of
 from autopar.cost.moves import moves
 from autopar.cost.ways import stages, ways
+from autopar.graphs import stored
 from autopar.layout import Element, I, Layout, P, R, S, State
 from autopar.layouts import Grid4D
 from autopar.mesh import Mesh
@@ -184,6 +185,17 @@ def test_models_in_two_levels_are_those_of_one_device(world: World, layout: Any)
     model, args, _ = models.gpt()
     check = autopar.verify(model, world, args, layout=layout)
     assert max(check.loss_error, check.grad_error, check.step_error) < 1e-9
+
+
+def test_what_is_looked_up_for_positions_is_stored() -> None:
+    """Positions hang on nothing, so what an embedding gives for them hangs on its weight alone, and
+    its gradient may go with those of the weights.
+    """
+    model, args, _ = models.gpt()
+    program = autopar.plan(model, UNEQUAL, args, layout="ddp").ready.program
+    late = [move for move in moves(program) if move.backward]
+    looked_up = [m for m in late if m.node.all_input_nodes[0].name.startswith("embedding")]
+    assert looked_up and all(move.node in stored(program) for move in looked_up)
 
 
 def test_what_may_be_joined_goes_in_the_same_levels() -> None:

@@ -2,7 +2,7 @@
 be faster.
 
 What is joined is said in cost/buckets.py; up to a size that the simulation chooses, none among
-them. How the graph is written then is in passes/joint.py. On more than two ranks a sum may add in
+them. How the graph is written then is in joint.py. On more than two ranks a sum may add in
 another order within a bucket: that is the one thing here that changes bits.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import fx
 
+from .. import joint
 from ..cost import buckets
 from ..cost.derived import (
     Listed,
@@ -27,7 +28,6 @@ from ..cost.derived import (
 from ..cost.simulate import overlapped
 from ..graphs import copied, ordered
 from ..world import World
-from . import joint
 
 
 def bucket(

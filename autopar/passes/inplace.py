@@ -6,9 +6,9 @@ are as many bytes as the model has. So where the operand is memory that the grap
 the op is the only one that ever reads it, the op's in-place form takes its place: the same numbers,
 whatever the order of the nodes.
 
-What gloo's reduce-scatters add up goes the same way: a sum of two rows of a CPU's memory takes
-torch's reduction four times as long as one row added to the other where it lies, of four half as
-long again (measured, 64 KB to 16 MB a row, the same bits).
+What gloo's reduce-scatters add up goes the same way: torch's reduction of two large rows of a CPU's
+memory takes up to three times as long as one added to the other where it lies, of four half as long
+again, and gives the same bits (`benchmarks/rows.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _VIEWS = frozenset(
     for name in ("view", "t", "permute", "transpose", "unsqueeze", "squeeze", "alias", "detach")
     for packet in (getattr(aten, name),)
 ) | {aten._unsafe_view, aten.slice, aten.select}  # those that show no element twice
-_ROWS, _ROW_BYTES = 4, 1 << 16  # at most so many, of at least so many bytes, are added one by one
+_ROWS, _ROW_BYTES = 4, 1 << 18  # at most so many, of at least so many bytes, are added one by one
 _PLACING = frozenset({aten.scatter_add, aten.index_copy, aten.index_add, aten.masked_fill})
 
 

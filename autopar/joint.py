@@ -1,4 +1,4 @@
-"""Several collectives of one kind, group and dtype written as one (bucket.py says which).
+"""Several collectives of one kind, group and dtype written as one (passes/bucket.py says which).
 
 On a CPU they go as one tensor: gloo copies what is coalesced into one and out again, and its
 coalesced gathers corrupt memory (`_compat.safe_gathers`). Elsewhere they take their coalesced form.
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..cost.derived import carries_on, collective_of, group_of, is_wait
-from ..graphs import computed, made
+from .cost.derived import carries_on, collective_of, group_of, is_wait
+from .graphs import computed, made
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
