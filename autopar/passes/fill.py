@@ -69,7 +69,7 @@ def _fill(
             else:
                 own = product.meta["val"]
                 slot = computed(graph, aten.view.default, (slot, list(own.shape)))
-                made(graph, aten.mm.out, product.args, own, {"out": slot})
+                made(graph, aten.mm.out, product.args, own, {"out": slot}).meta = product.meta
         start = stop
     graph.erase_node(bucket)
     for part, product in zip(parts, products, strict=True):
