@@ -52,6 +52,7 @@ class _Alike(NamedTuple):
     digits: Pattern
     element_bytes: int
     late_s: float  # what ranks lose on coming together
+    copied: bool  # together and apart again (joint.py)
 
 
 class Events:
@@ -235,23 +236,23 @@ class Events:
         kind = stage.kind
         scattered = kind == "reduce_scatter" and self.world.backend == "gloo"
         if pieces == 1 and not move.inside and (scattered or kind in ("all_gather", "all_reduce")):
-            alike = _Alike(kind, stage.digits, move.element_bytes, late_s)
+            copied = self.world.backend == "gloo" and move.traffic.collective != "all_reduce"
+            alike = _Alike(kind, stage.digits, move.element_bytes, late_s, copied)
             self.joinable[len(self.events)] = alike, move.bytes / stage.parts
 
     def joint(self, members: Bucket) -> Event:
         """What stands for several collectives."""
         parts = tuple(self.events[index] for index in members)
-        kind, digits, _, late = self.joinable[members[0]][0]
+        kind, digits, _, late, copied = self.joinable[members[0]][0]
         whole = sum(self.joinable[index][1] for index in members)
         price = flat_price(kind, digits, whole, self.world)
-        copied = kind != "all_reduce" and self.world.backend == "gloo"  # see passes/bucket.py
         copying = copied * 2 * whole / self.world.device.memory_bytes_per_s
         return parts[0]._replace(
             name=f"{parts[0].name} and {len(parts) - 1} more",
             seconds=price.seconds + late + copying,
             bytes=price.bytes,
             held_bytes=sum(part.held_bytes for part in parts),
-            takes_s=price.takes_s,
+            takes_s=price.takes_s + copying,  # by the thread that computes
             parts=parts,
         )
 
