@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import autopar
 import models
 from autopar.cost import buckets
-from autopar.cost.events import link
+from autopar.cost.events import Events, link
 from autopar.cost.links import Event
 from autopar.cost.pattern import pattern
 from autopar.cost.simulate import in_order, overlapped
@@ -218,6 +218,39 @@ def test_gathers_go_together_before_the_first_use() -> None:
     assert [(e.name, e.after) for e in made] == [
         ("bucket", ()), ("bucket", (0,)), ("op", (1,)), ("op", (1, 2))
     ]  # fmt: skip
+
+
+def test_collectives_are_joined_in_each_level_as_in_the_one_before() -> None:
+    """A sum of three, the second of which is too large for the bucket, and what follows each."""
+    first = [late(1, 0), late(1, 0)._replace(held_bytes=9.0), late(1, 0)]
+    events = [op(9), *first, *(late(1, number, lane="y") for number in (1, 2, 3))]
+    assert together(events, 8) == [[1, 3], [4, 6]]
+    apart = [op(9), *(late(1, 0) for _ in range(4))]
+    apart += [late(1, number, lane="y") for number in (1, 2, 3, 4)]
+    assert together(apart, 2) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    small = [event._replace(held_bytes=0.5) if event.lane == "y" else event for event in apart]
+    assert together(small, 2) == [[1, 2], [3, 4], [5, 6], [7, 8]]  # though four would fit
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_what_a_bucket_copies_is_lost_to_computing(layout: str) -> None:
+    """On gloo, of what is gathered or scattered; a sum in levels stays in one tensor."""
+    model, args, _ = models.gpt()
+    levels = (Level(2, 5e9, 1e-4), Level(2, 1e7, 2e-3))
+    world = autopar.World(levels, autopar.World.of(4).device, backend="gloo")
+    plan = autopar.plan(model, world, args, layout=layout)
+    assert plan.ready is not None
+    step = Events(plan.ready.program, world)
+    step.run()
+    alike: dict[Any, list[int]] = {}
+    for index, (like, _) in step.joinable.items():
+        alike.setdefault(like, []).append(index)
+    joint = [step.joint(members) for members in alike.values() if len(members) > 1]
+    assert {event.kind for event in joint} >= {"reduce_scatter", "all_gather"}
+    bandwidth = world.device.memory_bytes_per_s
+    for event, members in zip(joint, (m for m in alike.values() if len(m) > 1), strict=True):
+        whole = sum(step.joinable[index][1] for index in members)
+        assert event.takes_s == (2 * whole / bandwidth if layout == "fsdp" else 0.0)
 
 
 def test_starts_are_saved_but_no_overlap_is_given_up() -> None:
