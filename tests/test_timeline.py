@@ -374,3 +374,10 @@ def test_thirty_thousand_events_are_all_placed() -> None:
         events += [e._replace(after=tuple(i + base for i in e.after)) for e in layer]
     found = simulate(events)
     assert found.seconds >= sum(e.seconds for e in events if not e.lane)
+
+
+@pytest.mark.parametrize("before", [0.0, 1e4, 1e7])
+def test_a_long_step_ends(before: float) -> None:
+    """Though what is left of a collective is less than the clock can tell."""
+    events = [op(before), sent(1 / 3, 0, takes_s=0.3), op(0.7, 0), op(0.0, 1, 2)]
+    assert overlapped(events).seconds == pytest.approx(before + 1.0, abs=0.02)

@@ -102,7 +102,7 @@ class Links:
         done = []
         for index in self.left:
             self.left[index] -= passed * self._speed(index)
-            if self.left[index] <= 1e-12:
+            if self.left[index] <= 1e-12 * max(1.0, then):  # after hours a clock is that coarse
                 done.append(index)
         for index in done:
             del self.left[index]

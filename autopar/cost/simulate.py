@@ -275,7 +275,7 @@ class _Simulation:
                 self.exposed[index] += passed * drag
             seconds -= passed * rate
             arrived += self.links.advance(until)
-            if seconds <= 1e-15:
+            if seconds <= 1e-15 * max(1.0, until):
                 return arrived
         return arrived + self.links.advance(self.links.now + seconds)
 
