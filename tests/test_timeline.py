@@ -378,6 +378,7 @@ def test_thirty_thousand_events_are_all_placed() -> None:
 
 @pytest.mark.parametrize("before", [0.0, 1e4, 1e7])
 def test_a_long_step_ends(before: float) -> None:
-    """Though what is left of a collective is less than the clock can tell."""
-    events = [op(before), sent(1 / 3, 0, takes_s=0.3), op(0.7, 0), op(0.0, 1, 2)]
-    assert overlapped(events).seconds == pytest.approx(before + 1.0, abs=0.02)
+    """Though what is left of a collective is less than the clock can tell: it stood still there."""
+    for number in range(1, 20):
+        events = [op(before), sent(number / 7, 0, takes_s=number / 8), op(3.3, 0), op(0.0, 1, 2)]
+        assert before + 3.3 < overlapped(events).seconds < before + 6.0
