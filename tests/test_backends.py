@@ -23,7 +23,7 @@ from autopar import _compat, backends, mesh
 from autopar.backends import Scheduled
 from autopar.cost.derived import carries_on, collective_of, is_wait
 from autopar.cost.peak import Lives, highest
-from test_schedule import value_of
+from derived import value_of
 from test_training import LIMIT, launched
 
 RANKS = 4

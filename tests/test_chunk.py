@@ -25,7 +25,8 @@ from autopar.cutting import cut
 from autopar.graphs import copied
 from autopar.mesh import group_ranks
 from autopar.passes import bucket, chunk, inplace, schedule
-from test_schedule import PRODUCTS, called, value_of
+from derived import called, value_of
+from test_schedule import PRODUCTS
 from test_training import LIMIT, launched
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar import _compat, cuts
 from autopar.cuts import Cut, through
-from test_schedule import called
+from derived import called
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from autopar.cost.derived import collective_of, graph_events, group_of
 from autopar.cost.simulate import overlapped
 from autopar.passes import lanes, schedule
 from autopar.world import Device, Level, World
-from test_schedule import called
+from derived import called
 from test_training import launched
 
 functional, aten = torch.ops._c10d_functional, torch.ops.aten

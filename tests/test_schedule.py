@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import autopar
-import models
-from autopar import _compat
 from autopar.backends import Scheduled
-from autopar.cost import buckets
 from autopar.cost.derived import (
     carries_on,
     collective_cost,
@@ -27,33 +23,11 @@ from autopar.cost.derived import (
     is_wait,
     op_seconds,
 )
-from autopar.graphs import ordered
-from autopar.passes import bucket, schedule
+from autopar.passes import schedule
+from derived import scheduled
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
-
-
-@functools.cache
-def scheduled(layout: Any, layers: int = 2, ranks: int = 8) -> Scheduled:
-    """The graphs of a GPT wide enough for its products to matter; no tensor has storage."""
-    with torch.device("meta"):
-        model = models.Gpt(vocabulary=4096, sequence=512, hidden=1024, heads=8, layers=layers)
-        ids = torch.zeros(64, 512, dtype=torch.long)
-    world = autopar.World.preset("dgx-h100", ranks)
-    plan = autopar.plan(model, world, (ids, ids), layout=layout)
-    program = plan.ready.program
-    run = Scheduled(program, world, ("schedule",))
-    with _compat.fake_mode():
-        run.derived([value_of(entry, program) for entry in program.signature.inputs])
-    return run
-
-
-def value_of(entry: Any, program: Any) -> torch.Tensor:
-    if entry.kind in ("coordinate", "seed"):
-        return torch.empty((1,) if entry.kind == "coordinate" else (), dtype=torch.int64)
-    shape, dtype = program.layouts[entry.node].local_shape, program.dtypes[entry.node]
-    return torch.empty(shape, dtype=dtype, requires_grad=entry.trainable)
 
 
 def order(module: fx.GraphModule) -> dict[fx.Node, int]:
@@ -242,196 +216,3 @@ def test_every_collective_is_priced() -> None:
     assert all(event.seconds > 0 for event in sums)
     assert sum(event.ahead for event in sums) > 2 * 12
     assert all(op_seconds(node, run.world) > 0 for node in products(run.forward))
-
-
-# -- buckets ---------------------------------------------------------------------------------------
-def derived(layout: Any, world: autopar.World, passes: tuple[str, ...]) -> Scheduled:
-    """The graphs of the small GPT: on slow links the start of every collective counts."""
-    model, args, _ = models.gpt()
-    program = autopar.plan(model, world, args, layout=layout).ready.program
-    run = Scheduled(program, world, passes)
-    with _compat.fake_mode():
-        run.derived([value_of(entry, program) for entry in program.signature.inputs])
-    return run
-
-
-@pytest.mark.parametrize(("layout", "phase"), [("ddp", "backward"), ("fsdp", "forward")])
-def test_small_collectives_are_joined(layout: str, phase: str) -> None:
-    world = autopar.World.of(4)
-    apart = derived(layout, world, ("schedule",))
-    joined = derived(layout, world, ("bucket", "schedule"))
-    one, other = getattr(apart, phase), getattr(joined, phase)
-    counts = [sum(collective_of(n) is not None for n in m.graph.nodes) for m in (one, other)]
-    assert counts[1] < counts[0] / 3
-    names = {collective_of(n) for n in other.graph.nodes} - {None}
-    assert not any("coalesced" in name for name in names)  # on a CPU they go as one tensor
-    moved = [
-        sum(e.bytes for e in graph_events(m.graph, world, apart.stored, "forward").events)
-        for m in (one, other)
-    ]
-    assert moved[0] == pytest.approx(moved[1])
-    assert joined.modelled[phase].seconds < apart.modelled[phase].seconds
-
-
-def test_large_ones_are_not_joined_where_that_costs_overlap() -> None:
-    run = scheduled("ddp")
-    assert run.backward is not None
-    found = bucket.bucket(run.backward.graph, run.world, run.stored, "backward")
-    sums = [n for n in found.nodes if collective_of(n)]
-    large = [
-        n for n in sums if collective_of(n) == "all_reduce" and n.meta["val"].numel() >= 1 << 20
-    ]
-    assert len(large) >= 7
-
-
-def test_all_to_alls_are_joined_as_one_tensor() -> None:
-    """Gloo's reduce-scatters: two all-to-alls that are summed, and one whose parts are used."""
-    graph, mode = fx.Graph(), _compat.fake_mode()
-    with mode:
-        values = [torch.empty(2, n) for n in (3, 5, 7)]
-    results = []
-    for place, value in enumerate(values):
-        x = graph.placeholder(f"x{place}")
-        x.meta["val"] = value
-        arguments = (x, [1, 1], [1, 1], "autopar/x2/x")
-        sent = called(graph, torch.ops._c10d_functional.all_to_all_single.default, arguments)
-        done = called(graph, torch.ops._c10d_functional.wait_tensor.default, (sent,))
-        last = aten.sum.dim_IntList if place < 2 else aten.neg.default
-        results.append(called(graph, last, (done, [0]) if place < 2 else (done,)))
-    graph.output(tuple(results))
-    world = autopar.World.of(2)
-    listed = graph_events(graph, world, frozenset(), "backward")
-    (several,) = bucket.choices(listed, buckets.SIZES)
-    found = bucket.joined(graph, several)
-    assert found is not None
-    found.lint()
-    sent_now = [n for n in found.nodes if collective_of(n)]
-    assert sorted(tuple(n.meta["val"].shape) for n in sent_now) == [(2, 7), (2, 8)]
-    identity = {"all_to_all_single": lambda x, *_: x.clone(), "wait_tensor": lambda x: x}
-    for node in found.nodes:
-        name = str(node.target).split(".")[1] if "c10d" in str(node.target) else ""
-        node.target = identity.get(name, node.target)
-    given = [torch.randn(2, n) for n in (3, 5, 7)]
-    ran = fx.GraphModule(torch.nn.Module(), found)(*given)
-    assert torch.equal(ran[0], given[0].sum(0)) and torch.equal(ran[1], given[1].sum(0))
-    assert torch.equal(ran[2], -given[2])
-
-
-def test_gathers_are_joined_as_one_tensor() -> None:
-    """On a CPU, where gloo's coalesced form corrupts memory: each part as if it went alone."""
-    graph, mode, shapes = fx.Graph(), _compat.fake_mode(), ((3, 2), (1, 4), (2,))
-    with mode:
-        values = [torch.empty(shape) for shape in shapes]
-    results = []
-    for place, value in enumerate(values):
-        x = graph.placeholder(f"x{place}")
-        x.meta["val"] = value
-        arguments = (x, 2, "autopar/x2/x")
-        sent = called(graph, torch.ops._c10d_functional.all_gather_into_tensor.default, arguments)
-        done = called(graph, torch.ops._c10d_functional.wait_tensor.default, (sent,))
-        results.append(called(graph, aten.neg.default, (done,)))
-    graph.output(tuple(results))
-    stored = frozenset(f"x{place}" for place in range(3))
-    listed = graph_events(graph, autopar.World.of(2), stored, "forward")
-    (several,) = bucket.choices(listed, buckets.SIZES)
-    found = bucket.joined(graph, several)
-    assert found is not None
-    found.lint()
-    (sent,) = [n for n in found.nodes if collective_of(n)]
-    assert tuple(sent.meta["val"].shape) == (2 * 12,)
-    from_both = {
-        "all_gather_into_tensor": lambda x, *_: torch.cat([x, x + 10]),
-        "wait_tensor": lambda x: x,
-    }
-    for node in found.nodes:
-        name = str(node.target).split(".")[1] if "c10d" in str(node.target) else ""
-        node.target = from_both.get(name, node.target)
-    given = [torch.randn(shape) for shape in shapes]
-    ran = fx.GraphModule(torch.nn.Module(), found)(*given)
-    for y, x in zip(ran, given, strict=True):
-        assert torch.equal(y, -torch.cat([x, x + 10])) and y.is_contiguous()
-
-
-def test_a_bucket_stays_one_from_the_first_level_of_a_sum_to_the_last() -> None:
-    """Scatter, sum, gather of two gradients, run for the two ranks of a node at once: one copy, and
-    views of what arrives.
-    """
-    graph, mode, shapes = fx.Graph(), _compat.fake_mode(), ((4, 3), (6,))
-    with mode:
-        values = [torch.empty(shape) for shape in shapes]
-    results = []
-    for place, value in enumerate(values):
-        x = graph.placeholder(f"x{place}")
-        x.meta["val"] = value
-        rows = called(graph, aten.view.default, (x, [2, -1]))
-        arguments = (rows, [1, 1], [1, 1], "autopar/x4/x/2@1")
-        own = called(
-            graph, aten.sum.dim_IntList, (arrived(graph, "all_to_all_single", arguments), [0])
-        )
-        whole = arrived(graph, "all_reduce", (own, "sum", "autopar/x4/x/2@2"))
-        all_ = arrived(graph, "all_gather_into_tensor", (whole, 2, "autopar/x4/x/2@1"))
-        results.append(called(graph, aten.view.default, (all_, list(value.shape))))
-    graph.output(tuple(results))
-    listed = graph_events(graph, autopar.World.of(4), frozenset(), "backward")
-    (several,) = bucket.choices(listed, buckets.SIZES)
-    found = bucket.joined(graph, several)
-    assert found is not None
-    found.lint()
-    made = [str(node.target) for node in found.nodes if node.op == "call_function"]
-    assert sum("c10d" in name and "wait" not in name for name in made) == 3
-    assert sum("cat" in name or "clone" in name for name in made) == 1
-    given = [[torch.randn(shape) for shape in shapes] for _ in range(2)]
-    for ran in both(found, given):
-        for part, ours, theirs in zip(ran, *given, strict=True):
-            assert torch.equal(part, 2 * (ours + theirs)) and part.is_contiguous()
-
-
-def arrived(graph: fx.Graph, kind: str, arguments: tuple[Any, ...]) -> fx.Node:
-    target = getattr(torch.ops._c10d_functional, kind).default
-    sent = called(graph, target, arguments)
-    return called(graph, torch.ops._c10d_functional.wait_tensor.default, (sent,))
-
-
-def both(graph: fx.Graph, given: list[list[Tensor]]) -> list[Any]:
-    """What the graph gives on both ranks of a node, node by node; the other node has the same."""
-    known: list[dict[fx.Node, Any]] = [{}, {}]
-    inputs = [iter(tensors) for tensors in given]
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            for values, left in zip(known, inputs, strict=True):
-                values[node] = next(left)
-            continue
-        args = [fx.node.map_arg(node.args, values.__getitem__) for values in known]
-        kind = collective_of(node)
-        sent = [one[0] for one in args]
-        if kind == "all_to_all_single":
-            results = [torch.stack([x[rank] for x in sent]) for rank in range(2)]
-        elif kind == "all_reduce":
-            results = [2 * x for x in sent]
-        elif kind == "all_gather_into_tensor":
-            results = [torch.cat(sent)] * 2
-        elif node.op == "output" or "wait" in str(node.target):
-            results = sent
-        else:
-            results = [node.target(*one, **node.kwargs) for one in args]
-        for values, result in zip(known, results, strict=True):
-            values[node] = result
-    return [values[graph.output_node()] for values in known]
-
-
-def called(graph: fx.Graph, target: Any, arguments: tuple[Any, ...]) -> fx.Node:
-    node = graph.call_function(target, arguments)
-    node.meta["val"] = target(*fx.node.map_arg(arguments, lambda n: n.meta["val"]))
-    return node
-
-
-def test_buckets_that_wait_for_one_another_are_refused() -> None:
-    """a leads to b and c to d: {a, d} and {b, c} cannot both be one."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    first = graph.call_function(aten.neg.default, (x,))
-    second = graph.call_function(aten.neg.default, (first,))
-    graph.output(second)
-    assert ordered(graph)
-    first.args = (second,)
-    assert not ordered(graph)
