@@ -182,13 +182,25 @@ def test_the_products_that_ranks_may_get() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_lie_as_they_say(form: str) -> None:
-    left, right = torch.randn(40), torch.randn(40)
+    left, right = torch.randn(41), torch.randn(69)
     x = left[:21].view(7, 3).t() if form[0] == "T" else left[:21].view(3, 7)
     y = right[:35].view(5, 7).t() if form[1] == "T" else right[:35].view(7, 5)
     for copied in measure.COPIES:
         shape = Product(torch.float32, 3, 5, 7, form, copied)
         torch.testing.assert_close(measure.product(shape, left, right)(), x @ y)
         assert shape.flops == 2 * 3 * 5 * 7 and shape.moved_bytes == 4 * (21 + 35 + 15)
+
+
+def test_operands_are_taken_in_turn() -> None:
+    found = measure.in_turn(torch.arange(15.0), 2, 3)
+    first, second = torch.arange(12.0).view(2, 2, 3)
+    for wanted in (first, second, first):
+        assert torch.equal(next(found), wanted)
+
+
+def test_what_ops_move_is_measured() -> None:
+    found = measure.op_bytes_per_s(torch.device("cpu"))
+    assert 1e7 < found < 1e12
 
 
 def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -27,6 +29,12 @@ def test_a_roofline_by_hand() -> None:
     assert product_seconds(8e12, 1.0, torch.float32, CARD) == pytest.approx(1.0 + 1e-6)
 
 
+def test_ops_that_are_no_products_have_a_bandwidth_of_their_own() -> None:
+    device = replace(PLAIN, op_bytes_per_s=5e9)
+    assert product_seconds(0.0, 1e10, torch.float32, device) == pytest.approx(2.0)
+    assert product_seconds(1e9, 1e10, torch.float32, device) == pytest.approx(1.0)
+
+
 def test_each_dtype_has_its_own_rate() -> None:
     ratio = product_seconds(1e15, 0.0, torch.float32, CARD) - 1e-6
     assert ratio == pytest.approx(10 * (product_seconds(1e15, 0.0, torch.bfloat16, CARD) - 1e-6))
@@ -45,7 +53,11 @@ def test_efficiency_is_a_line_on_logarithmic_axes_and_flat_beyond() -> None:
     assert efficiency(np.array([1.0, 1e9]), torch.float32, one).tolist() == pytest.approx([0.5] * 2)
 
 
-@pytest.mark.parametrize("device", [CARD, PLAIN], ids=["calibrated", "nominal"])
+@pytest.mark.parametrize(
+    "device",
+    [CARD, PLAIN, replace(PLAIN, op_bytes_per_s=5e9)],
+    ids=["calibrated", "nominal", "other ops"],
+)
 def test_arrays_give_what_numbers_give(device: Device) -> None:
     flops = np.array([0.0, 1.0, 1e6, 3e7, 1e9, 1e13])
     moved = np.array([1e9, 0.0, 1e3, 1e8, 1e6, 1e9])

@@ -111,7 +111,7 @@ def test_units_stand_in_the_names(tmp_path: Path) -> None:
     }  # fmt: skip
     assert set(data["device"]) == {
         "name", "flop_per_s", "memory_bytes", "memory_bytes_per_s", "efficiency", "launch_s",
-        "forms", "attention",
+        "forms", "attention", "op_bytes_per_s",
     }  # fmt: skip
     assert data["factors"] == {"all_reduce": 1.1}
 

@@ -96,10 +96,9 @@ def calibrate(
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     progress(0.0, "memory and launches")
     memory = measure.memory_bytes_per_s(GPU_MEMORY if gpu else CPU_MEMORY, device)
-    world = replace(
-        world,
-        device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
-    )
+    others, launch = measure.op_bytes_per_s(device), measure.node_s(device)
+    known = replace(world.device, memory_bytes_per_s=memory, op_bytes_per_s=others, launch_s=launch)
+    world = replace(world, device=known)
     share = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
     grid = attention.wanted(attended, _dtypes(gpu), world.device, gpu)
     world = _computing(world, products, grid, device, seconds, share, progress)
@@ -277,9 +276,9 @@ def timed_forms(
 
 
 def _products(wanted: Sequence[Product], device: torch.device) -> list[Callable[[], torch.Tensor]]:
-    """What runs each, on common numbers."""
+    """What runs each, on some of common numbers."""
     numbers = {
-        dtype: [torch.randn(count, device=device).to(dtype) for count in counts]
+        dtype: [measure.pool(count, device, dtype) for count in counts]
         for dtype, counts in _operand_sizes(wanted).items()
     }
     return [measure.product(shape, *numbers[shape.dtype]) for shape in wanted]

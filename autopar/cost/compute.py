@@ -2,7 +2,7 @@
 
 The rate is that of the op's own dtype; the efficiency depends on the FLOPs that one rank does in
 one op (`Device.efficiency`, by calibration or nominal). Attention has shares of its own
-(`Device.attention`).
+(`Device.attention`), ops without FLOPs a bandwidth of their own (`Device.op_bytes_per_s`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def _roofline(
     flops: Numbers, share: Numbers, moved_bytes: Numbers, dtype: torch.dtype, device: Device
 ) -> Numbers:
     computing = flops / (device.rate(dtype) * share)
-    moving = moved_bytes / device.memory_bytes_per_s
-    if isinstance(computing, float) and isinstance(moving, float):
-        return max(computing, moving) + device.launch_s
+    memory, others = device.memory_bytes_per_s, device.op_bytes_per_s or device.memory_bytes_per_s
+    if isinstance(computing, float) and isinstance(moved_bytes, float | int):
+        return max(computing, moved_bytes / (memory if flops else others)) + device.launch_s
+    moving = moved_bytes / np.where(np.asarray(flops) > 0, memory, others)
     return np.maximum(computing, moving) + device.launch_s
 
 

@@ -4,6 +4,7 @@ launches. Every function here is collective: all ranks call it in the same order
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,12 @@ _ON_CPU = 3
 _SHARED_S = 0.1
 _LAUNCHES = 200
 _LEAST_ROUNDS = 3
+_POOL = 2**24  # numbers that operands are taken from in turn: more than a rank's caches hold
+_TURNS = 16  # at the most
+_WIDTH = 1024  # of rows
 _SIDE = 512  # of the square matrices that are multiplied beside collectives
 _LONG_S = 20e-3  # what takes longer is run once, so that there are more rounds
+aten = torch.ops.aten
 COPIES: tuple[Copied, ...] = ("", "left", "right")
 
 
@@ -120,21 +125,31 @@ def actual_bytes(case: Case) -> int:
     return 4 * count * count * max(1, case.whole_bytes // (4 * count * count))
 
 
+def pool(least: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """So many, or more, that works take their operands from."""
+    return torch.randn(max(least, _POOL), device=device).to(dtype)
+
+
+def in_turn(source: Tensor, rows: int, columns: int, transposed: bool = False) -> Iterator[Tensor]:
+    """Matrices from the source one after another, without end: what an op of a step takes comes
+    from memory, not from the caches. `transposed`: each lies column by column.
+    """
+    count = rows * columns
+    parts = source[: min(_TURNS, source.numel() // count) * count].split(count)
+    found = [p.view(columns, rows).t() if transposed else p.view(rows, columns) for p in parts]
+    return itertools.cycle(found)
+
+
 def product(shape: Product, left: Tensor, right: Tensor) -> Callable[[], Tensor]:
-    """What runs the product once, on the first of these numbers."""
-
-    def operand(numbers: Tensor, rows: int, columns: int, transposed: bool) -> Tensor:
-        first = numbers[: rows * columns].to(shape.dtype)
-        return first.view(columns, rows).t() if transposed else first.view(rows, columns)
-
-    x = operand(left, shape.m, shape.k, shape.form[0] == "T")
-    y = operand(right, shape.k, shape.n, shape.form[1] == "T")
+    """What runs the product once, on some of these numbers."""
+    x = in_turn(left, shape.m, shape.k, shape.form[0] == "T")
+    y = in_turn(right, shape.k, shape.n, shape.form[1] == "T")
     match shape.copied:
         case "left":
-            return lambda: torch.mm(other_order(x), y)
+            return lambda: torch.mm(other_order(next(x)), next(y))
         case "right":
-            return lambda: torch.mm(x, other_order(y))
-    return lambda: torch.mm(x, y)
+            return lambda: torch.mm(next(x), other_order(next(y)))
+    return lambda: torch.mm(next(x), next(y))
 
 
 def seconds(
@@ -197,6 +212,30 @@ def memory_bytes_per_s(total_bytes: float, device: torch.device) -> float:
     often = times_for(work, device)
     found = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
     return 12 * x.numel() / _median(ranks.all_of(found))
+
+
+def op_bytes_per_s(device: torch.device) -> float:
+    """Of what normalizes, has exponentials or adds, with its backward, on all ranks at once: bytes
+    read and written, the results fresh memory, as in the graphs of a transformer.
+    """
+    rows = _POOL // _TURNS // _WIDTH
+    xs, gs = (in_turn(pool(0, device), rows, _WIDTH) for _ in range(2))
+    line = [_WIDTH]
+    scale, shift = torch.ones(line, device=device), torch.zeros(line, device=device)
+
+    def work() -> None:
+        x, g = next(xs), next(gs)
+        _, mean, spread = aten.native_layer_norm(x, line, scale, shift, 1e-5)
+        aten.native_layer_norm_backward(g, x, line, mean, spread, scale, shift, [True] * 3)
+        aten.gelu(x)
+        aten.gelu_backward(g, x)
+        aten._log_softmax_backward_data(g, aten._log_softmax(x, 1, False), 1, x.dtype)
+        aten.add(x, g)
+
+    tensors = (2 + 3) * 3 + 3  # of so many rows: forward, backward; and what is added
+    often = times_for(work, device)
+    found = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
+    return 4 * tensors * rows * _WIDTH / _median(ranks.all_of(found))
 
 
 def launch_s(device: torch.device) -> float:

@@ -104,7 +104,9 @@ class Device:
     reaches), with rising FLOPs; without any, flop_per_s itself is reached. `launch_s`: seconds to
     start any op. `forms`: a model's products as calibration timed them, in several forms each.
     `attention`: of a dtype, with a causal mask or without, every number of keys with every head
-    size; without any, attention is as efficient as products of as many FLOPs.
+    size; without any, attention is as efficient as products of as many FLOPs. `op_bytes_per_s`: of
+    what ops other than products and attention read and write, exponentials and fresh memory
+    included; 0 stands for memory_bytes_per_s.
 
     >>> Device("H100", {"bfloat16": 989e12, "float32": 67e12}, 80e9, 3.35e12).rate(torch.float32)
     67000000000000.0
@@ -121,10 +123,12 @@ class Device:
     launch_s: float = 0.0
     forms: tuple[Forms, ...] = field(default=(), hash=False)
     attention: tuple[Attention, ...] = field(default=(), hash=False)
+    op_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         positive(self, "memory_bytes", "memory_bytes_per_s")
         check_number("Device.launch_s", self.launch_s)
+        check_number("Device.op_bytes_per_s", self.op_bytes_per_s)
         if not self.flop_per_s:
             raise WorldError(f"Device.flop_per_s of {self.name!r} names no dtype; add 'float32'")
         for dtype, rate in self.flop_per_s.items():
