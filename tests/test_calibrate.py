@@ -198,11 +198,6 @@ def test_operands_are_taken_in_turn() -> None:
         assert torch.equal(next(found), wanted)
 
 
-def test_what_ops_move_is_measured() -> None:
-    found = measure.op_bytes_per_s(torch.device("cpu"))
-    assert 1e7 < found < 1e12
-
-
 def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:
     case = Case("all_gather", ((2, 1),), True, 4096)
     short, long = measure.Often(3, 1e-4), measure.Often(1, 0.3)
@@ -242,6 +237,7 @@ def test_one_process_calibrates_its_device_alone() -> None:
         World.of(1), [], seconds=0.2, progress=lambda share, _: shares.append(share)
     )
     assert world.measured == () and world.device.launch_s > 0
+    assert world.device.op_bytes_per_s > 0
     assert len(world.device.efficiency["float32"]) >= 5
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
 

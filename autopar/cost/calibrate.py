@@ -96,9 +96,10 @@ def calibrate(
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     progress(0.0, "memory and launches")
     memory = measure.memory_bytes_per_s(GPU_MEMORY if gpu else CPU_MEMORY, device)
-    others, launch = measure.op_bytes_per_s(device), measure.node_s(device)
-    known = replace(world.device, memory_bytes_per_s=memory, op_bytes_per_s=others, launch_s=launch)
-    world = replace(world, device=known)
+    world = replace(
+        world,
+        device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
+    )
     share = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
     grid = attention.wanted(attended, _dtypes(gpu), world.device, gpu)
     world = _computing(world, products, grid, device, seconds, share, progress)
@@ -121,7 +122,7 @@ def _computing(
     left = len(everything) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
     noted = part(progress, 0.0, on_products)
-    found, each = timed_computing(
+    found, each, others = timed_computing(
         shapes,
         attended,
         device,
@@ -136,7 +137,8 @@ def _computing(
         seconds * (share - on_products),
         part(progress, on_products, share - on_products),
     )
-    return replace(world, device=replace(world.device, forms=forms, attention=reached))
+    known = replace(world.device, forms=forms, attention=reached, op_bytes_per_s=others)
+    return replace(world, device=known)
 
 
 def _communicating(
@@ -229,11 +231,13 @@ def timed_computing(
     device: torch.device,
     seconds: float,
     progress: Progress,
-) -> tuple[Times, dict[Attending, float]]:
-    """Seconds of each product, and seconds per FLOP of each attention: in the same rounds, as one
-    is a share of the other; over rounds and ranks, all ranks at work at once.
+) -> tuple[Times, dict[Attending, float], float]:
+    """Seconds of each product, seconds per FLOP of each attention, bytes/s of other ops: in the
+    same rounds, as they are held against one another; over rounds and ranks, all at work at once.
     """
-    works, count = _products(wanted, device), len(wanted)
+    others, moved = measure.other_ops(device)
+    works = [*_products(wanted, device), others]
+    count = len(works)
     often, seconds = warmed(works, [True] * count, device, seconds, progress, "products")
 
     def once(index: int) -> float:
@@ -244,8 +248,9 @@ def timed_computing(
     visits = [1] * (count + len(attended))
     found = in_rounds(visits, once, seconds, after_warming(progress, "products"))
     samples = [np.concatenate(s) for s in zip(*ranks.all_of(found), strict=True)]
-    each = zip(attended, samples[count:], strict=True)
-    return _medians(wanted, samples[:count]), {one: float(np.median(s)) for one, s in each}
+    *timed, of_others = samples[:count]
+    each = {one: float(np.median(s)) for one, s in zip(attended, samples[count:], strict=True)}
+    return _medians(wanted, timed), each, moved / float(np.median(of_others))
 
 
 def timed_forms(

@@ -214,13 +214,12 @@ def memory_bytes_per_s(total_bytes: float, device: torch.device) -> float:
     return 12 * x.numel() / _median(ranks.all_of(found))
 
 
-def op_bytes_per_s(device: torch.device) -> float:
-    """Of what normalizes, has exponentials or adds, with its backward, on all ranks at once: bytes
-    read and written, the results fresh memory, as in the graphs of a transformer.
+def other_ops(device: torch.device) -> tuple[Callable[[], object], int]:
+    """What normalizes, has exponentials or adds, with its backward, as in the graphs of a
+    transformer, the results fresh memory; and the bytes that it reads and writes.
     """
-    rows = _POOL // _TURNS // _WIDTH
+    rows, line = _POOL // _TURNS // _WIDTH, [_WIDTH]
     xs, gs = (in_turn(pool(0, device), rows, _WIDTH) for _ in range(2))
-    line = [_WIDTH]
     scale, shift = torch.ones(line, device=device), torch.zeros(line, device=device)
 
     def work() -> None:
@@ -233,9 +232,7 @@ def op_bytes_per_s(device: torch.device) -> float:
         aten.add(x, g)
 
     tensors = (2 + 3) * 3 + 3  # of so many rows: forward, backward; and what is added
-    often = times_for(work, device)
-    found = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
-    return 4 * tensors * rows * _WIDTH / _median(ranks.all_of(found))
+    return work, 4 * tensors * rows * _WIDTH
 
 
 def launch_s(device: torch.device) -> float:
