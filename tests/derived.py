@@ -23,17 +23,17 @@ def scheduled(layout: Any, layers: int = 2, ranks: int = 8) -> Scheduled:
         ids = torch.zeros(64, 512, dtype=torch.long)
     world = autopar.World.preset("dgx-h100", ranks)
     plan = autopar.plan(model, world, (ids, ids), layout=layout)
-    program = plan.ready.program
-    run = Scheduled(program, world, ("schedule",))
-    with _compat.fake_mode():
-        run.derived([value_of(entry, program) for entry in program.signature.inputs])
-    return run
+    return _run(plan, world, ("schedule",))
 
 
 def derived(layout: Any, world: autopar.World, passes: tuple[str, ...]) -> Scheduled:
     """The graphs of the small GPT: on slow links the start of every collective counts."""
     model, args, _ = models.gpt()
-    program = autopar.plan(model, world, args, layout=layout).ready.program
+    return _run(autopar.plan(model, world, args, layout=layout), world, passes)
+
+
+def _run(plan: autopar.Plan, world: autopar.World, passes: tuple[str, ...]) -> Scheduled:
+    program = plan.ready.program
     run = Scheduled(program, world, passes)
     with _compat.fake_mode():
         run.derived([value_of(entry, program) for entry in program.signature.inputs])

@@ -182,12 +182,18 @@ def test_the_products_that_ranks_may_get() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_lie_as_they_say(form: str) -> None:
-    left, right = torch.randn(41), torch.randn(69)
-    x = left[:21].view(7, 3).t() if form[0] == "T" else left[:21].view(3, 7)
-    y = right[:35].view(5, 7).t() if form[1] == "T" else right[:35].view(7, 5)
+    """Each run of a product has operands of its own."""
+    left, right = torch.randn(42), torch.randn(70)
+    wanted = [
+        (a.view(7, 3).t() if form[0] == "T" else a.view(3, 7))
+        @ (b.view(5, 7).t() if form[1] == "T" else b.view(7, 5))
+        for a, b in zip(left.split(21), right.split(35), strict=True)
+    ]
     for copied in measure.COPIES:
         shape = Product(torch.float32, 3, 5, 7, form, copied)
-        torch.testing.assert_close(measure.product(shape, left, right)(), x @ y)
+        run = measure.product(shape, left, right)
+        for found in (*wanted, wanted[0]):
+            torch.testing.assert_close(run(), found)
         assert shape.flops == 2 * 3 * 5 * 7 and shape.moved_bytes == 4 * (21 + 35 + 15)
 
 
