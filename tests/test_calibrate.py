@@ -182,8 +182,8 @@ def test_the_products_that_ranks_may_get() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_lie_as_they_say(form: str) -> None:
-    """Each run of a product has operands of its own."""
-    left, right = torch.randn(42), torch.randn(70)
+    """Each run of a product has operands and a result of its own."""
+    left, right, results = torch.randn(42), torch.randn(70), torch.zeros(30)
     wanted = [
         (a.view(7, 3).t() if form[0] == "T" else a.view(3, 7))
         @ (b.view(5, 7).t() if form[1] == "T" else b.view(7, 5))
@@ -191,9 +191,10 @@ def test_forms_lie_as_they_say(form: str) -> None:
     ]
     for copied in measure.COPIES:
         shape = Product(torch.float32, 3, 5, 7, form, copied)
-        run = measure.product(shape, left, right)
+        run = measure.product(shape, left, right, results)
         for found in (*wanted, wanted[0]):
             torch.testing.assert_close(run(), found)
+        torch.testing.assert_close(results.view(2, 3, 5), torch.stack(wanted))
         assert shape.flops == 2 * 3 * 5 * 7 and shape.moved_bytes == 4 * (21 + 35 + 15)
 
 

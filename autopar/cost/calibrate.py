@@ -281,20 +281,24 @@ def timed_forms(
 
 
 def _products(wanted: Sequence[Product], device: torch.device) -> list[Callable[[], torch.Tensor]]:
-    """What runs each, on some of common numbers."""
+    """What runs each, on some of common numbers and into others."""
     numbers = {
         dtype: [measure.pool(count, device, dtype) for count in counts]
-        for dtype, counts in _operand_sizes(wanted).items()
+        for dtype, counts in _sizes(wanted).items()
     }
     return [measure.product(shape, *numbers[shape.dtype]) for shape in wanted]
 
 
-def _operand_sizes(wanted: Sequence[Product]) -> dict[torch.dtype, tuple[int, int]]:
-    """By dtype, the numbers of the largest left and the largest right operand."""
-    found: dict[torch.dtype, tuple[int, int]] = {}
+def _sizes(wanted: Sequence[Product]) -> dict[torch.dtype, tuple[int, int, int]]:
+    """By dtype, the numbers of the largest left and right operand and of the largest result."""
+    found: dict[torch.dtype, tuple[int, int, int]] = {}
     for shape in wanted:
-        left, right = found.get(shape.dtype, (0, 0))
-        found[shape.dtype] = max(left, shape.m * shape.k), max(right, shape.k * shape.n)
+        left, right, result = found.get(shape.dtype, (0, 0, 0))
+        found[shape.dtype] = (
+            max(left, shape.m * shape.k),
+            max(right, shape.k * shape.n),
+            max(result, shape.m * shape.n),
+        )
     return found
 
 

@@ -28,8 +28,8 @@ _ON_CPU = 3
 _SHARED_S = 0.1
 _LAUNCHES = 200
 _LEAST_ROUNDS = 3
-_POOL = 2**24  # numbers that operands are taken from in turn: more than a rank's caches hold
-_TURNS = 16  # operands at the most; so small ones stay in the caches
+_POOL = 2**24  # numbers that memory is taken from in turn: more than a rank's caches hold
+_TURNS = 16  # matrices at the most; so small ones stay in the caches
 _WIDTH = 1024  # of rows
 _SIDE = 512  # of the square matrices that are multiplied beside collectives
 _LONG_S = 20e-3  # what takes longer is run once, so that there are more rounds
@@ -126,13 +126,14 @@ def actual_bytes(case: Case) -> int:
 
 
 def pool(least: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """So many, or more, that works take their operands from."""
+    """So many numbers, or more, that works read and write."""
     return torch.randn(max(least, _POOL), device=device).to(dtype)
 
 
 def in_turn(source: Tensor, rows: int, columns: int, transposed: bool = False) -> Iterator[Tensor]:
-    """Matrices from the source one after another, without end: what an op of a step takes comes
-    from memory, not from the caches. `transposed`: each lies column by column.
+    """Matrices from the source one after another, without end: what an op of a step reads comes
+    from memory, not from the caches, and what it writes goes to other memory than what the op
+    before wrote. `transposed`: each lies column by column.
     """
     count = rows * columns
     parts = source[: min(_TURNS, source.numel() // count) * count].split(count)
@@ -140,16 +141,17 @@ def in_turn(source: Tensor, rows: int, columns: int, transposed: bool = False) -
     return itertools.cycle(found)
 
 
-def product(shape: Product, left: Tensor, right: Tensor) -> Callable[[], Tensor]:
-    """What runs the product once, on some of these numbers."""
+def product(shape: Product, left: Tensor, right: Tensor, results: Tensor) -> Callable[[], Tensor]:
+    """What runs the product once, on some of these numbers and into some of the results."""
     x = in_turn(left, shape.m, shape.k, shape.form[0] == "T")
     y = in_turn(right, shape.k, shape.n, shape.form[1] == "T")
+    z = in_turn(results, shape.m, shape.n)
     match shape.copied:
         case "left":
-            return lambda: torch.mm(other_order(next(x)), next(y))
+            return lambda: torch.mm(other_order(next(x)), next(y), out=next(z))
         case "right":
-            return lambda: torch.mm(next(x), other_order(next(y)))
-    return lambda: torch.mm(next(x), next(y))
+            return lambda: torch.mm(next(x), other_order(next(y)), out=next(z))
+    return lambda: torch.mm(next(x), next(y), out=next(z))
 
 
 def seconds(
@@ -216,20 +218,22 @@ def memory_bytes_per_s(total_bytes: float, device: torch.device) -> float:
 
 def other_ops(device: torch.device) -> tuple[Callable[[], object], int]:
     """What normalizes, has exponentials or adds, with its backward, as in the graphs of a
-    transformer, the results fresh memory; and the bytes that it reads and writes.
+    transformer; and the bytes that it reads and writes. Layer norms have no form that writes into
+    given memory without a copy, so theirs is the allocator's.
     """
     rows, line = _POOL // _TURNS // _WIDTH, [_WIDTH]
-    xs, gs = (in_turn(pool(0, device), rows, _WIDTH) for _ in range(2))
+    xs, gs, results = (in_turn(pool(0, device), rows, _WIDTH) for _ in range(3))
     scale, shift = torch.ones(line, device=device), torch.zeros(line, device=device)
 
     def work() -> None:
         x, g = next(xs), next(gs)
         _, mean, spread = aten.native_layer_norm(x, line, scale, shift, 1e-5)
         aten.native_layer_norm_backward(g, x, line, mean, spread, scale, shift, [True] * 3)
-        aten.gelu(x)
-        aten.gelu_backward(g, x)
-        aten._log_softmax_backward_data(g, aten._log_softmax(x, 1, False), 1, x.dtype)
-        aten.add(x, g)
+        aten.gelu(x, out=next(results))
+        aten.gelu_backward(g, x, grad_input=next(results))
+        y = aten._log_softmax(x, 1, False, out=next(results))
+        aten._log_softmax_backward_data(g, y, 1, x.dtype, out=next(results))
+        aten.add(x, g, out=next(results))
 
     tensors = (2 + 3) * 3 + 3  # of so many rows: forward, backward; and what is added
     return work, 4 * tensors * rows * _WIDTH
