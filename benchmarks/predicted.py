@@ -4,7 +4,8 @@
 
 Prints for each rate every layout with both times, the median error, Kendall's rank correlation, and
 where the layout that `auto` picks stands among the measured; and the same of forward and backward
-as they were scheduled, which knows more than a plan: the pieces that are communicated.
+as they were scheduled, which knows more than a plan: the pieces that are communicated. The rank
+correlation of every other step with the rest says how far measured ranks can be told at all.
 Layouts are timed in groups, so that their weights fit in memory; `auto` and ddp are in each, and
 show how far groups may be compared.
 """
@@ -85,6 +86,17 @@ def graph_pairs(cell: Cell) -> list[Pair]:
     return pairs(cell, "scheduled", "forward_backward")
 
 
+def repeated(cell: Cell) -> float:
+    """Kendall's tau of the medians of every other step against those of the steps in between."""
+    return kendall(
+        [
+            Pair(timed["name"], statistics.median(steps[::2]), statistics.median(steps[1::2]))
+            for timed in cells.standing(cell)
+            if timed["name"] != "autopar auto" and len(steps := timed["seconds"]) > 1
+        ]
+    )
+
+
 def joined(groups: Sequence[Cell]) -> Cell:
     """The groups of one cell as one; the steps of a contestant of several groups together."""
     contestants: dict[str, dict[str, Any]] = {}
@@ -139,6 +151,7 @@ def summary(cell: Cell) -> dict[str, float]:
         "kendall": kendall(found),
         "graphs_median_error": statistics.median(pair.error for pair in graphs),
         "graphs_kendall": kendall(graphs),
+        "repeated": repeated(cell),
         "auto_over_fastest": cells.median(auto) / fastest.measured if auto else float("nan"),
     }
 
@@ -153,7 +166,8 @@ def sentence(found: dict[str, float], drifted: float) -> str:
         f"{found['layouts']} layouts: median error {error:.1%} (wanted {ERROR:.0%}: "
         f"{said(error <= ERROR)}); Kendall {tau:.2f} (wanted {RANKS}: {said(tau >= RANKS)}); auto "
         f"{auto:.2f} × the fastest (wanted {NEAR}: {said(auto <= NEAR)}); of the graphs "
-        f"that run, error and Kendall {graphs}; ddp differed by {drifted:.2f} × between groups"
+        f"that run, error and Kendall {graphs}; of every other measured step with the rest, "
+        f"Kendall {found['repeated']:.2f}; ddp differed by {drifted:.2f} × between groups"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import autopar
 from autopar.layouts import candidates
 from benchmarks import overhead, predicted
 from benchmarks.forced import FORCED
@@ -16,6 +17,7 @@ from benchmarks.models import SUBJECTS
 from benchmarks.predicted import ALWAYS, Pair, groups_of, kendall
 from benchmarks.ranks import Timed
 from plans import subject
+from priced import EMULATED
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,6 +54,14 @@ def test_groups_are_joined_and_summed_up():
     assert found["graphs_kendall"] == 1
     assert found["graphs_median_error"] == pytest.approx(0.55)  # of 0.64, 0.375, 0.55
     assert found["auto_over_fastest"] == pytest.approx(1.1)
+    assert found["repeated"] == 0  # of one layout that was timed twice
+
+
+def test_measured_ranks_are_held_against_themselves():
+    steady = timed("autopar ddp", [1.0, 1.0, 1.0, 1.0], 1.0)
+    either = [timed(str(i), [2.0, 3.0, 2.0, 3.0][i:] + [2.0] * i, 1.0) for i in range(2)]
+    cell = {"contestants": [steady, *either]}
+    assert predicted.repeated(cell) == pytest.approx(1 / 3)  # two pairs agree, one does not
 
 
 def test_every_layout_is_in_one_group_and_auto_in_each():
@@ -66,6 +76,14 @@ def test_all_forced_layouts_fit_four_ranks():
     program = subject(small.model(), small.batches(1)[0]).program
     assert len(FORCED) >= 24
     assert all(list(candidates(layout, 4, program)) for layout in FORCED.values())
+
+
+@pytest.mark.slow
+def test_no_two_forced_layouts_come_to_the_same_plan():
+    small = SUBJECTS["tiny"]
+    model, batch = small.model(), small.batches(1)[0]
+    plans = [autopar.plan(model, EMULATED, batch, layout=layout) for layout in FORCED.values()]
+    assert len({(plan.seconds, plan.overlapped) for plan in plans}) == len(FORCED)
 
 
 def test_a_world_of_an_earlier_run_is_of_one_rate(tmp_path, capsys):
