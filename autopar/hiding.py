@@ -3,15 +3,17 @@
 The search adds up seconds, as if nothing ran under anything else. What can wait or be fetched
 early, gathers of weights and sums of their gradients, may count less in it (`Annotations.share`):
 that gives other plans, which lean on what hides. The best plan of the sum, these, and for "auto"
-those of the named layouts compete: the most promising are emitted and run in the simulation that
-the scheduler goes by (cost/simulate.py); the shortest step comes first. So the proven gap is one of
-the summed seconds, not of the simulated ones.
+those of the named layouts compete: the most promising, and of each name at least one, are emitted
+and run in the simulation that the scheduler goes by (cost/simulate.py); the shortest step comes
+first. So the proven gap is one of the summed seconds, not of the simulated ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +57,16 @@ def by_step(shallow: Shallow, layout: Layouts, budget: Budget | None) -> list[Pr
     return [deep.program for deep in near]
 
 
+class _Rated(NamedTuple):
+    """A plan, what its step takes if all hides that can, and the middle between that and the sum,
+    twice: in s.
+    """
+
+    light: float
+    middle: float
+    deep: Deep
+
+
 class _Others:
     """Plans that compete with the best one of the sum."""
 
@@ -63,22 +75,26 @@ class _Others:
         self.deep, self.shallow = Deep(best, shallow.deep), shallow
         self.lighter = [shallow.annotated(_counted(best, share)) for share in shares(self.world)]
         self.kept = Middle(best, "adamw" if budget is None else budget.optimizer)
-        self.found: dict[Hashable, tuple[float, Deep]] = {}
+        self.found: dict[Hashable, _Rated] = {}
+        self.names: dict[str, dict[Hashable, _Rated]] = defaultdict(dict)
         self._enter(self.deep)
 
     @property
     def least(self) -> float:
-        return min(seconds for seconds, _ in self.found.values())
+        return min(rated.light for rated in self.found.values())
 
     def near(self) -> list[Deep]:
         """Of those that may fit as they are the most promising, by what a step takes if all hides
-        that can and by the middle between that and the sum; and the best of the sum.
+        that can and by the middle between that and the sum; of each name the one that is by the
+        middle; and the best of the sum.
         """
         limit = _NEAR * self.least
-        fit = [(s, deep) for s, deep in self.found.values() if s <= limit and self._may_fit(deep)]
-        light = sorted(fit, key=lambda pair: pair[0])[:_RUN]
-        middle = sorted(fit, key=lambda pair: pair[0] + _plan(pair[1].program).seconds)[:_RUN]
-        return list(dict.fromkeys((*(deep for _, deep in (*light, *middle)), self.deep)))
+        fit = [r for r in self.found.values() if r.light <= limit and self._may_fit(r.deep)]
+        light = sorted(fit, key=lambda rated: rated.light)[:_RUN]
+        middle = sorted(fit, key=lambda rated: rated.middle)
+        named = [next((r for r in middle if r in of.values()), None) for of in self.names.values()]
+        taken = [rated.deep for rated in (*light, *middle[:_RUN], *filter(None, named))]
+        return list(dict.fromkeys((*taken, self.deep)))
 
     def _may_fit(self, deep: Deep) -> bool:
         """By what a plan holds that drops nothing; its peak is above that."""
@@ -90,18 +106,18 @@ class _Others:
         """A named layout's plan of the sum, and those at the shares."""
         plan = self.shallow.named(name)
         if plan is not None:
-            self._enter(self._beside(plan))
+            self._enter(self._beside(plan), name)
             given = list(candidates(name, self.world.ranks, self.best))
-            self.take(given, bounds_of(plan))
+            self.take(given, bounds_of(plan), name)
 
-    def take(self, given: Sequence[Candidate], bounds: Sequence[float]) -> None:
+    def take(self, given: Sequence[Candidate], bounds: Sequence[float], name: str = "") -> None:
         """The plans on the most promising of these meshes in which what hides counts less: least
         first, and no more where that is not near.
         """
         most = _FREE if all(rules.free for _, rules in given) else _RULED
         near = promising(bounds, given, most, _NEAR)
         for one in reversed(self.lighter):
-            if self._enter(self._beside(one.plan(near))) > _NEAR * self.least:
+            if self._enter(self._beside(one.plan(near)), name) > _NEAR * self.least:
                 return
 
     def _beside(self, plan: Plan) -> Deep:
@@ -110,13 +126,17 @@ class _Others:
         plan = dataclasses.replace(_plan(deep.program), bound=known.bound, meshes=known.meshes)
         return deep.under(plan)
 
-    def _enter(self, deep: Deep) -> float:
+    def _enter(self, deep: Deep, name: str = "") -> float:
         """Seconds in which what hides counts least."""
-        looks = _looks(_plan(deep.program))
+        plan = _plan(deep.program)
+        looks = _looks(plan)
         if looks not in self.found:
-            light = Deep(_counted(deep.program, shares(self.world)[-1]), deep)
-            self.found[looks] = summed(light, self.world), deep
-        return self.found[looks][0]
+            least = Deep(_counted(deep.program, shares(self.world)[-1]), deep)
+            light = summed(least, self.world)
+            self.found[looks] = _Rated(light, light + plan.seconds, deep)
+        if name:
+            self.names[name][looks] = self.found[looks]
+        return self.found[looks].light
 
 
 def shares(world: World) -> tuple[float, ...]:

@@ -69,12 +69,31 @@ def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyP
     others = hiding._Others(best, Shallow(program(), WORLD), None)
     for one in several():
         others._enter(Deep(one))
-    sums = [hiding._plan(deep.program).seconds for _, deep in others.found.values()]
-    light = [seconds for seconds, _ in others.found.values()]
-    middle = [a + b for a, b in zip(light, sums, strict=True)]
-    deeps = [deep for _, deep in others.found.values()]
-    first = {deeps[measure.index(min(measure))] for measure in (light, middle)}
-    assert len(first) == 2 and set(others.near()) == first | {others.deep}
+    rated = list(others.found.values())
+    for one in rated:
+        summed = hiding._plan(one.deep.program).seconds
+        assert one.middle == pytest.approx(one.light + summed)
+    first = {min(rated, key=lambda one: one.light), min(rated, key=lambda one: one.middle)}
+    assert len(first) == 2
+    assert set(others.near()) == {one.deep for one in first} | {others.deep}
+
+
+def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others are more promising; of several plans of it the one that is the most."""
+    monkeypatch.setattr(hiding, "_RUN", 1)
+    monkeypatch.setattr(hiding, "_NEAR", 10.0)
+    best = several()[0]
+    others = hiding._Others(best, Shallow(program(), WORLD), None)
+    for one in several():
+        others._enter(Deep(one), "these")
+    others.take_named("megatron")
+    these, megatron = (
+        min(others.names[name].values(), key=lambda one: one.middle)
+        for name in ("these", "megatron")
+    )
+    light = min(others.found.values(), key=lambda one: one.light)
+    assert len(others.names["megatron"]) > 1 and megatron.middle > these.middle
+    assert set(others.near()) == {light.deep, these.deep, megatron.deep, others.deep}
 
 
 def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
@@ -83,7 +102,9 @@ def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
     given, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
     others = hiding._Others(choose.choose(given, world, "ddp"), Shallow(given, world), None)
     others.take_named("3d")
-    seconds = [s for s, deep in others.found.values() if hiding._plan(deep.program).layout == "3d"]
+    seconds = [
+        one.light for one in others.found.values() if hiding._plan(one.deep.program).layout == "3d"
+    ]
     assert min(seconds) < hiding._NEAR * others.least < max(seconds)
 
 
