@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ _WIDTH = 1024  # of rows
 _SIDE = 512  # of the square matrices that are multiplied beside collectives
 _LONG_S = 20e-3  # what takes longer is run once, so that there are more rounds
 aten = torch.ops.aten
+Found = TypeVar("Found")  # what one round gives
 COPIES: tuple[Copied, ...] = ("", "left", "right")
 
 
@@ -280,10 +281,10 @@ def computing(long_s: float, device: torch.device) -> Callable[[], None]:
 
 
 def rounds(
-    once: Callable[[], list[float]], seconds: float, progress: Callable[[float], None]
-) -> list[list[float]]:
+    once: Callable[[], Found], seconds: float, progress: Callable[[float], None]
+) -> list[Found]:
     """What each round measured: as many as the time allows, at least three; rank 0 decides."""
-    found: list[list[float]] = []
+    found: list[Found] = []
     start, more = time.perf_counter(), True
     while more:
         found.append(once())

@@ -14,11 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _compat, ranks, wire
 from ..world import Measured, World
 from . import measure
+from .comm import sent
 from .fit import six
 from .measure import Case
 from .pattern import Pattern, size
@@ -31,6 +33,8 @@ _LEAST_S = 0.1  # of one measurement
 functional = torch.ops._c10d_functional
 Finish = Callable[[], Tensor]  # waits for a collective
 Started = Callable[[], Finish]  # issues it
+Of = tuple[str, Pattern]  # a kind of collective over the groups of a pattern
+Array = NDArray[np.float64]
 
 
 def slowed(
@@ -43,34 +47,65 @@ def slowed(
     """The world whose measured collectives know by how much they slow computing down. Collective.
 
     Of each kind over each pattern, all groups at once, small and large: the seconds of computing
-    that are lost to one, the most of all ranks, in the middle over rounds; what a small one loses
+    that are lost to one, in the middle over rounds, the most of all ranks; what a small one loses
     is lost to its start. Kinds that are not measured count as what moves as much in the same
     direction; an all-to-all is what gloo's reduce-scatters are.
     """
     kinds = [(kind, digits) for digits in patterns for kind in _STARTS]
-    wanted = [Case(*both, True, whole) for both in kinds for whole in (_SMALL, _LARGE)]
+    wanted = [Case(*of, True, whole) for of in kinds for whole in (_SMALL, _LARGE)]
     numbers = torch.ones(max(measure.actual_bytes(case) for case in wanted) // 4, device=device)
     with measure.groups(patterns) as names:
         works = [_started(case, names[case.pattern], numbers) for case in wanted]
-        rows = measure.rounds(lambda: [_lost(one, device) for one in works], seconds, progress)
-    most = np.max(ranks.all_of(rows), axis=0)
-    lost = np.median(most, axis=0).reshape(-1, 2).tolist()
-    found = {both: _taken(world, *both, *each) for both, each in zip(kinds, lost, strict=True)}
-    return _with(world, found)
+        rows = measure.rounds(lambda: [_looked(one, device) for one in works], seconds, progress)
+    alone, more = np.moveaxis(np.reshape(rows, (len(rows), -1, 2, 2)), -1, 0)
+    if device.type == "cpu":
+        own = _by_work(world, kinds, np.median(alone[:, :, 0], axis=0), *shared_cores(more))
+    else:
+        lost = np.median(more, axis=0).tolist()
+        own = [_by_time(world, of, *each) for of, each in zip(kinds, lost, strict=True)]
+    most = np.max(ranks.all_of(own), axis=0).tolist()
+    return _with(world, {of: (six(a), six(b)) for of, (a, b) in zip(kinds, most, strict=True)})
 
 
-def _taken(
-    world: World, kind: str, digits: Pattern, small_s: float, large_s: float
-) -> tuple[float, float]:
+def _by_time(world: World, of: Of, small_s: float, large_s: float) -> tuple[float, float]:
     """Seconds of computing lost to the start of a collective, and for each second from then on,
     from what is lost to a small one and to a large one.
     """
-    (way,) = flat_ways(world, kind, digits)
-    start, moving = max(0.0, small_s), way.seconds(_LARGE) - way.start_s
-    return six(start), six(min(1.0, max(0.0, large_s - start) / moving)) if moving > 0 else 0.0
+    start, moving = max(0.0, small_s), _moving_s(world, of)
+    return start, min(1.0, max(0.0, large_s - start) / moving) if moving > 0 else 0.0
 
 
-def _with(world: World, lost: dict[tuple[str, Pattern], tuple[float, float]]) -> World:
+def _by_work(
+    world: World, kinds: list[Of], alone_s: Array, work_s: Array, cores: float
+) -> list[tuple[float, float]]:
+    """The same on a CPU, where a rank has so many cores: from the seconds that small ones take
+    where nothing else runs, [kind and pattern], and what small and large ones are to work, [round,
+    kind and pattern, size].
+
+    To send a byte is as much work over whatever links and however many ranks. So it is taken in the
+    middle over patterns and rounds: of a collective that moves fast it is little beside what
+    starting varies by.
+    """
+    passed = np.array([sent(kind, size(digits)) for kind, digits in kinds])
+    rates = (work_s[:, :, 1] - work_s[:, :, 0]) / passed / (_LARGE - _SMALL)
+    starts = np.median(work_s[:, :, 0], axis=0)
+    found = []
+    for of, alone, work, part in zip(kinds, alone_s, starts, passed, strict=True):
+        start = crowded_out(max(0.0, work) / alone, cores) * alone
+        rate = float(np.median(rates[:, [kind == of[0] for kind, _ in kinds]]))
+        moving = _moving_s(world, of)
+        busy = max(0.0, rate) * part * _LARGE / moving if moving > 0 else 0.0
+        found.append((float(start), float(crowded_out(busy, cores))))
+    return found
+
+
+def _moving_s(world: World, of: Of) -> float:
+    """What a large one takes beyond its start."""
+    (way,) = flat_ways(world, *of)
+    return way.seconds(_LARGE) - way.start_s
+
+
+def _with(world: World, lost: dict[Of, tuple[float, float]]) -> World:
     exchanged = "reduce_scatter" if world.backend == "gloo" else "all_gather"
     like = {"broadcast": "all_gather", "reduce": "reduce_scatter", "all_to_all": exchanged}
 
@@ -81,16 +116,16 @@ def _with(world: World, lost: dict[tuple[str, Pattern], tuple[float, float]]) ->
     return replace(world, measured=tuple(known(one) for one in world.measured))
 
 
-def _lost(work: Started, device: torch.device) -> float:
-    """Seconds of computing that are lost to one, from this rank's view, below 0 by noise."""
+def _looked(work: Started, device: torch.device) -> tuple[float, float]:
+    """Seconds of one where nothing else runs, and what computing beside one takes longer than
+    alone: on a CPU of work, else of time; below 0 by noise.
+    """
     times = math.ceil(_LEAST_S / max(ranks.all_of(measure.seconds(_whole(work), 1, device))))
     measure.barrier()
     alone = measure.seconds(_whole(work), times, device)
     multiply = measure.computing(_LONGER * max(ranks.all_of(alone)), device)
-    if device.type != "cpu":
-        return _beside(work, multiply, times, device, time.perf_counter)
-    worked = _beside(work, multiply, times, device, time.process_time)
-    return crowded_out(*shared_cores(worked / alone)) * alone
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    return alone, _beside(work, multiply, times, device, clock)
 
 
 def _whole(work: Started) -> Callable[[], object]:
@@ -110,15 +145,15 @@ def crowded_out(busy: float, cores: float) -> float:
     return 1 - max(0.0, min(1.0, cores - busy)) / min(1.0, cores)
 
 
-def shared_cores(busy: float) -> tuple[float, float]:
-    """What the ranks of this host keep busy of its cores, which they share, for each of them, and
-    how many it has for each. Collective.
+def shared_cores(work: Array) -> tuple[Array, float]:
+    """What the ranks of this host, which share its cores, work on average, and how many of them
+    there are for each. Collective.
     """
     here = socket.gethostname()
-    theirs = [cores for host, cores in ranks.all_of((here, busy)) if host == here]
+    theirs = [one for host, one in ranks.all_of((here, work)) if host == here]
     able = getattr(os, "sched_getaffinity", None)  # not on every system
     cores = len(able(0)) if able else os.cpu_count() or 1
-    return sum(theirs) / len(theirs), cores / len(theirs)
+    return np.mean(theirs, axis=0), cores / len(theirs)
 
 
 def _beside(
