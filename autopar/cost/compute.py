@@ -47,11 +47,16 @@ def _roofline(
     flops: Numbers, share: Numbers, moved_bytes: Numbers, dtype: torch.dtype, device: Device
 ) -> Numbers:
     computing = flops / (device.rate(dtype) * share)
-    memory, others = device.memory_bytes_per_s, device.op_bytes_per_s or device.memory_bytes_per_s
+    memory, others = device.memory_bytes_per_s, op_bytes_per_s(device)
     if isinstance(computing, float) and isinstance(moved_bytes, float | int):
         return max(computing, moved_bytes / (memory if flops else others)) + device.launch_s
     moving = moved_bytes / np.where(np.asarray(flops) > 0, memory, others)
     return np.maximum(computing, moving) + device.launch_s
+
+
+def op_bytes_per_s(device: Device) -> float:
+    """What ops without FLOPs read and write in a second; where it was not calibrated, memory's."""
+    return device.op_bytes_per_s or device.memory_bytes_per_s
 
 
 def efficiency(flops: Numbers, dtype: torch.dtype, device: Device) -> Numbers:

@@ -23,7 +23,7 @@ from ..strategies import Strategy
 from ..world import World
 from .buckets import Bucket
 from .comm import flat_price
-from .compute import node_seconds, optimizer_seconds
+from .compute import node_seconds, op_bytes_per_s, optimizer_seconds
 from .links import Event
 from .moves import Move, moves
 from .pattern import Pattern, pattern, size, within
@@ -241,7 +241,7 @@ class Events:
         kind, digits, _, copied = self.joinable[members[0]][0]
         whole = sum(self.joinable[index][1] for index in members)
         price = flat_price(kind, digits, whole, self.world)
-        copying = copied * 2 * whole / self.world.device.memory_bytes_per_s
+        copying = copied * 2 * whole / op_bytes_per_s(self.world.device)
         return parts[0]._replace(
             name=f"{parts[0].name} and {len(parts) - 1} more",
             seconds=price.seconds + copying,
