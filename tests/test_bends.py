@@ -63,35 +63,34 @@ def test_what_is_never_the_fastest_is_left_out() -> None:
     assert _best([high, low]) == (low,)
 
 
+@pytest.mark.parametrize("meeting", [0.0, 4e-3])
 @pytest.mark.parametrize("kind", ["all_gather", "all_reduce", "reduce_scatter", "all_to_all"])
-def test_every_reader_says_the_same(kind: str) -> None:
+def test_every_reader_says_the_same(kind: str, meeting: float) -> None:
     """One price, an array of sizes, and an array of meshes."""
+    world = replace(WORLD, meeting_s=meeting)
     meshes = [Mesh.parse("a2.b2"), Mesh.parse("b4.a1")]
     whole = np.stack([SIZES, SIZES])
     for axes in ((0,), (1,), (0, 1)):
-        rated = Meshes(meshes, WORLD).seconds(kind, axes, whole)
+        rated = Meshes(meshes, world).seconds(kind, axes, whole)
         for mesh, row in zip(meshes, rated, strict=True):
             names = tuple(mesh.axes[a].name for a in axes)
-            array = comm.seconds(WORLD, pattern(mesh, names), kind, SIZES)
+            array = comm.seconds(world, pattern(mesh, names), kind, SIZES)
             one = [
-                comm.collective_cost(Traffic(kind, int(size)), names, mesh, 1, WORLD).seconds
+                comm.collective_cost(Traffic(kind, int(size)), names, mesh, 1, world).seconds
                 for size in SIZES
             ]
             assert row == pytest.approx(array) and one == pytest.approx(array)
 
 
-def test_meeting_makes_no_collective_dearer() -> None:
-    """It decides how many there are (buckets, pieces), not which values are sent."""
-    world, meshes = replace(WORLD, meeting_s=4e-3), [Mesh.parse("a4.b1"), Mesh.parse("b4.a1")]
-    whole = np.stack([SIZES, SIZES])
-    for axes, names in (((0,), ("a",)), ((1,), ("b",))):
-        traffic = Traffic("all_reduce", 10**4)
-        plain, met = (comm.collective_cost(traffic, names, meshes[0], 1, w) for w in (WORLD, world))
-        assert met == plain
-        rated, with_it = (
-            Meshes(meshes, w).seconds("all_reduce", axes, whole) for w in (WORLD, world)
-        )
-        assert np.array_equal(rated, with_it)
+def test_a_step_pays_for_meeting_once_a_collective() -> None:
+    """Not for each level, and not where there is nobody to meet."""
+    world, mesh = replace(WORLD, meeting_s=4e-3), Mesh.parse("a4.b1")
+    for size in (10, 10**6):
+        traffic = Traffic("all_reduce", size)
+        plain, met = (comm.collective_cost(traffic, ("a",), mesh, 1, w) for w in (WORLD, world))
+        assert met.seconds == pytest.approx(plain.seconds + 4e-3)
+        assert met.way.algorithm == plain.way.algorithm
+        assert comm.collective_cost(traffic, ("b",), mesh, 1, world).seconds == 0
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ..mesh import Mesh
 from ..world import World
 from .inside import Inside
 from .pattern import Pattern, pattern, size
-from .ways import Way, flat_ways, ways
+from .ways import Way, flat_ways, in_step, ways
 
 
 class Price(NamedTuple):
@@ -72,7 +72,7 @@ def collective_cost(
 
 def flat_price(kind: str, digits: Pattern, whole_bytes: float, world: World) -> Price:
     """Of one collective in one level, or of several that go as one, of so many bytes of the whole
-    value, over groups of a pattern.
+    value, over groups of a pattern; without what ranks lose on coming together for it.
     """
     found = flat_ways(world, kind, digits)
     way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole_bytes))
@@ -105,7 +105,7 @@ def seconds(
     """What `collective_cost` gives, for an array of bytes of the whole value at once: each in the
     way that is the fastest for it. `digits` is `pattern(mesh, axes)`.
     """
-    first, *others = ways(world, kind, digits)
+    first, *others = in_step(world, ways(world, kind, digits))
     fastest = first.all_seconds(whole_bytes)
     for way in others:
         fastest = np.minimum(fastest, way.all_seconds(whole_bytes))
@@ -126,7 +126,7 @@ def _found(
 ) -> tuple[float, tuple[Way, ...]]:
     """(bytes that a rank sends per byte of the whole, the ways to do so)."""
     digits = pattern(mesh, axes)
-    return sent(kind, size(digits)), find(world, kind, digits)
+    return sent(kind, size(digits)), in_step(world, find(world, kind, digits))
 
 
 def costs(path: Iterable[Step], element: Element, world: World) -> Iterator[Cost]:

@@ -89,7 +89,7 @@ def graph_seconds(graph: fx.Graph, world: World, stored: frozenset[str], phase: 
 
 def listed_seconds(listed: Listed, world: World) -> float:
     """What a graph takes with its collectives overlapped, each with what its ranks lose on coming
-    together and with what issuing it costs: to choose how many of them share out the same values.
+    together (as in a plan's step), and with what issuing them costs.
     """
     events = listed.events
     issued = sum(bool(event.lane) for event in events)

@@ -51,6 +51,7 @@ class _Alike(NamedTuple):
     kind: str
     digits: Pattern
     element_bytes: int
+    late_s: float  # what ranks lose on coming together
     copied: bool  # together and apart again (joint.py)
 
 
@@ -191,9 +192,11 @@ class Events:
         of their own, as they do in scheduled graphs.
         """
         digits = pattern(self.plan.mesh, move.axes)
+        late = self.world.meeting_s  # once: who has met goes on together
         for stage in stages(move.traffic.collective, digits, move.levels):
-            self._may_join(stage, move, pieces)
-            after = (self._stage(node, stage, move, after, phase, pieces),)
+            self._may_join(stage, move, pieces, late)
+            after = (self._stage(node, stage, move, after, phase, pieces, late),)
+            late = 0.0
         return after[0]
 
     def _stage(
@@ -204,7 +207,9 @@ class Events:
         after: tuple[int, ...],
         phase: Any,
         pieces: int,
+        late_s: float,
     ) -> int:
+        """One of its stages; `late_s`: what ranks lose on coming together for it."""
         price = flat_price(stage.kind, stage.digits, move.bytes / stage.parts, self.world)
         held = 0.0
         if "step" in node.meta:
@@ -212,7 +217,7 @@ class Events:
         return self._add(
             node,
             stage.kind,
-            price.seconds / pieces,
+            (price.seconds + late_s) / pieces,
             after,
             phase,
             # one process group carries all of its own, as scheduled graphs run
@@ -224,7 +229,7 @@ class Events:
             takes_s=price.takes_s / pieces,
         )
 
-    def _may_join(self, stage: Stage, move: Move, pieces: int) -> None:
+    def _may_join(self, stage: Stage, move: Move, pieces: int, late_s: float) -> None:
         """The collective that is added next. Of reduce-scatters those that gloo has, which are
         all-to-alls (passes/bucket.py).
         """
@@ -232,19 +237,19 @@ class Events:
         scattered = kind == "reduce_scatter" and self.world.backend == "gloo"
         if pieces == 1 and not move.inside and (scattered or kind in ("all_gather", "all_reduce")):
             copied = self.world.backend == "gloo" and move.traffic.collective != "all_reduce"
-            alike = _Alike(kind, stage.digits, move.element_bytes, copied)
+            alike = _Alike(kind, stage.digits, move.element_bytes, late_s, copied)
             self.joinable[len(self.events)] = alike, move.bytes / stage.parts
 
     def joint(self, members: Bucket) -> Event:
         """What stands for several collectives."""
         parts = tuple(self.events[index] for index in members)
-        kind, digits, _, copied = self.joinable[members[0]][0]
+        kind, digits, _, late, copied = self.joinable[members[0]][0]
         whole = sum(self.joinable[index][1] for index in members)
         price = flat_price(kind, digits, whole, self.world)
         copying = copied * 2 * whole / op_bytes_per_s(self.world.device)
         return parts[0]._replace(
             name=f"{parts[0].name} and {len(parts) - 1} more",
-            seconds=price.seconds + copying,
+            seconds=price.seconds + late + copying,
             bytes=price.bytes,
             held_bytes=sum(part.held_bytes for part in parts),
             takes_s=price.takes_s + copying,  # by the thread that computes

@@ -1,8 +1,6 @@
 """What ranks that compute lose on coming together for a collective, beyond what it takes where
 nothing else runs: they come at different times, and whoever waits is woken late. On ranks that
-share cores it is milliseconds, the same for small and large values. It decides how many
-collectives share out the same values (buckets, pieces of products): a step's ranks, who compute
-alike, lose little of it to one that they must have anyway, so plans are not priced with it.
+share cores it is milliseconds, the same for small and large values.
 """
 
 from __future__ import annotations

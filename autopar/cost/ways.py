@@ -76,6 +76,13 @@ def ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
     return _best([*flat_ways(world, kind, digits), *_two_level(world, kind, digits)])
 
 
+def in_step(world: World, found: tuple[Way, ...]) -> tuple[Way, ...]:
+    """The ways as a step pays them, whose ranks compute between collectives."""
+    if not world.meeting_s or found == (FREE,):
+        return found
+    return tuple(way._replace(start_s=way.start_s + world.meeting_s) for way in found)
+
+
 def formula(world: World, kind: str, digits: Pattern) -> Way:
     """The first one-level way by formula, measured or not: levels and factors are fitted to it."""
     name, start, rate = next(_flat(world, kind, digits))

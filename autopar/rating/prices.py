@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.pattern import pattern
-from ..cost.ways import flat_ways, ways
+from ..cost.ways import flat_ways, in_step, ways
 from ..mesh import Mesh
 from ..world import World
 
@@ -62,7 +62,7 @@ class Meshes:
             several = []
             for mesh in self.meshes:
                 digits = pattern(mesh, tuple(mesh.axes[a].name for a in axes))
-                several.append(find(self.world, kind, digits))
+                several.append(in_step(self.world, find(self.world, kind, digits)))
             most = max(len(found) for found in several)
             filled = [[*found, *[found[-1]] * (most - len(found))] for found in several]
             bent = max(len(way.bends) for found in several for way in found)

@@ -27,7 +27,7 @@ class World:
     node.
 
     `launch_s`: seconds to start any collective; `meeting_s`: what ranks that compute lose beyond
-    that on coming together for one more of them. `factors`: how much longer than modelled each kind
+    that on coming together for one. `factors`: how much longer than modelled each kind
     of collective takes on this `backend`, where calibration has found out; `measured`: what it
     found for single patterns, which stands in place of the formulas. `version`: of the file. Raises
     WorldError where the parts contradict one another.
