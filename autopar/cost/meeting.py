@@ -34,27 +34,24 @@ def meeting_s(
         works = [measure.collective(case, names[case.pattern], numbers) for case in cases]
         for work in works:
             work()
-        rows = measure.rounds(lambda: _round(works, multiply, device), seconds, progress)
-    slowest = np.median(np.max(ranks.all_of(rows), axis=0), axis=0)
-    count = len(works)
-    lost = slowest[1 + count :] - slowest[1 : 1 + count] - slowest[0]
-    return max(0.0, float(np.median(lost)))
+        rows = measure.rounds(
+            lambda: [_looked(work, multiply, device) for work in works], seconds, progress
+        )
+    computing, alone, both = np.moveaxis(np.max(ranks.all_of(rows), axis=0), -1, 0)
+    return max(0.0, float(np.median(both - alone - computing)))
 
 
-def _round(
-    works: list[Callable[[], object]], multiply: Callable[[], None], device: torch.device
+def _looked(
+    work: Callable[[], object], multiply: Callable[[], None], device: torch.device
 ) -> list[float]:
-    """Seconds of one turn: of computing, of every collective, of each after computing."""
+    """Seconds of one turn: of computing, of the collective, of the collective after computing."""
 
-    def turn(work: Callable[[], object]) -> Callable[[], object]:
-        def both() -> None:
-            multiply()
-            work()
-
-        return both
+    def both() -> None:
+        multiply()
+        work()
 
     found = []
-    for work in (multiply, *works, *(turn(work) for work in works)):
+    for one in (multiply, work, both):
         measure.barrier()
-        found.append(measure.seconds(work, _TURNS, device))
+        found.append(measure.seconds(one, _TURNS, device))
     return found
