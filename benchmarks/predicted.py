@@ -6,8 +6,9 @@ Prints for each rate every layout with both times, the median error, Kendall's r
 where the layout that `auto` picks stands among the measured; and the same of forward and backward
 as they were scheduled, which knows more than a plan: the pieces that are communicated. The rank
 correlation of every other step with the rest says how far measured ranks can be told at all.
-Layouts are timed in groups, so that their weights fit in memory; `auto` and ddp are in each, and
-show how far groups may be compared.
+Layouts are timed in groups, so that their weights fit in memory; `auto` and ddp are in each. What
+the machine did meanwhile met all steps of a round alike, so a step counts by what those two took in
+its round: times of different minutes are never compared. All as timed is in the JSON.
 """
 
 from __future__ import annotations
@@ -106,6 +107,30 @@ def joined(groups: Sequence[Cell]) -> Cell:
             known[what] = known[what] + timed[what]
         known["reason"] = known["reason"] or timed["reason"]
     return {**groups[0], "contestants": list(contestants.values())}
+
+
+def levelled(groups: Sequence[Cell]) -> list[Cell]:
+    """With every round's steps as if `auto` and ddp had taken in it, in the geometric mean, what
+    they do in the middle over all rounds of all groups.
+    """
+    paces = [{what: _pace(group, what) for what in STEPS} for group in groups]
+    found = []
+    for group, pace in zip(groups, paces, strict=True):
+        contestants = [dict(timed) for timed in group["contestants"]]
+        for what in STEPS:
+            usual = statistics.median(itertools.chain.from_iterable(one[what] for one in paces))
+            for timed in contestants:
+                timed[what] = [x * usual / there for x, there in zip(timed[what], pace[what])]
+        found.append({**group, "contestants": contestants})
+    return found
+
+
+def _pace(group: Cell, what: str) -> list[float]:
+    """Of every round, in s. Raises Failed where neither of the two stands."""
+    always = [timed[what] for timed in cells.standing(group) if timed["name"] in ALWAYS]
+    if not always:
+        raise Failed(f"neither of {ALWAYS} came through in one group: {cells.title(group)}")
+    return [statistics.geometric_mean(steps) for steps in zip(*always)]
 
 
 def drift(groups: Sequence[Cell]) -> float:
@@ -215,10 +240,10 @@ def run(shape: Shape, options: argparse.Namespace, console: Console) -> None:
             world=str(world),
         )  # fmt: skip
         done.append(cells.measured(options.model, shape, settings))
-    cell = joined(done)
+    cell = joined(levelled(done))
     found = {**summary(cell), "drift": drift(done)}
     command = "python -m benchmarks.predicted " + shlex.join(sys.argv[1:])
-    cells.keep(options.out / "results.json", {**cell, "summary": found}, command)
+    cells.keep(options.out / "results.json", {**cell, "groups": done, "summary": found}, command)
     console.print(table(cell), sentence(found, found["drift"]), sep="\n")
 
 

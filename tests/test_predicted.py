@@ -12,6 +12,7 @@ import pytest
 import autopar
 from autopar.layouts import candidates
 from benchmarks import overhead, predicted
+from benchmarks.cluster import Failed
 from benchmarks.forced import FORCED
 from benchmarks.models import SUBJECTS
 from benchmarks.predicted import ALWAYS, Pair, groups_of, kendall
@@ -55,6 +56,28 @@ def test_groups_are_joined_and_summed_up():
     assert found["graphs_median_error"] == pytest.approx(0.55)  # of 0.64, 0.375, 0.55
     assert found["auto_over_fastest"] == pytest.approx(1.1)
     assert found["repeated"] == 0  # of one layout that was timed twice
+
+
+def test_steps_count_by_what_auto_and_ddp_took_in_their_round():
+    def group(pace, *others):
+        always = [timed(name, [2 * s for s in pace], 1.0) for name in ALWAYS]
+        return {"model": "gpt", "contestants": [*always, *others]}
+
+    slow_at_last = group([1.0, 1.0, 4.0], timed("autopar fsdp", [3.0, 3.0, 12.0], 1.0))
+    fast = group([0.5, 0.5, 1.0], timed("autopar megatron", [1.0, 1.5, 3.0], 1.0))
+    cell = predicted.joined(predicted.levelled([slow_at_last, fast]))
+    found = {t["name"]: t["seconds"] + t["forward_backward"] for t in cell["contestants"]}
+    assert found["autopar ddp"] == pytest.approx([2.0] * 6 + [1.0] * 6)
+    assert found["autopar fsdp"] == pytest.approx([3.0] * 3 + [1.5] * 3)
+    assert found["autopar megatron"] == pytest.approx([2.0, 3.0, 3.0, 1.0, 1.5, 1.5])
+    assert slow_at_last["contestants"][2]["seconds"] == [3.0, 3.0, 12.0]
+
+
+def test_a_group_without_auto_and_ddp_cannot_be_compared():
+    cell = {"model": "gpt", "nodes": 2, "ranks_per_node": 2, "rate": None}
+    group = {**cell, "contestants": [timed("autopar fsdp", [1.0], 1.0)]}
+    with pytest.raises(Failed, match="gpt, 2×2 at unlimited"):
+        predicted.levelled([group])
 
 
 def test_measured_ranks_are_held_against_themselves():
