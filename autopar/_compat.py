@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.utils import _pytree as pytree
@@ -32,7 +31,6 @@ __all__ = [
     "BoxedCodeGen",
     "FakeTensorMode",
     "OpOverload",
-    "StridedShard",
     "TorchDispatchMode",
     "aot_module_simplified",
     "autograd_step",

@@ -172,9 +172,11 @@ class Constraint:
 
     def storage(self, name: str, path: str, found: Sequence[Layout]) -> list[Layout]:
         """The stored layouts of a parameter that obey the layout: axis by axis, as far as its sizes
-        allow.
+        allow. Only plain ones: optimizers, checkpoints and `full_tensor` read what is stored as
+        DTensors, which mean nothing else. The graph reshards from there to the digits that products
+        want.
         """
-        kept = list(found)
+        kept = [layout for layout in found if layout.is_plain]
         for index, role in enumerate(self.roles(path) or ()):
             letters = [self._letter(name, layout.states[index]) for layout in kept]
             fits = role.stores(len(found[0].shape), letters)

@@ -225,6 +225,13 @@ class _Checker:
         dims, shape = self.notes.dims[producer(node)], shape_of(value_of(node))
         if layout.shape != shape:
             raise PlanError(f"{what} as {layout.shape} by the plan, its shape is {shape}")
+        if not layout.is_plain:
+            raise PlanError(
+                f"{what} {_layout(layout)} by the plan, a tensor of {shape}. Of axes that share "
+                f"a dim the first of the mesh {self.mesh} takes the outermost digit, the next one "
+                "the outermost of the rest, as plain Shards do: "
+                f"{_layout(layout.plain_part())} could be"
+            )
         names = {state.dim for state in layout.states if state.kind == "S"}
         kept = [self._slots(dims, axis, whole, names) for axis in self.mesh.axes]
         if layout in placements(dims, shape, self.mesh, whole, itertools.product(*kept)):

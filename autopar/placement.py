@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,30 +10,19 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ._compat import StridedShard, from_part, local_of, placing_of
+from ._compat import from_part, local_of, placing_of
 from .layout import Layout
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
-    """One placement per mesh axis. DTensor cuts axis by axis, outer first, so a digit with others
-    outside it is a strided shard.
+    """One placement per mesh axis, of a plain layout: DTensor cuts axis by axis, outer first, and
+    is right for nothing else. (With two strided shards torch's own cut and join are no inverses.)
     """
-    found: list[Placement] = []
-    for index, (axis, state) in enumerate(zip(layout.mesh.axes, layout.states, strict=True)):
-        if state.kind == "P":
-            found.append(Partial())
-        elif state.kind != "S":
-            found.append(Replicate())
-        else:
-            earlier = {a.name for a in layout.mesh.axes[:index]}
-            before = [d for d in layout.digits(state.dim) if d.axis in earlier]
-            inner = state.stride // math.prod(d.size for d in before if d.stride < state.stride)
-            blocks = (
-                layout.shape[state.dim] // math.prod(d.size for d in before) // (axis.size * inner)
-            )
-            found.append(
-                Shard(state.dim) if blocks == 1 else StridedShard(state.dim, split_factor=blocks)
-            )
+    assert layout.is_plain, f"{layout} of {layout.shape} is no layout that DTensor can hold"
+    kinds = {"I": Replicate(), "R": Replicate(), "P": Partial()}
+    found: list[Placement] = [
+        Shard(state.dim) if state.kind == "S" else kinds[state.kind] for state in layout.states
+    ]
     return tuple(found) or (Replicate(),)
 
 

@@ -91,6 +91,7 @@ class Plan:
     # digests of what was split and of the layouts, as autopar planned them
     planned: tuple[str, str] = field(default=("", ""), compare=False)
     told: tuple[str, ...] = field(default=(), compare=False)  # where a file's figures were others
+    notes: tuple[str, ...] = field(default=(), compare=False)  # what this layout costs besides
     seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # planning took
     # what `apply` needs; only in the process that planned
     ready: Any = field(default=None, compare=False, repr=False)
@@ -126,7 +127,7 @@ class Plan:
                 *(f"not split: {escape(reason)}" for reason in self.unsplit),
                 *(f"{what} again in the backward: {names}" for names, what in self.dropped),
                 *self._as_fast(),
-                *(escape(line) for line in self.told),
+                *(escape(line) for line in (*self.notes, *self.told)),
             ]
         )
         return table

@@ -272,7 +272,7 @@ class Search:
             signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
 
             def make(dims: Any = dims, shape: Any = shape, whole_only: bool = whole_only) -> Any:
-                found = placements(dims, shape, self.mesh)
+                found = [x for x in placements(dims, shape, self.mesh) if x.is_plain]
                 if whole_only:
                     found = found[:1]
                 return found, [0.0] * len(found)

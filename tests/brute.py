@@ -85,7 +85,8 @@ class Objective:
         value = (node.name, 0)
         whole = I if value in self.notes.gradient else R
         shape = shape_of(value_of(node))
-        return tuple(placements(self.notes.dims[value], shape, self.mesh, whole))
+        found = placements(self.notes.dims[value], shape, self.mesh, whole)
+        return tuple(layout for layout in found if layout.is_plain)
 
     def _value_seconds(
         self, value: Value, made: Layouts, wanted: tuple[Layouts, ...], copies: Layouts
@@ -129,7 +130,8 @@ class _Uses:
             if output.node is not None:
                 value = producer(objective.named[output.node])
                 shape = shape_of(value_of(objective.named[output.node]))
-                found = placements(objective.notes.dims[value], shape, objective.mesh)
+                every = placements(objective.notes.dims[value], shape, objective.mesh)
+                found = [layout for layout in every if layout.is_plain]
                 whole = output.kind == "mutation" or not shape
                 self.of[value].append(tuple(found[:1] if whole else found))
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from functorch.compile import make_boxed_func
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from autopar import PlanError, _compat
 
@@ -79,17 +79,6 @@ def test_trees_are_flattened_with_paths_and_put_together_again() -> None:
     doubled = _compat.pytree.tree_map_only(int, lambda number: 2 * number, tree)
     assert doubled == {"a": [2, (4, None)], "b": 6}
     assert _compat.pytree.SequenceKey(0) == _compat.pytree.SequenceKey(0)
-
-
-@covers("StridedShard")
-def test_a_strided_shard_places_every_second_block(group: dist.ProcessGroup) -> None:
-    placement = _compat.StridedShard(0, split_factor=2)
-    assert placement.dim == 0 and placement.split_factor == 2
-    assert placement.is_shard() or isinstance(placement, _compat.StridedShard)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
-    x = torch.arange(4.0)
-    placed = DTensor.from_local(x, mesh, (placement,), run_check=False, shape=x.shape, stride=(1,))
-    assert placed.placements == (placement,) and torch.equal(placed.to_local(), x)
 
 
 @covers("register_process_group", "unregister_process_group", "process_group", "backend_name")

@@ -56,13 +56,13 @@ def check(program: Program) -> None:
 
 def _common(layouts: list[Layout]) -> Layout:
     """What all wishes for an input agree on: an axis that holds the same digit in each, else the
-    whole value.
+    whole value. A plain layout, as users may give an input as a DTensor.
     """
     states = [
         found.pop() if len(found := set(column)) == 1 and next(iter(found)).kind == "S" else R
         for column in zip(*(layout.states for layout in layouts), strict=True)
     ]
-    return Layout(layouts[0].mesh, layouts[0].shape, tuple(states))
+    return Layout(layouts[0].mesh, layouts[0].shape, tuple(states)).plain_part()
 
 
 class _Rewriter:

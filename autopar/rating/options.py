@@ -18,7 +18,7 @@ from ..program import Annotations
 from ..rules import Spec
 from ..strategies import Choice, Slot
 from .arrays import along, local, over_axes, parts
-from .frame import FIRST_SLOT, AxisOption, Frame, Variable
+from .frame import FIRST_SLOT, AxisOption, Frame, Kind, Variable
 from .node_costs import NodeCosts
 from .prices import BIG, HALF, Meshes
 
@@ -293,9 +293,28 @@ class OptionCosts:
             each = self.price.kept.stored(kind.element_bytes, variable.trained)
             total = total + self.price.seconds_per_byte * each * numbers
         if variable.parameter is not None:
-            legal = self._as_ruled(variable, legal)
+            legal = self._as_ruled(variable, legal & self._plain(kind, states))
         seconds = np.broadcast_to(np.where(legal, total, BIG), legal.shape)
         return tuple(range(len(states))), seconds.astype(np.float32)
+
+    def _plain(self, kind: Kind, states: Sequence[int]) -> Bools:
+        """Which joint states plain shards in mesh order can mean (`Layout.is_plain`): an axis whose
+        digit lies in an atom follows axes that hold all that lies outside of it.
+        """
+        dims = [None if s < FIRST_SLOT else kind.slots[s - FIRST_SLOT][0] for s in states]
+        plain: Any = np.ones((len(self.meshes),) + (len(states),) * self.meshes.count, dtype=bool)
+        for number, (dim, unit, size) in enumerate(kind.slots):
+            here = np.array([[s == number + FIRST_SLOT for s in states]])
+            outside = kind.shape[dim] // (unit * size)
+            before: Any = 1  # the product of the earlier axes on this dim
+            for a in range(self.meshes.count):
+                sizes = self.meshes.sizes[:, a, None]
+                through = before * along(sizes, a, self.meshes.count)
+                fits = (before % outside == 0) & (outside * size % through == 0)
+                plain &= fits | ~along(here, a, self.meshes.count)
+                taken = np.where(np.array(dims)[None, :] == dim, sizes, 1)
+                before = before * along(taken, a, self.meshes.count)
+        return plain
 
     def _as_ruled(self, variable: Variable, legal: Bools) -> Bools:
         """What the constraints' roles leave of the ways to store a parameter."""

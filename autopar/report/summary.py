@@ -25,6 +25,7 @@ from ..rules import results_of
 from ..strategies import Strategy
 from ..world import World
 
+_NOTICEABLE = 0.02  # of the summed step: what resharding weights may take without a word
 _SHORT = {
     "all_gather": "AG",
     "reduce_scatter": "RS",
@@ -44,10 +45,12 @@ def summarised(program: Program, world: World, step: Timeline | None = None) -> 
     found = collectives(program, world)
     again = twice_seconds(program, world, found)
     unsplit = (*plan.unsplit, *_unknown(program))
+    seconds = plan.seconds + again
     return dataclasses.replace(
         plan,
         collectives=found,
-        seconds=plan.seconds + again,  # the search knows nothing of what runs twice
+        seconds=seconds,  # the search knows nothing of what runs twice
+        notes=_resharded(program, found, seconds),
         comm_bytes=sum(c.bytes for c in found),
         rows=_rows(program, found, world, step),
         overlapped=None if step is None else step.seconds,
@@ -84,6 +87,28 @@ def collectives(program: Program, world: World) -> tuple[Collective, ...]:
             )
         )
     return tuple(made)
+
+
+def _resharded(program: Program, found: Sequence[Collective], seconds: float) -> tuple[str, ...]:
+    """One sentence where it takes a noticeable part of the step that weights are stored as plain
+    shards, and not in the digits that the products of fused weights want.
+    """
+    notes = program.annotations
+    assert notes is not None
+    spent = sum(
+        collective.seconds
+        for move, collective in zip(moves(program), found, strict=True)
+        if not move.inside
+        and move.traffic.collective == "all_to_all"
+        and move.node.meta["value"] in notes.weights
+    )
+    if spent <= _NOTICEABLE * seconds:
+        return ()
+    return (
+        f"fused weights are stored as plain shards and resharded for their products: "
+        f"{spent * 1e3:.3g} ms, {spent / seconds:.0%} of the summed step; a larger batch makes "
+        "that part smaller",
+    )
 
 
 def _unknown(program: Program) -> list[str]:
