@@ -103,7 +103,6 @@ TASKS: dict[str, Callable[[], Facts]] = {
     "megatron": lambda: losses("megatron"),
     "megatron-sp": lambda: losses("megatron-sp"),
     "eager": lambda: losses("ddp", backend="aot_eager"),
-    "again": lambda: losses("fsdp", recompute="gathers"),
     "inputs": inputs,
 }
 

@@ -69,8 +69,9 @@ def _common(layouts: list[Layout]) -> Layout:
 
 
 def _numbered(graph: fx.Graph) -> dict[str, int]:
-    """The nodes that may draw random numbers, each with a number of its own: what it adds to the
-    seed of a step. Known before anything is emitted, so that all copies of a node drop the same.
+    """The nodes that may draw random numbers, each with a number of its own, which is added to the
+    upper word of the seed: steps count in the lower one. Known before anything is emitted, so that
+    all copies of a node drop the same.
     """
     drawn = (
         node.name
@@ -160,7 +161,7 @@ class _Rewriter:
     def _seed_of(self, node: fx.Node) -> fx.Node:
         """The seed of a traced node, the same in each of its copies."""
         assert self.seed is not None
-        return self.graph.call_function(aten.add.Scalar, (self.seed, self.draws[node.name]))
+        return self.graph.call_function(aten.add.Scalar, (self.seed, self.draws[node.name] << 32))
 
     # -- nodes -------------------------------------------------------------------------------------
     def _call(self, node: fx.Node) -> None:
@@ -291,10 +292,14 @@ class _Rewriter:
                 for index, v in enumerate(results)
             )
             new = self._emit(source, operands, operand_layouts, made)
-            if isinstance(value_of(source), list | tuple):
-                new = self.graph.call_function(operator.getitem, (new, value[1]))
-                self._describe(new, source, reached)
-            self._make(value, reached, new)
+            if not isinstance(value_of(source), list | tuple):
+                self._make(value, reached, new)
+            else:  # where nothing is split, the other results are whole too: one call for all
+                whole = not reached.axes_of("S")
+                for index in range(len(made)) if whole else (value[1],):
+                    item = self.graph.call_function(operator.getitem, (new, index))
+                    self._describe(item, source, made[index])
+                    self._make((source.name, index), made[index], item)
         return self._walk(value, reached, layout, Element(results[value[1]].dtype.itemsize, 0))
 
     def _all(self, shape: tuple[int, ...], state: State) -> Layout:
