@@ -78,9 +78,9 @@ def outside() -> Facts:
 
 
 TASKS: dict[str, Callable[[], Facts]] = {
-    "scheduled": lambda: compared(("attended", "twice", "between"), ("ddp", "megatron")),
-    "all": lambda: compared(("added", "masked", "normed", "again"), ("ddp", "fsdp", "megatron")),
-    "blocks": lambda: compared(("blocks",), ("ddp", "fsdp", "megatron"), recompute="full"),
+    "scheduled": lambda: compared(("attended", "twice", "between"), ("ddp", "auto")),
+    "all": lambda: compared(("added", "masked", "normed", "again"), ("ddp", "fsdp", "auto")),
+    "blocks": lambda: compared(("blocks",), ("ddp", "fsdp", "auto"), recompute="full"),
     "emitted": lambda: compared(("attended", "blocks"), ("ddp",), overlap=False),
     "outside": outside,
 }
