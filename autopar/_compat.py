@@ -43,6 +43,7 @@ __all__ = [
     "fake_mode",
     "forget_groups",
     "from_part",
+    "in_backward",
     "inductor_decompositions",
     "local_of",
     "named_backend",
@@ -199,6 +200,11 @@ def dynamo_sources(graph: torch.fx.Graph) -> list[str]:
         source = getattr(node.meta.get("grapharg"), "source", None)
         found.append("" if source is None else str(source.name))
     return found
+
+
+def in_backward() -> bool:
+    """Whether this runs within a backward: what `torch.utils.checkpoint` runs again does."""
+    return int(torch._C._current_graph_task_id()) != -1
 
 
 def named_backend(name: str) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ from .cost.live import live_bytes
 from .cost.simulate import Run
 from .errors import PlanError
 from .mesh import connect
-from .passes import bucket, chunk, fill, inplace, lanes, schedule
+from .passes import bucket, chunk, fill, inplace, lanes, schedule, views
 from .program import Program
 from .recomputed import spread, tagged
 from .world import World
@@ -221,6 +221,9 @@ class Scheduled:
         if self.backend is None:  # compilers take functional graphs
             inplace.inplace(graph)
             inplace.check(graph)
+        views.views(graph, operands=self.backend != "inductor")
+        views.check(graph)
+        if self.backend is None:
             fill.fill(graph, room)
         module.graph = graph  # recompiles
 

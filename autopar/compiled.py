@@ -27,6 +27,7 @@ from .errors import RankError
 from .layouts import Layouts
 from .program import Input
 from .ready import Ready
+from .sharded.dropout import next_seed
 from .world import World
 
 Run = Callable[..., Any]
@@ -198,7 +199,7 @@ class _Planned:
         self.run, self.places, self.given = run, places, given
         self.own = program.plan.mesh.coordinate(ranks.rank())
         # no two pieces draw the same, all ranks draw alike
-        self.seed = ranks.from_rank_0(torch.initial_seed() + (next(_PLANNED) << 40)) % (1 << 62)
+        self.seed = ranks.from_rank_0(torch.initial_seed() + (next(_PLANNED) << 48)) % (1 << 62)
         self.mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
 
     def __call__(self, values: Sequence[Any]) -> Any:
@@ -220,7 +221,7 @@ class _Planned:
         if entry.kind == "coordinate":
             return torch.tensor([self.own[entry.target]], device=device)
         if entry.kind == "seed":
-            self.seed += 1
+            self.seed = next_seed(self.seed)
             return torch.tensor(self.seed, device=device)
         if entry.kind == "user":
             assert entry.position is not None

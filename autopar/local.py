@@ -32,7 +32,7 @@ class Call:
     operand_layouts: Sequence[Layout | None]
     results: Sequence[Layout]
     coordinate: Callable[[str], fx.Node]  # the rank's own place on an axis
-    seed: Callable[[], fx.Node]  # a new seed for random numbers, the same on all ranks
+    seed: Callable[[], fx.Node]  # of the node's random numbers: the same on all ranks and in copies
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)

@@ -19,6 +19,7 @@ from .mesh import Mesh
 from .placement import local_parts, placements
 from .plan import Plan
 from .program import Input, Program
+from .sharded.dropout import next_seed
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
 _OWN = ("graph", "graphs", "plan")
@@ -201,7 +202,7 @@ class ParallelModule(nn.Module):
             assert entry.position is not None
             return self._own(entry, leaves[entry.position])
         if entry.kind == "seed":
-            self._seed += 1
+            self._seed = next_seed(self._seed)
             return torch.tensor(self._seed, device=self._device())
         if entry.kind in ("coordinate", "constant"):
             return self.get_buffer(entry.node)

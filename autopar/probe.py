@@ -87,6 +87,28 @@ def _caller(node: fx.Node) -> Call:
     return call
 
 
+def unrepeatable(node: fx.Node) -> bool:
+    """Whether an op of someone's own gives other results where it runs again on the same operands:
+    it draws random numbers of which its tags say nothing, or it keeps a state. Of results that are
+    used; False for ops that do not run on the CPU or whose operands are large.
+    """
+    if getattr(node.target, "namespace", "aten") in ("aten", "prims", "autopar"):
+        return False
+    values = [value_of(n) for n in operands_of(node) if n is not None]
+    if any(not isinstance(v, Tensor) or v.numel() > _ELEMENTS for v in values):
+        return False
+    samples = [_sample(v, i, positive=False).to(v.dtype) for i, v in enumerate(values)]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            first, second = (_caller(node)([s.clone() for s in samples]) for _ in range(2))
+    except Exception:  # an op that does not run on plain tensors cannot be probed
+        return False
+    several = isinstance(value_of(node), list | tuple)
+    used = {user.args[1] for user in node.users} if several else {0}
+    pairs = [pair for i, pair in enumerate(zip(first, second, strict=True)) if i in used]
+    return not all(torch.allclose(_wide(a), _wide(b), 1e-3, 1e-5, True) for a, b in pairs)
+
+
 Trial = tuple[list[Tensor], list[Tensor]]  # operands, results
 
 

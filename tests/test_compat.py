@@ -377,5 +377,14 @@ def test_inductor_compiles_one_graph() -> None:
     torch.testing.assert_close(found, 4 * torch.eye(2))
 
 
+@covers("in_backward")
+def test_a_backward_knows_that_it_is_one() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: seen.append(_compat.in_backward()))
+    (x * 2).sum().backward()
+    assert seen == [True] and not _compat.in_backward()
+
+
 def test_every_name_is_tested_here() -> None:
     assert set(_compat.__all__) == TESTED

@@ -14,7 +14,7 @@ from torch import fx
 from ..errors import PlanError
 from ..graphs import producer, where
 from ..ops import spec_of, unsplit
-from ..probe import probe
+from ..probe import probe, unrepeatable
 from ..program import Annotations, Atom, Program, Value
 from ..rules import Dims, Spec, bound, operands_of, results_of, shape_of
 
@@ -95,14 +95,20 @@ def check(program: Program) -> None:
 
 def _refuse_random(graph: fx.Graph) -> None:
     """Random numbers other than dropout's: every rank would draw its own."""
-    drawn = [node for node in graph.nodes if _draws(node)]
+    drawn = [node for node in graph.nodes if _draws(node) or _is_unrepeatable(node)]
     if drawn:
         listed = "\n".join(f"  {node.target} {where(node)}" for node in drawn)
         raise PlanError(
             "the model draws random numbers, which would differ between ranks that must "
             f"agree:\n{listed}\n"
-            f"draw them outside of the model and pass them as inputs, or use dropout"
+            "draw them outside of the model and pass them as inputs, or use dropout (an op of your "
+            "own counts if it gives other results when it runs again on the same operands)"
         )
+
+
+def _is_unrepeatable(node: fx.Node) -> bool:
+    """Ops are run on several ranks, and where no parameter is involved copied for each consumer."""
+    return node.op == "call_function" and node.target is not operator.getitem and unrepeatable(node)
 
 
 def _draws(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ is wanted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from typing import Any
 
@@ -28,6 +29,8 @@ from ..program import Annotations, Input, Program, Value
 from ..pushback import pushed_back
 from ..rules import operands_of, results_of, shape_of, value_of
 from ..world import World
+
+aten = torch.ops.aten
 
 
 def rewrite(program: Program, world: World) -> Program:
@@ -65,6 +68,20 @@ def _common(layouts: list[Layout]) -> Layout:
     return Layout(layouts[0].mesh, layouts[0].shape, tuple(states)).plain_part()
 
 
+def _numbered(graph: fx.Graph) -> dict[str, int]:
+    """The nodes that may draw random numbers, each with a number of its own, which is added to the
+    upper word of the seed: steps count in the lower one. Known before anything is emitted, so that
+    all copies of a node drop the same.
+    """
+    drawn = (
+        node.name
+        for node in graph.nodes
+        if node.op == "call_function"
+        and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    )
+    return {name: number for number, name in enumerate(drawn, start=1)}
+
+
 class _Rewriter:
     def __init__(self, program: Program, world: World, inputs: dict[str, Layout]) -> None:
         assert program.plan is not None and program.annotations is not None
@@ -80,7 +97,7 @@ class _Rewriter:
         self.layouts: dict[str, Layout] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.chain = ""
-        self.seeds = 0
+        self.draws = _numbered(program.module.graph)
 
     def run(self) -> _Rewriter:
         self.entries = list(self.source.signature.inputs)
@@ -89,7 +106,7 @@ class _Rewriter:
             if node.op == "placeholder":
                 self._placeholder(node)
         self.coordinates = {name: self._coordinate(name) for name in self.mesh.names}
-        self.seed: fx.Node | None = self._seed() if self._random() else None
+        self.seed: fx.Node | None = self._seed() if self.draws else None
         for node in self.source.module.graph.nodes:
             if (
                 node.op == "call_function"
@@ -141,17 +158,10 @@ class _Rewriter:
         self.entries.append(Input("seed", "seed", "seed"))
         return self.graph.placeholder("seed")
 
-    def _random(self) -> bool:
-        return any(
-            node.op == "call_function"
-            and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            for node in self.source.module.graph.nodes
-        )
-
-    def _next_seed(self) -> fx.Node:
+    def _seed_of(self, node: fx.Node) -> fx.Node:
+        """The seed of a traced node, the same in each of its copies."""
         assert self.seed is not None
-        self.seeds += 1
-        return self.graph.call_function(torch.ops.aten.add.Scalar, (self.seed, self.seeds))
+        return self.graph.call_function(aten.add.Scalar, (self.seed, self.draws[node.name] << 32))
 
     # -- nodes -------------------------------------------------------------------------------------
     def _call(self, node: fx.Node) -> None:
@@ -183,7 +193,7 @@ class _Rewriter:
                 layouts,
                 results,
                 self.coordinates.__getitem__,
-                self._next_seed,
+                functools.partial(self._seed_of, node),
             )
         )
         made = last.next
@@ -282,10 +292,14 @@ class _Rewriter:
                 for index, v in enumerate(results)
             )
             new = self._emit(source, operands, operand_layouts, made)
-            if isinstance(value_of(source), list | tuple):
-                new = self.graph.call_function(operator.getitem, (new, value[1]))
-                self._describe(new, source, reached)
-            self._make(value, reached, new)
+            if not isinstance(value_of(source), list | tuple):
+                self._make(value, reached, new)
+            else:  # where nothing is split, the other results are whole too: one call for all
+                whole = not reached.axes_of("S")
+                for index in range(len(made)) if whole else (value[1],):
+                    item = self.graph.call_function(operator.getitem, (new, index))
+                    self._describe(item, source, made[index])
+                    self._make((source.name, index), made[index], item)
         return self._walk(value, reached, layout, Element(results[value[1]].dtype.itemsize, 0))
 
     def _all(self, shape: tuple[int, ...], state: State) -> Layout:

@@ -13,9 +13,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autopar._compat import in_backward
+from autopar.errors import InputError
 from autopar.sharded.index import Digit, globalize
 
 _WORD = 0xFFFFFFFF
+
+
+def next_seed(seed: int) -> int:
+    """The seed of the next call of a model. Raises InputError where `torch.utils.checkpoint` calls
+    it again in a backward, which would drop other elements than the forward did.
+    """
+    if in_backward():
+        raise InputError(
+            "a model with dropout that autopar parallelized is run again within a backward (by "
+            "torch.utils.checkpoint around it?), where it would drop other elements than before: "
+            'checkpoint its parts inside of the model, or ask for recompute="full"'
+        )
+    return seed + 1
 
 
 def dropout(
