@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensorMode, fake_mode, pytree
 from autopar.errors import TraceError
+from autopar.functions import Refused, honoured, run_as_they_are
+from autopar.hooks import Watch, refuse_held, refuse_on_nodes
 from autopar.simplify import inline_no_grad
 
 DATA_ADVICE = (
@@ -45,19 +47,45 @@ def capture(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda value: _fake(mode, value, home), (args, kwargs)
     )
-    with _quiet(), torch.enable_grad(), _borrowed(model, mode, home) as originals:
+    with (
+        _quiet(), torch.enable_grad(), _refusing(model), honoured(model),
+        _borrowed(model, mode, home) as originals,
+    ):  # fmt: skip
         try:
-            with _DetachWithoutGrad():
-                exported = torch.export.export(model, args, kwargs, strict=False)
+            exported = _exported(model, mode, args, kwargs)
             inline_no_grad(exported.graph_module)
             _refuse_writes(model, exported)
             decomposed = exported.run_decompositions({})
-        except TraceError:
+        except (TraceError, Refused):
             raise
         except Exception as error:
             raise _explained(model, error) from error
     _refuse_mutations(model, decomposed)
     return decomposed, originals
+
+
+def _exported(
+    model: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ExportedProgram:
+    """Exported, with custom autograd functions as ops of their own. Raises Refused for hooks."""
+    watch = Watch(model)
+    with watch.saved():
+        with _DetachWithoutGrad(), watch:
+            exported = torch.export.export(model, args, kwargs, strict=False)
+        if watch.taken:
+            with mode, run_as_they_are():
+                refuse_on_nodes(watch.taken, model(*args, **kwargs))
+    return exported
+
+
+@contextmanager
+def _refusing(model: nn.Module) -> Iterator[None]:
+    """Says which model it is that a graph cannot say something of."""
+    try:
+        refuse_held(model)
+        yield
+    except Refused as error:
+        raise refusal(model, *error.args) from None
 
 
 class _DetachWithoutGrad(TorchFunctionMode):
