@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensorMode, fake_mode, pytree
 from autopar.errors import TraceError
-from autopar.functions import Refused, honoured, run_as_they_are
-from autopar.hooks import Watch, refuse_held, refuse_on_nodes
+from autopar.functions import Refused, honoured
+from autopar.hooks import Watch, refuse_held
 from autopar.simplify import inline_no_grad
 
 DATA_ADVICE = (
@@ -52,7 +52,9 @@ def capture(
         _borrowed(model, mode, home) as originals,
     ):  # fmt: skip
         try:
-            exported = _exported(model, mode, args, kwargs)
+            watch = Watch(model)
+            with watch.saved(), _DetachWithoutGrad(), watch:
+                exported = torch.export.export(model, args, kwargs, strict=False)
             inline_no_grad(exported.graph_module)
             _refuse_writes(model, exported)
             decomposed = exported.run_decompositions({})
@@ -62,20 +64,6 @@ def capture(
             raise _explained(model, error) from error
     _refuse_mutations(model, decomposed)
     return decomposed, originals
-
-
-def _exported(
-    model: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> ExportedProgram:
-    """Exported, with custom autograd functions as ops of their own. Raises Refused for hooks."""
-    watch = Watch(model)
-    with watch.saved():
-        with _DetachWithoutGrad(), watch:
-            exported = torch.export.export(model, args, kwargs, strict=False)
-        if watch.taken:
-            with mode, run_as_they_are():
-                refuse_on_nodes(watch.taken, model(*args, **kwargs))
-    return exported
 
 
 @contextmanager

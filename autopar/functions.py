@@ -1,6 +1,6 @@
 """Custom autograd functions in a traced graph: each call is one op, whose backward is the user's.
 
-    y = x + Quantise.apply(x, 4)    ->    quantise = autopar_functions.Quantise_1f0c…(x); y = x + quantise
+    x + Quantise.apply(x, 4)    ->    quantise = autopar_functions.Quantise_1f0c…(x); x + quantise
 
 Export would record what `forward` computes and forget `backward`. So while a model is captured,
 `apply` calls an op of its own instead. The op runs `Quantise.apply` on the tensors that it is

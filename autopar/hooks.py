@@ -9,8 +9,8 @@ What only computes something else in the backward is fine: `save_on_cpu` is forg
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ._compat import pytree
 from .functions import HOOK_ADVICE, Place, Refused, is_inner
 
 _GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
@@ -51,24 +50,22 @@ def named(hook: Any) -> str:
 
 
 class Watch(TorchFunctionMode):
-    """Refuses hooks that the forward registers on tensors, and remembers where it takes `grad_fn`,
-    which may have hooks too.
-    """
+    """Refuses hooks that the forward registers on tensors and on nodes of the autograd graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
         self.model = model
-        self.taken: list[Place] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _ON_TENSORS:
             hook = args[1] if len(args) > 1 else kwargs.get("hook")
             raise self._place().refuse(f"registers the hook {named(hook)} on a tensor", HOOK_ADVICE)
-        if func == _GRAD_FN and not is_inner(sys._getframe(1).f_code.co_filename):
-            self.taken.append(self._place())
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if func == _GRAD_FN and found is not None and _hands_out(_caller()):
+            return _Node(found, self._place())
+        return found
 
     def _place(self) -> Place:
         return Place.of(self.names, self.model)
@@ -76,10 +73,10 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def saved(self) -> Iterator[None]:
         """Refuses hooks on what the backward saves, but for those that only put it elsewhere."""
-        enter = saved_tensors_hooks.__enter__
+        plain, enter = saved_tensors_hooks, saved_tensors_hooks.__enter__
 
         def refuse(hooks: saved_tensors_hooks) -> Any:
-            if type(hooks).__module__.startswith("torch.") and type(hooks) != saved_tensors_hooks:
+            if type(hooks).__module__.startswith("torch.") and type(hooks) is not plain:
                 return enter(hooks)
             what = f"packs saved tensors by the hook {named(hooks.pack_hook)}"
             raise self._place().refuse(what, HOOK_ADVICE)
@@ -91,36 +88,37 @@ class Watch(TorchFunctionMode):
             saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
-def refuse_on_nodes(places: list[Place], results: Any) -> None:
-    """Runs the backward of `results`, of fake tensors, and refuses hooks on its nodes: functions in
-    Python that the engine calls. `places`: where the forward takes `grad_fn`.
-    """
-    outputs = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
-    outputs = [x for x in outputs if x.requires_grad]
-    found: list[str] = []
-    before = sys.getprofile()
-    with ExitStack() as stack:
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.callback(sys.setprofile, before)
-        ones = [torch.ones_like(x) for x in outputs]
-        sys.setprofile(_called_by_engine(found.append))
-        if outputs:
-            torch.autograd.backward(outputs, ones)
-    if found:
-        raise places[0].refuse(f"registers the hook {found[0]} on an autograd node", HOOK_ADVICE)
+def _hands_out(filename: str) -> bool:
+    """Whether a `grad_fn` that code in this file takes may reach the user."""
+    return filename == torch.autograd.graph.__file__ or not is_inner(filename)
 
 
-def _called_by_engine(tell: Callable[[str], None]) -> Callable[..., None]:
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_back is not None and _engine(frame.f_back):
-            code = frame.f_code
-            if not is_inner(code.co_filename):
-                tell(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})")
-        elif event == "c_call" and _engine(frame) and arg.__name__ != "run_backward":
-            tell(getattr(arg, "__qualname__", repr(arg)))
-
-    return profile
+def _caller() -> str:
+    """The file of the code that called into the modes that are on."""
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return str(frame.f_code.co_filename)
 
 
-def _engine(frame: Any) -> bool:
-    return bool(frame.f_code.co_name == "_engine_run_backward")
+class _Node:
+    """A node of the autograd graph that takes no hooks, nor do those behind it."""
+
+    def __init__(self, node: Any, place: Place) -> None:
+        self._node, self._place = node, place
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._node)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            return self._refuse
+        found = getattr(self._node, name)
+        if name != "next_functions":
+            return found
+        return tuple((node and _Node(node, self._place), number) for node, number in found)
+
+    def _refuse(self, hook: Any) -> None:
+        what = f"registers the hook {named(hook)} on the autograd node {self._node.name()}"
+        raise self._place.refuse(what, HOOK_ADVICE)

@@ -14,7 +14,6 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar import TraceError
 from autopar.passes import trace
 
 
