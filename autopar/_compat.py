@@ -56,6 +56,7 @@ __all__ = [
     "register_process_group",
     "register_work",
     "safe_gathers",
+    "strict_fake_mode",
     "takes_a_list",
     "unregister_process_group",
     "without_modes",
@@ -124,6 +125,13 @@ def fake_mode() -> FakeTensorMode:
     symbol.
     """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def strict_fake_mode() -> FakeTensorMode:
+    """A mode in which an op without an implementation for fake tensors fails, where torch would run
+    its kernel on zeros to see what comes out; so does asking for a value.
+    """
+    return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 
 def next_autograd_step() -> int:

@@ -129,8 +129,14 @@ def _specs(graph: fx.Graph) -> tuple[dict[str, Spec], tuple[str, ...], tuple[str
         if spec is None:
             spec = probe(node, known)
             (probed if spec is not None else unknown).add(str(node.target))
-        specs[node.name] = spec or unsplit(node)
+        specs[node.name] = spec or _unknown(node)
     return specs, tuple(sorted(probed)), tuple(sorted(unknown))
+
+
+def _unknown(node: fx.Node) -> Spec:
+    """The rule of an op that nothing is known of; the gradients of torch's own are linear."""
+    own = getattr(node.target, "namespace", "") in ("aten", "prims")
+    return dataclasses.replace(unsplit(node), nonlinear=not own)
 
 
 # -- atoms -----------------------------------------------------------------------------------------
