@@ -65,6 +65,7 @@ __all__ = [
     "register_process_group",
     "register_work",
     "safe_gathers",
+    "strict_fake_mode",
     "takes_a_list",
     "unregister_process_group",
     "without_modes",
@@ -165,6 +166,13 @@ def checkpoints_inlined() -> Iterator[None]:
         yield
     finally:
         _checkpointing._checkpoint_without_reentrant_generator = before
+
+
+def strict_fake_mode() -> FakeTensorMode:
+    """A mode in which an op without an implementation for fake tensors fails, where torch would run
+    its kernel on zeros to see what comes out; so does asking for a value.
+    """
+    return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 
 def next_autograd_step() -> int:
