@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch.distributed
+import torch.utils.checkpoint as _checkpointing
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
@@ -16,11 +18,13 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -28,14 +32,18 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from .errors import PlanError
 
 __all__ = [
+    "BackwardHookFunction",
     "BoxedCodeGen",
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
     "aot_module_simplified",
+    "apply_function",
     "autograd_step",
     "backend_name",
     "below_autograd",
+    "checkpoints_inlined",
     "compile_in_order",
     "default_partition",
     "derive",
@@ -43,6 +51,7 @@ __all__ = [
     "fake_mode",
     "forget_groups",
     "from_part",
+    "functions_applied",
     "in_backward",
     "inductor_decompositions",
     "local_of",
@@ -55,6 +64,7 @@ __all__ = [
     "register_process_group",
     "register_work",
     "safe_gathers",
+    "strict_fake_mode",
     "takes_a_list",
     "unregister_process_group",
     "without_modes",
@@ -123,6 +133,45 @@ def fake_mode() -> FakeTensorMode:
     symbol.
     """
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """What `function.apply` does, also while `functions_applied` has it do something else."""
+    return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+
+
+@contextmanager
+def functions_applied(apply: Callable[..., Any]) -> Iterator[None]:
+    """Custom autograd functions call `apply(function, *args)`, by whichever name: an `apply` that
+    was kept (`quantise = Quantise.apply`) too.
+    """
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+@contextmanager
+def checkpoints_inlined() -> Iterator[None]:
+    """What is checkpointed by saved tensors' hooks (use_reentrant=False) is just run."""
+
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    before = _checkpointing._checkpoint_without_reentrant_generator
+    _checkpointing._checkpoint_without_reentrant_generator = nothing
+    try:
+        yield
+    finally:
+        _checkpointing._checkpoint_without_reentrant_generator = before
+
+
+def strict_fake_mode() -> FakeTensorMode:
+    """A mode in which an op without an implementation for fake tensors fails, where torch would run
+    its kernel on zeros to see what comes out; so does asking for a value.
+    """
+    return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 
 def next_autograd_step() -> int:

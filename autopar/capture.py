@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensorMode, fake_mode, pytree
 from autopar.errors import TraceError
+from autopar.functions import Refused, honoured
+from autopar.hooks import Watch, refuse_held
 from autopar.simplify import inline_no_grad
 
 DATA_ADVICE = (
@@ -45,19 +47,33 @@ def capture(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda value: _fake(mode, value, home), (args, kwargs)
     )
-    with _quiet(), torch.enable_grad(), _borrowed(model, mode, home) as originals:
+    with (
+        _quiet(), torch.enable_grad(), _refusing(model), honoured(model),
+        _borrowed(model, mode, home) as originals,
+    ):  # fmt: skip
         try:
-            with _DetachWithoutGrad():
+            watch = Watch(model)
+            with watch.saved(), _DetachWithoutGrad(), watch:
                 exported = torch.export.export(model, args, kwargs, strict=False)
             inline_no_grad(exported.graph_module)
             _refuse_writes(model, exported)
             decomposed = exported.run_decompositions({})
-        except TraceError:
+        except (TraceError, Refused):
             raise
         except Exception as error:
             raise _explained(model, error) from error
     _refuse_mutations(model, decomposed)
     return decomposed, originals
+
+
+@contextmanager
+def _refusing(model: nn.Module) -> Iterator[None]:
+    """Says which model it is that a graph cannot say something of."""
+    try:
+        refuse_held(model)
+        yield
+    except Refused as error:
+        raise refusal(model, *error.args) from None
 
 
 class _DetachWithoutGrad(TorchFunctionMode):

@@ -14,6 +14,9 @@ said by name:
     linear   groups of operands ("0", "0 1") through which partial values pass together
     index    operand -> factor that this operand indexes: without gradient, never partial
     product  "m | n | k": the roles of the factors of a matrix product
+
+An op whose backward is not linear in the gradient it is given (a custom one that clips) is
+`nonlinear`: no rank may run it on a part of that gradient, so where it is not split it is I.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class Spec:
     product: tuple[frozenset[str], frozenset[str], frozenset[str]] | None = None
     flops: float = 0.0  # of one forward evaluation
     attends: Attends | None = None  # of attention
+    nonlinear: bool = False
     found: str = "rule"  # "rule", "probe", or "none": where it came from
 
     def splittable(self, factor: str) -> bool:

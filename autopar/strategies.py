@@ -123,6 +123,7 @@ def spec_look(spec: Spec, factors: Atoms) -> Hashable:
         spec.product,
         spec.flops,
         spec.attends,
+        spec.nonlinear,
         atoms,
     )
 
@@ -140,7 +141,9 @@ def free_choices(spec: Spec, factors: Atoms, gradient: bool) -> list[Choice]:
 
 
 def _choices(spec: Spec, factors: Atoms, size: int, gradient: bool) -> list[Choice]:
-    made: list[Choice] = [I, R] if gradient else [R]
+    made: list[Choice] = [R]
+    if gradient:
+        made = [I] if spec.nonlinear else [I, R]
     for factor in spec.sizes:
         if spec.splittable(factor):
             made.extend(

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from ..errors import PlanError
+from ..function_rules import function_spec
+from ..functions import is_custom
 from ..graphs import producer, where
 from ..ops import spec_of, unsplit
 from ..probe import probe, unrepeatable
@@ -133,10 +135,17 @@ def _specs(graph: fx.Graph) -> tuple[dict[str, Spec], tuple[str, ...], tuple[str
             continue
         spec = spec_of(node)
         if spec is None:
-            spec = probe(node, known)
+            trial = function_spec if is_custom(node.target) else probe
+            spec = trial(node, known)
             (probed if spec is not None else unknown).add(str(node.target))
-        specs[node.name] = spec or unsplit(node)
+        specs[node.name] = spec or _unknown(node)
     return specs, tuple(sorted(probed)), tuple(sorted(unknown))
+
+
+def _unknown(node: fx.Node) -> Spec:
+    """The rule of an op that nothing is known of; the gradients of torch's own are linear."""
+    own = getattr(node.target, "namespace", "") in ("aten", "prims")
+    return dataclasses.replace(unsplit(node), nonlinear=not own)
 
 
 # -- atoms -----------------------------------------------------------------------------------------
