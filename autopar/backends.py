@@ -118,6 +118,9 @@ class Scheduled:
         self.mesh = program.plan.mesh
         self._constant = beside_the_loss(program)
         self._late: set[int] = set()  # of these, what would have a gradient
+        inputs = enumerate(program.signature.inputs)
+        self._given = [place for place, entry in inputs if entry.kind == "user"]
+        self._strides: dict[int, tuple[int, ...]] = {}  # of what a user gave, when it was derived
         self._run: Callable[..., Any] | None = None
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
@@ -128,6 +131,7 @@ class Scheduled:
             return self.module(*values)
         if not self._wants(values):
             return self._plain(*values)
+        values = self._as_derived(values)
         if self._run is None:
             self._run = ranks.together("deriving the backward", lambda: self.derived(values))
             if self.forward is None:  # nothing that it gives out carries a gradient
@@ -138,6 +142,21 @@ class Scheduled:
         found = list(self._run(*values))
         for place in self._late:
             found[place] = Late.apply(self._asked, place, found[place], *values)
+        return found
+
+    def _as_derived(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values, those of the user in the memory order of the first step: what is returned may
+        be a view of them, and AOTAutograd makes it anew by that order.
+        """
+        found = list(values)
+        for place in self._given:
+            value = found[place]
+            if self._run is None:
+                found[place] = value.contiguous() if _overlaps(value) else value
+                self._strides[place] = found[place].stride()
+            elif value.stride() != self._strides[place]:
+                other = value.new_empty_strided(value.shape, self._strides[place])
+                found[place] = other.copy_(value)
         return found
 
     def _asked(
@@ -277,6 +296,17 @@ class Scheduled:
         run = schedule.schedule(graph, self.world, self.stored, phase, freedom)
         schedule.check(graph, before)
         return graph, run
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    """Whether two elements may share memory, as those of an expanded tensor do."""
+    reach = 0
+    pairs = zip(value.stride(), value.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in pairs if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _sweep(graph: fx.Graph) -> None:

@@ -25,7 +25,9 @@ aten = torch.ops.aten
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 SHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-_ALIKE = frozenset({aten.clone.default, aten.alias.default, aten.detach.default})
+_ALIKE = frozenset(
+    {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
+)
 _GATHER = "all_gather_into_tensor"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from on_ranks import Facts, run_tasks
@@ -81,6 +82,36 @@ def losses(layout: str, **more: Any) -> Facts:
     return facts
 
 
+class Returning(Bent):
+    """Gives its input back, flat, and the result."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        return super().forward(x, target), x.reshape(-1, 24)
+
+
+def returned() -> Facts:
+    """A view of an input that lies otherwise than that of the first step, or than any dense one."""
+    torch.manual_seed(0)
+    model, (x, target) = Returning(BENDS["transposed"], F.mse_loss), batch("transposed")
+    par = autopar.parallelize(model, None, (x, target), layout="ddp")
+    facts = {}
+    for what, given in ORDERS.items():
+        loss, flat = par(given(x), target)
+        loss.backward()
+        wanted = given(x).reshape(-1, 24)
+        whole = flat.full_tensor() if isinstance(flat, DTensor) else flat
+        facts[what] = float((whole - wanted).abs().max())
+    return facts
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda x: x[:, :1].expand(-1, 12, -1),
+    "as planned": lambda x: x,
+    "turned": lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    "expanded again": lambda x: x[:, :1].expand(-1, 12, -1),
+}
+
+
 def inputs() -> Facts:
     """A later step is given inputs that lie otherwise than those of the first."""
     facts = {}
@@ -88,12 +119,9 @@ def inputs() -> Facts:
         torch.manual_seed(0)
         model, (x, target) = Bent(BENDS["transposed"], F.mse_loss), batch("transposed")
         par = autopar.parallelize(model, None, (x, target), layout=layout)
-        for what, given in {
-            "as planned": x,
-            "turned": x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
-            "expanded": x[:, :1].expand(-1, 12, -1),
-        }.items():
-            facts[f"{layout} {what}"] = compared(model, par, given, target.mT.contiguous().mT)
+        for what, given in ORDERS.items():
+            turned = target.mT.contiguous().mT
+            facts[f"{layout} {what}"] = compared(model, par, given(x), turned)
     return facts
 
 
@@ -104,6 +132,7 @@ TASKS: dict[str, Callable[[], Facts]] = {
     "megatron-sp": lambda: losses("megatron-sp"),
     "eager": lambda: losses("ddp", backend="aot_eager"),
     "inputs": inputs,
+    "returned": returned,
 }
 
 

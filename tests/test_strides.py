@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from autopar.backends import _overlaps
 from autopar.passes import views
 from derived import arrived, called, placed, ran
 from test_training import launched
@@ -102,6 +103,24 @@ def test_the_contract_refuses_a_view_in_doubt() -> None:
         views.check(graph)
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "overlap"),
+    [
+        ((3, 4), (4, 1), False),
+        ((3, 4), (1, 3), False),
+        ((3, 4), (8, 2), False),
+        ((3, 4), (0, 1), True),
+        ((3, 4), (1, 1), True),
+        ((1, 4), (0, 1), False),
+        ((), (), False),
+        ((4, 2, 3), (3, 12, 1), False),
+        ((4, 2, 3), (2, 8, 1), True),
+    ],
+)
+def test_what_shares_memory(size: Any, stride: Any, overlap: bool) -> None:
+    assert _overlaps(torch.zeros(64).as_strided(size, stride)) is overlap
+
+
 def right(facts: dict[str, dict[str, float]]) -> None:
     for found in facts.values():
         wrong = {what: error for what, error in found.items() if not error < LIMIT}
@@ -110,7 +129,7 @@ def right(facts: dict[str, dict[str, float]]) -> None:
 
 def test_steps_on_two_ranks(tmp_path: Path) -> None:
     """The loss of what is transposed, and later inputs that lie in another order."""
-    right(launched(tmp_path, 2, "inputs", script="stride_ranks.py"))
+    right(launched(tmp_path, 2, "inputs", "returned", script="stride_ranks.py"))
 
 
 @pytest.mark.slow
