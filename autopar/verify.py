@@ -27,7 +27,8 @@ from .unwritten import filled, poison, tame
 from .widened import double_by_default, to_double
 
 STEPS = 3
-_OUTPUT, _GRADIENT = "output {}", "gradient of "
+_OUTPUT = "output {}"
+_GRADIENTS = ("gradient of ", "gradient beside the loss of ")
 _SEED = 20_011
 _RATE = 1e-3  # of AdamW
 # of AdamW, relative to the largest gradient: entries that are zero but for rounding shall not move
@@ -63,14 +64,17 @@ class Check:
         )
 
 
+_Gradients = dict[str, Tensor | None]
+
+
 @dataclass(frozen=True)
 class _Trained:
-    """What one training run leaves: the outputs and the gradients of the first step, the parameters
-    after the last.
+    """What one training run leaves: the outputs of the first step, its gradients (those of the
+    loss, and those of all that is returned beside it), the parameters after the last.
     """
 
     outputs: list[Tensor]
-    gradients: dict[str, Tensor | None]
+    gradients: tuple[_Gradients, ...]
     parameters: dict[str, Tensor]
 
 
@@ -163,48 +167,56 @@ class _Rank:
                 found.setdefault(node.meta["value"], result.detach())
             return result
 
-        outputs = self._step(keep)
+        outputs = interpret(self.program.module, self.feed_all(), keep)
         named = {_OUTPUT.format(i): o for i, o in enumerate(outputs) if isinstance(o, Tensor)}
         found.update({name: output.detach() for name, output in named.items()})
-        gradients = {f"{_GRADIENT}{n}": t.grad for n, t in self._leaves().items()}
-        return found | {name: grad for name, grad in gradients.items() if grad is not None}
+        for beside, said in enumerate(_GRADIENTS):
+            gradients = self._gradients(self._starts(outputs, bool(beside)), retain_graph=True)
+            found.update({said + n: grad for n, grad in gradients.items() if grad is not None})
+        return found
 
     def train(self, epsilon: float) -> _Trained:
         """Three steps of AdamW."""
         parameters = {n: t for n, t in self.held.items() if t.requires_grad}
-        outputs = self._step()
-        gradients = {
-            n: None if t.grad is None else t.grad.clone() for n, t in self._leaves().items()
-        }
+        outputs, beside = self._outputs(), {}
+        if starts := self._starts(outputs, beside=True):
+            beside = self._gradients(starts)
+            outputs = self._outputs()
+        gradients = self._gradients(self._starts(outputs)), beside
         if parameters:
             optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, eps=epsilon)
             for _ in range(STEPS - 1):
                 optimizer.step()
-                optimizer.zero_grad()
-                self._step()
+                self._gradients(self._starts(self._outputs()))
             optimizer.step()
         first = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
         return _Trained(first, gradients, {n: t.detach() for n, t in parameters.items()})
 
-    def _leaves(self) -> dict[str, Tensor]:
-        return {n: t for n, t in (self.held | self.inputs).items() if t.requires_grad}
+    def _outputs(self) -> list[Any]:
+        return list(self.program.module(*self.feed_all()))
 
-    def _step(self, visit: Visit | None = None) -> list[Tensor]:
-        module, fed = self.program.module, self.feed_all()
-        outputs = list(module(*fed) if visit is None else interpret(module, fed, visit))
-        self._backward(outputs)
-        return outputs
-
-    def _backward(self, outputs: list[Tensor]) -> None:
-        """From the loss: the first scalar; a model without one gets random gradients for all that
-        it returns.
+    def _starts(self, outputs: list[Any], beside: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Where a backward begins, each with its cotangent: at the loss, the first scalar, or at
+        all that is returned beside it. A model without a loss begins at all that it returns.
         """
-        able = [(i, o) for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
-        scalars = [o for _, o in able if o.dim() == 0]
-        if scalars:
-            scalars[0].backward()
-        elif able:
-            torch.autograd.backward([o for _, o in able], [self._cotangent(i) for i, _ in able])
+        able = {i: o for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad}
+        loss = next((i for i, o in able.items() if o.dim() == 0), None)
+        return [
+            (output, torch.ones_like(output) if i == loss else self._cotangent(i))
+            for i, output in able.items()
+            if (loss not in (None, i)) == beside
+        ]
+
+    def _gradients(
+        self, starts: list[tuple[Tensor, Tensor]], retain_graph: bool = False
+    ) -> _Gradients:
+        leaves = {n: t for n, t in (self.held | self.inputs).items() if t.requires_grad}
+        for leaf in leaves.values():
+            leaf.grad = None
+        if starts:
+            outputs, cotangents = zip(*starts, strict=True)
+            torch.autograd.backward(outputs, cotangents, retain_graph=retain_graph)
+        return {n: None if t.grad is None else t.grad.clone() for n, t in leaves.items()}
 
     def _cotangent(self, index: int) -> Tensor:
         layout = _output_layouts(self.program)[index]
@@ -279,11 +291,18 @@ def _relative(found: Tensor, expected: Tensor, least: float) -> float:
         return float("inf")
     if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
         return 0.0 if torch.equal(found.to(expected.dtype), expected) else float("inf")
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    difference = torch.where(same, 0.0, (found - expected).abs())
+    difference = _differences(found, expected)
     finite = expected[expected.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return float(difference.max()) / max(scale, least) if difference.numel() else 0.0
+
+
+def _differences(found: Tensor, expected: Tensor) -> Tensor:
+    """Equal infinities and nans do not differ; a nan and a number do, by infinity (nan is not
+    larger than anything, so the largest error would not be one).
+    """
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return torch.where(same, 0.0, (found - expected).abs().nan_to_num(nan=torch.inf))
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -323,7 +342,7 @@ def _largest(gradients: Mapping[Any, Tensor | None]) -> float:
 
 
 def _adam_epsilon(single: Known) -> float:
-    named = {n: t for n, t in single.values.items() if str(n).startswith(_GRADIENT)}
+    named = {n: t for n, t in single.values.items() if str(n).startswith(_GRADIENTS[0])}
     floor = max((single.floor(name) for name in named), default=0.0)
     return max(1e-8, _EPSILON * max(_largest(named), floor))
 
@@ -331,20 +350,27 @@ def _adam_epsilon(single: Known) -> float:
 def _gradient_errors(
     program: Program, ranks: list[_Trained], expected: _Trained, single: Known
 ) -> dict[str, float]:
-    largest = _largest(expected.gradients)
-    errors = {}
-    for name, gradient in expected.gradients.items():
-        found = [rank.gradients[name] for rank in ranks]
-        parts = [part for part in found if part is not None]
-        if gradient is None or len(parts) < len(found):
-            wrong = [p for p in (gradient, *parts) if p is not None and bool(p.any())]
-            errors[name] = float("inf") if wrong else 0.0
-            continue
-        layout, least = program.layouts[name], single.floor(_GRADIENT + name)
-        floor = gradient.abs().clamp(min=max(1e-6 * largest, least))
-        difference = (layout.join(parts) - gradient).abs() / floor
-        errors[name] = max([float(difference.max()), *_copies_differ(layout, parts, least)])
+    errors: dict[str, float] = {}
+    for kind, said in enumerate(_GRADIENTS):
+        largest = _largest(expected.gradients[kind])
+        for name, gradient in expected.gradients[kind].items():
+            found = [rank.gradients[kind].get(name) for rank in ranks]
+            least = max(1e-6 * largest, single.floor(said + name))
+            error = _gradient_error(program.layouts[name], found, gradient, least)
+            errors[name] = max(errors.get(name, 0.0), error)
     return errors
+
+
+def _gradient_error(
+    layout: Layout, found: list[Tensor | None], expected: Tensor | None, least: float
+) -> float:
+    parts = [part for part in found if part is not None]
+    if expected is None or len(parts) < len(found):
+        wrong = [p for p in (expected, *parts) if p is not None and bool(p.any())]
+        return float("inf") if wrong else 0.0
+    difference = _differences(layout.join(parts), expected)
+    error = difference / expected.abs().clamp(min=least).nan_to_num(nan=1.0, posinf=1.0)
+    return max([float(error.max()), *_copies_differ(layout, parts, least)])
 
 
 def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
