@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 import models
 from autopar import VerificationError, World, adjoints, levels, planning, sharded
@@ -19,8 +20,10 @@ from autopar import collectives as c
 from autopar._compat import pytree
 from autopar.layout import S
 from autopar.mesh import Mesh
+from autopar.ops import pointwise
 from autopar.pipeline import Pipeline
 from autopar.program import Program
+from autopar.rules import TABLE, Spec
 from autopar.verify import Check, compare
 from mutations import (
     Mutation,
@@ -45,6 +48,7 @@ from mutations import (
     summed,
     undivided,
 )
+from odd_models import Simple, rows
 from plans import Subject, random_plan, subject
 
 aten = torch.ops.aten
@@ -132,7 +136,7 @@ GRAPHS: list[tuple[str, Any, Mutation]] = [
     ("4d", sharded.cross_entropy, misplaced),
     ("4d", sharded.cross_entropy, restrided),
     ("2.5d", c.replicate, another_axis),
-    ("2.5d", c.replicate, one_axis_forgotten),
+    ("x2.y2 2", c.replicate, one_axis_forgotten),
     ("2.5d", c.all_to_all, another_digit),
     ("2.5d", sharded.layer_norm, not_summed),
     ("2.5d", sharded.layer_norm, local_size),
@@ -181,6 +185,58 @@ def test_every_broken_graph_is_found(name: str) -> None:
         except VerificationError:
             continue
         pytest.fail(f"{name}: {node} broken by {mutation.__name__} was not found")
+
+
+# -- rules -----------------------------------------------------------------------------------------
+NONE: frozenset[Any] = frozenset()
+FIRST = (frozenset({0}),)  # linear in its first operand
+BOTH = (frozenset({0, 1}),)  # linear in its first two, jointly
+
+# (op, what its rule says wrongly, a model with it)
+RULES: list[tuple[Any, dict[str, Any], Callable[..., Tensor]]] = [
+    (aten.relu.default, {"linear": FIRST}, lambda m, x: m.down(m.up(x).relu())),
+    (aten.gelu.default, {"linear": FIRST}, lambda m, x: m.down(F.gelu(m.up(x)))),
+    (aten.mul.Tensor, {"linear": BOTH}, lambda m, x: m.up(x) * m.down(m.up(x)).repeat(1, 2)),
+    (aten.flip.default, {"whole": NONE}, lambda m, x: m.up(x).flip(1)),
+    (aten.cumsum.default, {"whole": NONE}, lambda m, x: m.up(x).cumsum(1)),
+    (aten.sort.default, {"linear": FIRST}, lambda m, x: m.up(x).sort(1)[0]),
+    (aten.linear.default, {"added": NONE}, lambda m, x: m.down(m.up(x))),
+    (aten.sum.dim_IntList, {"sum": NONE, "shared": "all"}, lambda m, x: m.up(x).sum(1)),
+    (aten.amax.default, {"whole": NONE, "sum": "all"}, lambda m, x: m.up(x).amax(1)),
+]
+
+
+@pytest.mark.parametrize(("target", "lie", "body"), RULES, ids=name_of)
+def test_a_wrong_rule_is_found(
+    target: Any, lie: dict[str, Any], body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the first random plan that makes use of what it says wrongly."""
+    build = TABLE.get(target, pointwise)
+
+    def lying(node: fx.Node) -> Spec:
+        right = build(node)
+        return dataclasses.replace(
+            right, **{k: frozenset(right.sizes) if v == "all" else v for k, v in lie.items()}
+        )
+
+    torch.manual_seed(0)
+    model = Simple(lambda m, x: body(m, x).square().sum())
+    right = subject(model, (rows(),))
+    monkeypatch.setitem(TABLE, target, lying)
+    wrong = subject(model, (rows(),))
+    messages = (said(wrong, seed) for seed in range(40))
+    message = next(filter(None, messages), "not found")
+    assert message.startswith(f"the first wrong node is {target.overloadpacket.__name__}"), message
+    monkeypatch.setitem(TABLE, target, build)
+    assert not any(said(right, seed) for seed in range(4))
+
+
+def said(model_subject: Subject, seed: int) -> str:
+    try:
+        model_subject.at_random("x2", seed)
+    except VerificationError as error:
+        return str(error)
+    return ""
 
 
 # -- adjoints --------------------------------------------------------------------------------------
