@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,16 @@ from torch import Tensor, fx
 from . import lockstep
 from .errors import VerificationError
 from .graphs import where
+from .interpret import Visit, interpret
+from .known import Known, Observed, known
 from .layout import Layout
 from .program import Input, Program
-from .recomputed import recomputed, regathered
+from .unwritten import filled, poison, tame
 from .widened import double_by_default, to_double
 
 STEPS = 3
+_OUTPUT = "output {}"
+_GRADIENTS = ("gradient of ", "gradient beside the loss of ")
 _SEED = 20_011
 _RATE = 1e-3  # of AdamW
 # of AdamW, relative to the largest gradient: entries that are zero but for rounding shall not move
@@ -37,8 +41,10 @@ class Check:
     three AdamW steps.
 
     A gradient's error is |difference| / max(|gradient|, 1e-6 · the model's largest gradient), entry
-    by entry. A parameter's is its largest |difference| over its largest entry, or over the distance
-    that AdamW can move an entry in these steps (rate · steps) if that is larger. AdamW's epsilon is
+    by entry. What is zero but for rounding is held against a thousandth of the terms that cancel in
+    it (rounding.py); what hangs on memory that was never written is not compared (unwritten.py). A
+    parameter's error is its largest |difference| over its largest entry, or over the distance that
+    AdamW can move an entry in these steps (rate · steps) if that is larger. AdamW's epsilon is
     1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as that of the
     bias of attention's keys or of a bias before a batch norm, would else be scaled up to a whole
     step, and grow from there.
@@ -58,16 +64,18 @@ class Check:
         )
 
 
+_Gradients = dict[str, Tensor | None]
+
+
 @dataclass(frozen=True)
 class _Trained:
-    """What one training run leaves: the outputs and the gradients of the first step, the parameters
-    after the last.
+    """What one training run leaves: the outputs of the first step, its gradients (those of the
+    loss, and those of all that is returned beside it), the parameters after the last.
     """
 
     outputs: list[Tensor]
-    gradients: dict[str, Tensor | None]
+    gradients: tuple[_Gradients, ...]
     parameters: dict[str, Tensor]
-    epsilon: float  # of AdamW
 
 
 def compare(program: Program, reference: Program, inputs: list[Any], tolerance: float) -> Check:
@@ -82,15 +90,18 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
         to_double(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs
     ]
     with double_by_default():
-        single = _Rank(reference, {}, leaves)
-        nodes = _compare_nodes(program, single.values(), leaves, tolerance)
-        expected = single.train()
+        single = known(reference, lambda one, visit: _Rank(one, {}, leaves).observe(visit))
+        epsilon = _adam_epsilon(single)
+        program = filled(program, poison)
+        nodes = _compare_nodes(program, single, leaves, tolerance)
+        expected = _Rank(filled(reference, tame), {}, leaves).train(epsilon)
         ranks = lockstep.run(
-            mesh, lambda rank: _Rank(program, mesh.coordinate(rank), leaves).train(expected.epsilon)
+            mesh, lambda rank: _Rank(program, mesh.coordinate(rank), leaves).train(epsilon)
         )
+    gradients = _gradient_errors(program, ranks, expected, single)
     check = Check(
-        _output_error(program, ranks, expected),
-        max(_gradient_errors(program, ranks, expected).values(), default=0.0),
+        _output_error(program, ranks, expected, single),
+        max(gradients.values(), default=0.0),
         max(_step_errors(program, ranks, expected).values(), default=0.0),
         nodes,
         mesh.size,
@@ -101,7 +112,7 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
             raise VerificationError(
                 f"{what} is {error:.2e}, past the tolerance {tolerance:.0e}, on mesh {mesh} with "
                 "layout "
-                f"{program.plan.layout}: {_worst(program, ranks, expected)}"
+                f"{program.plan.layout}: {_worst(program, gradients)}"
             )
     return check
 
@@ -141,48 +152,71 @@ class _Rank:
             return own
         return self.held[entry.node]
 
-    def values(self) -> dict[Any, Tensor]:
-        """Every value of the graph that stands for one of the original graph, without gradients."""
-        found: dict[Any, Tensor] = {}
-        with torch.no_grad():
-            for node, result in _interpret(self.program, self):
-                if isinstance(result, Tensor) and "value" in node.meta:
-                    found.setdefault(node.meta["value"], result)
+    def feed_all(self) -> list[Any]:
+        return [self.feed(entry) for entry in self.program.signature.inputs]
+
+    def observe(self, visit: Visit) -> Observed:
+        """One step, node by node: every value that stands for one of the original graph, every
+        output and gradient, as `visit` left them.
+        """
+        found: Observed = {}
+
+        def keep(node: fx.Node, result: Any) -> Any:
+            result = visit(node, result)
+            if isinstance(result, Tensor) and "value" in node.meta:
+                found.setdefault(node.meta["value"], result.detach())
+            return result
+
+        outputs = interpret(self.program.module, self.feed_all(), keep)
+        named = {_OUTPUT.format(i): o for i, o in enumerate(outputs) if isinstance(o, Tensor)}
+        found.update({name: output.detach() for name, output in named.items()})
+        for beside, said in enumerate(_GRADIENTS):
+            gradients = self._gradients(self._starts(outputs, bool(beside)), retain_graph=True)
+            found.update({said + n: grad for n, grad in gradients.items() if grad is not None})
         return found
 
-    def train(self, epsilon: float | None = None) -> _Trained:
-        """Three steps of AdamW; its epsilon follows from the first gradients unless given."""
+    def train(self, epsilon: float) -> _Trained:
+        """Three steps of AdamW."""
         parameters = {n: t for n, t in self.held.items() if t.requires_grad}
-        outputs = self._step()
-        leaves = {**parameters, **{n: t for n, t in self.inputs.items() if t.requires_grad}}
-        gradients = {n: None if t.grad is None else t.grad.clone() for n, t in leaves.items()}
-        if epsilon is None:
-            epsilon = max(1e-8, _EPSILON * _largest(gradients))
+        outputs, beside = self._outputs(), {}
+        if starts := self._starts(outputs, beside=True):
+            beside = self._gradients(starts)
+            outputs = self._outputs()
+        gradients = self._gradients(self._starts(outputs)), beside
         if parameters:
             optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, eps=epsilon)
             for _ in range(STEPS - 1):
                 optimizer.step()
-                optimizer.zero_grad()
-                self._step()
+                self._gradients(self._starts(self._outputs()))
             optimizer.step()
         first = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
-        return _Trained(first, gradients, {n: t.detach() for n, t in parameters.items()}, epsilon)
+        return _Trained(first, gradients, {n: t.detach() for n, t in parameters.items()})
 
-    def _step(self) -> list[Tensor]:
-        outputs = list(self.program.module(*(self.feed(e) for e in self.program.signature.inputs)))
-        self._backward(outputs)
-        return outputs
+    def _outputs(self) -> list[Any]:
+        return list(self.program.module(*self.feed_all()))
 
-    def _backward(self, outputs: list[Tensor]) -> None:
-        """From the loss: the first scalar; a model without one gets random gradients for all that
-        it returns.
+    def _starts(self, outputs: list[Any], beside: bool = False) -> list[tuple[Tensor, Tensor]]:
+        """Where a backward begins, each with its cotangent: at the loss, the first scalar, or at
+        all that is returned beside it. A model without a loss begins at all that it returns.
         """
-        able = [(i, o) for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad]
-        scalars = [o for _, o in able if o.dim() == 0]
-        if scalars:
-            scalars[0].backward()
-        elif able:
-            torch.autograd.backward([o for _, o in able], [self._cotangent(i) for i, _ in able])
+        able = {i: o for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad}
+        loss = next((i for i, o in able.items() if o.dim() == 0), None)
+        return [
+            (output, torch.ones_like(output) if i == loss else self._cotangent(i))
+            for i, output in able.items()
+            if (loss not in (None, i)) == beside
+        ]
+
+    def _gradients(
+        self, starts: list[tuple[Tensor, Tensor]], retain_graph: bool = False
+    ) -> _Gradients:
+        leaves = {n: t for n, t in (self.held | self.inputs).items() if t.requires_grad}
+        for leaf in leaves.values():
+            leaf.grad = None
+        if starts:
+            outputs, cotangents = zip(*starts, strict=True)
+            torch.autograd.backward(outputs, cotangents, retain_graph=retain_graph)
+        return {n: None if t.grad is None else t.grad.clone() for n, t in leaves.items()}
 
     def _cotangent(self, index: int) -> Tensor:
         layout = _output_layouts(self.program)[index]
@@ -192,38 +226,12 @@ class _Rank:
         )
 
 
-def _interpret(program: Program, rank: _Rank) -> Iterator[tuple[fx.Node, Any]]:
-    """Run the graph node by node, within blocks too; yields (node, result)."""
-    yield from _steps(program.module, [rank.feed(e) for e in program.signature.inputs])
-
-
-def _steps(module: fx.GraphModule, inputs: list[Any]) -> Generator[tuple[fx.Node, Any], None, Any]:
-    env: dict[fx.Node, Any] = {}
-    given = iter(inputs)
-    for node in module.graph.nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        if node.op == "output":
-            return args[0]
-        if node.op == "placeholder":
-            env[node] = next(given)
-        elif node.op == "get_attr":
-            env[node] = getattr(module, str(node.target))
-        elif node.target in (recomputed, regathered):
-            block, _, *values = args
-            env[node] = yield from _steps(block, values)
-        else:
-            env[node] = node.target(*args, **kwargs)
-        yield node, env[node]
-
-
 def _output_layouts(program: Program) -> list[Layout]:
     return [program.layouts[o.node] for o in program.signature.outputs if o.node is not None]
 
 
 # -- node by node ----------------------------------------------------------------------------------
-def _compare_nodes(
-    program: Program, expected: dict[Any, Tensor], leaves: list[Any], tolerance: float
-) -> int:
+def _compare_nodes(program: Program, single: Known, leaves: list[Any], tolerance: float) -> int:
     assert program.plan is not None
     mesh = program.plan.mesh
     count = 0
@@ -232,42 +240,50 @@ def _compare_nodes(
         nonlocal count
         value = node.meta["value"]
         layout = node.meta.get("layout") or program.layouts[node.name]
-        if value in expected:
+        if value in single.values:
             count += 1
-            _check_node(node, layout, parts, expected[value], tolerance)
+            _check_node(node, layout, parts, single, tolerance)
 
     def rank_fn(rank: int) -> None:
+        def visit(node: fx.Node, result: Any) -> Any:
+            if isinstance(result, Tensor) and "value" in node.meta:
+                lockstep.meet(rank, result.detach(), functools.partial(compare_one, node))
+            return result
+
         own = _Rank(program, mesh.coordinate(rank), leaves)
         with torch.no_grad():
-            for node, result in _interpret(program, own):
-                if isinstance(result, Tensor) and "value" in node.meta:
-                    lockstep.meet(rank, result.detach(), functools.partial(compare_one, node))
+            interpret(program.module, own.feed_all(), visit)
 
     lockstep.run(mesh, rank_fn)
     return count
 
 
 def _check_node(
-    node: fx.Node, layout: Layout, parts: list[Tensor], expected: Tensor, tolerance: float
+    node: fx.Node, layout: Layout, parts: list[Tensor], single: Known, tolerance: float
 ) -> None:
+    value = node.meta["value"]
+    expected, floor = single.values[value], single.floor(value)
     called = node.target.__name__ if inspect.isfunction(node.target) else node.target
     what = f"the first wrong node is {where(node)}: {called} of layout ({layout}), shape "
     what += f"{layout.shape}, "
     if parts[0].shape != layout.local_shape:
         found = tuple(parts[0].shape)
         raise VerificationError(f"{what}is {found} on a rank, not {layout.local_shape}")
-    error = _relative(layout.join(parts), expected)
+    joined = layout.join(parts)
+    if value in single.undefined:
+        joined = torch.where(single.undefined[value], expected, joined)
+    error = _relative(joined, expected, floor)
     if not error <= tolerance:
         raise VerificationError(f"{what}relative error {error:.2e} past {tolerance:.0e}")
     for rank, first in _copies(layout, "IR"):
-        error = _relative(parts[rank], parts[first])
+        error = _relative(parts[rank], parts[first], floor)
         if not error <= tolerance:
             raise VerificationError(
                 f"{what}the copies on ranks {first} and {rank} differ by {error:.2e}"
             )
 
 
-def _relative(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
+def _relative(found: Tensor, expected: Tensor, least: float) -> float:
     """Largest |difference| over the largest |expected| (`least` at least); equal infinities and
     nans count as equal.
     """
@@ -275,26 +291,36 @@ def _relative(found: Tensor, expected: Tensor, least: float = 1e-30) -> float:
         return float("inf")
     if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
         return 0.0 if torch.equal(found.to(expected.dtype), expected) else float("inf")
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    difference = torch.where(same, 0.0, (found - expected).abs())
+    difference = _differences(found, expected)
     finite = expected[expected.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return float(difference.max()) / max(scale, least) if difference.numel() else 0.0
 
 
+def _differences(found: Tensor, expected: Tensor) -> Tensor:
+    """Equal infinities and nans do not differ; a nan and a number do, by infinity (nan is not
+    larger than anything, so the largest error would not be one).
+    """
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return torch.where(same, 0.0, (found - expected).abs().nan_to_num(nan=torch.inf))
+
+
 # -- a step ----------------------------------------------------------------------------------------
-def _output_error(program: Program, ranks: list[_Trained], expected: _Trained) -> float:
+def _output_error(
+    program: Program, ranks: list[_Trained], expected: _Trained, single: Known
+) -> float:
     errors = [0.0]
     for index, layout in enumerate(_output_layouts(program)):
         parts = [rank.outputs[index] for rank in ranks]
-        errors.append(_relative(layout.join(parts), expected.outputs[index]))
-        errors.extend(_copies_differ(layout, parts))
+        floor = single.floor(_OUTPUT.format(index))
+        errors.append(_relative(layout.join(parts), expected.outputs[index], floor))
+        errors.extend(_copies_differ(layout, parts, floor))
     return max(errors)
 
 
-def _copies_differ(layout: Layout, parts: list[Tensor]) -> list[float]:
+def _copies_differ(layout: Layout, parts: list[Tensor], floor: float) -> list[float]:
     """How far apart the gradients of copies are, which must be the same on every invariant axis."""
-    return [_relative(parts[rank], parts[first]) for rank, first in _copies(layout, "I")]
+    return [_relative(parts[rank], parts[first], floor) for rank, first in _copies(layout, "I")]
 
 
 def _copies(layout: Layout, kinds: str) -> list[tuple[int, int]]:
@@ -308,30 +334,43 @@ def _copies(layout: Layout, kinds: str) -> list[tuple[int, int]]:
     return [(rank, first) for rank, first in pairs if rank != first]
 
 
-def _largest(gradients: dict[str, Tensor | None]) -> float:
+def _largest(gradients: Mapping[Any, Tensor | None]) -> float:
     return max(
         (float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()),
         default=0.0,
     )
 
 
+def _adam_epsilon(single: Known) -> float:
+    named = {n: t for n, t in single.values.items() if str(n).startswith(_GRADIENTS[0])}
+    floor = max((single.floor(name) for name in named), default=0.0)
+    return max(1e-8, _EPSILON * max(_largest(named), floor))
+
+
 def _gradient_errors(
-    program: Program, ranks: list[_Trained], expected: _Trained
+    program: Program, ranks: list[_Trained], expected: _Trained, single: Known
 ) -> dict[str, float]:
-    largest = _largest(expected.gradients)
-    errors = {}
-    for name, gradient in expected.gradients.items():
-        found = [rank.gradients[name] for rank in ranks]
-        parts = [part for part in found if part is not None]
-        if gradient is None or len(parts) < len(found):
-            wrong = [p for p in (gradient, *parts) if p is not None and bool(p.any())]
-            errors[name] = float("inf") if wrong else 0.0
-            continue
-        layout = program.layouts[name]
-        floor = gradient.abs().clamp(min=max(1e-6 * largest, 1e-300))
-        difference = (layout.join(parts) - gradient).abs() / floor
-        errors[name] = max([float(difference.max()), *_copies_differ(layout, parts)])
+    errors: dict[str, float] = {}
+    for kind, said in enumerate(_GRADIENTS):
+        largest = _largest(expected.gradients[kind])
+        for name, gradient in expected.gradients[kind].items():
+            found = [rank.gradients[kind].get(name) for rank in ranks]
+            least = max(1e-6 * largest, single.floor(said + name))
+            error = _gradient_error(program.layouts[name], found, gradient, least)
+            errors[name] = max(errors.get(name, 0.0), error)
     return errors
+
+
+def _gradient_error(
+    layout: Layout, found: list[Tensor | None], expected: Tensor | None, least: float
+) -> float:
+    parts = [part for part in found if part is not None]
+    if expected is None or len(parts) < len(found):
+        wrong = [p for p in (expected, *parts) if p is not None and bool(p.any())]
+        return float("inf") if wrong else 0.0
+    difference = _differences(layout.join(parts), expected)
+    error = difference / expected.abs().clamp(min=least).nan_to_num(nan=1.0, posinf=1.0)
+    return max([float(error.max()), *_copies_differ(layout, parts, least)])
 
 
 def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
@@ -344,9 +383,8 @@ def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) ->
     }
 
 
-def _worst(program: Program, ranks: list[_Trained], expected: _Trained) -> str:
+def _worst(program: Program, errors: dict[str, float]) -> str:
     """The parameters whose gradients are furthest off, with their layouts."""
-    errors = _gradient_errors(program, ranks, expected)
     names = sorted(errors, key=lambda name: -errors[name])[:3]
     return "worst gradients " + ", ".join(
         f"{n} ({program.layouts[n]}) {errors[n]:.1e}" for n in names

@@ -50,6 +50,11 @@ def to_double(tensor: Tensor) -> Tensor:
     return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype))
 
 
+def is_inexact(tensor: Tensor) -> bool:
+    """Whether it holds numbers that are rounded, as integers and flags are not."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 @contextmanager
 def double_by_default() -> Iterator[None]:
     """What an op makes of integers (a quotient, a range of floats) has torch's default dtype."""

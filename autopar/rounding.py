@@ -1,0 +1,68 @@
+"""How far rounding alone may move what a step computes, found by running it a little off.
+
+`layer_norm(x).sum()` is zero but for rounding, and so is the gradient of a bias before a norm. One
+device gives 3e-16 there and four ranks -8e-16: a relative error of 3.7 that says nothing. What such
+a value may be off by follows from the terms that cancel in it. Summing them in absolute value would
+need a rule for every op and every adjoint; instead the step is run again with every value off by a
+random part of SHAKE. What m moves by then was added up from terms of about m / SHAKE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .interpret import Visit
+from .widened import is_inexact
+
+# Large enough that where a value jumps (a relu at zero) it seems to be made of terms of at most a
+# million times itself, small enough that all else moves in proportion.
+SHAKE = 2.0**-20
+SAMPLES = 2  # of random numbers a single one may come out near zero
+# A value is held against a thousandth of its terms where it is smaller: with tolerance 1e-9 they
+# count to 1e-12, where float64 rounds at 2e-16 and a long sum at some 1e-14.
+_OF_TERMS = 1e-3
+
+
+def shaken(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
+    """Give every float value of a run times 1 - SHAKE · (random numbers from 0 to 1).
+
+    Never more, so that what an op is defined for (the cosine of an angle, a probability) it stays
+    defined for. `decided`: the integers and flags of the undisturbed run, by node. A choice that
+    was made, of experts for instance, stays made.
+    """
+    generator = torch.Generator().manual_seed(sample)
+
+    def visit(node: fx.Node, result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        if node in decided:
+            return decided[node]
+        off = torch.rand(result.shape, generator=generator, dtype=torch.float64)
+        return result * (1 - SHAKE * off).to(result.device)
+
+    return visit
+
+
+def floors(
+    plain: Mapping[Hashable, Tensor | None], samples: Sequence[Mapping[Hashable, Tensor | None]]
+) -> dict[Hashable, float]:
+    """The least number that an error of each value is held against, by its name."""
+    return {
+        name: _OF_TERMS * max(_moved(value, sample.get(name)) for sample in samples) / SHAKE
+        for name, value in plain.items()
+        if value is not None and is_inexact(value)
+    }
+
+
+def _moved(value: Tensor, other: Tensor | None) -> float:
+    """The largest finite difference: where a disturbed run leaves what an op is defined for, it
+    says nothing.
+    """
+    if other is None or other.shape != value.shape or not value.numel():
+        return 0.0
+    difference = (other.detach() - value.detach()).abs()
+    return float(torch.where(difference.isfinite(), difference, 0.0).max())
