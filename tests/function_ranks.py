@@ -1,0 +1,64 @@
+"""What test_function_ranks.py starts, as on_ranks.py says: models with custom autograd functions
+and checkpointed blocks, on all ranks and on one device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import autopar
+import models
+from on_ranks import Facts, everywhere, run_tasks
+from test_functions import KINDS, Net, rows
+from train_ranks import joined
+
+
+def errors(model: nn.Module, par: Any, called: Any, several: Any) -> list[float]:
+    """Of every gradient, as a part of its largest entry; the infinite one where there is none."""
+    model.zero_grad()
+    called().backward()
+    several().backward()
+    expected, found = dict(model.named_parameters()), []
+    for name, parameter in par.named_parameters():
+        right = expected[name].grad
+        if right is None or parameter.grad is None:
+            both = right is None or not right.any()
+            own = parameter.grad is None or not joined(parameter.grad, par.layout(name)).any()
+            found.append(0.0 if both and own else float("inf"))
+            continue
+        error = (joined(parameter.grad, par.layout(name)) - right).abs().max()
+        found.append(float(error / right.abs().max().clamp(min=1e-6)))
+    return found
+
+
+def functions() -> Facts:
+    facts: Facts = {}
+    for place, kind in enumerate(KINDS):
+        layout = ("ddp", "fsdp", "megatron")[place % 3]
+        model, x = Net(KINDS[kind]), rows()
+        for overlap in (True, False):
+            par = autopar.parallelize(model, inputs=(x,), layout=layout, overlap=overlap)
+            found = errors(model, par, lambda: model(x), lambda: par(x))
+            facts[f"{kind}, {layout}, overlap {overlap}"] = max(map(max, everywhere(found)))
+    return facts
+
+
+def gpt2() -> Facts:
+    facts: Facts = {}
+    for reentrant in (True, False):
+        model, _, inputs = models.gpt2()
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        par = autopar.parallelize(model, inputs=inputs, layout="fsdp")
+        found = errors(model, par, lambda: model(**inputs).loss, lambda: par(**inputs).loss)
+        facts[str(reentrant)] = {
+            "parameters": len(found),
+            "error": max(map(max, everywhere(found))),
+        }
+    return facts
+
+
+if __name__ == "__main__":
+    run_tasks({"functions": functions, "gpt2": gpt2})
