@@ -288,8 +288,8 @@ def verify(
     original on one device.
 
     Compares every node, the loss, every gradient, and the parameters after three AdamW steps. A
-    model of at most 1e11 FLOP a step, with real tensors, is itself run once as well, on copies: what
-    it returns and every gradient are held against the graph that was traced.
+    model of at most 1e11 FLOP a step, with real tensors, is itself run once as well, on copies:
+    what it returns and every gradient are held against the graph that was traced.
     Raises VerificationError past `tolerance`. `recompute` "full": with every block recomputed.
     `layout` may be a plan, one from a file too, which is verified as it is: leave `world` None.
 

@@ -6,7 +6,7 @@ can, the model runs itself: what it returns, every gradient and every buffer mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any

@@ -10,10 +10,16 @@ from test_functions import KINDS
 from test_training import launched
 
 
+def test_two_functions_on_ranks(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 2, "few", script="function_ranks.py")["few"]
+    assert len(facts) == 4
+    assert max(facts.values()) < 1e-4, facts
+
+
 @pytest.mark.slow
 def test_functions_on_ranks(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "functions", script="function_ranks.py", seconds=400)["functions"]
-    assert len(facts) == 2 * len(KINDS)
+    assert len(facts) == len(KINDS) + 6
     assert {case: error for case, error in facts.items() if not error < 1e-4} == {}
 
 

@@ -19,8 +19,8 @@ ORDER = (
     "layouts", "elimination", "ranking", "regions", "price", "editing", "conversion_costs",
     "search", "ascending", "rating",
     "lockstep", "passes", "beside", "backends", "script", "transport", "measured", "placement",
-    "module", "widened", "original", "verify", "report", "depth", "shallow", "dropping", "fitting", "hiding",
-    "proven", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
+    "module", "widened", "original", "verify", "report", "depth", "shallow", "dropping", "fitting",
+    "hiding", "proven", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
     "compiled", "calibration",
     "targets", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip
