@@ -24,6 +24,7 @@ from .held import current, held
 from .layouts import Layouts, candidates
 from .mesh import connect
 from .module import ParallelModule
+from .original import compare_original
 from .passes import choose
 from .pipeline import Pipeline, Progress
 from .plan import Plan
@@ -286,7 +287,9 @@ def verify(
     """Prove a layout on this model: every rank in lockstep in one process, in float64, against the
     original on one device.
 
-    Compares every node, the loss, every gradient, and the parameters after three AdamW steps.
+    Compares every node, the loss, every gradient, and the parameters after three AdamW steps. A
+    model of at most 1e11 FLOP a step, with real tensors, is itself run once as well, on copies:
+    what it returns and every gradient are held against the graph that was traced.
     Raises VerificationError past `tolerance`. `recompute` "full": with every block recomputed.
     `layout` may be a plan, one from a file too, which is verified as it is: leave `world` None.
 
@@ -297,6 +300,10 @@ def verify(
     source = traced(model, inputs)
     summed = layout.reduce_dtype if isinstance(layout, Plan) else None  # in float64 all the same
     program = analysed(pipeline, widened(source), summed)
+    assert program.annotations is not None
+    flops = sum(spec.flops for spec in program.annotations.specs.values())
+    pipeline.progress("compare with the model")
+    compare_original(model, source, arguments(inputs), flops)
     if isinstance(layout, Plan):
         _same_graph(layout, source)
         program = dataclasses.replace(program, plan=editing.checked(program, layout))

@@ -49,7 +49,7 @@ def capture(
     )
     with (
         _quiet(), torch.enable_grad(), _refusing(model), honoured(model),
-        _borrowed(model, mode, home) as originals,
+        borrowed(model, lambda value: _fake(mode, value, home)) as originals,
     ):  # fmt: skip
         try:
             watch = Watch(model)
@@ -131,12 +131,13 @@ def _fake(mode: FakeTensorMode, value: torch.Tensor, home: torch.device) -> torc
 
 
 @contextmanager
-def _borrowed(
-    model: nn.Module, mode: FakeTensorMode, home: torch.device
+def borrowed(
+    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[dict[int, torch.Tensor]]:
-    """Puts fakes in the place of the model's tensors, and at the end everything back as it was.
+    """Puts what `make` makes in the place of the model's tensors, and at the end everything back as
+    it was.
 
-    Yields the original tensors by the id of their fakes.
+    Yields the original tensors by the id of what stands in for them.
     """
     saved = [(module, *_state(module)) for module in model.modules()]
     fakes: dict[int, torch.Tensor] = {}
@@ -144,7 +145,7 @@ def _borrowed(
 
     def stand_in(value: torch.Tensor) -> torch.Tensor:
         if id(value) not in fakes:
-            fakes[id(value)] = _fake(mode, value, home)
+            fakes[id(value)] = make(value)
             originals[id(fakes[id(value)])] = value
         return fakes[id(value)]
 

@@ -19,7 +19,7 @@ ORDER = (
     "cuts", "cutting", "layouts", "elimination", "ranking", "regions", "price", "editing",
     "conversion_costs", "search", "ascending", "rating",
     "lockstep", "passes", "beside", "backends", "script", "transport", "measured", "placement",
-    "module", "widened", "rounding", "unwritten", "known", "verify", "report",
+    "module", "widened", "original", "rounding", "unwritten", "known", "verify", "report",
     "depth", "shallow", "dropping", "fitting", "hiding", "proven",
     "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
     "compiled", "calibration",

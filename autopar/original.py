@@ -1,0 +1,160 @@
+"""The traced graph against the model itself, both on one device, on copies of its tensors.
+
+What ranks do is held against the traced graph; what that lost is lost to both. So where one device
+can, the model runs itself: what it returns, every gradient and every buffer must be the graph's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._compat import FakeTensor, pytree
+from .capture import borrowed
+from .errors import VerificationError
+from .passes.trace import bind
+from .program import Program
+
+FLOPS = 1e11  # of a step: a model that takes more is not run on one device
+_SEED = 40_009
+_LEAST = 1e-3  # of the model's largest gradient: what is less is zero but for rounding
+# How far the two may be apart, by how precise their numbers are; rounding is no more than this.
+_ROUNDINGS, _MOST = 1e4, 0.1
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Values = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """One training step: everything by the name that an error has for it."""
+
+    results: Values
+    gradients: Values
+
+
+def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: float) -> bool:
+    """Hold `program`, as it was traced, against `model` on these inputs. False where that is not
+    done: a step of more than FLOPS (`flops` are those of a forward), tensors without values.
+
+    Raises VerificationError with what is off the most.
+    """
+    given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+    tensors = [*program.tensors.values(), *given]
+    if 3 * flops > FLOPS or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):
+        return False
+    floats = [x for x in tensors if x.is_floating_point()]
+    roundings = [_ROUNDINGS * torch.finfo(x.dtype).eps for x in floats]
+    tolerance = min(_MOST, max(roundings, default=0.0))
+    with _own_draws(tensors):
+        expected = _of_model(model, inputs)
+    with _own_draws(tensors):
+        found = _of_program(program, inputs)
+    largest = max((_largest(x) for x in expected.gradients.values()), default=0.0)
+    _hold(model, found.results, expected.results, 0.0, tolerance)
+    _hold(model, found.gradients, expected.gradients, _LEAST * largest, tolerance)
+    return True
+
+
+@contextmanager
+def _own_draws(tensors: list[Tensor]) -> Iterator[None]:
+    """Both draw the same random numbers, and the generators are as before when they have."""
+    devices = {x.device for x in tensors if x.device.type == "cuda"}
+    with torch.random.fork_rng([d.index or 0 for d in devices]), torch.enable_grad():
+        torch.manual_seed(_SEED)
+        yield
+
+
+def _of_model(model: nn.Module, inputs: Inputs) -> _Ran:
+    with borrowed(model, _copy):
+        args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
+        results = _named(model(*args, **kwargs), "result ")
+        _backward(results)
+        buffers = {f"buffer {n}": b for n, b in model.named_buffers(remove_duplicate=False)}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        return _ran({**results, **buffers}, parameters, own)
+
+
+def _of_program(program: Program, inputs: Inputs) -> _Ran:
+    args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
+    held = {name: _copy(tensor) for name, tensor in program.tensors.items()}
+    made = iter(program.module(*bind(program, args, kwargs, held)))
+    leaves, buffers = [], {}
+    for output in program.signature.outputs:
+        value = output.constant if output.node is None else next(made)
+        if output.kind == "user":
+            leaves.append(value)
+        elif isinstance(value, Tensor):
+            buffers[f"buffer {output.target}"] = value
+    results = _named(pytree.tree_unflatten(leaves, program.signature.out_spec), "result ")
+    _backward(results)
+    parameters = {e.target: held[e.target] for e in program.signature.inputs if e.target in held}
+    return _ran({**results, **buffers}, parameters, own)
+
+
+def _copy(value: Tensor) -> Tensor:
+    copy = value.detach().clone()
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(copy, requires_grad=value.requires_grad)
+    return copy.requires_grad_(value.requires_grad)
+
+
+def _named(tree: Any, kind: str) -> Values:
+    pairs = pytree.tree_flatten_with_path(tree)[0]
+    found = {f"{kind}{pytree.keystr(path)}".strip(): value for path, value in pairs}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _backward(results: Values) -> None:
+    """From the first scalar; without one, from all results by random gradients."""
+    able = [value for value in results.values() if value.requires_grad]
+    scalar = next((value for value in able if value.dim() == 0), None)
+    if scalar is not None:
+        scalar.backward()
+    elif able:
+        generator = torch.Generator().manual_seed(_SEED)
+        drawn = [torch.randn(x.shape, generator=generator).to(x) for x in able]
+        torch.autograd.backward(able, drawn)
+
+
+def _ran(results: Values, parameters: Mapping[str, Tensor], inputs: Inputs) -> _Ran:
+    leaves = {f"gradient of {name}": value for name, value in parameters.items()}
+    leaves |= _named(inputs, "gradient of input ")
+    wanted = {name: value for name, value in leaves.items() if value.requires_grad}
+    gradients = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in wanted.items()}
+    return _Ran({name: x.detach() for name, x in results.items()}, gradients)
+
+
+def _hold(
+    model: nn.Module, found: Values, expected: Values, least: float, tolerance: float
+) -> None:
+    errors = {n: _error(x, expected[n], least) for n, x in found.items() if n in expected}
+    worst = max(errors, key=lambda name: errors[name], default="")
+    if worst and not errors[worst] <= tolerance:
+        raise VerificationError(
+            f"the graph that was traced is not what {type(model).__name__} computes on one device: "
+            f"{worst} is off by {errors[worst]:.1e} of its largest entry, past {tolerance:.0e}. "
+            "Something of the model is not in the graph, such as state that it changes or random "
+            "numbers of its own: no layout of it can be right"
+        )
+
+
+def _error(found: Tensor, expected: Tensor, least: float) -> float:
+    """Largest |difference| over the largest |expected| that is finite."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, (found - expected).abs().double())
+    return _largest(difference) / max(_largest(expected), least, 1e-30)
+
+
+def _largest(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
