@@ -1,0 +1,156 @@
+"""What test_alike.py starts, as on_ranks.py says: ranks that hold, ask for or are given something
+else than the others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar import replicas
+from on_ranks import Facts, caught, everywhere, gathered, run_tasks
+
+WIDTH = 12
+
+
+class Net(nn.Module):
+    """Two linears, with a buffer that takes part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("shift", torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(torch.relu(self.up(x + self.shift))) ** 2).mean()
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def rows(seed: int = 5, count: int = 12) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def warned(work: Any) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        result = work()
+    return result, [str(w.message) for w in found if "sync_parameters" in str(w.message)]
+
+
+# -- parameters ------------------------------------------------------------------------------------
+def seeds() -> Facts:
+    """Another seed on every rank: afterwards all train rank 0's model."""
+    facts: Facts = {}
+    expected = net()(rows()).detach()
+    for layout in ("ddp", "fsdp", "megatron"):
+        model = net(dist.get_rank())
+        par, said = warned(lambda m=model, k=layout: autopar.parallelize(m, None, (rows(),), k))
+        parts = {n: p.full_tensor() for n, p in par.named_parameters()}
+        of_rank_0 = all(torch.equal(parts[n], p) for n, p in net().named_parameters())
+        buffer = torch.equal(par.get_buffer("shift"), net().get_buffer("shift"))
+        loss = par(rows())
+        facts[layout] = {
+            "right": everywhere(of_rank_0 and buffer),
+            "loss": everywhere(abs(float(loss.detach() / expected) - 1)),
+            "said": everywhere(said),
+        }
+    _, again = warned(lambda: autopar.parallelize(net(), None, (rows(),), "ddp"))
+    facts["said of equal ones"] = everywhere(again)
+    return facts
+
+
+def unsynchronised() -> Facts:
+    """sync_parameters=False: refused on every rank, models as they were, and the next one works."""
+    model = net()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.down.weight[3, 2] += 1e-6  # the last bit but some
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+
+    def strict(model: nn.Module) -> Any:
+        return autopar.parallelize(model, None, (rows(),), "fsdp", sync_parameters=False)
+
+    seen = caught(lambda: strict(model))
+    untouched = all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    return {
+        "seen": everywhere(seen),
+        "untouched": everywhere(untouched),
+        "afterwards": everywhere(float(strict(net())(rows()).detach())),
+    }
+
+
+def kinds() -> Facts:
+    """Tensors of all kinds, in buckets of a few bytes and in one."""
+    facts: Facts = {}
+    for bucket in (1, 40, 1 << 20):
+        replicas.BUCKET = bucket
+        torch.manual_seed(dist.get_rank())
+        tensors = {
+            "matrix": torch.randn(5, 7),
+            "strided": torch.randn(6, 5).t()[1:, ::2],
+            "half": torch.randn(3).bfloat16(),
+            "flags": torch.rand(9) < 0.5,
+            "scalar": torch.tensor(dist.get_rank()),
+            "doubles": torch.randn(4, dtype=torch.float64, requires_grad=True),
+            "complex": torch.randn(3, dtype=torch.complex64),
+            "equal": torch.ones(3),
+            "empty": torch.empty(0),
+            "meta": torch.empty(3, device="meta"),
+        }
+        _, said = warned(lambda given=tensors: replicas.same(given, True))
+        real = {n: t.detach() for n, t in tensors.items() if n != "meta"}
+        facts[str(bucket)] = {
+            "alike": all(
+                all(torch.equal(part, parts[0]) for part in parts)
+                for parts in (gathered(t.contiguous()) for t in real.values())
+            ),
+            "scalar": everywhere(int(tensors["scalar"])),
+            "said": said,
+        }
+    return facts
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+def requests() -> Facts:
+    """What all ranks raise where rank 1 alone asks for something else, and what they must not."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    odd: dict[str, Any] = {
+        "layout": "fsdp",
+        "memory": 1e9,
+        "optimizer": "sgd",
+        "recompute": "full",
+        "overlap": False,
+        "redundant": True,
+        "reduce_dtype": torch.float32,
+        "backend": "aot_eager",
+        "sync_parameters": False,
+        "world": autopar.World.preset("dgx-h100", ranks=2 * size),
+        "inputs": (rows(count=24),),
+    }
+    usual = {"world": None, "inputs": (rows(),), "layout": "ddp"}
+    facts: Facts = {}
+    for name, value in odd.items():
+        options = {**usual, name: value} if rank == 1 else usual
+        facts[name] = everywhere(caught(lambda given=options: autopar.parallelize(net(), **given)))
+    plan = autopar.plan(net(), size, (rows(),), layout="ddp")
+    other = {"overlap": False} if rank == 1 else {}
+    facts["overlap of apply"] = everywhere(caught(lambda: autopar.apply(net(), plan, **other)))
+    alike = {**usual, "world": (None, size, autopar.World.detect())[rank % 3]}
+    found = autopar.parallelize(net(), **alike)(rows())
+    facts["alike"] = everywhere(float(found.detach()))
+    return facts
+
+
+TASKS = {task.__name__: task for task in (seeds, unsynchronised, kinds, requests)}
+
+if __name__ == "__main__":
+    run_tasks(TASKS)

@@ -1,0 +1,76 @@
+"""Ranks that hold, ask for or are given something else than the others: made alike, or refused by
+all of them, with the ranks that differ named.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.digest import digest
+from test_training import launched
+
+SCRIPT = "alike_ranks.py"
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]
+
+
+# -- digests ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (7, 3), (300, 501), (70000, 5)])
+def test_a_digest_sees_every_number_and_its_place(dtype: torch.dtype, shape: tuple) -> None:
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 20).abs().to(dtype)
+    assert digest(x).shape == () and digest(x).dtype == torch.int64
+    assert digest(x) == digest(x.clone())
+    for place in {0, x.numel() // 2, x.numel() - 1}:
+        other = x.clone()
+        other.view(-1)[place] += 1
+        assert digest(other) != digest(x), place
+    if x.dim():
+        assert digest(x.flip(0)) != digest(x)
+        assert digest(x[1:]) == digest(x[1:].clone())  # that begins within a word
+
+
+def test_a_digest_sees_rows_that_change_places() -> None:
+    ids = torch.arange(128 * 1024).view(128, 1024)
+    swapped = ids.clone()
+    swapped[[3, 67]] = swapped[[67, 3]]
+    assert digest(swapped) != digest(ids)
+
+
+# -- parameters ------------------------------------------------------------------------------------
+def test_parameters_become_those_of_rank_0(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 3, "seeds", "unsynchronised", "kinds", script=SCRIPT)
+    for layout in ("ddp", "fsdp", "megatron"):
+        found = facts["seeds"][layout]
+        assert all(found["right"]) and max(found["loss"]) < 1e-5, layout
+        first, *others = found["said"]
+        assert len(first) == 1 and others == [[], []]
+        assert "first of 5, on ranks 1, 2 is not what rank 0 holds" in first[0]
+    assert facts["seeds"]["said of equal ones"] == [[], [], []]
+    refused(facts["unsynchronised"])
+    for bucket, found in facts["kinds"].items():
+        assert found["alike"] and found["scalar"] == [0, 0, 0], bucket
+        (said,) = found["said"]
+        assert "matrix, the first of 7, on ranks 1, 2" in said, bucket
+
+
+def refused(facts: dict) -> None:
+    says = "RankError: the ranks hold different parameters: down.weight, on rank 1 is not what rank"
+    assert all(seen.startswith(says) for seen in facts["seen"]), facts["seen"]
+    assert all("sync_parameters" in seen for seen in facts["seen"])
+    assert all(facts["untouched"]) and len(set(facts["afterwards"])) == 1
+
+
+# -- what is asked for -----------------------------------------------------------------------------
+def test_what_is_asked_for_is_compared(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 3, "requests", script=SCRIPT)["requests"]
+    assert len(set(facts.pop("alike"))) == 1
+    for name, seen in facts.items():
+        what = name.removesuffix(" of apply")
+        start = f"RankError: the ranks ask for different things: {what} is "
+        assert len(set(seen)) == 1 and seen[0].startswith(start), (name, seen)
+        assert "on ranks 0, 2, " in seen[0] and " on rank 1. Make the same call" in seen[0], seen[0]
+    assert "layout is 'ddp' on ranks 0, 2, 'fsdp' on rank 1" in facts["layout"][0]
+    assert "[0]: (12, 12) float32 on ranks 0, 2, [0]: (24, 12) float32" in facts["inputs"][0]
