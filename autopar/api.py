@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from .deferred import Deferred
 from .errors import InputError, PlanError, WorldError
 from .held import current, held
 from .layouts import Layouts, candidates
-from .mesh import connect
+from .mesh import connect, undone_on_failure
 from .module import ParallelModule
 from .passes import choose
 from .pipeline import Pipeline, Progress
@@ -46,6 +47,8 @@ from .ready import Ready, fingerprint
 from .verify import Check, compare
 from .widened import widened
 from .world import World
+
+_NUMBERS = itertools.count()  # of the modules of this process
 
 
 def plan(
@@ -130,11 +133,10 @@ def apply(
     replicas.same(tensors, sync_parameters)
     program = dataclasses.replace(program, tensors=tensors)
     order = list(held(model))
-    seed = ranks.from_rank_0(torch.initial_seed())  # ranks that hold the same must drop the same
-    return ranks.together(
-        "placing the parameters",
-        lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), seed, order, run),
-    )
+    # ranks that hold the same must drop the same; a module has one name on all of them
+    seed, number = ranks.from_rank_0((torch.initial_seed(), next(_NUMBERS)))
+    placed = program, ready.graphs, device_mesh, ranks.rank(), seed, order, run, number
+    return ranks.together("placing the parameters", lambda: ParallelModule(*placed))
 
 
 def running(
@@ -156,7 +158,12 @@ def running(
         )
     graphs = [m.graph for m in program.module.modules() if isinstance(m, fx.GraphModule)]
     groups = {group for graph in graphs for group in groups_of(graph)}
-    device_mesh = connect(mesh, device_type, groups) if mesh.axes else None
+    device_mesh = None
+    if mesh.axes:
+        with undone_on_failure():
+            device_mesh = ranks.together(
+                "opening process groups", lambda: connect(mesh, device_type, groups)
+            )
     world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
     return device_mesh, runner(program, world, backend, overlap)
 

@@ -55,7 +55,7 @@ def _refuse_meta(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> N
     meta = [name for name in names if tensors[name].is_meta]
     if meta:
         raise RankError(
-            f"{meta[0]} is on the meta device on rank {ranks.rank()} and not on every other: give it "
+            f"{meta[0]} is on the meta device on rank {ranks.rank()}, and not on others: give it "
             "memory on every rank (model.to_empty(device=...)); rank 0's numbers are taken"
         )
 

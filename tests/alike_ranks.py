@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar import replicas
+from autopar import replicas, watch
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 WIDTH = 12
@@ -150,7 +150,34 @@ def requests() -> Facts:
     return facts
 
 
-TASKS = {task.__name__: task for task in (seeds, unsynchronised, kinds, requests)}
+# -- inputs ----------------------------------------------------------------------------------------
+def inputs() -> Facts:
+    """Other batches per rank: at once, later, as parts; and what one rank alone refuses."""
+    rank, facts = dist.get_rank(), {}
+    for layout in ("ddp", "fsdp", "megatron"):
+        par = autopar.parallelize(net(), None, (rows(),), layout)
+        facts[f"sampled {layout}"] = everywhere(caught(lambda p=par: p(rows(rank))))
+    par = autopar.parallelize(net(), None, (rows(),), "ddp")
+    parts = [par.shard(rows(seed=7 * rank + n)) for n in range(4)]  # as a loader of its own reads
+    facts["parts"] = everywhere(caught(lambda: [par(part) for part in parts]))
+
+    watch.FIRST = 1
+    par = autopar.parallelize(net(), None, (rows(),), "ddp")
+    seen, call = "", 0
+    while not seen and call < 3000:
+        call += 1
+        seen = caught(lambda n=call: par(rows(rank if n == 2 and rank < 2 else 5)))
+    facts["once"] = everywhere([seen, call])
+
+    watch.FIRST = 3
+    par = autopar.parallelize(net(), None, (rows(),), "ddp")
+    seen = caught(lambda: par(rows(count=24 if rank == 1 else 12)))
+    facts["refused"] = everywhere(seen)
+    facts["after that"] = everywhere(float(par(rows()).detach()))
+    return facts
+
+
+TASKS = {task.__name__: task for task in (seeds, unsynchronised, kinds, requests, inputs)}
 
 if __name__ == "__main__":
     run_tasks(TASKS)
