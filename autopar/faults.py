@@ -13,12 +13,11 @@ from typing import Any, NoReturn
 from torch import fx
 from torch.distributed import DistError
 
-from . import ranks
 from ._compat import OpOverload, takes_a_list
 from .errors import RankError
 from .graphs import module_path
 from .mesh import axes_of_group
-from .pulse import FAILED, Pulse, positions, pulse
+from .pulse import FAILED, Pulse, missing, positions, pulse
 
 # What gloo and NCCL say of a peer that is gone, or that did not come in time.
 _TRANSPORT = re.compile(
@@ -55,12 +54,13 @@ def explain(error: RuntimeError, collective: str = "") -> NoReturn:
     beating = pulse() if _from_transport(error) else None
     if beating is None:
         raise error
-    where = " ".join(part for part in (collective or "a collective", _site(error)) if part)
+    site = _site(error)
+    where = " in ".join(part for part in (collective, site) if part) or "a collective"
     try:
         told = _who(beating, error)
     except RuntimeError:  # the store is gone
         told = "the store has gone with the rank that kept it (rank 0, unless torchrun did)"
-    said = str(error).strip().splitlines()[0]
+    said = re.sub(r"^\[\S+\] |\. This is typically.*", "", str(error).strip().splitlines()[0])
     raise RankError(f"{where} failed in call {beating.calls}: {told} [{said}]") from error
 
 
@@ -81,10 +81,7 @@ def _who(beating: Pulse, error: RuntimeError) -> str:
         signs[beating.rank] = own._replace(where=was)
     where = positions(signs)
     if gone:
-        return (
-            f"nothing is heard of {ranks.named(gone)} any more (killed, crashed or stopped: see "
-            f"what was written there last). Before that {where}"
-        )
+        return f"{missing(gone)}. The last that was heard: {where}"
     if len({sign.calls for sign in signs if sign is not None}) > 1:
         return f"the ranks have not made the same calls: {where}. Make every call on every rank"
     late = "a rank did not come in time" if _LATE.search(str(error)) else "a rank has left"
@@ -117,14 +114,30 @@ def _described(node: fx.Node) -> str:
     while _carries_on(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     groups = [arg for arg in node.args if isinstance(arg, str) and arg.startswith("autopar/")]
-    kind = node.target._schema.name.split("::")[1] if isinstance(node.target, OpOverload) else ""
+    kind = (
+        node.target._schema.name.split("::")[1].rstrip("_")
+        if isinstance(node.target, OpOverload)
+        else ""
+    )
     over = f" ({kind} over {axes_of_group(groups[0])})" if groups else ""
     near = [node, *node.all_input_nodes, *node.users]  # the rewrite put it in between
-    path = next((path for other in near if (path := module_path(other))), "")
+    path = next((path for other in near if (path := _path(other))), "")
     return f"{node.name}{over}" + (f" of {path}" if path else "")
+
+
+def _kind(node: fx.Node) -> str:
+    """
+    Example: "all_reduce" of _c10d_functional.all_reduce_
+    """
+    name = node.target._schema.name if isinstance(node.target, OpOverload) else str(node.target)
+    return name.split("::")[-1].rstrip("_")
+
+
+def _path(node: fx.Node) -> str:
+    """The module of a node; those that AOTAutograd derives carry what they come from along."""
+    return str(node.meta.get("custom", {}).get("module", "")) or module_path(node)
 
 
 def _carries_on(node: fx.Node) -> bool:
     """Whether a node is the wait for a collective, or one result of several."""
-    waits = isinstance(node.target, OpOverload) and "wait_tensor" in node.target._schema.name
-    return waits or node.target is operator.getitem
+    return _kind(node) == "wait_tensor" or node.target is operator.getitem

@@ -67,6 +67,10 @@ class Pulse:
         """The ranks of which nothing is heard: gone, or stopped. Takes SILENT seconds."""
         before = self.signs()
         time.sleep(SILENT)
+        return self.silent_since(before)
+
+    def silent_since(self, before: Sequence[Sign | None]) -> list[int]:
+        """The ranks of which nothing was heard since these signs were read."""
         after = self.signs()
         both = zip(before, after, strict=True)
         quiet = [number for number, (old, new) in enumerate(both) if old == new]
@@ -133,6 +137,14 @@ def _own_connection(store: Store) -> Store:
 
 def _key(rank: int) -> str:
     return f"autopar/pulse/{rank}"
+
+
+def missing(gone: Sequence[int]) -> str:
+    """Of ranks that are silent."""
+    return (
+        f"nothing is heard of {ranks.named(gone)} any more (killed, crashed or stopped: see what "
+        "was written there last)"
+    )
 
 
 def positions(signs: Sequence[Sign | None]) -> str:

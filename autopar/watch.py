@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ import torch
 from . import ranks
 from .digest import digest
 from .errors import RankError
-from .pulse import Pulse, positions, pulse
+from .pulse import Pulse, missing, positions, pulse
 
 FIRST = 3  # calls that are all compared
 SHARE = 5e-4  # of the time of all calls that comparing may take
 MOST = 10_000  # calls from one comparison to the next
+PATIENCE = 15.0  # seconds: a rank that is late and says nothing for so long is gone
 _ODD = 0x2545F4914F6CDD1D
 
 
@@ -85,20 +87,32 @@ class Watch:
         return found
 
     def _wait(self, beating: Pulse, key: str) -> None:
-        store = beating.store
-        try:
-            store.wait([f"{key}/verdict"], beating.timeout)
-        except RuntimeError as error:
-            away = [n for n in range(beating.size) if not store.check([f"{key}/{n}"])]
-            gone = beating.silent()
-            raise RankError(
-                f"{ranks.named(away)} did not come to call {self._calls} of this model within "
-                f"{beating.timeout.total_seconds():g} s"
-                + (f"; nothing is heard of {ranks.named(gone)}" if gone else "")
-                + f". Calls of all models: {positions(beating.signs())}. Every rank must make the "
-                "same calls: look for a loader that gives one of them more batches, or a call that "
-                "only one makes"
-            ) from error
+        """For the verdict: as long as a collective would, less where a rank is gone."""
+        store, until = beating.store, time.monotonic() + beating.timeout.total_seconds()
+        while True:
+            before, left = beating.signs(), until - time.monotonic()
+            try:
+                store.wait([f"{key}/verdict"], timedelta(seconds=max(0.1, min(PATIENCE, left))))
+                return
+            except RuntimeError as error:
+                gone = beating.silent_since(before) if left > PATIENCE else beating.silent()
+                if gone or left <= PATIENCE:
+                    raise RankError(self._who_stays_away(beating, key, gone)) from error
+
+    def _who_stays_away(self, beating: Pulse, key: str, gone: Sequence[int]) -> str:
+        come = [beating.store.check([f"{key}/{number}"]) for number in range(beating.size)]
+        away = ranks.named([number for number, is_here in enumerate(come) if not is_here])
+        where = positions(beating.signs())
+        if gone:
+            return (
+                f"{away} did not come to call {self._calls}: {missing(gone)}. Last heard: {where}"
+            )
+        return (
+            f"{away} did not come to call {self._calls} of this model within "
+            f"{beating.timeout.total_seconds():g} s. Calls of all models: {where}. Every rank must "
+            "make the same calls: look for a loader that gives one of them more batches, or a call "
+            "that only one makes"
+        )
 
 
 def _judged(told: Sequence[str]) -> dict[str, Any]:

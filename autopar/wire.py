@@ -105,7 +105,7 @@ def _wait(x: Tensor, kind: str, group: str = "") -> Tensor:
     try:
         return torch.ops._c10d_functional.wait_tensor(x)
     except RuntimeError as error:
-        over = f" over {axes_of_group(group)}," if group.startswith("autopar/") else ""
+        over = f" over {axes_of_group(group)}" if group.startswith("autopar/") else ""
         faults.explain(error, f"{kind}{over}")
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar import replicas, watch
+from autopar import WorldError, mesh, replicas, watch
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 WIDTH = 12
@@ -177,7 +177,41 @@ def inputs() -> Facts:
     return facts
 
 
-TASKS = {task.__name__: task for task in (seeds, unsynchronised, kinds, requests, inputs)}
+# -- one attempt after another ---------------------------------------------------------------------
+def again() -> Facts:
+    """After an attempt that failed in the middle of connecting, on all ranks or on one alone, and
+    for another type of devices, the next one works, and so does what was made before.
+    """
+    first = autopar.parallelize(net(), None, (rows(),), "fsdp")
+    facts: Facts = {"meta": everywhere(caught(lambda: _on_meta("megatron")))}
+    registered = mesh._compat.register_process_group
+
+    def broken(name: str, group: Any) -> None:
+        registered(name, group)
+        raise WorldError("a network that fails")
+
+    for what, who in (("on all", (0, 1, 2)), ("on one", (1,))):
+        mesh._compat.register_process_group = broken if dist.get_rank() in who else registered
+        layout = autopar.Grid2D(3, 1) if what == "on all" else autopar.Grid2D(1, 3)
+        facts[what] = everywhere(caught(lambda k=layout: _made(k)))
+        mesh._compat.register_process_group = registered
+        facts[f"after {what}"] = everywhere(float(_made(layout).detach()))
+    facts["after meta"] = everywhere(float(_made("megatron").detach()))
+    facts["first"] = everywhere(float(first(rows()).detach()))
+    return facts
+
+
+def _made(layout: Any) -> Tensor:
+    return autopar.parallelize(net(), None, (rows(),), layout)(rows())
+
+
+def _on_meta(layout: Any) -> Any:
+    with torch.device("meta"):
+        model = Net()
+    return autopar.parallelize(model, None, (rows().to("meta"),), layout)
+
+
+TASKS = {task.__name__: task for task in (seeds, unsynchronised, kinds, requests, inputs, again)}
 
 if __name__ == "__main__":
     run_tasks(TASKS)

@@ -104,3 +104,13 @@ def test_other_batches_on_each_rank_are_refused_by_all(facts: dict[str, Any]) ->
         says = "RankError: rank 1 refused call 1: InputError: input args[0] is (24, 12)"
         assert facts["refused"][rank].startswith(says), facts["refused"]
     assert len(set(facts["after that"])) == 1
+
+
+# -- one attempt after another ---------------------------------------------------------------------
+def test_after_a_failed_attempt_the_next_one_works(facts: dict[str, Any]) -> None:
+    facts = facts["again"]
+    assert facts["on all"] == ["WorldError: a network that fails"] * 3
+    says = "RankError: rank 1 of 3 failed while opening process groups: WorldError: a network"
+    assert all(seen.startswith(says) for seen in facts["on one"]), facts["on one"]
+    for what in ("after on all", "after on one", "after meta"):
+        assert facts[what] == pytest.approx(facts["first"], rel=1e-5), what
