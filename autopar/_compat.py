@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -46,6 +47,7 @@ __all__ = [
     "checkpoints_inlined",
     "compile_in_order",
     "default_partition",
+    "default_store",
     "derive",
     "dynamo_sources",
     "fake_mode",
@@ -64,8 +66,10 @@ __all__ = [
     "register_process_group",
     "register_work",
     "safe_gathers",
+    "set_timeout",
     "strict_fake_mode",
     "takes_a_list",
+    "timeout_of",
     "unregister_process_group",
     "without_modes",
 ]
@@ -84,6 +88,26 @@ def unregister_process_group(name: str) -> None:
 def process_group(name: str) -> torch.distributed.ProcessGroup:
     """The group that is registered as `name`. Raises RuntimeError where none is."""
     return torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+
+
+def default_store() -> Any:
+    """The store over which the default process group was set up."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
+    """How long a collective of this group may take, as the user said when it was made; None where
+    its backend knows no limit.
+    """
+    backend = group._get_backend(group._device_types[0])
+    found: timedelta | None = getattr(backend.options, "_timeout", None)
+    return found
+
+
+def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta | None) -> None:
+    """How long a collective of this group may take from now on; None changes nothing."""
+    if timeout is not None:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def register_work(x: torch.Tensor, work: torch.distributed.Work) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import warnings
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import editing, ranks, sizing
+from . import editing, ranks, replicas, sizing
 from ._compat import pytree
+from .agreement import same_request
 from .backends import OVERLAP, Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
@@ -22,7 +24,7 @@ from .deferred import Deferred
 from .errors import InputError, PlanError, WorldError
 from .held import current, held
 from .layouts import Layouts, candidates
-from .mesh import connect
+from .mesh import connect, undone_on_failure
 from .module import ParallelModule
 from .original import compare_original
 from .passes import choose
@@ -46,6 +48,8 @@ from .ready import Ready, fingerprint
 from .verify import Check, compare
 from .widened import widened
 from .world import World
+
+_NUMBERS = itertools.count()  # of the modules of this process
 
 
 def plan(
@@ -102,6 +106,7 @@ def apply(
     inputs: Inputs | None = None,
     backend: Backend = None,
     overlap: Overlap = OVERLAP,
+    sync_parameters: bool = True,
 ) -> ParallelModule:
     """The model on the running ranks, by a plan. Collective: every rank calls it with the same
     plan.
@@ -111,24 +116,28 @@ def apply(
     or a callable. `overlap=False`: nothing is scheduled, every collective
     is waited for at once; True joins and schedules them; a tuple of "chunk", "bucket", "lanes"
     and "schedule" picks.
-    The model itself is left as it is; the parameters are copied. Raises WorldError where the plan's
+    `sync_parameters`: where ranks hold other parameters or buffers than rank 0, as they do after
+    another seed, rank 0's are written into the model, as DistributedDataParallel does, and a
+    warning says so; False raises a RankError instead.
+    Else the model is left as it is; the parameters are copied. Raises WorldError where the plan's
     mesh and the running ranks differ, PlanError where the model is another than planned.
     """
     ready = ranks.together("reading the plan", lambda: _ready(model, plan, inputs))
     ranks.agree(
         "plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
     )
+    same_request(None, inputs, backend=backend, overlap=overlap, sync_parameters=sync_parameters)
     program = ready.program
     tensors = ranks.together("taking the parameters", lambda: current(model, program))
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
     device_mesh, run = running(ready, device.type, backend, overlap)
+    replicas.same(tensors, sync_parameters)
     program = dataclasses.replace(program, tensors=tensors)
     order = list(held(model))
-    seed = ranks.from_rank_0(torch.initial_seed())  # ranks that hold the same must drop the same
-    return ranks.together(
-        "placing the parameters",
-        lambda: ParallelModule(program, ready.graphs, device_mesh, ranks.rank(), seed, order, run),
-    )
+    # ranks that hold the same must drop the same; a module has one name on all of them
+    seed, number = ranks.from_rank_0((torch.initial_seed(), next(_NUMBERS)))
+    placed = program, ready.graphs, device_mesh, ranks.rank(), seed, order, run, number
+    return ranks.together("placing the parameters", lambda: ParallelModule(*placed))
 
 
 def running(
@@ -150,7 +159,12 @@ def running(
         )
     graphs = [m.graph for m in program.module.modules() if isinstance(m, fx.GraphModule)]
     groups = {group for graph in graphs for group in groups_of(graph)}
-    device_mesh = connect(mesh, device_type, groups) if mesh.axes else None
+    device_mesh = None
+    if mesh.axes:
+        with undone_on_failure():
+            device_mesh = ranks.together(
+                "opening process groups", lambda: connect(mesh, device_type, groups)
+            )
     world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
     return device_mesh, runner(program, world, backend, overlap)
 
@@ -211,6 +225,7 @@ def parallelize(
     overlap: Overlap = OVERLAP,
     redundant: bool = False,
     reduce_dtype: torch.dtype | str | None = None,
+    sync_parameters: bool = True,
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
 
@@ -222,11 +237,12 @@ def parallelize(
     """
     if inputs is None:
         wanted = layout, backend, memory, optimizer, recompute, overlap, redundant, reduce_dtype
-        return Deferred(lambda given: parallelize(model, world, given, *wanted))
+        return Deferred(lambda given: parallelize(model, world, given, *wanted, sync_parameters))
     limits = memory, optimizer, recompute
-    found, asked = agreed(world, layout, limits, redundant, reduce_dtype, overlap)
+    options = {"backend": backend, "sync_parameters": sync_parameters, "inputs": inputs}
+    found, asked = agreed(world, layout, limits, redundant, reduce_dtype, overlap, **options)
     plan = shared_plan(model, found, inputs, asked)
-    return apply(model, plan, None, backend, overlap)
+    return apply(model, plan, None, backend, overlap, sync_parameters)
 
 
 def agreed(
@@ -237,9 +253,17 @@ def agreed(
     reduce_dtype: torch.dtype | str | None,
     overlap: Overlap,
     whole: bool = False,
+    inputs: Inputs | None = None,
+    **options: Any,
 ) -> tuple[World, Asked]:
-    """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError."""
+    """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError, and
+    RankError where the ranks ask for something else.
+    """
     found = ranks.together("reading the world", lambda: World.of(world))
+    memory, optimizer, recompute = limits
+    options |= {"layout": layout, "memory": memory, "optimizer": optimizer, "overlap": overlap}
+    options |= {"recompute": recompute, "redundant": redundant, "reduce_dtype": reduce_dtype}
+    same_request(found, inputs, **options)
     found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
     summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))

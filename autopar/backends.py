@@ -45,7 +45,8 @@ from .cost.derived import Phase, bytes_of, writes
 from .cost.live import live_bytes
 from .cost.simulate import Run
 from .errors import PlanError
-from .mesh import connect
+from .faults import guarded
+from .mesh import connect, undone_on_failure
 from .passes import bucket, chunk, fill, inplace, lanes, schedule, views
 from .program import Program
 from .recomputed import spread, tagged
@@ -171,7 +172,10 @@ class Scheduled:
         assert self.forward is not None and self.backward is not None
         names = lanes.opened(self.forward.graph, self.backward.graph)
         if names:
-            connect(self.mesh, device_type, names)
+            with undone_on_failure():
+                ranks.together(
+                    "opening process groups", lambda: connect(self.mesh, device_type, names)
+                )
 
     def order(self) -> str:
         """Names the order of all collectives, forward and backward."""
@@ -210,12 +214,20 @@ class Scheduled:
         """What runs one of the two graphs. The backward may be given as a copy. A backend of
         torch.compile is called with tensors, whatever it says of itself.
         """
+        backward = gm is not self.forward
+        return guarded(
+            self._unguarded(gm, example_inputs, backward), "backward" if backward else "forward"
+        )
+
+    def _unguarded(
+        self, gm: fx.GraphModule, example_inputs: Any, backward: bool
+    ) -> Callable[..., Any]:
         if self.backend is None or self.forward is None:
             return _boxed(gm, below_autograd)
         if self.backend == "aot_eager":
             return _boxed(gm, nullcontext)
         if self.backend == "inductor":
-            return compile_in_order(gm, example_inputs, backward=gm is not self.forward)
+            return compile_in_order(gm, example_inputs, backward=backward)
         made = named_backend(self.backend) if isinstance(self.backend, str) else self.backend
         return make_boxed_func(made(gm, list(example_inputs)))
 

@@ -63,7 +63,8 @@ def backend(
 
     def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Ready, Run]:
         limits = memory, optimizer, recompute
-        found, asked = agreed(world, layout, limits, redundant, reduce_dtype, overlap, whole=True)
+        own = limits, redundant, reduce_dtype, overlap
+        found, asked = agreed(world, layout, *own, whole=True, inputs=inputs, backend=backend)
         ready = shared_plan(model, found, inputs, asked).ready
         assert isinstance(ready, Ready)
         device = next((x.device.type for x in _tensors(model, inputs)), "cpu")

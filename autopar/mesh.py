@@ -8,7 +8,8 @@ import atexit
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -173,6 +174,14 @@ def group_ranks(name: str, rank: int) -> list[int]:
     return [group[first + index * apart] for index in range(count)]
 
 
+def axes_of_group(name: str) -> str:
+    """
+    >>> axes_of_group("autopar/data4.x2/data/2@1"), axes_of_group("autopar/data4.x2/data.x")
+    ('data', 'data.x')
+    """
+    return _matched(name)[1]
+
+
 def _matched(name: str) -> tuple[str, str, str | None, str | None, str | None]:
     match = _GROUP.fullmatch(name)
     assert match is not None, f"{name} is no name that group_name gives"
@@ -203,18 +212,56 @@ def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMe
     """
     world = _running_world(mesh)
     _end_groups_at_exit()
-    known = _connections.get((mesh, device_type))
-    if known is None or known.world is not world:
-        sizes, axes = tuple(mesh.sizes.values()) or (1,), mesh.names or ("rank",)
-        device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
-        known = _connections[mesh, device_type] = _Connection(world, device_mesh, {}, set())
-        _find_open_groups(mesh, known)
-    wanted = [group_name(str(mesh), axes) for axes in _sets_of_axes(mesh)]
-    for name in (*wanted, *sorted(names)):
-        if name not in known.names:
-            _compat.register_process_group(name, _group(mesh, name, known))
-            known.names.add(name)
+    with undone_on_failure():
+        known = _connections.get((mesh, device_type))
+        if known is None or known.world is not world:
+            known = _connections[mesh, device_type] = _connection(mesh, device_type, world)
+        wanted = [group_name(str(mesh), axes) for axes in _sets_of_axes(mesh)]
+        for name in (*wanted, *sorted(names)):
+            if name not in known.names:
+                group = _group(mesh, name, known)
+                _compat.unregister_process_group(name)  # that a broken connection may have left
+                _compat.register_process_group(name, group)
+                known.names.add(name)
     return known.device_mesh
+
+
+def _connection(mesh: Mesh, device_type: str, world: dist.ProcessGroup) -> _Connection:
+    """A new one; names lead to the same groups for all types of devices."""
+    sizes, axes = tuple(mesh.sizes.values()) or (1,), mesh.names or ("rank",)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+    for axis in axes:
+        _compat.set_timeout(device_mesh.get_group(axis), _compat.timeout_of(world))
+    for (other, _), known in _connections.items():
+        if other == mesh and known.world is world:
+            return _Connection(world, device_mesh, known.groups, known.names)
+    made = _Connection(world, device_mesh, {}, set())
+    _find_open_groups(mesh, made)
+    return made
+
+
+@contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """What is connected within is forgotten if it fails, so that the next attempt finds all ranks
+    alike. Where only some of them fail, it must fail on the others too: see `ranks.together`.
+    """
+    before = {
+        key: (known, dict(known.groups), set(known.names)) for key, known in _connections.items()
+    }
+    try:
+        yield
+    except BaseException:
+        kept = {name for _, _, names in before.values() for name in names}
+        for known in _connections.values():
+            for name in known.names - kept:
+                _compat.unregister_process_group(name)
+        _connections.clear()
+        for key, (known, groups, names) in before.items():
+            for now, then in ((known.groups, groups), (known.names, names)):
+                now.clear()
+                now.update(then)
+            _connections[key] = known
+        raise
 
 
 def disconnect() -> None:
@@ -290,6 +337,8 @@ def _group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessGroup:
     ranks = _partition(mesh, name)
     key = ranks, _matched(name)[-1] or "0"
     if key not in connection.groups:
-        group, _ = dist.new_subgroups_by_enumeration([list(members) for members in ranks])
+        group, _ = dist.new_subgroups_by_enumeration(
+            [list(members) for members in ranks], timeout=_compat.timeout_of(connection.world)
+        )
         connection.groups[key] = group
     return connection.groups[key]

@@ -20,6 +20,7 @@ from .placement import local_parts, placements
 from .plan import Plan
 from .program import Input, Program
 from .sharded.dropout import next_seed
+from .watch import Watch
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
 _OWN = ("graph", "graphs", "plan")
@@ -42,6 +43,7 @@ class ParallelModule(nn.Module):
         seed: int,
         order: Sequence[str],
         run: Callable[..., Any] | None = None,
+        number: int = 0,
     ) -> None:
         super().__init__()
         assert program.plan is not None
@@ -52,6 +54,7 @@ class ParallelModule(nn.Module):
         self._mesh: Mesh = program.plan.mesh
         self._coordinate = self._mesh.coordinate(rank)
         self._run = program.module if run is None else run
+        self._watch = Watch(number)
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
         named = dict(pair for entry in program.signature.inputs for pair in self._hold(entry))
         for name in sorted(named, key=list(order).index):  # optimizer states go by this order
@@ -137,7 +140,22 @@ class ParallelModule(nn.Module):
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._returned(self._run(*self._values(args, kwargs)))
+        return self._returned(self._run(*self._begun(args, kwargs)))
+
+    @torch.compiler.disable
+    def _begun(self, args: Any, kwargs: Any) -> list[Any]:
+        """What the graph takes, once it is known that no rank refuses its own inputs, and from time
+        to time that all are given the same ones.
+        """
+        try:
+            values = self._values(args, kwargs)
+        except Exception as error:
+            self._watch.called((), error)
+            raise
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = [leaves[e.position] for e in self._user_inputs() if e.position is not None]
+        self._watch.called([x for x in given if not isinstance(x, DTensor)])
+        return values
 
     @torch.compiler.disable  # torch.compile of this module would trace all of it, for minutes
     def _values(self, args: Any, kwargs: Any) -> list[Any]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from .errors import RankError
 
 T = TypeVar("T")
+_SHOWN = 8  # ranks that a message lists
 
 
 def running() -> int:
@@ -58,6 +60,27 @@ def agree(what: str, value: str) -> None:
         )
 
 
+def agree_on(asked: Mapping[str, str]) -> None:
+    """Raise a RankError on all ranks unless all that ask for something ask for the same. It names
+    whatever differs, and the ranks by what they ask for.
+    """
+    everyones = all_of(dict(asked))
+    differing = []
+    for name in dict.fromkeys(key for one in everyones for key in one):
+        by_value: dict[str, list[int]] = {}
+        for number, one in enumerate(everyones):
+            if name in one:
+                by_value.setdefault(one[name], []).append(number)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value} on {named(who)}" for value, who in by_value.items())
+            differing.append(f"{name} is {values}")
+    if differing:
+        raise RankError(
+            f"the ranks ask for different things: {'; '.join(differing)}. Make the same call on "
+            "every rank, with global inputs of the same shapes and dtypes"
+        )
+
+
 def meet() -> None:
     """Wait until all ranks are here."""
     if running() > 1:
@@ -80,3 +103,24 @@ def all_of(value: Any) -> list[Any]:
     found: list[Any] = [None] * running()
     dist.all_gather_object(found, value)
     return found
+
+
+def named(numbers: Sequence[int]) -> str:
+    """
+    >>> named([1]), named([0, 2, 3]), named(range(20))
+    ('rank 1', 'ranks 0, 2, 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
+    """
+    shown = ", ".join(str(number) for number in numbers[:_SHOWN])
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"rank{'s' if len(numbers) != 1 else ''} {shown}{more}"
+
+
+def device_of_collectives(device: torch.device) -> torch.device:
+    """Where a tensor of this device must be for the running ranks to send it: on NCCL the GPU."""
+    backends = dist.get_backend_config()  # "cpu:gloo,cuda:nccl", or one name for all devices
+    types = [pair.split(":")[0] for pair in backends.split(",") if ":" in pair]
+    if not types or device.type in types:
+        return device
+    current = torch.accelerator.current_accelerator()
+    index = torch.accelerator.current_device_index() if current is not None else None
+    return torch.device(current.type, index) if current is not None else torch.device(types[0])

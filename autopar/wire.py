@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar import _compat
-from autopar.mesh import Mesh, Within, group_name
+from autopar import _compat, faults
+from autopar.mesh import Mesh, Within, axes_of_group, group_name
 
 Axes = str | Sequence[str]
 Levels = int | Sequence[int]  # ranks inside, level by level from the innermost on; () is flat
@@ -98,8 +98,15 @@ def _reduce_scatter_is_slow(group: str, device_type: str) -> bool:
     return _compat.backend_name(group, device_type) == "gloo"
 
 
-def _wait(x: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(x)
+def _wait(x: Tensor, kind: str, group: str = "") -> Tensor:
+    """x, once it has arrived. Where it does not, the error names the ranks that are gone."""
+    if torch.compiler.is_compiling():
+        return torch.ops._c10d_functional.wait_tensor(x)
+    try:
+        return torch.ops._c10d_functional.wait_tensor(x)
+    except RuntimeError as error:
+        over = f" over {axes_of_group(group)}" if group.startswith("autopar/") else ""
+        faults.explain(error, f"{kind}{over}")
 
 
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
@@ -108,7 +115,8 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
         return all_gather(x.view(torch.uint8), size, group).view(torch.bool)
     if simulator is not None:
         return simulator.exchange("all-gather", x, group)
-    return _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group))
+    under_way = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group)
+    return _wait(under_way, "all-gather", group)
 
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
@@ -117,16 +125,16 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
         return simulator.exchange("reduce-scatter", x, group)
     if _reduce_scatter_is_slow(group, x.device.type):
         return all_to_all(x.unflatten(0, (size, -1)), group).sum(0, dtype=x.dtype)
-    return _wait(
-        torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
-    )
+    under_way = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group)
+    return _wait(under_way, "reduce-scatter", group)
 
 
 def all_reduce(x: Tensor, size: int, group: str, op: Literal["sum", "max"] = "sum") -> Tensor:
     """The sum or maximum of x over the group's `size` ranks, same shape."""
     if simulator is not None:
         return simulator.exchange(f"all-reduce {op}", x, group)
-    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group))
+    under_way = torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group)
+    return _wait(under_way, "all-reduce", group)
 
 
 def all_to_all(x: Tensor, group: str) -> Tensor:
@@ -136,9 +144,8 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
     if simulator is not None:
         return simulator.exchange("all-to-all", x, group)
     splits = [1] * x.shape[0]
-    return _wait(
-        torch.ops._c10d_functional.all_to_all_single(x.contiguous(), splits, splits, group)
-    )
+    under_way = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), splits, splits, group)
+    return _wait(under_way, "all-to-all", group)
 
 
 # Many at once: gloo starts one operation where it would start one for each (40 sums of 2 KB over a
@@ -153,7 +160,7 @@ def all_reduce_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Te
     under_way = torch.ops._c10d_functional.all_reduce_coalesced(
         [x.contiguous() for x in xs], "sum", group
     )
-    return [_wait(x) for x in under_way]
+    return [_wait(x, "all-reduce", group) for x in under_way]
 
 
 def all_gather_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
@@ -173,7 +180,7 @@ def all_gather_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Te
 
 def wait(x: Tensor) -> Tensor:
     """x, which `issue_broadcast` or `issue_reduce` gave, once it has arrived."""
-    return x if simulator is not None else _wait(x)
+    return x if simulator is not None else _wait(x, "broadcast or reduce")
 
 
 def broadcast(x: Tensor, root: int, size: int, group: str) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,6 +97,24 @@ def test_groups_are_found_by_the_names_that_we_give_them(group: dist.ProcessGrou
     _compat.unregister_process_group(name)
     assert _compat.backend_name(name, "cpu") == ""
     _compat.unregister_process_group(name)
+
+
+@covers("default_store")
+def test_the_store_of_the_default_group(group: dist.ProcessGroup) -> None:
+    store = _compat.default_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value" and store.check(["key"]) and not store.check(["other"])
+    assert store.add("count", 2) == 2 and store.multi_get(["key"]) == [b"value"]
+    store.delete_key("key")
+    assert not store.check(["key"])
+
+
+@covers("timeout_of", "set_timeout")
+def test_timeouts_of_groups(group: dist.ProcessGroup) -> None:
+    other = dist.new_group([0])
+    assert _compat.timeout_of(other) != timedelta(seconds=9)
+    _compat.set_timeout(other, timedelta(seconds=9))
+    assert _compat.timeout_of(other) == timedelta(seconds=9)
 
 
 @covers("safe_gathers")

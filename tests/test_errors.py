@@ -357,7 +357,7 @@ def test_all_ranks_name_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ranks_with_different_models(monkeypatch: pytest.MonkeyPatch) -> None:
     def gathered(value: Any) -> list[Any]:
-        return [value, value if value is None else "another"]
+        return [value, "another" if isinstance(value, str) else value]
 
     monkeypatch.setattr(ranks, "all_of", gathered)
     with refused(RankError, "the ranks hold different models", "rank 1 another"):

@@ -11,9 +11,10 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "ranks", "_compat", "spans", "mesh", "world", "layout", "changes", "written",
-    "figures", "plan", "rules", "ops", "trials", "probe", "program", "graphs", "simplify",
-    "functions", "hooks", "capture", "function_rules",
+    "errors", "ranks", "digest", "replicas", "_compat", "pulse", "watch", "spans", "mesh", "world",
+    "agreement", "layout", "changes", "written", "figures", "plan", "rules", "ops", "trials",
+    "probe", "program", "graphs", "faults", "simplify", "functions", "hooks", "capture",
+    "function_rules",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
     "sharded", "local", "recomputed", "interpret", "constraint", "unsplit", "cost", "joint",
     "cuts", "cutting", "layouts", "elimination", "ranking", "regions", "price", "editing",

@@ -142,7 +142,7 @@ def test_a_rank_that_fails_is_named_by_all(tmp_path: Path) -> None:
     alike = {  # what every rank raises, the same on each
         "another model": "RankError: the ranks hold different models: rank 0",
         "a broken forward": "RankError: rank 1 of 2 failed while tracing: TraceError",
-        "other inputs": "RankError: the ranks hold different models: rank 0",
+        "other inputs": "RankError: the ranks ask for different things: inputs is [0]: (",
         "a resized parameter": "RankError: rank 1 of 2 failed while taking the parameters: Plan",
         "another plan": "RankError: the ranks hold different plans: rank 0",
         "broken on all": "TraceError",

@@ -1,0 +1,164 @@
+"""What every rank says of itself in the store that torch.distributed keeps: that it lives, how many
+calls it has made, and where it is. A thread says it twice a second, so a step pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from . import _compat, ranks
+
+BEAT = 0.5  # seconds from one sign of life to the next
+SILENT = 4 * BEAT  # who says nothing for so long is gone, or stopped
+
+Store = Any  # torch.distributed.Store, whose stubs lack half of its methods
+
+
+class Sign(NamedTuple):
+    """What a rank said last. `where`: "in the forward", "after it", "ended", or what it raised."""
+
+    beat: int
+    calls: int
+    where: str
+
+
+class Pulse:
+    """The signs of life of this rank, and those of the others."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.timeout = timeout or timedelta(minutes=30)  # torch's own
+        self.calls, self.where = 0, "before its first call"
+        self._beat, self._stopped = 0, threading.Event()
+        self._own = _own_connection(store)
+        self._thread = threading.Thread(target=self._beating, name="autopar pulse", daemon=True)
+        self._thread.start()
+
+    def step(self) -> None:
+        """One more call begins."""
+        self.calls += 1
+        self.where = "in the forward"
+
+    def say(self, store: Store | None = None) -> None:
+        """A sign of life, now."""
+        self._beat += 1
+        sign = f"{self._beat} {self.calls} {self.where}"
+        (store or self.store).set(_key(self.rank), sign)
+
+    def end(self, where: str = "ended") -> None:
+        """Say the last word, and stop."""
+        self.where = where
+        self._stopped.set()
+        self._thread.join(SILENT)
+
+    def signs(self) -> list[Sign | None]:
+        """What every rank said last; None of one that never said anything."""
+        return [self._sign(number) for number in range(self.size)]
+
+    def silent(self) -> list[int]:
+        """The ranks of which nothing is heard: gone, or stopped. Takes SILENT seconds."""
+        before = self.signs()
+        time.sleep(SILENT)
+        return self.silent_since(before)
+
+    def silent_since(self, before: Sequence[Sign | None]) -> list[int]:
+        """The ranks of which nothing was heard since these signs were read."""
+        after = self.signs()
+        both = zip(before, after, strict=True)
+        quiet = [number for number, (old, new) in enumerate(both) if old == new]
+        return [n for n in quiet if n != self.rank and not _said_why(after[n])]
+
+    def _sign(self, number: int) -> Sign | None:
+        if not self.store.check([_key(number)]):
+            return None
+        beat, calls, where = self.store.get(_key(number)).decode().split(" ", 2)
+        return Sign(int(beat), int(calls), where)
+
+    def _beating(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                self.say(self._own)
+                self._stopped.wait(BEAT)
+            self.say(self._own)
+        except RuntimeError:  # the store went with the rank that kept it
+            return
+
+
+def _said_why(sign: Sign | None) -> bool:
+    """Whether a rank that beats no more said so itself."""
+    return sign is not None and sign.where in (ENDED, FAILED)
+
+
+ENDED, FAILED = "ended", "failed with the others"
+_current: tuple[Any, Pulse] | None = None
+
+
+def pulse() -> Pulse | None:
+    """This rank's, which beats from the first call on; None where no others run."""
+    global _current
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _current is not None and _current[0] is world:
+        return _current[1]
+    if world is None or ranks.running() == 1 or dist.get_backend() == "fake":
+        return None
+    if _current is not None:
+        _current[1].end()
+    store, timeout = _compat.default_store(), _compat.timeout_of(world)
+    _current = world, Pulse(store, ranks.rank(), ranks.running(), timeout)
+    _end_at_exit()
+    return _current[1]
+
+
+@cache
+def _end_at_exit() -> None:
+    atexit.register(_end)  # a thread that talks while Python is torn down would abort it
+
+
+def _end() -> None:
+    if _current is not None:
+        _current[1].end()
+
+
+def _own_connection(store: Store) -> Store:
+    """What waits for the store in one thread must not hold up the other one."""
+    try:
+        return store.clone()
+    except RuntimeError:  # not every kind of store can
+        return store
+
+
+def _key(rank: int) -> str:
+    return f"autopar/pulse/{rank}"
+
+
+def missing(gone: Sequence[int]) -> str:
+    """Of ranks that are silent."""
+    return (
+        f"nothing is heard of {ranks.named(gone)} any more (killed, crashed or stopped: see what "
+        "was written there last)"
+    )
+
+
+def positions(signs: Sequence[Sign | None]) -> str:
+    """Which rank is where, those that are alike together.
+
+    >>> positions([Sign(9, 4, "in the forward"), Sign(8, 3, "after it"), None])
+    'rank 0 has made 4 calls (in the forward), rank 1 has made 3 calls (after it)'
+    """
+    alike: dict[tuple[int, str], list[int]] = {}
+    for number, sign in enumerate(signs):
+        if sign is not None:
+            alike.setdefault((sign.calls, sign.where), []).append(number)
+    return ", ".join(
+        f"{ranks.named(who)} {'has' if len(who) == 1 else 'have'} made {calls} "
+        f"call{'s' if calls != 1 else ''} ({where})"
+        for (calls, where), who in alike.items()
+    )

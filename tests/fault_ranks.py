@@ -1,0 +1,162 @@
+"""What test_faults.py starts: `python fault_ranks.py OUT TASK...`. Every task has ranks of its own,
+forked from this process, which plans for them; one is killed, stopped, or goes its own way. The
+tasks run at the same time.
+
+OUT gets {task: [what each rank raised and after how many seconds; None of one that never ended]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar import Grid4D, watch
+
+TIMEOUT = 8  # seconds: of the default group
+PATIENCE = 90  # seconds until all ranks are killed
+WIDTH = 12
+CALLS = 3  # that all goes well for
+
+Task = Callable[[int, Any], Any]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(torch.relu(self.up(x))) ** 2).mean()
+
+
+def rows() -> Tensor:
+    return torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def parallel(plan: Any, calls: int = CALLS, **options: Any) -> nn.Module:
+    par = autopar.apply(Net(), plan, **options)
+    for _ in range(calls):
+        par(rows()).backward()
+    return par
+
+
+def killed(rank: int, plan: Any, phase: str, **options: Any) -> Any:
+    """Rank 1 dies before its forward, or between forward and backward."""
+    par = parallel(plan, **options)
+    if phase == "forward" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield
+    loss = par(rows())
+    if phase == "backward" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+
+
+def stopped(rank: int, plan: Any) -> Any:
+    """One rank of a grid stands still, as under a debugger."""
+    par = parallel(plan)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    yield
+    for _ in range(2):
+        par(rows()).backward()
+
+
+def ahead(rank: int, plan: Any, calls: int) -> Any:
+    """Rank 0 makes one call more than `calls`."""
+    par = autopar.apply(Net(), plan)
+    for _ in range(calls):
+        par(rows()).backward()
+    yield
+    if rank == 0:
+        par(rows()).backward()
+    else:
+        time.sleep(PATIENCE)
+
+
+TASKS: dict[str, tuple[int, Any, Task]] = {
+    "forward": (3, "fsdp", partial(killed, phase="forward")),
+    "backward": (3, "fsdp", partial(killed, phase="backward")),
+    "emitted forward": (2, "fsdp", partial(killed, phase="forward", overlap=False)),
+    "emitted backward": (2, "fsdp", partial(killed, phase="backward", overlap=False)),
+    "stopped": (4, Grid4D(2, 2, 1, 1), stopped),
+    "killed, compared": (2, "ddp", partial(killed, phase="forward", calls=1)),
+    "a call more": (2, "ddp", partial(ahead, calls=4)),
+    "a call more, compared": (2, "ddp", partial(ahead, calls=1)),
+}
+
+
+# -- what starts them ------------------------------------------------------------------------------
+def child(task: Task, rank: int, size: int, folder: Path, plan: Any) -> None:
+    """A rank: it writes what it raised."""
+    torch.set_num_threads(1)
+    method, limit = f"file://{folder / 'store'}", timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", method, rank=rank, world_size=size, timeout=limit)
+    steps = task(rank, plan)
+    next(steps)  # all goes well until here
+    began, seen = time.perf_counter(), ""
+    try:
+        next(steps, None)
+    except Exception as error:
+        seen = f"{type(error).__name__}: {error}"
+    found = {"seen": seen, "seconds": time.perf_counter() - began}
+    (folder / f"part{rank}").write_text(json.dumps(found))
+    (folder / f"part{rank}").rename(folder / f"rank{rank}")
+    time.sleep(PATIENCE)  # the others are still asking who is gone
+
+
+def started(name: str, folder: Path) -> list[int]:
+    """The ranks of a task: process ids."""
+    size, layout, task = TASKS[name]
+    plan = autopar.plan(Net(), size, (rows(),), layout=layout, smaller=False)
+    folder.mkdir()
+    children = []
+    for rank in range(size):
+        if not (pid := os.fork()):
+            try:
+                child(task, rank, size, folder, plan)
+            finally:
+                os._exit(0)
+        children.append(pid)
+    return children
+
+
+def outcomes(names: list[str], base: Path) -> dict[str, list[Any]]:
+    """All but one rank of each task end by themselves."""
+    children = [pid for name in names for pid in started(name, base / name)]
+    ending = sum(1 if name.startswith("a call") else TASKS[name][0] - 1 for name in names)
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until and len(list(base.glob("*/rank*"))) < ending:
+        time.sleep(0.1)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    files = {name: [base / name / f"rank{n}" for n in range(TASKS[name][0])] for name in names}
+    return {
+        name: [json.loads(file.read_text()) if file.exists() else None for file in own]
+        for name, own in files.items()
+    }
+
+
+if __name__ == "__main__":
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    watch.SHARE = 1e-9  # after the first calls nothing is compared: collectives find out
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        found = outcomes(sys.argv[2:], Path(name))
+    Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
