@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -30,6 +31,7 @@ from .errors import PlanError
 
 __all__ = [
     "BoxedCodeGen",
+    "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "StridedShard",
@@ -38,10 +40,12 @@ __all__ = [
     "autograd_step",
     "backend_name",
     "below_autograd",
+    "changes_in_place",
     "compile_in_order",
     "default_partition",
     "derive",
     "dynamo_sources",
+    "exporting",
     "fake_mode",
     "forget_groups",
     "from_part",
@@ -126,6 +130,20 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Code that asks `torch.compiler.is_exporting()` or `is_compiling()` is told that it is so."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, value)
+
+
 def next_autograd_step() -> int:
     """The number that the next function gets that autograd records."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -140,6 +158,11 @@ def autograd_step() -> int:
 def local_of(x: DTensor) -> torch.Tensor:
     """The rank's own part, the tensor itself, without an autograd function."""
     return x._local_tensor
+
+
+def changes_in_place(x: torch.Tensor) -> int:
+    """How often x was written into so far: what autograd holds saved tensors against."""
+    return x._version
 
 
 def placing_of(x: DTensor) -> DTensorSpec:

@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import ranks
+from . import autocast, ranks
 from ._compat import pytree
 from .errors import InputError, PlanError
 from .layout import Layout
@@ -136,7 +136,15 @@ class ParallelModule(nn.Module):
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._returned(self._run(*self._values(args, kwargs)))
+        return self._returned(self._computed(args, kwargs))
+
+    def _computed(self, args: Any, kwargs: Any) -> Any:
+        """What the graph gives. It runs without autocast, as the casts are nodes of it."""
+        values, cast = self._values(args, kwargs), self._program.signature.autocast
+        if not cast:
+            return self._run(*values)
+        with autocast.without(cast):
+            return self._run(*values)
 
     @torch.compiler.disable  # torch.compile of this module would trace all of it, for minutes
     def _values(self, args: Any, kwargs: Any) -> list[Any]:
@@ -147,8 +155,19 @@ class ParallelModule(nn.Module):
                 f"the model was planned in {planned} mode and is called in {called} mode, but the "
                 f"mode is part of the graph: plan again after model.{called}()"
             )
+        self._refuse_autocast()
         leaves, _ = self._leaves(args, kwargs)
         return _local([self._feed(entry, leaves) for entry in self._program.signature.inputs])
+
+    def _refuse_autocast(self) -> None:
+        planned = self._program.signature.autocast
+        now = autocast.around((self._device().type, *(kind for kind, _ in planned)))
+        if now != planned:
+            raise InputError(
+                f"the model was planned under {autocast.text(planned)} and is called under "
+                f"{autocast.text(now)}, but its casts are part of the graph: plan (or parallelize) "
+                "and call it under the same one"
+            )
 
     def timeline(self, *args: Any, **kwargs: Any) -> Measured:
         """How a step on these inputs goes, forward and backward, on this rank: what computes, every
@@ -171,7 +190,9 @@ class ParallelModule(nn.Module):
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.zero_grad()
         with phase("forward"):
-            found = self._returned(run(*self._values(args, kwargs)))
+            values = self._values(args, kwargs)
+            with autocast.without(self._program.signature.autocast):
+                found = self._returned(run(*values))
         with phase("backward"):
             backward(found)
 
@@ -199,7 +220,9 @@ class ParallelModule(nn.Module):
     def _feed(self, entry: Input, leaves: list[Any]) -> Any:
         if entry.kind == "user":
             assert entry.position is not None
-            return self._own(entry, leaves[entry.position])
+            given = leaves[entry.position]
+            own = self._own(entry, given)
+            return given if isinstance(given, DTensor) else own  # `_local` counts its changes
         if entry.kind == "seed":
             self._seed += 1
             return torch.tensor(self._seed, device=self._device())

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ._compat import pytree
+from .autocast import Autocast
 from .layout import Element, Layout
 from .plan import Plan
 from .rules import Spec
@@ -65,6 +66,7 @@ class Signature:
         tuple[int, Any], ...
     ] = ()  # (position, value) of the inputs that are no tensors: part of the trace
     training: bool = True  # the model's mode, which is part of the trace too
+    autocast: Autocast = ()  # around the call that was traced: its casts are in the graph
 
 
 Value = tuple[str, int]  # a tensor of the graph: (node, index of the result)
