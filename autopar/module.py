@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from . import autocast, ranks
 from ._compat import pytree
+from .binding import NO_GENERATION, as_planned
 from .errors import InputError, PlanError
 from .layout import Layout
 from .measured import Measured, backward, measured, phase, untouched
@@ -169,6 +170,10 @@ class ParallelModule(nn.Module):
                 "and call it under the same one"
             )
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises InputError: a plan is for steps of training, all of one shape."""
+        raise InputError(NO_GENERATION)
+
     def timeline(self, *args: Any, **kwargs: Any) -> Measured:
         """How a step on these inputs goes, forward and backward, on this rank: what computes, every
         collective with its node and bytes, and what is waited for; `save(path)` is for Perfetto.
@@ -201,21 +206,18 @@ class ParallelModule(nn.Module):
 
     def _leaves(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         signature = self._program.signature
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != signature.in_spec:
-            raise InputError(
-                f"the inputs are nested as {spec}, the model was planned for {signature.in_spec}: "
-                "call it with the same arguments, or "
-                f"plan again with these"
-            )
+        leaves = as_planned(signature.forward, signature.in_spec, args, kwargs)
         for position, value in signature.fixed:
             given = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
             if type(given) is not type(value) or given != value:
+                shown = repr(given)
+                if isinstance(given, torch.Tensor):
+                    shown = f"a tensor {tuple(given.shape)} {given.dtype}"
                 raise InputError(
-                    f"input {position} is {given!r}, planned was {value!r}; what is no "
+                    f"input {position} is {shown}, planned was {value!r}; what is no "
                     "tensor is part of the plan: plan again"
                 )
-        return leaves, spec
+        return leaves, signature.in_spec
 
     def _feed(self, entry: Input, leaves: list[Any]) -> Any:
         if entry.kind == "user":

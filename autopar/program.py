@@ -4,6 +4,7 @@ decided about it.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ class Signature:
         tuple[int, Any], ...
     ] = ()  # (position, value) of the inputs that are no tensors: part of the trace
     training: bool = True  # the model's mode, which is part of the trace too
+    forward: inspect.Signature | None = None  # of the model, as calls name their arguments
     autocast: Autocast = ()  # around the call that was traced: its casts are in the graph
 
 

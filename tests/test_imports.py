@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
     "errors", "ranks", "_compat", "autocast", "spans", "mesh", "world", "layout", "changes", "written",
-    "figures", "plan", "rules", "ops", "probe", "program", "graphs", "simplify", "snapshot", "capture",
+    "figures", "plan", "rules", "ops", "probe", "program", "graphs", "simplify", "snapshot", "capture", "binding",
     "side_effects",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
     "sharded", "local", "recomputed", "constraint", "unsplit", "cost", "joint", "cuts", "cutting",
@@ -20,7 +20,7 @@ ORDER = (
     "search", "ascending", "rating",
     "lockstep", "passes", "beside", "backends", "script", "transport", "measured", "placement",
     "module", "widened", "verify", "report", "depth", "shallow", "dropping", "fitting", "hiding",
-    "proven", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
+    "proven", "affordable", "sizing", "ready", "held", "deferred", "arguments", "pipeline", "planning", "api",
     "compiled", "calibration",
     "targets", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip

@@ -23,6 +23,7 @@ from torch.export.graph_signature import (
 
 from autopar import autocast
 from autopar._compat import pytree
+from autopar.binding import check_call, signature_of
 from autopar.capture import DATA_ADVICE, capture, place, refusal
 from autopar.errors import InputError
 from autopar.program import Input, Output, Program, Signature, same_inputs
@@ -47,7 +48,7 @@ def trace(
     CPU. Every input that is no tensor becomes part of the trace, and so do `model.training` and
     the autocast around this call.
 
-    Raises TraceError if the model cannot be one graph: a branch or a shape that depends on the
+    Raises InputError if these are no arguments of its forward, TraceError if the model cannot be one graph: a branch or a shape that depends on the
     values of a tensor, a parameter or an input that is changed in place, calls that are not all
     alike (`side_effects`), an error of the model's.
 
@@ -56,6 +57,7 @@ def trace(
     ['p_weight', 'p_bias', 'input_1', 'linear', 'output']
     """
     args, kwargs = tuple(args), dict(kwargs or {})
+    check_call(model, args, kwargs)
     refuse_side_effects(model, args, kwargs)
     exported, originals = capture(model, args, kwargs)
     graph = exported.graph_module.graph
@@ -75,6 +77,7 @@ def trace(
         out_spec=exported.call_spec.out_spec,
         fixed=fixed,
         training=model.training,
+        forward=signature_of(model),
         autocast=autocast.around(_device_types(graph)),
     )
     return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
