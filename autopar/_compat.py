@@ -44,12 +44,14 @@ __all__ = [
     "autograd_step",
     "backend_name",
     "below_autograd",
+    "changes_in_place",
     "checkpoints_inlined",
     "compile_in_order",
     "default_partition",
     "default_store",
     "derive",
     "dynamo_sources",
+    "exporting",
     "fake_mode",
     "forget_groups",
     "from_part",
@@ -198,6 +200,20 @@ def strict_fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Code that asks `torch.compiler.is_exporting()` or `is_compiling()` is told that it is so."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, value)
+
+
 def next_autograd_step() -> int:
     """The number that the next function gets that autograd records."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -212,6 +228,11 @@ def autograd_step() -> int:
 def local_of(x: DTensor) -> torch.Tensor:
     """The rank's own part, the tensor itself, without an autograd function."""
     return x._local_tensor
+
+
+def changes_in_place(x: torch.Tensor) -> int:
+    """How often x was written into so far: what autograd holds saved tensors against."""
+    return x._version
 
 
 def placing_of(x: DTensor) -> DTensorSpec:

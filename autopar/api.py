@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import editing, ranks, replicas, sizing
 from ._compat import pytree
 from .agreement import same_request
+from .arguments import check, check_room, check_together, warn_alone
 from .backends import OVERLAP, Backend, Overlap, runner
 from .conversion import groups_of
 from .cost.memory import Budget, Limit, Optimizer, Recompute
@@ -87,8 +88,13 @@ def plan(
 
     Example: plan(model, 8, (tokens, targets)).table()
     """
+    check(
+        "plan", model=model, layout=layout, memory=memory, optimizer=optimizer, overlap=overlap,
+        redundant=redundant, progress=progress, smaller=smaller,
+    )  # fmt: skip
     found, summed = World.of(world), read_reduce_dtype(reduce_dtype)
     budget = Budget.of(found, memory, optimizer, recompute)
+    check_room(model, found, budget)
     asked, pipeline = Asked(layout, budget, redundant, summed, bool(overlap)), Pipeline(progress)
     source = traced(model, inputs, pipeline)
     program = chosen(pipeline, analysed(pipeline, source, summed), found, asked)
@@ -122,6 +128,7 @@ def apply(
     Else the model is left as it is; the parameters are copied. Raises WorldError where the plan's
     mesh and the running ranks differ, PlanError where the model is another than planned.
     """
+    check_together("apply", model=model, plan=plan, backend=backend, overlap=overlap)
     ready = ranks.together("reading the plan", lambda: _ready(model, plan, inputs))
     ranks.agree(
         "plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
@@ -132,7 +139,7 @@ def apply(
     device = next((t.device for t in tensors.values()), torch.device("cpu"))
     device_mesh, run = running(ready, device.type, backend, overlap)
     replicas.same(tensors, sync_parameters)
-    program = dataclasses.replace(program, tensors=tensors)
+    program = dataclasses.replace(program, tensors=tensors, plan=ready.kept())
     order = list(held(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(_NUMBERS)))
@@ -235,12 +242,18 @@ def parallelize(
     Example, under torchrun: par = autopar.parallelize(model, inputs=(tokens, targets)); par(tokens,
     targets).backward()
     """
+    check_together(
+        "parallelize", model=model, layout=layout, memory=memory, optimizer=optimizer,
+        overlap=overlap, redundant=redundant, backend=backend,
+    )  # fmt: skip
     if inputs is None:
         wanted = layout, backend, memory, optimizer, recompute, overlap, redundant, reduce_dtype
         return Deferred(lambda given: parallelize(model, world, given, *wanted, sync_parameters))
+    warn_alone(world)
     limits = memory, optimizer, recompute
     options = {"backend": backend, "sync_parameters": sync_parameters, "inputs": inputs}
     found, asked = agreed(world, layout, limits, redundant, reduce_dtype, overlap, **options)
+    ranks.together("reading the limits", lambda: check_room(model, found, asked.budget))
     plan = shared_plan(model, found, inputs, asked)
     return apply(model, plan, None, backend, overlap, sync_parameters)
 
@@ -319,6 +332,10 @@ def verify(
 
     Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
     """
+    check(
+        "verify", model=model, layout_or_plan=layout, tolerance=tolerance, redundant=redundant,
+        progress=progress,
+    )  # fmt: skip
     found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = Pipeline(progress)
     source = traced(model, inputs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -19,11 +19,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensorMode, fake_mode, pytree
+from autopar._compat import FakeTensor, FakeTensorMode, fake_mode, pytree
 from autopar.errors import TraceError
 from autopar.functions import Refused, honoured
 from autopar.hooks import Watch, refuse_held
 from autopar.simplify import inline_no_grad
+from autopar.snapshot import snapshot
 
 DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
@@ -40,6 +41,41 @@ def capture(
     No size and no device is too large for fake tensors, and the model is left as it was, also when
     this fails. Raises TraceError.
     """
+    # Hooks are looked for on the model's own tensors, before others stand in for them.
+    with _refusing(model), honoured(model), stand_ins(model, args, kwargs) as fakes:
+        try:
+            watch = Watch(model)
+            with watch.saved(), _DetachWithoutGrad(), watch:
+                exported = torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
+            inline_no_grad(exported.graph_module)
+            _refuse_writes(model, exported)
+            _refuse_lost(model, exported, fakes)
+            decomposed = exported.run_decompositions({})
+            _refuse_lost(model, decomposed, fakes)
+        except (TraceError, Refused):
+            raise
+        except Exception as error:
+            raise explained(model, error) from error
+    _refuse_mutations(model, decomposed)
+    return decomposed, fakes.originals
+
+
+class StandIns(NamedTuple):
+    """Fakes for what a model is called with, and the model's own tensors by the id of their fake."""
+
+    mode: FakeTensorMode
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    originals: dict[int, torch.Tensor]
+
+
+@contextmanager
+def stand_ins(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[StandIns]:
+    """Fake tensors in the place of all that the model holds and is given. At the end the model is
+    as it was, whatever its forward has done. Quiet, and with gradients, for a call of the model.
+    """
     mode = fake_mode()
     _register_dataclasses((args, kwargs))
     home = _home_device(model, args, kwargs)
@@ -48,22 +84,9 @@ def capture(
         torch.Tensor, lambda value: _fake(mode, value, home), (args, kwargs)
     )
     with (
-        _quiet(), torch.enable_grad(), _refusing(model), honoured(model),
-        borrowed(model, lambda value: _fake(mode, value, home)) as originals,
+        _quiet(), torch.enable_grad(), borrowed(model, lambda x: _fake(mode, x, home)) as originals
     ):  # fmt: skip
-        try:
-            watch = Watch(model)
-            with watch.saved(), _DetachWithoutGrad(), watch:
-                exported = torch.export.export(model, args, kwargs, strict=False)
-            inline_no_grad(exported.graph_module)
-            _refuse_writes(model, exported)
-            decomposed = exported.run_decompositions({})
-        except (TraceError, Refused):
-            raise
-        except Exception as error:
-            raise _explained(model, error) from error
-    _refuse_mutations(model, decomposed)
-    return decomposed, originals
+        yield StandIns(mode, args, kwargs, originals)
 
 
 @contextmanager
@@ -139,7 +162,7 @@ def borrowed(
 
     Yields the original tensors by the id of what stands in for them.
     """
-    saved = [(module, *_state(module)) for module in model.modules()]
+    before = snapshot(model)
     fakes: dict[int, torch.Tensor] = {}
     originals: dict[int, torch.Tensor] = {}
 
@@ -156,20 +179,7 @@ def borrowed(
         yield originals
     finally:
         hook.remove()
-        for module, attributes, registries in saved:
-            _replace_content(module.__dict__, attributes)
-            for name, content in registries.items():
-                _replace_content(module.__dict__[name], content)
-
-
-def _state(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    names = ("_parameters", "_buffers", "_modules")
-    return dict(module.__dict__), {name: dict(module.__dict__[name]) for name in names}
-
-
-def _replace_content(target: dict[str, Any], content: dict[str, Any]) -> None:
-    target.clear()
-    target.update(content)
+        before.restore()
 
 
 def _replace_tensors(
@@ -200,7 +210,7 @@ def _register_dataclasses(tree: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what export prints of its inner workings; its errors are told by `_explained`."""
+    """Silences what export prints of its inner workings; its errors are told by `explained`."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -245,22 +255,40 @@ def _refuse_mutations(model: nn.Module, exported: ExportedProgram) -> None:
             raise _written(model, spec.target or spec.arg.name, place(node))
 
 
+def _refuse_lost(model: nn.Module, exported: ExportedProgram, fakes: StandIns) -> None:
+    """Values of the trace itself that export took for constants: what autograd had saved of them is
+    no part of the graph, and their gradients would be lost.
+    """
+    names = {s.arg.name: s.target for s in exported.graph_signature.input_specs}
+    for node in exported.graph.find_nodes(op="placeholder"):
+        value = exported.constants.get(names.get(node.name) or "")
+        lost = isinstance(value, FakeTensor) and id(value) not in fakes.originals and node.users
+        if lost and id(value) not in snapshot(model).tensors:
+            reason = "torch.autograd.grad in forward uses a value that export cannot follow"
+            raise refusal(
+                model,
+                reason,
+                place(next(iter(node.users))),
+                "Write the derivative out in forward, or take it outside of the model.",
+            )
+
+
 def _written(model: nn.Module, name: str, where: str) -> TraceError:
     reason = f"forward changes {name!r}, a parameter or an input, in place"
     return refusal(model, reason, where, "Work on a clone of it, or register it as a buffer.")
 
 
-def _explained(model: nn.Module, error: Exception) -> TraceError:
+def explained(model: nn.Module, error: Exception) -> TraceError:
     if any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutputShape")):
         reason, advice = "a branch or a shape depends on the values of a tensor", DATA_ADVICE
     else:
         message = (str(error).strip() or "no message").splitlines()[0]
         reason = f"{type(error).__name__}: {message}"
         advice = "Check that the model runs on these inputs; if so, torch.export cannot follow it."
-    return refusal(model, reason, _trail(error), advice)
+    return refusal(model, reason, trail(error), advice)
 
 
-def _trail(error: Exception) -> str:
+def trail(error: Exception) -> str:
     """The last line outside of torch that `error` passed; if a library's, the user's before it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inner(f.filename)]
     own = [frame for frame in frames if "site-packages" not in frame.filename][-1:]

@@ -23,6 +23,7 @@ from . import ranks as running
 from .backends import OVERLAP
 from .cli_options import (
     MODEL_HELP,
+    AnywayOption,
     BatchOption,
     JsonOption,
     LayoutOption,
@@ -52,6 +53,7 @@ from .targets import Batch, Target, resolve
 from .world import World
 
 CALIBRATED = "world.json"  # what calibrate writes, and plan reads where no world is named
+ABSURD_S = 600.0  # a step that takes longer is no plan to print without being asked
 LOCKSTEP_RANKS = 8  # that verify runs where none are named
 
 app = typer.Typer(
@@ -80,12 +82,13 @@ def plan(
     why: WhyOption = None,
     save: SaveOption = None,
     timeline: TimelineOption = None,
+    anyway: AnywayOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Choose a mesh and a layout for TARGET and say what a step costs. Needs no GPU, no memory for
     the parameters.
 
-    Example: autopar plan llama3-8b --ranks 8 --batch 64x4096 --save plan.json
+    Example: autopar plan llama3-8b --world dgx-h100 --ranks 64 --batch 64x4096
     """
     with _reporting(as_json):
         for path, option in ((save, "--save"), (timeline, "--timeline")):
@@ -101,6 +104,8 @@ def plan(
         doing = f"planning {chosen.name} on {_ranks(found)}"
         made = watched(doing, lambda report: planning(progress=report), as_json)
         seconds = time.perf_counter() - start
+        if not anyway:
+            _refuse_absurd(made, found, named=world is not None)
         if save is not None:
             made.save(save)
         if timeline is not None:
@@ -253,6 +258,27 @@ def _refuse_meta(target: Target) -> None:
         raise AutoparError(
             f"{target.name} has parameters on the meta device: verify computes, so let the "
             "function return a model with values, a small one"
+        )
+
+
+def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
+    """Raises PlanError for a plan that nobody could run: a step of hours, or one that does not fit.
+    The cause is nearly always that the machines were not named.
+    """
+    step = made.seconds if made.overlapped is None else made.overlapped
+    has = world.device.memory_bytes
+    faults = []
+    if step > ABSURD_S:
+        faults.append(f"takes {step:,.0f} s")
+    if made.peak_bytes > has:
+        needs = terminal.memory(made.peak_bytes)
+        faults.append(f"needs {needs} on each device, which has {terminal.memory(has)}")
+    if faults:
+        name = "other machines" if named else "the machines, as --world dgx-h100 does,"
+        whose = "" if named else ", machines like this one"
+        raise PlanError(
+            f"a step {' and '.join(faults)} on {world}{whose}: name {name} or more of them, or a "
+            "smaller --batch; --anyway prints this plan all the same"
         )
 
 

@@ -78,6 +78,13 @@ TimelineOption = Annotated[
         help="Write the modelled step there, event by event, for ui.perfetto.dev.",
     ),
 ]
+AnywayOption = Annotated[
+    bool,
+    typer.Option(
+        "--anyway",
+        help="Print the plan also where it does not fit, or a step takes over ten minutes.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no more.")]
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file that plan --save wrote.")

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
-from . import ranks
+from . import autocast, ranks
 from ._compat import dynamo_sources, pytree
 from .api import agreed, running, shared_plan
 from .backends import OVERLAP, Backend, Overlap
@@ -206,7 +206,8 @@ class _Planned:
     def __call__(self, values: Sequence[Any]) -> Any:
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
         signature = self.program.signature
-        results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
+        with autocast.without(signature.autocast):
+            results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
         leaves = []
         for output in signature.outputs:
             value = output.constant if output.node is None else next(results)

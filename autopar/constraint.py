@@ -102,7 +102,7 @@ class Constraint:
     panels: tuple[str, ...] = ()  # row and column axis of SUMMA's panels
 
     def roles(self, path: str) -> tuple[Role, ...] | None:
-        return next((roles for pattern, roles in self.rules if _fits(path, pattern)), None)
+        return next((roles for pattern, roles in self.rules if fits(path, pattern)), None)
 
     def narrow(
         self, path: str, spec: Spec, factors: Factors, per_axis: Sequence[Sequence[Choice]]
@@ -256,7 +256,7 @@ def letter(spec: Spec, factor: str) -> str:
     return next((x for x, role in zip("mnk", spec.product, strict=True) if factor in role), "")
 
 
-def _fits(path: str, pattern: str) -> bool:
+def fits(path: str, pattern: str) -> bool:
     return pattern == "*" or fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}.*")
 
 

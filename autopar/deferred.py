@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from .binding import NO_GENERATION
 from .errors import InputError
 
 
@@ -24,6 +25,10 @@ class Deferred(nn.Module):
     def timeline(self, *args: Any, **kwargs: Any) -> Any:
         """See ParallelModule.timeline; counts as the first call."""
         return self._planned(args, kwargs).timeline(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises InputError, as that of a ParallelModule does."""
+        raise InputError(NO_GENERATION)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.made is None:

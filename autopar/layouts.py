@@ -7,11 +7,12 @@ search does the rest, so that a named layout differs from "auto" in nothing but 
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .constraint import Constraint, Kinds, Role, atoms_of, kinds_of, letters_of, weighted
+from .constraint import Constraint, Kinds, Role, atoms_of, fits, kinds_of, letters_of, weighted
 from .errors import LayoutError
 from .graphs import module_path
 from .mesh import Axis, Mesh
@@ -259,6 +260,7 @@ def _hybrid(
         raise LayoutError(
             f"layout {unknown[0]!r} in a dict: a Grid…, or one of auto, {', '.join(_ONE_AXIS)}"
         )
+    _check_patterns(list(layout), program)
     made = {pattern: _mesh(one, ranks) for pattern, one in layout.items() if one != "auto"}
     if not made:
         raise LayoutError("a dict with nothing but 'auto' says nothing; use layout='auto'")
@@ -280,6 +282,34 @@ def _hybrid(
     name = ", ".join(f"{pattern}: {one}" for pattern, one in layout.items())
     panels = next((found for one in layout.values() if (found := _panels(one))), ())
     return mesh, Constraint(f"hybrid ({name})", tuple(rules), kinds, letters, panels)
+
+
+def _check_patterns(patterns: list[str], program: Program) -> None:
+    """Every pattern must be the first that fits some module. Raises LayoutError."""
+    paths = {module_path(node) for node in program.module.graph.nodes if node.op != "output"}
+    paths |= {e.target.rpartition(".")[0] for e in program.signature.inputs if e.kind != "user"}
+    left = set(paths)
+    for place, pattern in enumerate(patterns):
+        taken = {path for path in left if fits(path, pattern)}
+        left -= taken
+        if taken:
+            continue
+        earlier = [p for p in patterns[:place] if any(fits(x, p) for x in _fitting(paths, pattern))]
+        if earlier:
+            raise LayoutError(
+                f"the pattern {pattern!r} stands after {earlier[0]!r}, which takes every module "
+                "that it matches: the first that fits counts, so put it before"
+            )
+        names = {".".join(path.split(".")[:n]) for path in paths for n in range(1, 9)} - {""}
+        near = difflib.get_close_matches(pattern, sorted(names), 3, 0.4)
+        raise LayoutError(
+            f"the pattern {pattern!r} matches no module of the model that computes; near it are "
+            f"{', '.join(near or sorted(names)[:3])}; '*' is all"
+        )
+
+
+def _fitting(paths: set[str], pattern: str) -> list[str]:
+    return [path for path in paths if fits(path, pattern)]
 
 
 # -- checks and facts ------------------------------------------------------------------------------

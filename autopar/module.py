@@ -10,8 +10,9 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import ranks
+from . import autocast, ranks
 from ._compat import pytree
+from .binding import NO_GENERATION, as_planned
 from .errors import InputError, PlanError
 from .layout import Layout
 from .measured import Measured, backward, measured, phase, untouched
@@ -140,7 +141,15 @@ class ParallelModule(nn.Module):
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._returned(self._run(*self._begun(args, kwargs)))
+        return self._returned(self._computed(args, kwargs))
+
+    def _computed(self, args: Any, kwargs: Any) -> Any:
+        """What the graph gives. It runs without autocast, as the casts are nodes of it."""
+        values, cast = self._begun(args, kwargs), self._program.signature.autocast
+        if not cast:
+            return self._run(*values)
+        with autocast.without(cast):
+            return self._run(*values)
 
     @torch.compiler.disable
     def _begun(self, args: Any, kwargs: Any) -> list[Any]:
@@ -166,8 +175,23 @@ class ParallelModule(nn.Module):
                 f"the model was planned in {planned} mode and is called in {called} mode, but the "
                 f"mode is part of the graph: plan again after model.{called}()"
             )
+        self._refuse_autocast()
         leaves, _ = self._leaves(args, kwargs)
         return _local([self._feed(entry, leaves) for entry in self._program.signature.inputs])
+
+    def _refuse_autocast(self) -> None:
+        planned = self._program.signature.autocast
+        now = autocast.around((self._device().type, *(kind for kind, _ in planned)))
+        if now != planned:
+            raise InputError(
+                f"the model was planned under {autocast.text(planned)} and is called under "
+                f"{autocast.text(now)}, but its casts are part of the graph: plan (or parallelize) "
+                "and call it under the same one"
+            )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises InputError: a plan is for steps of training, all of one shape."""
+        raise InputError(NO_GENERATION)
 
     def timeline(self, *args: Any, **kwargs: Any) -> Measured:
         """How a step on these inputs goes, forward and backward, on this rank: what computes, every
@@ -190,7 +214,9 @@ class ParallelModule(nn.Module):
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.zero_grad()
         with phase("forward"):
-            found = self._returned(run(*self._values(args, kwargs)))
+            values = self._values(args, kwargs)
+            with autocast.without(self._program.signature.autocast):
+                found = self._returned(run(*values))
         with phase("backward"):
             backward(found)
 
@@ -199,26 +225,25 @@ class ParallelModule(nn.Module):
 
     def _leaves(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         signature = self._program.signature
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != signature.in_spec:
-            raise InputError(
-                f"the inputs are nested as {spec}, the model was planned for {signature.in_spec}: "
-                "call it with the same arguments, or "
-                f"plan again with these"
-            )
+        leaves = as_planned(signature.forward, signature.in_spec, args, kwargs)
         for position, value in signature.fixed:
             given = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
             if type(given) is not type(value) or given != value:
+                shown = repr(given)
+                if isinstance(given, torch.Tensor):
+                    shown = f"a tensor {tuple(given.shape)} {given.dtype}"
                 raise InputError(
-                    f"input {position} is {given!r}, planned was {value!r}; what is no "
+                    f"input {position} is {shown}, planned was {value!r}; what is no "
                     "tensor is part of the plan: plan again"
                 )
-        return leaves, spec
+        return leaves, signature.in_spec
 
     def _feed(self, entry: Input, leaves: list[Any]) -> Any:
         if entry.kind == "user":
             assert entry.position is not None
-            return self._own(entry, leaves[entry.position])
+            given = leaves[entry.position]
+            own = self._own(entry, given)
+            return given if isinstance(given, DTensor) else own  # `_local` counts its changes
         if entry.kind == "seed":
             self._seed = next_seed(self._seed)
             return torch.tensor(self._seed, device=self._device())

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ._compat import from_part, local_of, placing_of
+from ._compat import changes_in_place, from_part, local_of, placing_of
 from .layout import Layout
 
 
@@ -28,19 +28,22 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
 
 def local_parts(xs: Sequence[DTensor]) -> list[torch.Tensor]:
     """What `to_local` of each gives, with a DTensor like it for gradient; in one autograd function,
-    as one for each takes as long as a small op. The gradients arrive together, at the end.
+    as one for each takes as long as a small op. The gradients arrive together, at the end. The
+    backward raises RuntimeError where one of xs was changed in place since, as autograd does: a
+    DTensor counts such changes, its own part does not.
     """
     if torch.compiler.is_compiling():
         return [x.to_local(grad_placements=x.placements) for x in xs]
     trained = [x for x in xs if x.requires_grad]
-    parts = iter(_LocalParts.apply(*trained)) if trained else iter(())
+    parts = iter(_LocalParts.apply(xs, *trained)) if trained else iter(())
     return [next(parts) if x.requires_grad else local_of(x) for x in xs]
 
 
 class _LocalParts(Function):
     @staticmethod
-    def forward(ctx: Any, *xs: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, held: Sequence[DTensor], *xs: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.held = [(x, changes_in_place(x)) for x in held]
         ctx.placings = [placing_of(x) for x in xs]
         parts = [local_of(x) for x in xs]
         return tuple(part.view_as(part) for part in parts)  # autograd marks what it is given
@@ -48,7 +51,20 @@ class _LocalParts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        return tuple(
+        for x, before in ctx.held:
+            if changes_in_place(x) != before:
+                raise _changed(x)
+        found = (
             None if grad is None else from_part(grad.contiguous(), placing)
             for grad, placing in zip(grads, ctx.placings, strict=True)
         )
+        return (None, *found)
+
+
+def _changed(x: DTensor) -> RuntimeError:
+    what = "a parameter" if isinstance(x, torch.nn.Parameter) else "an input"
+    return RuntimeError(
+        f"{what} of shape {tuple(x.shape)} has been modified by an inplace operation between the "
+        "forward and the backward of the parallel model, which computes with its new values: take "
+        "the optimizer's step after backward(), or change a clone of it"
+    )

@@ -14,6 +14,7 @@ from torch import nn
 
 from . import sizing
 from .affordable import affordable
+from .arguments import without_cache
 from .cost.memory import Budget
 from .cost.timeline import Timeline, timeline
 from .errors import InputError
@@ -68,6 +69,13 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def traced(model: nn.Module, inputs: Inputs, pipeline: Pipeline | None = None) -> Program:
     args, kwargs = arguments(inputs)
+    with without_cache(model, kwargs):
+        return _traced(model, args, kwargs, pipeline)
+
+
+def _traced(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: Pipeline | None
+) -> Program:
     run = (pipeline or Pipeline()).run
     return run("trace", model, lambda given: trace.trace(given, args, kwargs), trace.check)
 

@@ -4,6 +4,7 @@ decided about it.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 from ._compat import pytree
+from .autocast import Autocast
 from .layout import Element, Layout
 from .plan import Plan
 from .rules import Spec
@@ -65,6 +67,8 @@ class Signature:
         tuple[int, Any], ...
     ] = ()  # (position, value) of the inputs that are no tensors: part of the trace
     training: bool = True  # the model's mode, which is part of the trace too
+    forward: inspect.Signature | None = None  # of the model, as calls name their arguments
+    autocast: Autocast = ()  # around the call that was traced: its casts are in the graph
 
 
 Value = tuple[str, int]  # a tensor of the graph: (node, index of the result)

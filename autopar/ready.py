@@ -13,6 +13,7 @@ from ._compat import pytree
 from .cost.timeline import Timeline, timeline
 from .errors import PlanError
 from .layouts import Layouts
+from .plan import Plan
 from .program import Program
 from .report.why import Why, why
 from .world import World
@@ -30,6 +31,14 @@ class Ready:
     source: Program
     layout: Layouts | None = None  # that was asked for; None for a plan from a file
     redundant: bool = False
+
+    def kept(self) -> Plan:
+        """The plan as a parallel module keeps it: it can be asked all, and holds no tensor."""
+        assert self.program.plan is not None
+        programs = (dataclasses.replace(p, tensors={}) for p in (self.program, self.source))
+        program, source = programs
+        ready = dataclasses.replace(self, program=program, source=source)
+        return dataclasses.replace(self.program.plan, ready=ready)
 
     def why(self, pattern: str) -> Why:
         """See Plan.why."""

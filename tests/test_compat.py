@@ -36,11 +36,12 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-@covers("fake_mode", "FakeTensorMode")
+@covers("fake_mode", "FakeTensorMode", "FakeTensor")
 def test_fake_tensors_have_a_shape_and_no_storage() -> None:
     with _compat.fake_mode() as mode:
         x = torch.empty(1 << 20, 1 << 20)
         y = x @ x.mT
+    assert isinstance(x, _compat.FakeTensor)
     assert isinstance(mode, _compat.FakeTensorMode) and y.shape == (1 << 20, 1 << 20)
     with mode:
         symbol = torch.empty((), dtype=torch.int64).item()
@@ -403,6 +404,23 @@ def test_a_backward_knows_that_it_is_one() -> None:
     x.register_hook(lambda gradient: seen.append(_compat.in_backward()))
     (x * 2).sum().backward()
     assert seen == [True] and not _compat.in_backward()
+
+
+@covers("exporting")
+def test_code_can_be_told_that_it_is_exported() -> None:
+    asked = torch.compiler.is_exporting, torch.compiler.is_compiling
+    with _compat.exporting():
+        assert all(ask() for ask in asked)
+    assert not any(ask() for ask in asked)
+
+
+@covers("changes_in_place")
+def test_a_distributed_tensor_counts_its_changes(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    for x in (torch.ones(3), distribute_tensor(torch.ones(3), mesh, [Shard(0)])):
+        before = _compat.changes_in_place(x)
+        x.add_(1)
+        assert _compat.changes_in_place(x) > before
 
 
 def test_every_name_is_tested_here() -> None:

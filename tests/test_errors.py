@@ -281,10 +281,9 @@ def test_batches_of_other_shapes_and_dtypes(two_ranks: None) -> None:
     for scale in (3.0, 2, torch.full((2,), 2.0)):
         with refused(InputError, "input 1 is ", "planned was 2.0", "plan again"):
             par(x=rows(), scale=scale)
-    with refused(InputError, "call it with the same arguments, or plan again"):
-        par(rows(), 2.0)
-    with refused(InputError, "call it with the same arguments, or plan again"):
+    with refused(InputError, "'mode'", "call it with the same arguments, or plan again"):
         par(x=rows(), scale=2.0, mode="mean")
+    torch.testing.assert_close(par.shard(rows().fill_(1), 2.0)[1]["scale"], 2.0)  # as planned
     with refused(InputError, "is (6, 24) torch.float32"):
         par.shard(x=rows()[:6], scale=2.0)
 

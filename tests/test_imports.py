@@ -11,18 +11,18 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "ranks", "digest", "replicas", "_compat", "pulse", "watch", "spans", "mesh", "world",
-    "agreement", "layout", "changes", "written", "figures", "plan", "rules", "ops", "trials",
-    "probe", "program", "graphs", "faults", "simplify", "functions", "hooks", "capture",
-    "function_rules",
+    "errors", "ranks", "digest", "replicas", "_compat", "autocast", "pulse", "watch", "spans",
+    "mesh", "world", "agreement", "layout", "changes", "written", "figures", "plan", "rules", "ops",
+    "trials", "probe", "program", "graphs", "faults", "simplify", "functions", "hooks", "snapshot",
+    "capture", "function_rules", "binding", "side_effects",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
     "sharded", "local", "recomputed", "interpret", "constraint", "unsplit", "cost", "joint",
     "cuts", "cutting", "layouts", "elimination", "ranking", "regions", "price", "editing",
     "conversion_costs", "search", "ascending", "rating",
     "lockstep", "passes", "beside", "backends", "script", "transport", "measured", "placement",
     "module", "widened", "original", "rounding", "unwritten", "known", "verify", "report",
-    "depth", "shallow", "dropping", "fitting", "hiding", "proven",
-    "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
+    "depth", "shallow", "dropping", "fitting", "hiding", "proven", "affordable", "sizing", "ready",
+    "held", "deferred", "arguments", "pipeline", "planning", "api",
     "compiled", "calibration",
     "targets", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip

@@ -21,10 +21,13 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
+from autopar import autocast
 from autopar._compat import pytree
+from autopar.binding import check_call, signature_of
 from autopar.capture import DATA_ADVICE, capture, place, refusal
 from autopar.errors import InputError
 from autopar.program import Input, Output, Program, Signature, same_inputs
+from autopar.side_effects import refuse_side_effects
 from autopar.simplify import detached, simplify
 
 KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
@@ -42,16 +45,20 @@ def trace(
 
     Only shapes, dtypes and devices matter, no value is read: parameters and inputs may be real, on
     the meta device, or fake. What is on the meta device is taken to be where the rest is, or on the
-    CPU. Every input that is no tensor becomes part of the trace, and so does `model.training`.
+    CPU. Every input that is no tensor becomes part of the trace, and so do `model.training` and
+    the autocast around this call.
 
-    Raises TraceError if the model cannot be one graph: a branch or a shape that depends on the
-    values of a tensor, a parameter or an input that is changed in place, an error of the model's.
+    Raises InputError if these are no arguments of its forward, TraceError if the model cannot be one graph: a branch or a shape that depends on the
+    values of a tensor, a parameter or an input that is changed in place, calls that are not all
+    alike (`side_effects`), an error of the model's.
 
     >>> program = trace(nn.Linear(4, 2), (torch.ones(3, 4),))
     >>> [node.name for node in program.module.graph.nodes]
     ['p_weight', 'p_bias', 'input_1', 'linear', 'output']
     """
     args, kwargs = tuple(args), dict(kwargs or {})
+    check_call(model, args, kwargs)
+    refuse_side_effects(model, args, kwargs)
     exported, originals = capture(model, args, kwargs)
     graph = exported.graph_module.graph
     _give_lasting_names(graph)
@@ -70,6 +77,8 @@ def trace(
         out_spec=exported.call_spec.out_spec,
         fixed=fixed,
         training=model.training,
+        forward=signature_of(model),
+        autocast=autocast.around(_device_types(graph)),
     )
     return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
 
@@ -167,6 +176,12 @@ def _user_inputs(
         else:
             fixed.append((position, value))
     return found, tuple(fixed)
+
+
+def _device_types(graph: fx.Graph) -> set[str]:
+    """Of all that the graph is fed with."""
+    values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
 def _path(path: pytree.KeyPath) -> str:

@@ -1,0 +1,260 @@
+"""What a user gives to the public calls, looked at before anything is done with it: each argument
+that cannot be meant is named, with what it is and what it may be.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from . import ranks
+from ._compat import named_backend
+from .backends import BY_NAME
+from .cost.memory import STATES, Budget
+from .deferred import Deferred
+from .errors import AutoparError, InputError, LayoutError, PlanError
+from .layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D
+from .module import ParallelModule
+from .plan import Plan
+from .world import World
+
+_GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D)
+_LAYOUT = f"a name ({', '.join(NAMES)}), a Grid…, or a dict from module pattern to these"
+_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose cache was spoken of
+_WRAPPED = {
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def check(call: str, **given: Any) -> None:
+    """Raises a ValueError of autopar's for an argument of `call` that cannot be meant.
+
+    >>> check("plan", optimizer=-3)
+    Traceback (most recent call last):
+    autopar.errors.PlanError: plan: optimizer is -3: ...
+    """
+    for name, value in given.items():
+        said = _CHECKS[name](value)
+        if said:
+            kind = _KINDS.get(name, PlanError)
+            raise kind(f"{call}: {name.removesuffix('_or_plan')} is {_shown(value)}: {said}")
+
+
+def check_together(call: str, **given: Any) -> None:
+    """The same on every rank: where one is given something else, all raise."""
+    ranks.together("reading the arguments", lambda: check(call, **given))
+
+
+def _shown(value: Any) -> str:
+    """The value itself where it is plain, else its type: models are pages long."""
+    plain = value is None or isinstance(value, str | int | float | bytes | tuple | list | dict)
+    if plain or isinstance(value, (type, *_GRIDS)):
+        return repr(value)[:120].splitlines()[0]
+    return f"of type {type(value).__module__}.{type(value).__qualname__}"
+
+
+# -- one argument each: what is wrong with it, or "" -----------------------------------------------
+def _model(value: Any) -> str:
+    if isinstance(value, ParallelModule | Deferred):
+        made = value.made if isinstance(value, Deferred) else value
+        what = ""
+        if made is not None:
+            what = f", on mesh {str(made.plan.mesh) or 'of one rank'} as {made.plan.layout}"
+        return f"it is a parallel model already{what}: call it as it is, or give the original model"
+    if isinstance(value, type):
+        return "it is a class: give an instance of it"
+    if not isinstance(value, nn.Module):
+        return "it is to be an nn.Module"
+    inner = _WRAPPED.get(type(value).__name__)
+    if inner is not None:
+        return f"it is wrapped for another way to run it: give the model inside, model.{inner}"
+    spread = next((n for n, p in value.named_parameters() if isinstance(p, DTensor)), None)
+    if spread is not None:
+        return f"its parameter {spread} is a DTensor: give the model before it is distributed"
+    return ""
+
+
+def _layout(value: Any) -> str:
+    if isinstance(value, Plan):
+        return "it is a plan: give it to apply(model, plan), or to verify"
+    if isinstance(value, Mapping):
+        wrong = next((k for k in value if not isinstance(k, str)), None)
+        if wrong is not None:
+            return f"its key {wrong!r} is no pattern of module paths, such as 'blocks.*.mlp'"
+        inner = (f"of {k!r} {s}" for k, v in value.items() if (s := _one_layout(v)))
+        return next(inner, "")
+    return _one_layout(value)
+
+
+def _one_layout(value: Any) -> str:
+    if isinstance(value, type) and value in _GRIDS:
+        return f"it is a class: give it sizes, such as {value.__name__}(2, 2)"
+    if isinstance(value, _GRIDS):
+        numbers = {n: v for n, v in vars(value).items() if n not in ("first", "panels")}
+        wrong = [n for n, v in numbers.items() if isinstance(v, bool) or not isinstance(v, int)]
+        return f"its {wrong[0]} is no whole number of ranks" if wrong else ""
+    return "" if isinstance(value, str) else f"it is to be {_LAYOUT}"
+
+
+def _optimizer(value: Any) -> str:
+    may = f"one of {', '.join(STATES)}, or the bytes of state for every trained number, 0 or more"
+    if isinstance(value, str):
+        near = difflib.get_close_matches(value, STATES, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        return "" if value in STATES else f"unknown optimizer {value!r}{hint}: it is {may}"
+    return "" if _number(value) and value >= 0 else f"it is to be {may}"
+
+
+def _memory(value: Any) -> str:
+    if value == "auto" and isinstance(value, str):
+        return ""
+    if _number(value) and value > 0:
+        return ""
+    return "it is 'auto' or bytes on each device, above 0, such as 80 * 2**30"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _overlap(value: Any) -> str:
+    if isinstance(value, bool):
+        return ""
+    names = f"True, False, or a tuple of {', '.join(BY_NAME)}"
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return f"it is to be {names}"
+    wrong = [name for name in value if name not in BY_NAME]
+    return f"overlap names {wrong[0]!r}; the passes are {', '.join(BY_NAME)}" if wrong else ""
+
+
+def _backend(value: Any) -> str:
+    if isinstance(value, str):
+        named_backend(value)  # raises, with the names that there are
+        return ""
+    if value is None or callable(value):
+        return ""
+    return "it is to be None, the name of a torch.compile backend, or a callable"
+
+
+def _plan(value: Any) -> str:
+    if isinstance(value, Plan):
+        return ""
+    return "it is to be a Plan: what autopar.plan returns, or autopar.Plan.load reads from a file"
+
+
+def _tolerance(value: Any) -> str:
+    if _number(value) and value >= 0:
+        return ""
+    return "it is to be the largest relative error that is still equal, a number such as 1e-9"
+
+
+def _yes_or_no(value: Any) -> str:
+    return "" if isinstance(value, bool) else "it is to be True or False"
+
+
+def _progress(value: Any) -> str:
+    return "" if value is None or callable(value) else "it is to be None or a function of a name"
+
+
+def _layout_or_plan(value: Any) -> str:
+    return "" if isinstance(value, Plan) else _layout(value)
+
+
+_CHECKS: dict[str, Callable[[Any], str]] = {
+    "model": _model,
+    "layout": _layout,
+    "optimizer": _optimizer,
+    "memory": _memory,
+    "overlap": _overlap,
+    "backend": _backend,
+    "plan": _plan,
+    "tolerance": _tolerance,
+    "redundant": _yes_or_no,
+    "smaller": _yes_or_no,
+    "progress": _progress,
+    "layout_or_plan": _layout_or_plan,
+}
+_KINDS: dict[str, type[AutoparError]] = {
+    "model": InputError,
+    "layout": LayoutError,
+    "layout_or_plan": LayoutError,
+}
+
+
+# -- what goes with what ---------------------------------------------------------------------------
+def check_room(model: nn.Module, world: World, budget: Budget | None) -> None:
+    """Raises PlanError where parameters and optimizer states alone, spread over all devices, take
+    more than the limit: no layout stores less.
+    """
+    if budget is None or budget.memory_bytes is None:
+        return
+    each = budget.optimizer
+    total = 0.0
+    for p in model.parameters():
+        states = STATES[each] * p.element_size() if isinstance(each, str) else float(each)
+        total += p.numel() * (p.element_size() + states * p.requires_grad)
+    if total / world.ranks > budget.memory_bytes:
+        needed = math.ceil(total / budget.memory_bytes)
+        raise PlanError(
+            f"no plan fits {_size(budget.memory_bytes)} on each of {world.ranks} devices: the "
+            f"parameters and the optimizer's states alone are {_size(total)}, at least "
+            f"{_size(total / world.ranks)} on each. Try at least {needed:,} devices, an optimizer "
+            "with less state, or a smaller model"
+        )
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,.3g} bytes"
+
+
+def warn_alone(world: Any) -> None:
+    """Where nothing was started, what was to be parallel runs on one rank: that is said."""
+    started = dist.is_available() and dist.is_initialized()
+    if world is None and not started:
+        warnings.warn(
+            "there is no process group, so the model runs on one rank: start with torchrun "
+            "--nproc-per-node N and call torch.distributed.init_process_group first (or say "
+            "world=1)",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """A transformers model runs without the cache of keys and values that only generation wants,
+    unless the call asks for it. That is said, once a model.
+    """
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    on = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+    if not on or "use_cache" in kwargs:
+        yield
+        return
+    if model not in _TOLD:
+        _TOLD.add(model)
+        warnings.warn(
+            f"{type(model).__name__} has use_cache on: it is planned without the cache of keys and "
+            "values, as training wants it (config.use_cache = False says so too)",
+            stacklevel=4,
+        )
+    try:
+        for config in on:
+            config.use_cache = False
+        yield
+    finally:
+        for config in on:
+            config.use_cache = True

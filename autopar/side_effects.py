@@ -1,0 +1,385 @@
+"""What forward does besides computing its result: found by calling it twice, before it is traced.
+
+A trace is one call, and its graph is that call for ever. So forward is called twice on stand-ins
+without values, the second time as the first has left the model, and under another clock. Both calls
+must do the same to what hangs on inputs, parameters and buffers; constants may be made once and
+kept. What a call leaves in the model may not go on changing, no call may read a tensor that an
+earlier one has left, and none may draw from a generator of random numbers that no graph has.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import random
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ._compat import FakeTensor, exporting, pytree, without_modes
+from .capture import StandIns, refusal, stand_ins, trail
+from .errors import TraceError
+from .snapshot import Snapshot, snapshot
+
+_VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_DRAWS = (
+    "rand", "normal", "bernoulli", "multinomial", "poisson", "uniform", "exponential", "log_normal",
+    "geometric", "cauchy", "dropout", "alpha_dropout", "feature_alpha_dropout",
+)  # fmt: skip
+_SETS = ("requires_grad.__set__", "grad.__set__", "data.__set__", "backward")  # and give nothing
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_LATER_S = 98_765.4321  # that the second call's clocks are ahead
+_MOST = 1_000_000  # numbers of a constant that is compared by value
+_MARK = "_autopar_mark"  # (call, what made a constant; None for what hangs on more)
+
+BUFFER_ADVICE = (
+    "Keep what changes from call to call in a buffer (register_buffer) that forward changes in "
+    "place, or take it as an input, or change it outside of forward."
+)
+RANDOM_ADVICE = (
+    "Draw with torch (torch.rand, F.dropout), or draw outside of the model and pass it as an input."
+)
+
+
+def refuse_side_effects(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises TraceError where calls of the model are not alike, with the line or the attribute.
+    Neither the model nor the states of random number generators are changed. What forward raises
+    itself is left to `capture` to explain.
+    """
+    python, others = random.getstate(), _numpy_state()
+    torch_state = torch.get_rng_state()
+    try:
+        with stand_ins(model, args, dict(kwargs)) as fakes:
+            made = _call_twice(model, fakes)
+        if not torch.equal(torch.get_rng_state(), torch_state):
+            reason = "forward changes the state of torch's random numbers (torch.manual_seed)"
+            raise refusal(model, reason, "", "Seed outside of forward.")
+        _refuse_escaped(model, made)
+    finally:
+        random.setstate(python)
+        _restore_numpy(others)
+        torch.set_rng_state(torch_state)
+
+
+class _Differs(RuntimeError):
+    """What a call did that no graph can repeat. Raised where it does so."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.reason, self.advice = reason, advice
+
+
+def _call_twice(model: nn.Module, fakes: StandIns) -> list[weakref.ref[torch.Tensor]]:
+    """Of every tensor that was made."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    held = [(name, value, value.requires_grad) for name, value in named]
+    before = snapshot(model)
+    inputs = [v for v in pytree.tree_leaves((fakes.args, fakes.kwargs)) if _is_tensor(v)]
+    known = {id(value): value for value in (*dict(named).values(), *inputs)}
+    buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+    try:
+        first = _Calls(known)
+        if not _called(model, fakes, first):
+            return []
+        after = snapshot(model, lambda value: id(value) in before.tensors)
+        _refuse_gradients(model, held)
+        for registry, content in buffers:  # what is assigned to a buffer is its new value
+            registry.clear()
+            registry.update(content)
+        second = _Calls(known, first, after.tensors, _listed(before.changed(after), before, after))
+        with _other_clock(model):
+            _called(model, fakes, second)
+        _refuse_changes(model, after, snapshot(model, lambda value: id(value) in before.tensors))
+    finally:
+        before.restore()
+    return [*first.made, *second.made]
+
+
+def _called(model: nn.Module, fakes: StandIns, calls: _Calls) -> bool:
+    """Whether the model could be called."""
+    try:
+        with fakes.mode, exporting(), redirect_stdout(io.StringIO()), calls:
+            result = model(*fakes.args, **fakes.kwargs)
+        calls.end(result)
+    except TraceError:
+        raise
+    except Exception as error:
+        if isinstance(error, _Differs):
+            raise refusal(model, error.reason, trail(error), error.advice) from None
+        if calls.earlier is None:
+            return False
+        message = (str(error) or type(error).__name__).splitlines()[0]
+        reason = f"forward fails when it is called again: {type(error).__name__}: {message}"
+        raise refusal(model, reason, trail(error), BUFFER_ADVICE) from error
+    return True
+
+
+# -- what a call does ------------------------------------------------------------------------------
+class _Calls(TorchFunctionMode):
+    """Every torch function of a call of the model that hangs on what is `known` (inputs, parameters
+    and buffers by id) or draws, with what it was given. `earlier`: the call to be held against,
+    which left tensors at these `paths`, and `changed` the model, in words.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[int, torch.Tensor],
+        earlier: _Calls | None = None,
+        paths: Mapping[int, str] = MappingProxyType({}),
+        changed: str = "",
+    ) -> None:
+        super().__init__()
+        self.known, self.earlier, self.paths, self.changed = known, earlier, paths, changed
+        self.names = {value: place for place, value in enumerate(known)}
+        self.number = 1 if earlier is None else 2
+        self.done: list[tuple[Any, ...]] = []
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.states = random.getstate(), _numpy_text()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = tuple(self._described(leaf) for leaf in leaves)
+        hangs = _draws(name) or any(isinstance(g, tuple) and g[0] == "tensor" for g in given)
+        self._refuse_draws()
+        result = func(*args, **kwargs)
+        mark = (self.number, None if hangs else hash((name, *given)))
+        written = _written(name, args, kwargs)
+        for target in written:
+            self._mark(target, mark)
+        results = [value for value in pytree.tree_leaves(result) if _is_tensor(value)]
+        if hangs and (results or written or name in _SETS):  # not a look at a shape
+            self._add((name, *given))
+        own = {id(leaf) for leaf in leaves}
+        for value in results:
+            if id(value) not in own:
+                self._mark(value, mark)
+                self.made.append(weakref.ref(value))
+        return result
+
+    def end(self, result: Any) -> None:
+        """Held against the earlier call: what it returns, and whether it went on for as long."""
+        self._refuse_draws()
+        self._add(("return", *(self._described(leaf) for leaf in pytree.tree_leaves(result))))
+        if self.earlier is not None and len(self.done) < len(self.earlier.done):
+            self._differ(self.done[-1], self.earlier.done[len(self.done)])
+
+    def _mark(self, value: torch.Tensor, mark: tuple[int, int | None]) -> None:
+        if id(value) not in self.known and isinstance(value, FakeTensor):
+            setattr(value, _MARK, mark)
+
+    def _add(self, call: tuple[Any, ...]) -> None:
+        place = len(self.done)
+        self.done.append(call)
+        if self.earlier is None:
+            return
+        before = self.earlier.done[place] if place < len(self.earlier.done) else ("nothing",)
+        if call != before:
+            self._differ(call, before)
+
+    def _differ(self, call: tuple[Any, ...], before: tuple[Any, ...]) -> None:
+        reason = (
+            f"forward does not do the same when it is called again: {_text(call)}, where the first "
+            f"call had {_text(before)}" + (f"; it changed {self.changed}" if self.changed else "")
+        )
+        raise _Differs(reason, BUFFER_ADVICE)
+
+    def _refuse_draws(self) -> None:
+        now = random.getstate(), _numpy_text()
+        for own, then, who in zip(now, self.states, ("Python's random", "numpy.random")):
+            if own != then:
+                reason = f"forward draws from {who}: what it drew would be the same in every call"
+                raise _Differs(reason, RANDOM_ADVICE)
+
+    def _described(self, leaf: Any) -> Any:
+        """What two calls are compared by. ("tensor", …) is what hangs on more than constants."""
+        if not isinstance(leaf, torch.Tensor):
+            return _described(leaf)
+        if id(leaf) in self.known:
+            return ("tensor", "held", self.names[id(leaf)])
+        number, constant = getattr(leaf, _MARK, (self.number, None))
+        if constant is not None:
+            return ("constant", constant)
+        if not isinstance(leaf, FakeTensor):
+            return ("constant", _hash_of(leaf))
+        if number != self.number:
+            where = self.paths.get(id(leaf), "a variable outside of the model (or of its class)")
+            reason = f"forward reads a tensor that an earlier call of it left in {where}"
+            raise _Differs(reason, BUFFER_ADVICE)
+        shape = (size if type(size) is int else "?" for size in leaf.shape)  # else: hangs on data
+        return ("tensor", tuple(shape), leaf.dtype)
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, _VALUES):
+        return (type(leaf).__name__, repr(leaf))
+    if isinstance(leaf, slice):
+        return ("slice", *(_described(part) for part in (leaf.start, leaf.stop, leaf.step)))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic):
+        return ("array", leaf.shape, hash(leaf.tobytes()))
+    return (type(leaf).__qualname__,)
+
+
+def _hash_of(value: torch.Tensor) -> Any:
+    """Of a constant of the model's code; a large one, or one on a device, is told by its place."""
+    with without_modes():
+        if value.device.type != "cpu" or value.numel() > _MOST or value.layout != torch.strided:
+            return id(value)
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return hash((tuple(value.shape), value.dtype, bytes(flat.view(torch.uint8).tolist())))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _name(func: Any) -> str:
+    """relu, add, __mul__; of an attribute what it is: shape.__get__."""
+    name = getattr(func, "__name__", type(func).__name__)
+    owner = getattr(func, "__self__", None)
+    return f"{getattr(owner, '__name__', '')}.{name}" if name in ("__get__", "__set__") else name
+
+
+def _draws(name: str) -> bool:
+    return name.startswith(_DRAWS)
+
+
+def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a function writes into, with those that they are views of."""
+    writes = name.endswith("_") and not name.endswith("__")
+    writes = writes or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    found = [kwargs.get("out"), args[0] if writes and args else None]
+    tensors = [value for value in found if isinstance(value, torch.Tensor)]
+    return tensors + [value._base for value in tensors if value._base is not None]
+
+
+def _text(call: tuple[Any, ...]) -> str:
+    """mul(tensor (3, 4), 0.73)"""
+    name, *given = call
+    return name + ("" if name == "nothing" else f"({', '.join(_shown(g) for g in given)})")
+
+
+def _shown(described: Any) -> str:
+    if described[0] == "tensor":
+        return "a tensor" if described[1] == "held" else f"tensor {described[1]}"
+    if described[0] == "constant":
+        return "a constant"
+    return str(described[-1])
+
+
+# -- what it leaves --------------------------------------------------------------------------------
+def _refuse_changes(model: nn.Module, first: Snapshot, second: Snapshot) -> None:
+    """Between what the first call has left and what the second has."""
+    changes = first.changed(second)
+    if changes:
+        listed = _listed(changes, first, second)
+        reason = f"every call of forward changes {listed}, which is no buffer"
+        raise refusal(model, reason, "", BUFFER_ADVICE)
+
+
+def _listed(changes: list[str], before: Snapshot, after: Snapshot) -> str:
+    listed = ", ".join(f"{path} ({_values(path, before, after)})" for path in changes[:3])
+    return listed + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+
+
+def _values(path: str, before: Snapshot, after: Snapshot) -> str:
+    """0, then 1"""
+    return ", then ".join(_leaf_text(found.leaves.get(path)) for found in (before, after))
+
+
+def _leaf_text(leaf: Any) -> str:
+    if not isinstance(leaf, tuple):
+        return "nothing"
+    kind, value = leaf[0], leaf[-1]
+    if kind in ("list", "dict", "set", "deque", "tuple"):
+        return f"a {kind} of {value}"
+    return value if isinstance(value, str) else kind.strip("_")
+
+
+def _refuse_gradients(model: nn.Module, held: list[tuple[str, torch.Tensor, bool]]) -> None:
+    for name, value, before in held:
+        if value.grad is not None:
+            reason = f"forward calls backward(), which gives {name} a gradient"
+            raise refusal(model, reason, "", "Call backward() on what forward returns.")
+        if isinstance(value, nn.Parameter) and value.requires_grad != before:
+            reason = f"forward changes requires_grad of {name}"
+            raise refusal(model, reason, "", "Freeze parameters before the model is planned.")
+
+
+def _refuse_escaped(model: nn.Module, made: list[weakref.ref[torch.Tensor]]) -> None:
+    """Stand-ins that something outside of the model still holds."""
+    if any(ref() is not None for ref in made):
+        gc.collect()
+    left = [value for ref in made if (value := ref()) is not None]
+    if left:
+        holders = gc.get_referrers(left[0])
+        kinds = {type(h).__name__ for h in holders if h is not left and not _is_frame(h)}
+        reason = (
+            f"forward leaves {len(left)} tensors in variables outside of the model (in a "
+            f"{' or a '.join(sorted(kinds)) or 'cache'}): there are stand-ins without values now"
+        )
+        advice = (
+            "Keep them in the model or return them; a cache of constants is to be filled by a call "
+            "of the model before it is planned. Empty what holds them now."
+        )
+        raise refusal(model, reason, "", advice)
+
+
+def _is_frame(holder: Any) -> bool:
+    return isinstance(holder, types.FrameType)
+
+
+# -- clocks and random numbers ---------------------------------------------------------------------
+@contextmanager
+def _other_clock(model: nn.Module) -> Iterator[None]:
+    """This thread reads other times, by every name that the modules of the model's code have."""
+    names = {type(module).__module__ for module in model.modules()}
+    own = [sys.modules[name] for name in names if name in sys.modules and name[:6] != "torch."]
+    clocks: dict[Any, Callable[[], Any]] = {}
+    for name in _CLOCKS:
+        clocks[getattr(time, name)] = _later(getattr(time, name), _LATER_S)
+        nanoseconds = getattr(time, f"{name}_ns")
+        clocks[nanoseconds] = _later(nanoseconds, round(_LATER_S * 1e9))
+    changed = []
+    try:
+        for place in [vars(time), *map(vars, own)]:
+            for key, value in list(place.items()):
+                if isinstance(value, types.BuiltinFunctionType) and value in clocks:
+                    changed.append((place, key, value))
+                    place[key] = clocks[value]
+        yield
+    finally:
+        for place, key, value in changed:
+            place[key] = value
+
+
+def _later(clock: Callable[[], Any], ahead: float) -> Callable[[], Any]:
+    thread = threading.get_ident()
+    return lambda: clock() + (ahead if threading.get_ident() == thread else 0)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def _numpy_text() -> Any:
+    state = _numpy_state()
+    return None if state is None else (state[1].tobytes(), *state[2:])
+
+
+def _restore_numpy(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy"].random.set_state(state)

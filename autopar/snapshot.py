@@ -1,0 +1,171 @@
+"""What a model holds besides parameters, buffers and submodules, kept to be compared and put back.
+
+Every module's attributes are kept, and what lies in their lists, dicts, sets and plain objects.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+_VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.Tensor)
+_MOST = 1_000_000  # numbers of an array that is compared
+_SKIPPED = frozenset({*sys.stdlib_module_names, "torch", "numpy"})  # whose objects are not entered
+_SIZED = (list, tuple, dict, set, frozenset, collections.deque)
+
+
+@dataclass
+class Snapshot:
+    """`leaves`: by path, such as "blocks.0.history[2]", what can be compared; `contents`: of every
+    dict, list, set and deque that was met, as it was.
+    """
+
+    leaves: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[int, str] = field(default_factory=dict)  # the path of each tensor, by its id
+    contents: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+
+    def restore(self) -> None:
+        """Put everything back in place. What was made since is let go."""
+        for target, content in self.contents.values():
+            _refill(target, content)
+
+    def changed(self, later: Snapshot) -> list[str]:
+        """The paths at which `later` holds something else, or nothing, or something new."""
+        paths = dict.fromkeys([*self.leaves, *later.leaves])
+        absent = object()
+        return [p for p in paths if self.leaves.get(p, absent) != later.leaves.get(p, absent)]
+
+
+def snapshot(
+    model: nn.Module, known: Callable[[torch.Tensor], bool] = lambda value: True
+) -> Snapshot:
+    """What the model holds now. A tensor that is not `known` is told by nothing but its place:
+    another such tensor there is no change.
+
+    >>> counts = nn.Linear(2, 2); counts.step = 0; before = snapshot(counts); counts.step += 1
+    >>> before.changed(snapshot(counts))
+    ['step']
+    """
+    found = Snapshot()
+    for name, module in model.named_modules():
+        _keep(found, module.__dict__)
+        for attribute, value in module.__dict__.items():
+            path = f"{name}.{attribute}" if name else attribute
+            if attribute in _REGISTRIES:
+                _keep(found, value)
+                for key, held in value.items():
+                    inner = f"{name}.{key}" if name else key
+                    # a buffer may be assigned to: that is its new value
+                    found.leaves[inner] = attribute if held is not None else None
+                    if attribute != "_buffers" and held is not None:
+                        found.leaves[inner] = (attribute, id(held))
+            else:
+                _enter(found, value, path, known)
+    return found
+
+
+def _enter(found: Snapshot, root: Any, path: str, known: Callable[[torch.Tensor], bool]) -> None:
+    waiting = [(root, path)]
+    while waiting:
+        value, path = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.tensors[id(value)] = path
+            found.leaves[path] = ("tensor", id(value) if known(value) else None)
+            continue
+        found.leaves[path] = _leaf(value)
+        if id(value) in found.seen or not _is_entered(value):
+            continue
+        found.seen.add(id(value))
+        for target in _containers(value):
+            _keep(found, target)
+        waiting.extend(_parts(value, path))
+
+
+def _leaf(value: Any) -> Any:
+    """What of a value can be compared with another."""
+    if isinstance(value, _VALUES):
+        return (type(value).__name__, repr(value))  # nan equals itself, 1 is not True
+    if isinstance(value, random.Random):
+        return ("random", hash(value.getstate()))
+    state = _numpy_state(value)
+    if state is not None:
+        return state
+    return (type(value).__qualname__, len(value) if isinstance(value, _SIZED) else 0)
+
+
+def _numpy_state(value: Any) -> Any:
+    """Of an array or a random generator of numpy, without importing it."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray):
+        small = value.size <= _MOST and value.dtype.kind in "biufc"
+        return ("array", value.shape, hash(value.tobytes()) if small else id(value))
+    if isinstance(value, numpy.random.Generator):
+        return ("random", hash(repr(value.bit_generator.state)))
+    if isinstance(value, numpy.random.RandomState):
+        return ("random", hash(repr(value.get_state(legacy=False))))
+    return None
+
+
+def _is_entered(value: Any) -> bool:
+    if isinstance(value, (*_SIZED, types.SimpleNamespace)):
+        return True
+    if isinstance(value, nn.Module):
+        return False  # registered ones are entered of themselves, others are not the model's
+    plain = hasattr(value, "__dict__") and not isinstance(value, _OPAQUE)
+    return plain and type(value).__module__.split(".")[0] not in _SKIPPED
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """What of a value can be written into."""
+    if isinstance(value, list | dict | set | collections.deque):
+        yield value
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield attributes
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
+    if isinstance(value, dict):
+        yield from ((inner, f"{path}[{key!r}]") for key, inner in value.items())
+    elif isinstance(value, list | tuple | collections.deque):
+        yield from ((inner, f"{path}[{place}]") for place, inner in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        inner_values = sorted((v for v in value if isinstance(v, _VALUES)), key=repr)
+        yield from ((inner, f"{path}{{{inner!r}}}") for inner in inner_values)
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from ((inner, f"{path}.{key}") for key, inner in attributes.items())
+
+
+def _keep(found: Snapshot, target: Any) -> None:
+    kind = next(k for k in (dict, set, list, collections.deque) if isinstance(target, k))
+    found.contents[id(target)] = (target, (list if kind is collections.deque else kind)(target))
+
+
+def _refill(target: Any, content: Any) -> None:
+    """Nothing is written where nothing has changed."""
+    if isinstance(target, dict):
+        now, before = list(target.items()), list(content.items())
+        same = [k for k, _ in now] == [k for k, _ in before]
+        same = same and all(a is b for (_, a), (_, b) in zip(now, before, strict=True))
+    elif isinstance(target, set):
+        same = target == content
+    else:
+        same = len(target) == len(content) and all(map(operator.is_, target, content))
+    if not same:
+        target.clear()
+        (target.update if isinstance(target, dict | set) else target.extend)(content)

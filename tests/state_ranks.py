@@ -1,0 +1,131 @@
+"""What test_state.py starts, as on_ranks.py says: autocast around calls, and what is changed in
+place between a forward and its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from on_ranks import Facts, run_tasks
+
+CASES = (("ddp", True), ("fsdp", True), ("megatron", False))  # layout, overlap
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(self.up(x).tanh()).softmax(-1), y)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 16), torch.randn(8, 16)
+
+
+def parallel(layout: str, overlap: bool) -> Any:
+    return autopar.parallelize(Net(), None, batch(), layout=layout, overlap=overlap)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+
+def under_autocast(work: Callable[[], Any]) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return work()
+
+
+def refused(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except (autopar.InputError, RuntimeError) as found:
+        return f"{type(found).__name__}: {found}"
+    return ""
+
+
+def autocast() -> Facts:
+    """By layout: dtype and errors of the planned one, and what others are told."""
+    single, inputs = Net(), batch()
+    expected = under_autocast(lambda: single(*inputs))
+    expected.backward()
+    return {layout: beside(single, expected, layout, overlap) for layout, overlap in CASES}
+
+
+def beside(single: nn.Module, expected: Tensor, layout: str, overlap: bool) -> Facts:
+    inputs = batch()
+    planned = autopar.parallelize(Net(), layout=layout, overlap=overlap)
+    loss = under_autocast(lambda: planned(*inputs))
+    loss.backward()
+    plain = parallel(layout, overlap)
+    return {
+        "dtypes": [str(loss.dtype), str(expected.dtype)],
+        "loss": abs(float(loss / expected) - 1),
+        "gradients": error(gradients(planned.made), gradients(single)),
+        "without": refused(lambda: planned(*inputs)),
+        "with": refused(lambda: under_autocast(lambda: plain(*inputs))),
+    }
+
+
+def shift(tensors: Any) -> None:
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.add_(1)
+
+
+def step(par: nn.Module) -> None:
+    for parameter in par.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(par.parameters(), lr=0.1).step()
+    par.zero_grad()
+
+
+CHANGES: dict[str, Callable[[Any, Any], None]] = {
+    "parameters": lambda par, inputs: shift(par.parameters()),
+    "optimizer": lambda par, inputs: step(par),
+    "inputs": lambda par, inputs: shift(inputs),
+    "nothing": lambda par, inputs: None,
+}
+
+
+def changed() -> Facts:
+    """By change, layout and sharded inputs: what backward raises, or else how far its
+    gradients are from those of the values at the forward.
+    """
+    single = Net()
+    single(*batch()).backward()
+    expected = gradients(single)
+    facts: Facts = {}
+    for layout, overlap in CASES:
+        par = parallel(layout, overlap)
+        weights = {name: p.detach().clone() for name, p in par.named_parameters()}
+        for what, change in CHANGES.items():
+            for sharded in (False, True):
+                par.load_state_dict(weights)
+                par.zero_grad()
+                inputs = par.shard(*batch()) if sharded else batch()
+                loss = par(*inputs)
+                change(par, inputs)
+                said = refused(loss.backward)
+                found = 0.0 if said else error(gradients(par), expected)
+                facts[f"{what} {layout} {sharded}"] = {"said": said, "error": found}
+    return facts
+
+
+if __name__ == "__main__":
+    run_tasks({"autocast": autocast, "changed": changed})
