@@ -11,8 +11,9 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "ranks", "_compat", "spans", "mesh", "world", "layout", "changes", "written",
-    "figures", "plan", "rules", "ops", "probe", "program", "graphs", "simplify", "capture",
+    "errors", "documents", "ranks", "_compat", "spans", "mesh", "world", "layout", "changes",
+    "written", "figures", "plan_file", "plan", "rules", "ops", "probe", "program", "graphs",
+    "simplify", "capture",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
     "sharded", "local", "recomputed", "constraint", "unsplit", "cost", "joint", "cuts", "cutting",
     "layouts", "elimination", "ranking", "regions", "price", "editing", "conversion_costs",
