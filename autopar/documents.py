@@ -53,16 +53,16 @@ def read(path: str | os.PathLike[str], kind: Kind) -> str:
     except OSError as error:
         refuse(kind, f"cannot read the {kind.name} in {path}: {error.strerror or error}")
     except (ValueError, TypeError) as error:  # bad bytes, a path with a null byte, no path at all
-        refuse(kind, f"cannot read the {kind.name} in {path!r}: {error}")
+        refuse(kind, f"cannot read the {kind.name} in {_printable(str(path))}: {error}")
 
 
 def checked(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
     """What the text says. Raises the kind's error, which names `where` it stands, and every field
     that is wrong with what it holds; for a document of another version it says only that. No object
-    may name a field twice, no number may be NaN or Infinity.
+    may name a field twice.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
+        data = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         refuse(kind, f"{where} {kind.none}: Invalid JSON: {_plain(error)}")
     _same_version(data, where, kind)
@@ -73,7 +73,7 @@ def checked_inside(adapter: TypeAdapter[T], data: Any, where: str, kind: Kind) -
     """The same of what json.loads gave, where it stands inside another document."""
     _same_version(data, where, kind)
     try:
-        text = json.dumps(data, allow_nan=False)
+        text = json.dumps(data)  # NaN too: the field is named then
     except (TypeError, ValueError, RecursionError) as error:
         refuse(kind, f"{where} {kind.none}: {_plain(error)}")
     return _typed(adapter, text, where, kind)
@@ -112,10 +112,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON: give a finite one")
-
-
 def _plain(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
@@ -139,9 +135,11 @@ def sentences(error: ValidationError) -> str:
 
 
 def _sentence(fault: Any) -> str:
-    where = ".".join(shown(part).strip("'") for part in fault["loc"])
+    where = ".".join(_named(part) for part in fault["loc"])
     if fault["type"] == "missing":
         return f"{where}: it is missing, the file is cut short or of another kind"
+    if fault["type"] == "unexpected_keyword_argument":
+        return f"{where}: there is no field of this name"
     message = fault["msg"].removeprefix("Value error, ")
     given = fault["input"]
     plain = given is None or isinstance(given, str | int | float)
@@ -152,10 +150,20 @@ def _sentence(fault: Any) -> str:
     )
 
 
+def _named(part: str | int) -> str:
+    """A step of a path, in quotes where it would not be seen."""
+    return shown(part).strip("'") if str(part).strip() else repr(part)
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else ascii(text)
+
+
 def shown(value: Any) -> str:
     """A value as a message quotes it: cut short, and of characters that any terminal prints."""
     try:
-        text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
+        plain = not isinstance(value, str) or value.isprintable()
+        text = repr(value) if plain else ascii(value)
     except ValueError:  # Python prints no integer of more than 4,300 digits
         return "a number of thousands of digits"
     short = len(text) <= _SHOWN_CHARACTERS

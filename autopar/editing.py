@@ -22,6 +22,10 @@ from .strategies import Choice as AxisChoice
 from .strategies import Slot, Strategy, axis_choices, placements, split_of, strategies
 
 _SHOWN = 12  # ways that a refusal lists
+_DECIDED = (
+    "mesh", "choices", "stored", "copies", "outputs", "panels", "recompute", "regather",
+    "reduce_dtype", "world",
+)  # fmt: skip
 _ALIKE = 1e-6  # of a figure: what rounding may change
 
 
@@ -31,6 +35,11 @@ def checked(program: Program, plan: Plan) -> Plan:
     layouts were, `splits` do. Raises PlanError with the node, what was asked and what it allows.
     """
     return _Checker(program, plan).run()
+
+
+def unchanged(plan: Plan, made: Program) -> bool:
+    """Whether the program was made by a plan that decides the same."""
+    return all(getattr(plan, name) == getattr(made.plan, name) for name in _DECIDED)
 
 
 def compared(before: Plan, after: Plan) -> Plan:

@@ -127,7 +127,7 @@ class Plan:
                 legend,
                 *self._parts(),
                 *(f"not split: {escape(reason)}" for reason in self.unsplit),
-                *(f"{what} again in the backward: {names}" for names, what in self.dropped),
+                *(escape(f"{what} again in the backward: {names}") for names, what in self.dropped),
                 *self._as_fast(),
                 *(escape(line) for line in self.told),
             ]
@@ -139,7 +139,7 @@ class Plan:
         if self.overlapped is not None:
             seconds = [getattr(row, name) or 0.0 for name in _PARTS]
         numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{each * 1e3:.2f}" for each in seconds)]
-        return [row.subgraph, row.layout, row.collectives, *numbers]
+        return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
 
     @property
     def gap(self) -> float:

@@ -31,7 +31,7 @@ _MOST_DIMS = 64  # of a tensor, which is torch's own limit
 
 
 def _optimizer(given: str | float) -> str | float:
-    if isinstance(given, str) and given not in STATES:
+    if given not in STATES if isinstance(given, str) else not 0 <= given <= 1e6:
         raise ValueError(f"it is one of {', '.join(STATES)}, or bytes for every trained number")
     return given
 
@@ -40,7 +40,7 @@ _STRICT = ConfigDict(extra="forbid")
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Fingerprint = Annotated[str, Field(pattern="^([0-9a-f]{16})?$")]
 _Count = Annotated[int, Field(ge=0, le=2**62)]
-_Optimizer = Annotated[str | Amount, AfterValidator(_optimizer)]
+_Optimizer = Annotated[str | float, AfterValidator(_optimizer)]
 
 
 @dataclass(frozen=True)
