@@ -177,12 +177,14 @@ def running(
 
 
 def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
-    if plan.ready is not None:
-        return plan.ready
+    ready: Ready | None = plan.ready
+    if ready is not None and editing.unchanged(plan, ready.program):
+        return ready
     if inputs is None:
+        what = "from a file" if ready is None else "that was changed since it was made"
         raise InputError(
-            "a plan from a file holds no graph: give apply the inputs too, so that it can trace "
-            "the model again"
+            f"a plan {what} holds no graph: give apply the inputs too, so that it can trace the "
+            "model again"
         )
     made = renewed(model, plan, inputs)
     for line in made.told:

@@ -42,7 +42,7 @@ from .cli_options import (
     WorldOption,
 )
 from .cost.memory import Recompute
-from .errors import AutoparError, PlanError, WorldError
+from .errors import AutoparError, WorldError
 from .options import read_layout, read_memory, read_optimizer
 from .plan import Plan
 from .report import terminal
@@ -164,7 +164,7 @@ def show(path: PlanArgument, as_json: JsonOption = False) -> None:
     Example: autopar show plan.json
     """
     with _reporting(as_json):
-        made = _load(path)
+        made = Plan.load(path)
         if as_json:
             _print_json(_facts(made))
         else:
@@ -282,13 +282,6 @@ def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
         )
 
 
-def _load(path: Path) -> Plan:
-    try:
-        return Plan.load(path)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{path} is no plan, or is cut short: {error!r}; plan again") from None
-
-
 # -- what is printed -------------------------------------------------------------------------------
 def _tell(target: Target, world: World, made: Plan, answer: Why | None) -> None:
     """What `plan` has found, and why, where that was asked."""
@@ -318,7 +311,7 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     if made.memory is not None:
         memory = f"{made.memory} at the peak on each device"
     for names, what in made.dropped:
-        memory += f"; {what} again in the backward: {names}"
+        memory += escape(f"; {what} again in the backward: {names}")
     if world is not None and made.peak_bytes > world.device.memory_bytes:
         memory += f", [red]which has {terminal.memory(world.device.memory_bytes)}: too little[/]"
     out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)

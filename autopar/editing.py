@@ -22,17 +22,24 @@ from .strategies import Choice as AxisChoice
 from .strategies import Slot, Strategy, axis_choices, placements, split_of, strategies
 
 _SHOWN = 12  # ways that a refusal lists
+_DECIDED = (
+    "mesh", "choices", "stored", "copies", "outputs", "panels", "recompute", "regather",
+    "reduce_dtype", "world",
+)  # fmt: skip
 _ALIKE = 1e-6  # of a figure: what rounding may change
 
 
 def checked(program: Program, plan: Plan) -> Plan:
-    """The plan for this annotated program, as it is where nobody changed it. What was edited must
-    be legal by the rules; where only `splits` were edited, layouts follow from them, where only
+    """The plan for this annotated program, every part of it held against the rules, whatever its
+    digests say. Where they say that only `splits` were edited, layouts follow from them, where only
     layouts were, `splits` do. Raises PlanError with the node, what was asked and what it allows.
     """
-    if not plan.edited:
-        return plan
     return _Checker(program, plan).run()
+
+
+def unchanged(plan: Plan, made: Program) -> bool:
+    """Whether the program was made by a plan that decides the same."""
+    return all(getattr(plan, name) == getattr(made.plan, name) for name in _DECIDED)
 
 
 def compared(before: Plan, after: Plan) -> Plan:
@@ -104,7 +111,7 @@ class _Checker:
         if choice.splits and not all(map(operator.contains, names, choice.splits)):
             if edited == {"splits"}:
                 found = self._by_splits(node, choice)
-            elif "splits" in edited:
+            elif edited != {"layouts"}:
                 raise PlanError(
                     f"{where(node)}: the plan splits {_listed(choice.splits)}, but its operands "
                     f"and results lie as if it split {_listed(_splits(found))}: change both, or "
@@ -205,13 +212,16 @@ class _Checker:
         self._placed(f"{name} is stored", name, layout, whole)
 
     def _outputs(self) -> None:
+        laid = self.plan.choices.keys() | self.plan.stored.keys()
+        entries = {
+            str(number): entry
+            for number, entry in enumerate(self.program.signature.outputs)
+            if entry.node is not None and producer(self.nodes[entry.node])[0] in laid
+        }
+        _same_names("outputs", self.plan.outputs.keys(), frozenset(entries))
         for number, layout in self.plan.outputs.items():
-            entries = self.program.signature.outputs
-            if not number.isdigit() or int(number) >= len(entries):
-                raise PlanError(f"the plan has an output {number}, the model has {len(entries)}")
-            entry = entries[int(number)]
-            if entry.node is None:
-                raise PlanError(f"output {number} of the model is no tensor and has no layout")
+            entry = entries[number]
+            assert entry.node is not None
             if entry.kind == "mutation" and any(s != I for s in layout.states):
                 raise PlanError(
                     f"output {number} is the new value of {entry.target}, which every rank holds "

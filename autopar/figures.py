@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+_STRICT = ConfigDict(extra="forbid")  # as plans' files are read
+# Bytes or seconds of a step.
+Amount = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+CollectiveKind = Literal[
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"
+]
+STATES = {
+    "adamw": 2,
+    "adam": 2,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "sgd-momentum": 1,
+    "sgd": 0,
+}  # numbers that an optimizer keeps for every trained one, each in the dtype of the parameter
 
 
 @dataclass(frozen=True)
@@ -12,12 +30,13 @@ class Collective:
     bytes a rank sends.
     """
 
+    __pydantic_config__ = _STRICT
     chain: str
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     backward: bool
-    bytes: float
-    seconds: float
+    bytes: Amount
+    seconds: Amount
 
 
 @dataclass(frozen=True)
@@ -29,14 +48,15 @@ class Row:
     made to run with communication under computation. What is not exposed is hidden.
     """
 
+    __pydantic_config__ = _STRICT
     subgraph: str
     layout: str
     collectives: str
-    bytes: float
-    seconds: float
-    computation: float | None = None
-    communication: float | None = None
-    exposed: float | None = None
+    bytes: Amount
+    seconds: Amount
+    computation: Amount | None = None
+    communication: Amount | None = None
+    exposed: Amount | None = None
 
     @property
     def hidden(self) -> float:
@@ -52,12 +72,13 @@ class Memory:
     weights among it. `transient`: what is made on the way, buffers of collectives among it.
     """
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    transient: float
-    peak: float
+    __pydantic_config__ = _STRICT
+    parameters: Amount
+    gradients: Amount
+    optimizer: Amount
+    activations: Amount
+    transient: Amount
+    peak: Amount
 
     def __str__(self) -> str:
         unit, size = ("GiB", 2**30) if self.peak >= 2**27 else ("MiB", 2**20)

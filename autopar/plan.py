@@ -13,14 +13,14 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
+from . import documents, plan_file
 from .errors import PlanError
 from .figures import Collective, Memory, Row, summed
 from .layout import Layout
 from .mesh import Mesh
 from .world import World
-from .written import digest, read, write
+from .written import digest, write
 
-VERSION = 3
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
 # Of a step that overlaps, with their headings: short ones, as the collectives want the room.
 _PARTS = {
@@ -33,6 +33,9 @@ _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
 )  # fmt: skip
 _NAMES = ("panels", "recompute", "regather", "unsplit")
+_AS_THEY_ARE = (
+    "world", "rows", "collectives", "memory", "meshes", "smaller", "overlapped", "planned",
+)  # fmt: skip
 _LAYOUTS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")  # in a file
 
 
@@ -125,7 +128,7 @@ class Plan:
                 legend,
                 *self._parts(),
                 *(f"not split: {escape(reason)}" for reason in self.unsplit),
-                *(f"{what} again in the backward: {names}" for names, what in self.dropped),
+                *(escape(f"{what} again in the backward: {names}") for names, what in self.dropped),
                 *self._as_fast(),
                 *(escape(line) for line in (*self.notes, *self.told)),
             ]
@@ -137,7 +140,7 @@ class Plan:
         if self.overlapped is not None:
             seconds = [getattr(row, name) or 0.0 for name in _PARTS]
         numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{each * 1e3:.2f}" for each in seconds)]
-        return [row.subgraph, row.layout, row.collectives, *numbers]
+        return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
 
     @property
     def gap(self) -> float:
@@ -246,9 +249,8 @@ class Plan:
         return self.ready.why(pattern)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_json(), file, indent=1)
+        """Write the plan as JSON, in one step: a save that fails leaves the file that was there."""
+        documents.write(path, json.dumps(self.to_json(), indent=1))
 
     def to_json(self) -> dict[str, Any]:
         def layouts(found: dict[str, Layout]) -> dict[str, Any]:
@@ -260,7 +262,7 @@ class Plan:
             return {"splits": list(found.splits), "operands": operands, "results": results}
 
         data = {
-            "version": VERSION,
+            "version": plan_file.VERSION,
             "mesh": str(self.mesh),
             **{name: getattr(self, name) for name in _FACTS},
             "world": self.world.to_json(),
@@ -280,27 +282,15 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan that `save` wrote. Raises PlanError for another version or a file that is no
-        plan.
+        """Read a plan that `save` wrote. Raises PlanError for another version, for a file that is
+        no plan, and with every field that is wrong.
         """
-        with open(path, encoding="utf-8") as file:
-            try:
-                data = json.load(file)
-            except json.JSONDecodeError as error:
-                raise PlanError(f"{path} is no plan: {error}") from None
-        return Plan.from_json(data, str(path))
+        return _read(plan_file.load(path))
 
     @staticmethod
     def from_json(data: Any, where: str = "the plan") -> Plan:
-        if not isinstance(data, dict) or data.get("version") != VERSION:
-            found = data.get("version") if isinstance(data, dict) else type(data).__name__
-            raise PlanError(
-                f"{where} is version {found}, this autopar reads version {VERSION}: plan again"
-            )
-        try:
-            return _File(data, where).plan()
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise PlanError(f"{where} is no plan, or is cut short: {error!r}; plan again") from None
+        """The same from what `to_json` gave; messages say `where` it stands."""
+        return _read(plan_file.inside(data, where))
 
 
 def _spanned(names: tuple[str, ...]) -> str:
@@ -309,55 +299,22 @@ def _spanned(names: tuple[str, ...]) -> str:
     return several + (f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0])
 
 
-class _File:
-    """What the parts of a plan's file say; errors name the part and `where` it is."""
-
-    def __init__(self, data: dict[str, Any], where: str) -> None:
-        self.data, self.where, self.mesh = data, where, Mesh.parse(data["mesh"])
-
-    def layout(self, found: Any, *names: str) -> Layout:
-        return read(self.mesh, found, " of ".join((*names, self.where)))
-
-    def layouts(self, key: str) -> dict[str, Layout]:
-        found = self.data[key].items()
-        return {name: self.layout(one, f"{name!r}", f"`{key}`") for name, one in found}
-
-    def choice(self, name: str, found: dict[str, Any]) -> Choice:
-        operands, results = found.get("operands") or [], found.get("results") or []
-        return Choice(
-            tuple(found.get("splits") or ()),
-            tuple(
-                None if x is None else self.layout(x, f"operand {i}", name)
-                for i, x in enumerate(operands)
-            ),
-            tuple(self.layout(x, f"result {i}", name) for i, x in enumerate(results)),
-        )
-
-    def plan(self) -> Plan:
-        data = self.data
-        plain: dict[str, Any] = {key: data[key] for key in _FACTS}
-        plain |= {key: tuple(data[key]) for key in _NAMES}
-        copies = {(name, i): self.layout(x, f"the copy of {name}") for name, i, x in data["copies"]}
-        return Plan(
-            mesh=self.mesh,
-            choices={name: self.choice(name, found) for name, found in data["choices"].items()},
-            stored=self.layouts("stored"),
-            outputs=self.layouts("outputs"),
-            inputs=self.layouts("inputs"),
-            copies=copies,
-            world=World.from_json(data["world"], f"`world` of {self.where}"),
-            rows=tuple(Row(**row) for row in data["rows"]),
-            collectives=tuple(
-                Collective(**{**one, "axes": tuple(one["axes"])}) for one in data["collectives"]
-            ),
-            meshes=tuple((name, seconds) for name, seconds in data["meshes"]),
-            memory=None if data["memory"] is None else Memory(**data["memory"]),
-            smaller=None if data["smaller"] is None else (data["smaller"][0], data["smaller"][1]),
-            reduce_dtype=reduce_dtype(data.get("reduce_dtype")),
-            overlapped=data.get("overlapped"),
-            planned=(data["planned"][0], data["planned"][1]),
-            **plain,
-        )
+def _read(reader: plan_file.Reader) -> Plan:
+    file = reader.file
+    plain = {name: getattr(file, name) for name in (*_FACTS, *_NAMES, *_AS_THEY_ARE)}
+    return Plan(
+        mesh=reader.mesh,
+        choices={
+            name: Choice(found.splits, reader.operands(name), reader.results(name))
+            for name, found in file.choices.items()
+        },
+        stored=reader.layouts("stored"),
+        outputs=reader.layouts("outputs"),
+        inputs=reader.layouts("inputs"),
+        copies=reader.copies(),
+        reduce_dtype=reduce_dtype(file.reduce_dtype),
+        **plain,
+    )
 
 
 def reduce_dtype(given: str | torch.dtype | None) -> torch.dtype | None:

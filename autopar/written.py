@@ -7,7 +7,8 @@ import json
 import re
 from typing import Any
 
-from .errors import LayoutError, PlanError
+from .documents import shown
+from .errors import PlanError
 from .layout import I, Layout, P, R, State
 from .mesh import Mesh
 
@@ -25,24 +26,20 @@ def write(layout: Layout) -> dict[str, Any]:
     return {"shape": list(layout.shape), "states": states}
 
 
-def read(mesh: Mesh, data: dict[str, Any], where: str) -> Layout:
-    """Raises PlanError that names `where` a state is no state, or no layout of this shape."""
-    shape, texts = tuple(data["shape"]), data["states"]
+def read(mesh: Mesh, shape: tuple[int, ...], texts: tuple[str, ...]) -> Layout:
+    """Raises PlanError or LayoutError where a state is no state, or no layout of this shape."""
     if len(texts) != len(mesh.axes):
-        raise PlanError(f"{where} has {len(texts)} states, the mesh {mesh} {len(mesh.axes)} axes")
-    try:
-        return Layout(mesh, shape, tuple(_state(text, shape) for text in texts))
-    except (LayoutError, PlanError) as error:
-        raise PlanError(f"{where}: {error}") from None
+        raise PlanError(f"{len(texts)} states, the mesh {mesh} has {len(mesh.axes)} axes")
+    return Layout(mesh, shape, tuple(_state(text, shape) for text in texts))
 
 
 def _state(text: str, shape: tuple[int, ...]) -> State:
-    found = re.fullmatch(r"S\((\d+), *(\d+)\)", text)
+    found = re.fullmatch(r"S\(([0-9]{1,18}), ?([0-9]{1,18})\)", text)
     if found:
         dim, stride = int(found[1]), int(found[2])
         if dim >= len(shape) or not stride:
             raise PlanError(f"state {text!r}: the tensor has {len(shape)} dims, strides are from 1")
         return State("S", dim, stride)
     if text not in _WHOLE:
-        raise PlanError(f"state {text!r}: it is I, R, P or S(dim,stride), as S(0,4)")
+        raise PlanError(f"state {shown(text)}: it is I, R, P or S(dim,stride), as S(0,4)")
     return _WHOLE[text]

@@ -177,7 +177,7 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
     with refused(PlanError, "plan.json is no plan"):
         autopar.Plan.load(tmp_path / "plan.json")
     (tmp_path / "plan.json").write_text("[]")
-    with refused(PlanError, "is version list"):
+    with refused(PlanError, "plan.json is no plan: it is a list, not an object"):
         autopar.Plan.load(tmp_path / "plan.json")
 
 

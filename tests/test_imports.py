@@ -11,10 +11,10 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "ranks", "digest", "replicas", "_compat", "autocast", "pulse", "watch", "spans",
-    "mesh", "world", "agreement", "layout", "changes", "written", "figures", "plan", "rules", "ops",
-    "trials", "probe", "program", "graphs", "faults", "simplify", "functions", "hooks", "snapshot",
-    "capture", "function_rules", "binding", "side_effects",
+    "errors", "documents", "ranks", "digest", "replicas", "_compat", "autocast", "pulse", "watch",
+    "spans", "mesh", "world", "agreement", "layout", "changes", "written", "figures", "plan_file",
+    "plan", "rules", "ops", "trials", "probe", "program", "graphs", "faults", "simplify",
+    "functions", "hooks", "snapshot", "capture", "function_rules", "binding", "side_effects",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
     "sharded", "local", "recomputed", "interpret", "constraint", "unsplit", "cost", "joint",
     "cuts", "cutting", "layouts", "elimination", "ranking", "regions", "price", "editing",

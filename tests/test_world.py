@@ -143,7 +143,7 @@ def change(data: dict[str, Any], path: str, value: Any) -> None:
         ("device.flop_per_s.floot", 1e9, r"device: .*no dtype 'floot'"),
         ("device.memory_bytes", None, r"device\.memory_bytes: "),
         ("factors.sum", 2, r"factors names 'sum'; the collectives are all_gather"),
-        ("version", 2, r"version: "),
+        ("version", 2, r"is version 2, this autopar reads version 1: calibrate again"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_field(

@@ -7,18 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import PlanError
-from ..figures import Memory
+from ..figures import STATES, Memory
 from ..layout import Layout
 from ..world import World
-
-STATES = {
-    "adamw": 2,
-    "adam": 2,
-    "rmsprop": 1,
-    "adagrad": 1,
-    "sgd-momentum": 1,
-    "sgd": 0,
-}  # numbers that an optimizer keeps for every trained one, each in the dtype of the parameter
 
 _STEP_COPIES = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1}  # made for a moment by a step
 

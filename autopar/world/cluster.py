@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import networkx as nx
 
+from ..documents import shown
 from ..errors import WorldError
 from . import detect as detection
 from . import files
-from .hardware import STRICT, Device, Level, Link, Measured, check_kind, check_number
+from .hardware import (
+    MOST_RANKS,
+    MOST_SHARE,
+    STRICT,
+    Device,
+    Level,
+    Link,
+    Measured,
+    check_backend,
+    check_kind,
+    check_number,
+    check_seconds,
+)
 from .presets import preset
 
 
@@ -49,15 +60,17 @@ class World:
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
-        check_number("World.launch_s", self.launch_s)
-        check_number("World.meeting_s", self.meeting_s)
+        check_seconds(self, "launch_s", "meeting_s")
+        check_backend(self.backend)
         for kind, factor in self.factors.items():
             check_kind("World.factors", kind)
-            check_number(f"World.factors[{kind!r}]", factor, above=True)
+            check_number(f"World.factors[{kind!r}]", factor, above=True, most=MOST_SHARE)
         if bool(self.levels) == bool(self.links):
             raise WorldError("a world has either levels or links: give one of the two")
         if self.links:
             _check_network(self.network)
+        if self.ranks > MOST_RANKS:
+            raise WorldError(f"World has {shown(self.ranks)} ranks: {MOST_RANKS:,} are the most")
         _check_measured(self.measured, self.ranks)
 
     def __hash__(self) -> int:
@@ -175,11 +188,11 @@ class World:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> World:
         """The world in a JSON file. Raises WorldError with the fields that are wrong."""
-        return files.read(World, Path(path))
+        return files.read(World, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the world as JSON, for `load`, and to edit by hand."""
-        files.write(World, self, Path(path))
+        files.write(World, self, path)
 
     def to_json(self) -> Any:
         """The world as it stands inside another file, for `from_json`."""
@@ -188,7 +201,7 @@ class World:
     @staticmethod
     def from_json(data: Any, where: str) -> World:
         """Raises WorldError that names `where` this stands, and the fields that are wrong."""
-        return files.parsed(World, json.dumps(data), where)
+        return files.parsed_inside(World, data, where)
 
 
 def _parts(found: detection.Found) -> tuple[Any, ...]:

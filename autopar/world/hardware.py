@@ -13,15 +13,26 @@ from functools import cached_property
 from typing import Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from pydantic import ConfigDict
 
+from ..documents import shown
 from ..errors import WorldError
 
 T = TypeVar("T")
 
 # The collectives that cost factors may be given for (autopar.layout.Traffic names the same).
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "rccl", "hccl", "fake", "undefined")
 STRICT = ConfigDict(extra="forbid")  # of files: a name that nothing reads is a mistake
+
+
+MOST_RANKS = 2**20
+# A figure that is further out is a slip of the pen, and sums over a step would overflow: the
+# rating adds up seconds in float32.
+LEAST, MOST = 1e-12, 1e24  # of positive figures, of all
+MOST_SHARE = 1e3  # of a rate that was measured next to a nominal one
+MOST_SECONDS = 1e3  # of a latency, a launch
 
 
 def positive(owner: object, *names: str) -> None:
@@ -30,12 +41,41 @@ def positive(owner: object, *names: str) -> None:
         check_number(f"{type(owner).__name__}.{name}", getattr(owner, name), above=True)
 
 
-def check_number(name: str, value: float, above: bool = False) -> None:
-    """Raise WorldError unless the number is finite and at least 0 (`above`: more than 0)."""
-    if not (math.isfinite(value) and (value > 0 if above else value >= 0)):
+def check_rates(owner: object, *names: str) -> None:
+    """Raise WorldError unless these fields of `owner` are finite and 1 or more."""
+    for name in names:
+        check_number(f"{type(owner).__name__}.{name}", getattr(owner, name), above=True, least=1.0)
+
+
+def check_seconds(owner: object, *names: str) -> None:
+    """Raise WorldError unless these fields of `owner` are seconds from 0 on, no longer than any
+    machine takes to start something.
+    """
+    for name in names:
+        check_number(f"{type(owner).__name__}.{name}", getattr(owner, name), most=MOST_SECONDS)
+
+
+def check_number(
+    name: str, value: float, above: bool = False, least: float = LEAST, most: float = MOST
+) -> None:
+    """Raise WorldError unless the number is finite and at least 0 (`above`: more than 0), and not
+    further out than figures of a machine can be.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise WorldError(f"{name} is {shown(value)}: give a number")
+    if not (value > 0 if above else value >= 0) or value == math.inf:
         raise WorldError(
-            f"{name} is {value}: give a finite number {'above' if above else 'from'} 0"
+            f"{name} is {shown(value)}: give a finite number {'above' if above else 'from'} 0"
         )
+    if value > most or (above and value < least):
+        reach = f"from {least:g} to {most:g}" if above else f"up to {most:g}"
+        raise WorldError(f"{name} is {shown(value)}: no machine has that, give a number {reach}")
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raise WorldError unless torch has a dtype of that name."""
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise WorldError(f"{name}: torch has no dtype {shown(dtype)}")
 
 
 Copied = Literal["", "left", "right"]  # the operand of a product that is copied first
@@ -64,7 +104,10 @@ class Forms:
     right_copied_s: float
 
     def __post_init__(self) -> None:
-        positive(self, "m", "n", "k", "as_it_is_s", "left_copied_s", "right_copied_s")
+        positive(self, "m", "n", "k")
+        for name in ("as_it_is_s", "left_copied_s", "right_copied_s"):
+            check_number(f"Forms.{name}", getattr(self, name), above=True, most=MOST_SECONDS)
+        check_dtype("Forms.dtype", self.dtype)
 
     @property
     def fastest(self) -> Copied:
@@ -90,9 +133,10 @@ class Attention:
     backward_share: float
 
     def __post_init__(self) -> None:
-        positive(self, "keys", "head_size", "forward_share", "backward_share")
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise WorldError(f"Attention.dtype: torch has no dtype {self.dtype!r}")
+        positive(self, "keys", "head_size")
+        for name in ("forward_share", "backward_share"):
+            check_number(f"Attention.{name}", getattr(self, name), above=True, most=MOST_SHARE)
+        check_dtype("Attention.dtype", self.dtype)
 
 
 @dataclass(frozen=True)
@@ -126,15 +170,15 @@ class Device:
     op_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        positive(self, "memory_bytes", "memory_bytes_per_s")
-        check_number("Device.launch_s", self.launch_s)
-        check_number("Device.op_bytes_per_s", self.op_bytes_per_s)
+        check_rates(self, "memory_bytes", "memory_bytes_per_s")
+        check_seconds(self, "launch_s")
+        if self.op_bytes_per_s != 0:
+            check_rates(self, "op_bytes_per_s")
         if not self.flop_per_s:
             raise WorldError(f"Device.flop_per_s of {self.name!r} names no dtype; add 'float32'")
         for dtype, rate in self.flop_per_s.items():
-            if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise WorldError(f"Device.flop_per_s: torch has no dtype {dtype!r}")
-            check_number(f"Device.flop_per_s[{dtype!r}]", rate, above=True)
+            check_dtype("Device.flop_per_s", dtype)
+            check_number(f"Device.flop_per_s[{dtype!r}]", rate, above=True, least=1.0)
         for dtype, points in self.efficiency.items():
             self._check_points(dtype, points)
         for name, attention in self._attention.items():
@@ -142,11 +186,10 @@ class Device:
 
     def _check_points(self, dtype: str, points: tuple[tuple[float, float], ...]) -> None:
         name = f"Device.efficiency[{dtype!r}]"
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise WorldError(f"Device.efficiency: torch has no dtype {dtype!r}")
+        check_dtype("Device.efficiency", dtype)
         for flops, share in points:
             check_number(f"{name}: FLOPs", flops, above=True)
-            check_number(f"{name}: share", share, above=True)
+            check_number(f"{name}: share", share, above=True, most=MOST_SHARE)
         sizes = [flops for flops, _ in points]
         if any(after <= before for before, after in itertools.pairwise(sizes)):
             raise WorldError(f"{name} has points at {sizes} FLOPs: write them in rising order")
@@ -233,10 +276,13 @@ class Level:
     direct: bool = False
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise WorldError(f"Level.ranks is {self.ranks}: a level joins 1 or more")
-        positive(self, "bytes_per_s")
-        check_number("Level.latency_s", self.latency_s)
+        if not 1 <= self.ranks <= MOST_RANKS:
+            raise WorldError(
+                f"Level.ranks is {shown(self.ranks)}: a level joins 1 or more, {MOST_RANKS:,} at "
+                "the most"
+            )
+        check_rates(self, "bytes_per_s")
+        check_seconds(self, "latency_s")
         if self.per not in ("uplink", "rank"):
             raise WorldError(f"Level.per is {self.per!r}: bytes/s are per 'uplink' or per 'rank'")
 
@@ -258,8 +304,8 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        positive(self, "bytes_per_s")
-        check_number("Link.latency_s", self.latency_s)
+        check_rates(self, "bytes_per_s")
+        check_seconds(self, "latency_s")
         if self.a == self.b:
             raise WorldError(f"Link joins {self.a!r} to itself: leave it out")
 
@@ -291,10 +337,8 @@ class Measured:
     def __post_init__(self) -> None:
         check_kind("Measured.kind", self.kind)
         self._check_bends()
-        check_number("Measured.takes_s", self.takes_s)
-        check_number("Measured.slows", self.slows)
-        check_number("Measured.start_s", self.start_s)
-        check_number("Measured.s_per_byte", self.s_per_byte)
+        check_seconds(self, "takes_s", "start_s", "s_per_byte")
+        check_number("Measured.slows", self.slows, most=MOST_SHARE)
         if not self.pattern or any(size < 2 or stride < 1 for size, stride in self.pattern):
             raise WorldError(
                 f"Measured.pattern is {self.pattern}: give (size, stride) pairs, sizes from 2"
@@ -307,7 +351,9 @@ class Measured:
         for size, more in self.bends:
             check_number("Measured.bends: bytes", size)
             slope += more
-            check_number(f"Measured.bends: seconds per byte from {size:g} bytes on", slope)
+            check_number(
+                f"Measured.bends: seconds per byte from {size:g} bytes on", slope, most=MOST_SECONDS
+            )
         sizes = [size for size, _ in self.bends]
         if any(after <= before for before, after in itertools.pairwise(sizes)):
             raise WorldError(f"Measured.bends has {sizes} bytes: write them in rising order")
@@ -321,4 +367,17 @@ class Measured:
 def check_kind(name: str, kind: str) -> None:
     """Raise WorldError unless it is a collective."""
     if kind not in KINDS:
-        raise WorldError(f"{name} names {kind!r}; the collectives are {', '.join(KINDS)}")
+        raise WorldError(f"{name} names {shown(kind)}; the collectives are {', '.join(KINDS)}")
+
+
+def check_backend(backend: str) -> None:
+    """Raise WorldError unless torch may have a backend of collectives of that name; also one for
+    each kind of device, as "cpu:gloo,cuda:nccl".
+    """
+    known = {*_BACKENDS, *getattr(dist.Backend, "backend_list", ())}
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    strange = [name for name in names if name not in known]
+    if strange:
+        raise WorldError(
+            f"World.backend: {shown(strange[0])} is none of {', '.join(sorted(known))}"
+        )
