@@ -48,9 +48,9 @@ def known(reference: Program, observe: Observe) -> Known:
 
     plain = filled(reference, tame)
     values = observe(plain, decide)
-    samples = [
+    samples = (
         observe(plain, rounding.shaken(decided, number)) for number in range(rounding.SAMPLES)
-    ]
+    )
     return Known(values, rounding.floors(values, samples), _undefined(reference, values, observe))
 
 

@@ -9,7 +9,7 @@ random part of SHAKE. What m moves by then was added up from terms of about m / 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,21 +48,25 @@ def shaken(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
 
 
 def floors(
-    plain: Mapping[Hashable, Tensor | None], samples: Sequence[Mapping[Hashable, Tensor | None]]
+    plain: Mapping[Hashable, Tensor], samples: Iterable[Mapping[Hashable, Tensor]]
 ) -> dict[Hashable, float]:
-    """The least number that an error of each value is held against, by its name."""
-    return {
-        name: _OF_TERMS * max(_moved(value, sample.get(name)) for sample in samples) / SHAKE
-        for name, value in plain.items()
-        if value is not None and is_inexact(value)
-    }
+    """The least number that an error of each value is held against, by its name. `samples` are
+    taken one after the other, so that one alone is in memory.
+    """
+    found = {name: 0.0 for name, value in plain.items() if is_inexact(value)}
+    for sample in samples:
+        for name, floor in found.items():
+            if name in sample:
+                terms = _moved(plain[name], sample[name]) / SHAKE
+                found[name] = max(floor, _OF_TERMS * terms)
+    return found
 
 
-def _moved(value: Tensor, other: Tensor | None) -> float:
+def _moved(value: Tensor, other: Tensor) -> float:
     """The largest finite difference: where a disturbed run leaves what an op is defined for, it
     says nothing.
     """
-    if other is None or other.shape != value.shape or not value.numel():
+    if not value.numel():
         return 0.0
-    difference = (other.detach() - value.detach()).abs()
+    difference = (other - value).abs()
     return float(torch.where(difference.isfinite(), difference, 0.0).max())

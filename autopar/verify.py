@@ -130,7 +130,7 @@ class _Rank:
         self.inputs: dict[str, Tensor] = {}
 
     def _hold(self, entry: Input) -> Tensor:
-        tensor = self.program.tensors[entry.target]
+        tensor = self.program.tensors[entry.target].detach()
         if entry.kind != "parameter":
             return tensor.clone()
         return (
@@ -171,7 +171,7 @@ class _Rank:
         named = {_OUTPUT.format(i): o for i, o in enumerate(outputs) if isinstance(o, Tensor)}
         found.update({name: output.detach() for name, output in named.items()})
         for beside, said in enumerate(_GRADIENTS):
-            gradients = self._gradients(self._starts(outputs, bool(beside)), retain_graph=True)
+            gradients = self._backward(outputs, bool(beside), retain_graph=True)
             found.update({said + n: grad for n, grad in gradients.items() if grad is not None})
         return found
 
@@ -179,23 +179,26 @@ class _Rank:
         """Three steps of AdamW."""
         parameters = {n: t for n, t in self.held.items() if t.requires_grad}
         outputs, beside = self._outputs(), {}
-        if starts := self._starts(outputs, beside=True):
-            beside = self._gradients(starts)
+        if self._starts(outputs, beside=True):
+            beside = self._backward(outputs, beside=True)
             outputs = self._outputs()
-        gradients = self._gradients(self._starts(outputs)), beside
+        gradients = self._backward(outputs), beside
         if parameters:
             optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, eps=epsilon)
             for _ in range(STEPS - 1):
                 optimizer.step()
-                self._gradients(self._starts(self._outputs()))
+                self._step()
             optimizer.step()
         first = [o.detach() if isinstance(o, Tensor) else o for o in outputs]
         return _Trained(first, gradients, {n: t.detach() for n, t in parameters.items()})
 
+    def _step(self) -> None:
+        self._backward(self._outputs())
+
     def _outputs(self) -> list[Any]:
         return list(self.program.module(*self.feed_all()))
 
-    def _starts(self, outputs: list[Any], beside: bool = False) -> list[tuple[Tensor, Tensor]]:
+    def _starts(self, outputs: list[Any], beside: bool) -> list[tuple[Tensor, Tensor]]:
         """Where a backward begins, each with its cotangent: at the loss, the first scalar, or at
         all that is returned beside it. A model without a loss begins at all that it returns.
         """
@@ -207,15 +210,15 @@ class _Rank:
             if (loss not in (None, i)) == beside
         ]
 
-    def _gradients(
-        self, starts: list[tuple[Tensor, Tensor]], retain_graph: bool = False
+    def _backward(
+        self, outputs: list[Any], beside: bool = False, retain_graph: bool = False
     ) -> _Gradients:
         leaves = {n: t for n, t in (self.held | self.inputs).items() if t.requires_grad}
         for leaf in leaves.values():
             leaf.grad = None
-        if starts:
-            outputs, cotangents = zip(*starts, strict=True)
-            torch.autograd.backward(outputs, cotangents, retain_graph=retain_graph)
+        if starts := self._starts(outputs, beside):
+            tensors, cotangents = zip(*starts, strict=True)
+            torch.autograd.backward(tensors, cotangents, retain_graph=retain_graph)
         return {n: None if t.grad is None else t.grad.clone() for n, t in leaves.items()}
 
     def _cotangent(self, index: int) -> Tensor:

@@ -27,6 +27,11 @@ def test_a_mixture_of_experts_is_right_on_four_ranks(name: str, layout: str) -> 
     assert autopar.verify(model, 4, inputs, layout=layout).grad_error < 1e-11
 
 
+def test_memory_of_recomputed_blocks_is_filled_too() -> None:
+    model, _, inputs = MOE["mixtral"]()
+    autopar.verify(model, 2, inputs, layout="fsdp", recompute="full")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MOE)
 def test_a_mixture_of_experts_trains_as_on_one_device(tmp_path: Path, name: str) -> None:
