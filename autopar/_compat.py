@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -47,6 +49,7 @@ __all__ = [
     "from_part",
     "inductor_decompositions",
     "local_of",
+    "masks_as_given",
     "named_backend",
     "next_autograd_step",
     "partition",
@@ -57,9 +60,11 @@ __all__ = [
     "register_work",
     "safe_gathers",
     "strict_fake_mode",
+    "taken_apart",
     "takes_a_list",
     "unregister_process_group",
     "without_modes",
+    "writes_to",
 ]
 
 
@@ -132,6 +137,36 @@ def strict_fake_mode() -> FakeTensorMode:
     its kernel on zeros to see what comes out; so does asking for a value.
     """
     return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+
+def writes_to(x: torch.Tensor) -> int:
+    """How often x, or a view of it, was written to in place."""
+    return x._version
+
+
+def taken_apart(op: OpOverload) -> Callable[..., Any]:
+    """A composite op as the ops that it is made of, in C++, whatever was registered for it in
+    Python: `op.decompose` would call a table's entry, which this is, again.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Within it torch.nn's transformers take an attention mask as it is. They would look at the
+    values of one that comes without a hint, and take the kernel for causal masks if it is that: the
+    same numbers, but a branch that is right for this one mask alone.
+    """
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
 
 
 def next_autograd_step() -> int:

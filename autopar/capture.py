@@ -19,7 +19,16 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensorMode, fake_mode, pytree
+from autopar._compat import (
+    FakeTensorMode,
+    OpOverload,
+    fake_mode,
+    masks_as_given,
+    pytree,
+    strict_fake_mode,
+    taken_apart,
+    writes_to,
+)
 from autopar.errors import TraceError
 from autopar.simplify import inline_no_grad
 
@@ -47,17 +56,68 @@ def capture(
     )
     with _quiet(), torch.enable_grad(), _borrowed(model, mode, home) as originals:
         try:
-            with _DetachWithoutGrad():
+            with _DetachWithoutGrad(), masks_as_given():
                 exported = torch.export.export(model, args, kwargs, strict=False)
             inline_no_grad(exported.graph_module)
             _refuse_writes(model, exported)
-            decomposed = exported.run_decompositions({})
+            decomposed = _decomposed(model, exported)
         except TraceError:
             raise
         except Exception as error:
             raise _explained(model, error) from error
     _refuse_mutations(model, decomposed)
     return decomposed, originals
+
+
+def _decomposed(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
+    """The program with composite operators kept whole, but for those that write into an operand
+    without saying so, as instance_norm does into its running statistics.
+    """
+    kept = exported.run_decompositions({})
+    written = _secretly_written(kept)
+    if not written:
+        return kept
+    decomposed = exported.run_decompositions({op: taken_apart(op) for op in written})
+    for op, node in _secretly_written(decomposed).items():
+        reason = f"{op} writes into an operand, which its signature does not say"
+        raise refusal(model, reason, place(node), "Use an operator that returns what it makes.")
+    return decomposed
+
+
+def _secretly_written(exported: ExportedProgram) -> dict[OpOverload, fx.Node]:
+    """The composite operators that change an operand though their signatures do not say so, each
+    with a node that calls it.
+    """
+    found: dict[OpOverload, fx.Node] = {}
+    seen: set[object] = set()
+    for node in exported.graph.nodes:
+        if isinstance(node.target, OpOverload) and not node.target._schema.is_mutable:
+            key = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda n: None)))
+            if key not in seen and _writes(node.target, node):
+                found[node.target] = node
+            seen.add(key)
+    return found
+
+
+def _writes(op: OpOverload, node: fx.Node) -> bool:
+    """Whether an operand has been written to after a call on fake tensors, which count that."""
+    made: dict[fx.Node, Any] = {}
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.dtype)
+
+    def stand_in(source: fx.Node) -> Any:
+        made[source] = pytree.tree_map_only(torch.Tensor, fake, source.meta.get("val"))
+        return made[source]
+
+    with strict_fake_mode(), torch.no_grad():
+        try:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
+            op.decompose(*args, **kwargs)  # does nothing where there is nothing to decompose
+        except Exception:  # a shape that hangs on the data: refused later on, by its line
+            return False
+    leaves = pytree.tree_leaves(made)
+    return any(isinstance(x, torch.Tensor) and writes_to(x) > 0 for x in leaves)
 
 
 class _DetachWithoutGrad(TorchFunctionMode):
