@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.nn.modules import transformer
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,6 +60,7 @@ __all__ = [
     "in_backward",
     "inductor_decompositions",
     "local_of",
+    "masks_as_given",
     "named_backend",
     "next_autograd_step",
     "partition",
@@ -70,6 +72,7 @@ __all__ = [
     "safe_gathers",
     "set_timeout",
     "strict_fake_mode",
+    "taken_apart",
     "takes_a_list",
     "timeout_of",
     "unregister_process_group",
@@ -212,6 +215,31 @@ def exporting() -> Iterator[None]:
     finally:
         for flag, value in zip(flags, before, strict=True):
             setattr(torch.compiler, flag, value)
+
+
+def taken_apart(op: OpOverload) -> Callable[..., Any]:
+    """A composite op as the ops that it is made of, in C++, whatever was registered for it in
+    Python: `op.decompose` would call a table's entry, which this is, again.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Within it torch.nn's transformers take an attention mask as it is. They would look at the
+    values of one that comes without a hint, and take the kernel for causal masks if it is that: the
+    same numbers, but a branch that is right for this one mask alone.
+    """
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
 
 
 def next_autograd_step() -> int:

@@ -19,10 +19,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensor, FakeTensorMode, fake_mode, pytree
+from autopar._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_mode,
+    masks_as_given,
+    pytree,
+    taken_apart,
+)
 from autopar.errors import TraceError
 from autopar.functions import Refused, honoured
 from autopar.hooks import Watch, refuse_held
+from autopar.secret_writes import secretly_written
 from autopar.simplify import inline_no_grad
 from autopar.snapshot import snapshot
 
@@ -50,7 +58,7 @@ def capture(
             inline_no_grad(exported.graph_module)
             _refuse_writes(model, exported)
             _refuse_lost(model, exported, fakes)
-            decomposed = exported.run_decompositions({})
+            decomposed = _decomposed(model, exported)
             _refuse_lost(model, decomposed, fakes)
         except (TraceError, Refused):
             raise
@@ -84,7 +92,8 @@ def stand_ins(
         torch.Tensor, lambda value: _fake(mode, value, home), (args, kwargs)
     )
     with (
-        _quiet(), torch.enable_grad(), borrowed(model, lambda x: _fake(mode, x, home)) as originals
+        _quiet(), torch.enable_grad(), masks_as_given(),
+        borrowed(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip
         yield StandIns(mode, args, kwargs, originals)
 
@@ -97,6 +106,21 @@ def _refusing(model: nn.Module) -> Iterator[None]:
         yield
     except Refused as error:
         raise refusal(model, *error.args) from None
+
+
+def _decomposed(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
+    """The program with composite operators kept whole, but for those that write into an operand
+    without saying so, as instance_norm does into its running statistics.
+    """
+    kept = exported.run_decompositions({})
+    written = secretly_written(kept)
+    if not written:
+        return kept
+    decomposed = exported.run_decompositions({op: taken_apart(op) for op in written})
+    for op, node in secretly_written(decomposed).items():
+        reason = f"{op} writes into an operand, which its signature does not say"
+        raise refusal(model, reason, place(node), "Use an operator that returns what it makes.")
+    return decomposed
 
 
 class _DetachWithoutGrad(TorchFunctionMode):

@@ -42,7 +42,7 @@ from .cli_options import (
     WorldOption,
 )
 from .cost.memory import Recompute
-from .errors import AutoparError, WorldError
+from .errors import AutoparError, PlanError, WorldError
 from .options import read_layout, read_memory, read_optimizer
 from .plan import Plan
 from .report import terminal

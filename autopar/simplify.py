@@ -220,6 +220,19 @@ def _dropout(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
     return dropout
 
 
+def _dense_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A table's gradient as a tensor like any other, which collectives add up: `sparse=True` says
+    in what form it is given, not what it is.
+    """
+    names = [argument.name for argument in node.target._schema.arguments]
+    node.args = tuple(
+        False if name == "sparse" else value
+        for name, value in zip(names, _args(node), strict=False)
+    )
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name != "sparse"}
+    return node
+
+
 REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten._assert_tensor_metadata.default: _remove,
     aten._assert_scalar.default: _remove,
@@ -250,5 +263,7 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten.ones.default: _full(1),
     aten.ones_like.default: _full(1),
     aten.new_ones.default: _full(1),
+    aten.embedding.default: _dense_gradient,
+    aten.embedding_bag.padding_idx: _dense_gradient,
     operator.getitem: _item,
 }

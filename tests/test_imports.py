@@ -13,8 +13,9 @@ ROOT = Path(__file__).parent.parent / "autopar"
 ORDER = (
     "errors", "documents", "ranks", "digest", "replicas", "_compat", "autocast", "pulse", "watch",
     "spans", "mesh", "world", "agreement", "layout", "changes", "written", "figures", "plan_file",
-    "plan", "rules", "ops", "trials", "probe", "program", "graphs", "faults", "simplify",
-    "functions", "hooks", "snapshot", "capture", "function_rules", "binding", "side_effects",
+    "plan", "rules", "ops", "trials", "probe", "program", "graphs", "faults", "secret_writes",
+    "simplify", "functions", "hooks", "snapshot", "capture", "function_rules", "binding",
+    "side_effects",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
     "sharded", "local", "recomputed", "interpret", "constraint", "unsplit", "cost", "joint",
     "cuts", "cutting", "layouts", "elimination", "ranking", "regions", "price", "editing",
