@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import os
 import sys
 import threading
@@ -32,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="an op kind that every case has, or its beginning"
     )
+    parser.add_argument("--without", default="", help="op kinds to leave out, with commas between")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--gloo", action="store_true", help=f"on {REAL_RANKS} real ranks")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds; more is a hang")
@@ -70,12 +72,17 @@ class Fuzzer:
         team = Team(REAL_RANKS if self.asked.gloo else 1, self.asked.gloo)
         try:
             while (seed := self._take()) is not None:
-                case = random_case(seed, self.worlds, self.asked.only)
+                case = self._case(seed)
                 result = team.run(Task(case, seed), self.asked.timeout)
                 if self._enter(result):
                     self._shrink(team, case, seed, result)
         finally:
             team.stop()
+
+    def _case(self, seed: int) -> Case:
+        case, without = random_case(seed, self.worlds, self.asked.only), self.asked.without
+        steps = tuple(step for step in case.steps if step.op not in without.split(","))
+        return dataclasses.replace(case, steps=steps)
 
     def _take(self) -> int | None:
         with self.lock:

@@ -52,7 +52,7 @@ def run(case: Case, seed: int = 0) -> Result:
 
 
 def run_built(built: Built, layout: str, ranks: int) -> Result:
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64)  # of this process, which does nothing else
     assert ranks == dist.get_world_size(), f"{ranks} ranks asked for, {dist.get_world_size()} run"
     try:
         differs = _compared(built, layout, ranks)
@@ -70,7 +70,7 @@ def _compared(built: Built, layout: str, ranks: int) -> str:
     if world is None:
         par = autopar.apply(built.model, given, inputs)
     else:
-        par = autopar.parallelize(built.model, None, inputs, layout=given, memory=None)
+        par = autopar.parallelize(built.model, world, inputs, layout=given)
     found, masks = _trained(par, inputs)
     tolerance = LOOSE if built.loose else TOLERANCE
 

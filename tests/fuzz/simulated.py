@@ -22,7 +22,7 @@ from autopar import api, errors, lockstep, planning
 from autopar.pipeline import Pipeline
 from autopar.program import Input, Program
 from autopar.ready import fingerprint
-from autopar.widened import widened
+from autopar.widened import double_by_default, widened
 from autopar.world import World
 
 from ..plans import random_plan
@@ -66,7 +66,12 @@ def run(case: Case, seed: int = 0) -> Result:
 
 
 def run_built(built: Built, layout: str, ranks: int) -> Result:
-    torch.set_default_dtype(torch.float64)
+    with double_by_default():
+        return _held_twice(built, layout, ranks)
+
+
+def _held_twice(built: Built, layout: str, ranks: int) -> Result:
+    """Against autopar's own graph by verify, and against the module."""
     found: list[Program] = []
     try:
         kind, said = _verified(built, layout, ranks, found)
@@ -88,7 +93,7 @@ def described(error: BaseException) -> str:
 
 
 def refused(error: Exception) -> bool:
-    """By name, for what was given: all of autopar's errors but those that say it is wrong itself."""
+    """By name, for what was given: not one of those that say that autopar itself is wrong."""
     return isinstance(error, errors.AutoparError) and not isinstance(
         error, errors.VerificationError | errors.RankError
     )

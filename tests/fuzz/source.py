@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.widened import double_by_default
+
 from .case import Case, Step
 from .table import FROM_IDS, LOSS, TABLE, Op
 
@@ -248,17 +250,13 @@ _FIRST = {
 
 def build(case: Case, seed: int = 0) -> Built:
     """The module of a case. Raises Unfit where none of its steps fits."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with double_by_default():
         maker = _Maker(case, seed)
         maker.more_input(_FIRST[case.start].format(case.sizes))
         maker.inputs, maker.env["x"] = [("x", maker.inputs[0][1])], maker.env["in0"]
         maker.values = ["x"]
         _add_steps(maker)
         return run_text(maker.text(), tuple(maker.used))
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _add_steps(maker: _Maker) -> None:
@@ -286,5 +284,6 @@ def run_text(text: str, used: tuple[str, ...] = ()) -> Built:
     name = f"<fuzz {next(_numbers)}>"
     linecache.cache[name] = (len(text), None, text.splitlines(True), name)
     space: dict[str, Any] = {"__name__": "fuzzed"}
-    exec(compile(text, name, "exec"), space)
+    with double_by_default():  # the text sets it, for whoever runs it by hand
+        exec(compile(text, name, "exec"), space)
     return Built(text, space["model"], space["inputs"], used)
