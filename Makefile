@@ -7,6 +7,7 @@ RANKS ?= 4
 JOBS ?= 2
 DEMO ?=
 PYTEST ?=
+FUZZ ?=
 
 # One thread a rank: four ranks that each take every core only wait for one another.
 export OMP_NUM_THREADS := 1
@@ -15,7 +16,7 @@ export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo lint test test-all clean
+.PHONY: help install demo lint test test-all fuzz clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +44,9 @@ test: lint ## lint, then the tests but for those marked slow
 
 test-all: lint ## lint, then every test
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow or not slow" $(PYTEST)
+
+fuzz: $(INSTALLED) ## fresh random modules for ten minutes, held against one device; FUZZ="--gloo" passes options on
+	$(BIN)/python -m tests.fuzz --seconds 600 --ranks 2-16 --jobs $(JOBS) $(FUZZ)
 
 clean: ## remove what make made, .venv apart
 	rm -rf out dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,172 @@
+"""The command line: fresh cases until the time is up; what fails is made smaller and printed."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import os
+import sys
+import threading
+import time
+
+from .case import Case, random_case
+from .shrink import PLAIN_OPS, shrunk
+from .simulated import Result
+from .source import build
+from .table import TABLE
+from .workers import Task, Team
+
+_SHRINK_S = 60.0
+_PROGRESS_S = 30.0
+REAL_RANKS = 4
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="when to stop")
+    parser.add_argument("--cases", type=int, default=0, help="how many at most")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the first case; else a fresh one"
+    )
+    parser.add_argument("--ranks", default="2-16", help="the worlds, such as 2-16 or 4")
+    parser.add_argument(
+        "--only", default="", help="an op kind that every case has, or its beginning"
+    )
+    parser.add_argument("--without", default="", help="op kinds to leave out, with commas between")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--gloo", action="store_true", help=f"on {REAL_RANKS} real ranks")
+    parser.add_argument("--timeout", type=float, default=90.0, help="seconds; more is a hang")
+    parser.add_argument("--case", default="", help="this one case, as a failure prints it")
+    parser.add_argument("--list", action="store_true", help="the op kinds, and nothing else")
+    return parser.parse_args()
+
+
+class Fuzzer:
+    """Draws cases, runs them on teams of processes, and keeps what came of each."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked = asked
+        first, _, last = asked.ranks.partition("-")
+        self.worlds = (REAL_RANKS,) * 2 if asked.gloo else (int(first), int(last or first))
+        self.base = int(time.time()) % 10_000_000 * 1000 if asked.seed is None else asked.seed
+        self.started = self.said = time.monotonic()
+        self.until = self.started + asked.seconds
+        self.next, self.lock = 0, threading.Lock()
+        self.kinds: collections.Counter[str] = collections.Counter()
+        self.refusals: collections.Counter[str] = collections.Counter()
+        self.drawn: collections.Counter[str] = collections.Counter()
+        self.passed: collections.Counter[str] = collections.Counter()
+        self.failures: list[tuple[str, frozenset[str], int]] = []  # kind, ops, how many like it
+
+    def run(self) -> int:
+        threads = [threading.Thread(target=self._job) for _ in range(max(1, self.asked.jobs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._summary()
+        return 1 if self.failures else 0
+
+    def _job(self) -> None:
+        team = Team(REAL_RANKS if self.asked.gloo else 1, self.asked.gloo)
+        try:
+            while (seed := self._take()) is not None:
+                case = self._case(seed)
+                result = team.run(Task(case, seed), self.asked.timeout)
+                if self._enter(result):
+                    self._shrink(team, case, seed, result)
+        finally:
+            team.stop()
+
+    def _case(self, seed: int) -> Case:
+        case, without = random_case(seed, self.worlds, self.asked.only), self.asked.without
+        steps = tuple(step for step in case.steps if step.op not in without.split(","))
+        return dataclasses.replace(case, steps=steps)
+
+    def _take(self) -> int | None:
+        with self.lock:
+            spent = self.asked.cases and self.next >= self.asked.cases
+            if spent or time.monotonic() > self.until:
+                return None
+            self.next += 1
+            return self.base + self.next - 1
+
+    def _enter(self, result: Result) -> bool:
+        """Whether it is a failure of a new kind."""
+        with self.lock:
+            self.kinds[result.kind] += 1
+            self.drawn.update(set(result.used))
+            if result.kind == "ok":
+                self.passed.update(set(result.used))
+            if result.kind == "refused":
+                self.refusals[result.said[:90]] += 1
+            if time.monotonic() > self.said + _PROGRESS_S:
+                self.said = time.monotonic()
+                print(self._line(), flush=True)
+            for place, (kind, ops, times) in enumerate(self.failures):
+                if result.kind == kind and ops and ops <= set(result.used):
+                    self.failures[place] = kind, ops, times + 1
+                    return False
+        return result.failed
+
+    def _shrink(self, team: Team, case: Case, seed: int, result: Result) -> None:
+        def attempt(simpler: Case) -> Result:
+            return team.run(Task(simpler, seed), self.asked.timeout)
+
+        small, last = shrunk(case, result, attempt, _SHRINK_S, self.asked.gloo)
+        with self.lock:
+            self.failures.append((result.kind, frozenset(last.used) - PLAIN_OPS, 1))
+            print(report(len(self.failures), small, seed, last, self.asked.gloo), flush=True)
+
+    def _line(self) -> str:
+        found = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
+        return f"{time.monotonic() - self.started:.0f} s: {self.kinds.total()} cases: {found}"
+
+    def _summary(self) -> None:
+        print(f"\n{self._line()}; seeds from {self.base} on")
+        for said, times in self.refusals.most_common(12):
+            print(f"  refused {times} times: {said}")
+        never = sorted(n for n in self.drawn if not self.passed[n] and self.drawn[n] > 1)
+        if never:
+            print(f"  never passed: {', '.join(f'{n} ({self.drawn[n]})' for n in never)}")
+        for number, (kind, ops, times) in enumerate(self.failures, 1):
+            print(f"  failure {number}, {times} times: {kind}, {', '.join(sorted(ops)) or 'plain'}")
+
+
+def report(number: int, case: Case, seed: int, result: Result, gloo: bool) -> str:
+    """A failure as it is printed: what is wrong, the module, the layout, how to run it again."""
+    how = "--gloo " if gloo else ""
+    lines = [f"\n-- failure {number}: {result.kind} " + "-" * 50, result.said, ""]
+    lines += [build(case, seed).text, f"layout {case.layout} on {case.ranks} ranks", ""]
+    lines += [f'python -m tests.fuzz {how}--seed {seed} --case "{case}"']
+    return "\n".join(lines)
+
+
+def one_case(asked: argparse.Namespace) -> int:
+    """Runs the one case of the command line."""
+    team, case, seed = Team(REAL_RANKS if asked.gloo else 1, asked.gloo), None, asked.seed or 0
+    try:
+        case = Case.parse(asked.case)
+        result = team.run(Task(case, seed), asked.timeout)
+    finally:
+        team.stop()
+    print(
+        report(1, case, seed, result, asked.gloo)
+        if result.failed
+        else f"{result.kind} {result.said}"
+    )
+    return 1 if result.failed else 0
+
+
+def main() -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    asked = arguments()
+    if asked.list:
+        print("\n".join(f"{one.kind:9} {name}" for name, one in TABLE.items()))
+        return 0
+    return one_case(asked) if asked.case else Fuzzer(asked).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

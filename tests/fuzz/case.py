@@ -1,0 +1,172 @@
+"""A case is data: which op kinds, which draws, which sizes, which ranks and layout. It reads back
+from one line of text, so that a failure is a line and a fixed case is one too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from . import ops_layers, ops_tricky, ops_values  # noqa: F401  (they fill the table)
+from .table import FROM_IDS, LOSS, OP, RETURN, TABLE, names
+
+STARTS = {"rows": 2, "sequences": 3, "images": 4, "ids": 2}
+_NAMES = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "3d", "4d", "2.5d")
+_MIXED = ("ddp", "fsdp", "megatron", "megatron-sp", "auto")
+
+
+class Step(NamedTuple):
+    """An op kind, and the seed of its draws."""
+
+    op: str
+    draw: int
+
+    def __str__(self) -> str:
+        return f"{self.op}:{self.draw}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`start`: what the first input is, of these `sizes`; `layout`: Python text, as it is given to
+    autopar, or `random_plan('x2.y2', 7)`; `changes`: what is done to the module, such as "eval".
+
+    >>> str(Case.parse("rows 4x6 | linear:1 | mean_square:2 return_loss:3 | | 2 | 'ddp'"))
+    "rows 4x6 | linear:1 | mean_square:2 return_loss:3 | | 2 | 'ddp'"
+    """
+
+    start: str
+    sizes: tuple[int, ...]
+    steps: tuple[Step, ...]
+    ending: tuple[Step, ...]
+    changes: tuple[str, ...]
+    ranks: int
+    layout: str
+
+    def __str__(self) -> str:
+        first = f"{self.start} {'x'.join(map(str, self.sizes))}"
+        steps, ending = (" ".join(map(str, some)) for some in (self.steps, self.ending))
+        changes = " ".join(self.changes)
+        parts = (first, steps, ending, changes, str(self.ranks), self.layout)
+        return " | ".join(parts).replace("|  |", "| |")
+
+    @staticmethod
+    def parse(text: str) -> Case:
+        first, steps, ending, changes, ranks, layout = (p.strip() for p in text.split("|"))
+        start, sizes = first.split()
+        return Case(
+            start,
+            tuple(map(int, sizes.split("x"))),
+            _steps(steps),
+            _steps(ending),
+            tuple(changes.split()),
+            int(ranks),
+            layout,
+        )
+
+
+def _steps(text: str) -> tuple[Step, ...]:
+    pairs = (one.split(":") for one in text.split())
+    return tuple(Step(name, int(draw)) for name, draw in pairs)
+
+
+def random_case(seed: int, ranks: tuple[int, int] = (2, 16), only: str = "") -> Case:
+    """The case of a seed. `only`: an op kind (or the beginning of several) that it has for sure."""
+    draw = random.Random(seed)
+    world = draw.randint(*ranks) if ranks[1] <= 4 or draw.random() < 0.15 else 0
+    while not ranks[0] <= world <= ranks[1]:
+        world = draw.choice((2, 2, 3, 4, 4, 4, 4, 6, 6, 8, 8, 9, 12, 16, ranks[0]))
+    start = draw.choice(("rows", "sequences", "sequences", "sequences", "images", "ids"))
+    able = [only] if only in TABLE else [n for n in TABLE if only and n.startswith(only)]
+    wanted = [draw.choice(able)] if able else []
+    kinds = {kind: [n for n in wanted if TABLE[n].kind == kind] for kind in (FROM_IDS, OP)}
+    if kinds[FROM_IDS]:
+        start = "ids"
+    elif wanted and "n == 4" in TABLE[wanted[0]].when:
+        start = "images"
+    elif wanted and "n == 3" in TABLE[wanted[0]].when:
+        start = "sequences"
+    steps = [_drawn(draw, OP) for _ in range(draw.choice((1, 1, 2, 2, 3, 4, 5)))]
+    steps.insert(draw.randint(0, 1), Step(draw.choice(("linear", "linear", "mlp")), 1))
+    steps[draw.randint(0, 1) : 0] = [Step(n, draw.randrange(1000)) for n in kinds[OP]]
+    if start == "images" and draw.random() < 0.8:
+        steps.insert(0, Step("conv2d", draw.randrange(1000)))
+    if start == "ids":
+        first = Step(kinds[FROM_IDS][0], 3) if kinds[FROM_IDS] else _drawn(draw, FROM_IDS)
+        steps.insert(0, first)
+    ending = [_drawn(draw, LOSS), _drawn(draw, RETURN)]
+    for place, kind in enumerate((LOSS, RETURN)):
+        ending[place] = next((Step(n, 5) for n in wanted if TABLE[n].kind == kind), ending[place])
+    rare = {"eval": 0.06, "freeze_first": 0.08, "input_gradient": 0.12, "no_bias_gradient": 0.04}
+    changes = tuple(name for name, often in rare.items() if draw.random() < often)
+    sizes = _sizes(draw, start, world)
+    return Case(start, sizes, tuple(steps), tuple(ending), changes, world, _layout(draw, world))
+
+
+def _drawn(draw: random.Random, kind: str) -> Step:
+    found = names(kind)
+    (name,) = draw.choices(found, [TABLE[one].weight for one in found])
+    return Step(name, draw.randrange(1000))
+
+
+def _sizes(draw: random.Random, start: str, world: int) -> tuple[int, ...]:
+    fitting = [k * world for k in (1, 2, 3) if k * world <= 24] or [world]
+    batch = draw.choice(fitting) if draw.random() < 0.8 else draw.randint(2, 12)
+    width = draw.choice(fitting) if draw.random() < 0.7 else draw.choice((4, 6, 8, 12, 24))
+    width = width if width > 1 else 4
+    match start:
+        case "rows":
+            return batch, width
+        case "sequences":
+            return batch, draw.choice((2, 3, 4, 6, 8)), width
+        case "images":
+            side = draw.choice((3, 4, 5, 6))
+            channels = draw.choice((1, 3, 4, 6)) if draw.random() < 0.5 else min(width, 12)
+            return min(batch, 16), channels, side, draw.choice((side, 4))
+    return batch, draw.choice((2, 3, 4, 6))
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+def factors(ranks: int, most: int, draw: random.Random) -> list[int]:
+    """Up to `most` numbers above 1 whose product is `ranks`."""
+    found = [ranks]
+    while len(found) < most:
+        able = [k for k, f in enumerate(found) if any(f % d == 0 for d in range(2, f))]
+        if not able or draw.random() < 0.25:
+            break
+        place = draw.choice(able)
+        size = found.pop(place)
+        divisor = draw.choice([d for d in range(2, size) if size % d == 0])
+        found[place:place] = [divisor, size // divisor]
+    return found
+
+
+def _layout(draw: random.Random, ranks: int) -> str:
+    chance = draw.random()
+    if chance < 0.45:
+        return repr(draw.choice(_NAMES))
+    if chance < 0.6:
+        return _grid(draw, ranks)
+    if chance < 0.72:
+        return repr({"m1*": draw.choice(_MIXED), "*": draw.choice(_MIXED[:4])})
+    sizes = factors(ranks, 4, draw)
+    mesh = ".".join(f"{name}{size}" for name, size in zip("wxyz", sizes))
+    return f"random_plan({mesh!r}, {draw.randrange(1000)})"
+
+
+def _grid(draw: random.Random, ranks: int) -> str:
+    sizes = factors(ranks, 4, draw)
+    padded = [*sizes, *[1] * (4 - len(sizes))]
+    draw.shuffle(padded)
+    if math.isqrt(ranks) ** 2 == ranks and draw.random() < 0.2:
+        return f"autopar.Grid25D(q={math.isqrt(ranks)}, d=1)"
+    if ranks == 8 and draw.random() < 0.2:
+        return "autopar.Grid25D(q=2, d=2)"
+    if len(sizes) <= 2 and draw.random() < 0.4:
+        first, second = [*sizes, 1][:2]
+        return f"autopar.Grid2D({first}, {second}, {draw.choice(('column', 'row'))!r})"
+    if len(sizes) == 3 and draw.random() < 0.3:
+        return f"autopar.Grid3D({sizes[0]}, {sizes[1]}, {sizes[2]})"
+    w, x, y, z = padded
+    return f"autopar.Grid4D(x={x}, y={y}, z={z}, data={w})"

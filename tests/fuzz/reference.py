@@ -1,0 +1,189 @@
+"""What the module itself gives on one device in plain eager PyTorch, and how it is compared.
+
+Nothing here knows of autopar's trace. Dropout alone is replayed: a mask is a hash of a seed and of
+the global index, so the seeds that the parallel program drew are given to the module, in the order
+in which it drops.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .source import Built
+
+# the function of that name hides the module
+dropping = importlib.import_module("autopar.sharded.dropout")
+STEPS, RATE, MOMENTUM = 2, 0.05, 0.9
+_PERMUTED = 3  # draws whose order is tried in every way
+
+
+@dataclass
+class Trained:
+    """What two steps of SGD leave: all outputs, the gradients of the first step, of parameters and
+    of inputs, the parameters and the buffers after the last.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def cotangents(leaves: Sequence[Any]) -> list[Tensor | None]:
+    """What the backward starts from: all scalars; where there is none, all that has gradients."""
+    able = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+    scalars = any(a and x.dim() == 0 for a, x in zip(able, leaves))
+    found: list[Tensor | None] = []
+    for place, (leaf, wanted) in enumerate(zip(leaves, able)):
+        if not wanted or (scalars and leaf.dim()):
+            found.append(None)
+            continue
+        draws = torch.Generator().manual_seed(place)
+        shape = tuple(leaf.shape)
+        whole = (
+            torch.randn(shape, generator=draws, dtype=torch.float64) if shape else 1 - 0.3 * place
+        )
+        found.append(torch.as_tensor(whole, dtype=leaf.dtype))
+    return found
+
+
+def trained(built: Built, masks: Sequence[Sequence[int]] = ()) -> Trained:
+    """The module of this text, made anew, trained. `masks`: the seeds of dropout in every step."""
+    found, model = Trained(), built.model
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, RATE, MOMENTUM) if parameters else None
+    for step in range(STEPS):
+        with _replayed(masks[step] if masks else ()):
+            leaves = pytree.tree_leaves(model(*built.inputs))
+        found.outputs += [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        pairs = [(x, g) for x, g in zip(leaves, cotangents(leaves)) if g is not None]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        if step == 0:
+            found.gradients = gradients(model.named_parameters(), built.inputs)
+        if optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    found.parameters = {n: p.detach() for n, p in model.named_parameters()}
+    found.buffers = {n: b.detach() for n, b in model.named_buffers()}
+    return found
+
+
+def gradients(named: Any, inputs: Sequence[Any]) -> dict[str, Tensor | None]:
+    able = {n: p.grad for n, p in named if p.requires_grad}
+    able |= {f"inputs[{i}]": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+    return {n: None if g is None else g.detach().clone() for n, g in able.items()}
+
+
+# -- dropout ---------------------------------------------------------------------------------------
+class _Replay(TorchFunctionMode):
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.seeds, self.used = list(seeds), 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "dropout":
+            x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            rest = args[2] if len(args) > 2 else kwargs.get("training", True)
+            return self._dropped(x, p) if rest else x
+        if name == "scaled_dot_product_attention" and kwargs.get("dropout_p"):
+            q, k, v = args[:3]
+            scores = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+            return self._dropped(scores, kwargs["dropout_p"]) @ v
+        return func(*args, **kwargs)
+
+    def _dropped(self, x: Tensor, p: float) -> Tensor:
+        seed = self.seeds[self.used % len(self.seeds)] if self.seeds else 0
+        self.used += 1
+        index = torch.arange(x.numel()).view(x.shape)
+        kept = dropping._hash(index, torch.tensor(seed)) >= round(p * 2**32)
+        return torch.where(kept, x / (1 - p), 0)
+
+
+def _replayed(seeds: Sequence[int]) -> AbstractContextManager[Any]:
+    return _Replay(seeds) if seeds else nullcontext()
+
+
+def orders(masks: list[list[int]]) -> list[list[list[int]]]:
+    """The seeds of every step in every order that the module may drop in."""
+    if not masks or not masks[0] or len(masks[0]) > _PERMUTED:
+        return [masks]
+    places = itertools.permutations(range(len(masks[0])))
+    return [[[seeds[i] for i in order] for seeds in masks] for order in places]
+
+
+def agrees(
+    differ: Callable[[Trained], str], text: Callable[[], Built], masks: list[list[int]]
+) -> str:
+    """What differs between the parallel program and the module; "" where nothing does."""
+    first = ""
+    for order in orders(masks):
+        said = differ(trained(text(), order))
+        first = first or said
+        if not said:
+            return ""
+    return first
+
+
+# -- comparing -------------------------------------------------------------------------------------
+def difference(found: Any, expected: Any, tolerance: float, least: float) -> float:
+    """How many times the tolerance two values are apart; 0 where they are equal enough. None is a
+    gradient of zeros.
+    """
+    if not isinstance(expected, Tensor) and not isinstance(found, Tensor):
+        return 0.0 if found == expected else float("inf")
+    if found is None or expected is None:
+        other = expected if found is None else found
+        return float(other.abs().max()) / (tolerance * least) if other.numel() else 0.0
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return float("inf")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if not expected.dtype.is_floating_point:
+        return 0.0 if torch.equal(found, expected) else float("inf")
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    apart = torch.where(same, 0.0, (found - expected).abs()).max()
+    finite = expected[expected.isfinite()]
+    scale = max(float(finite.abs().max()) if finite.numel() else 0.0, least)
+    return float(apart) / (tolerance * scale) if not apart.isnan() else float("inf")
+
+
+def differences(
+    found: Trained, expected: Trained, tolerance: float, cut: Callable[[str, Any], Any]
+) -> str:
+    """The first value that is not as it should be, "" where all are. `cut(name, whole)`: the part
+    of an expected value that was found.
+    """
+    if len(found.outputs) != len(expected.outputs):
+        return f"{len(found.outputs)} outputs, not {len(expected.outputs)}"
+    largest = [
+        float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()
+    ]
+    floor = max([0.01 * max(largest, default=0.0), 1e-6])
+    pairs = [
+        (f"outputs[{i}]", x, y, 0.01)
+        for i, (x, y) in enumerate(zip(found.outputs, expected.outputs))
+    ]
+    for what, least in (("gradients", floor), ("parameters", 0.01), ("buffers", 0.01)):
+        ours, theirs = getattr(found, what), getattr(expected, what)
+        if ours.keys() != theirs.keys():
+            return f"{what} of {sorted(ours.keys() ^ theirs.keys())} on one side only"
+        pairs += [(f"{what}[{n!r}]", ours[n], theirs[n], least) for n in theirs]
+    for name, ours, theirs, least in pairs:
+        times = difference(ours, cut(name, theirs), tolerance, least)
+        if times > 1:
+            return f"{name} is off by {times * tolerance:.1e} (relative)"
+    return ""

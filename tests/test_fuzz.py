@@ -1,0 +1,147 @@
+"""Fixed cases of the fuzzer, and that it finds, shrinks and prints what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from autopar import lockstep
+from tests.fuzz.__main__ import report
+from tests.fuzz.case import Case, random_case
+from tests.fuzz.fixed import FIXED, GLOO, MENDED
+from tests.fuzz.shrink import shrunk
+from tests.fuzz.simulated import FAILURES, Result, run, run_built
+from tests.fuzz.source import Unfit, build, run_text
+from tests.fuzz.table import FROM_IDS, LOSS, OP, RETURN, TABLE
+from tests.fuzz.workers import Task, Team
+
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Team]:
+    """A process of its own: what once took its process down shall not take pytest's."""
+    made = Team()
+    yield made
+    made.stop()
+
+
+def test_there_are_fifty_fixed_cases() -> None:
+    assert len(FIXED) == len({Case.parse(line) for line in FIXED}) == 50
+
+
+@pytest.mark.parametrize("place", range(0, 50, 5))
+def test_fixed_cases(team: Team, place: int) -> None:
+    for line in FIXED[place : place + 5]:
+        result = team.run(Task(Case.parse(line), 1), TIMEOUT_S)
+        assert result.kind == "ok", f"{line}: {result.kind} {result.said}"
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_mended_cases(team: Team, name: str) -> None:
+    """Right, or refused by name; never a wrong number, an error of Python's, a hang."""
+    result = team.run(Task(Case.parse(MENDED[name]), 1), TIMEOUT_S)
+    assert result.kind in ("ok", "refused"), f"{result.kind} {result.said}"
+
+
+@pytest.mark.slow
+def test_cases_on_real_ranks() -> None:
+    ranks = Team(4, gloo=True)
+    try:
+        for line in GLOO:
+            result = ranks.run(Task(Case.parse(line), 1), TIMEOUT_S)
+            assert result.kind == "ok", f"{line}: {result.kind} {result.said}"
+    finally:
+        ranks.stop()
+
+
+# -- the fuzzer itself -----------------------------------------------------------------------------
+def test_every_kind_of_op_gets_into_modules() -> None:
+    for name in TABLE:
+        assert any(name in _used(name, seed) for seed in range(60)), name
+
+
+def _used(name: str, seed: int) -> tuple[str, ...]:
+    try:
+        return build(random_case(seed, only=name), seed).used
+    except Unfit:
+        return ()
+
+
+def test_a_case_reads_back_from_its_line_and_builds_the_same_text() -> None:
+    for seed in range(40):
+        case = random_case(seed)
+        assert Case.parse(str(case)) == case
+        try:
+            text = build(case, seed).text
+        except Unfit:
+            continue
+        assert text == build(case, seed).text
+        assert run_text(text).text == text
+    assert {one.kind for one in TABLE.values()} == {FROM_IDS, OP, LOSS, RETURN}
+
+
+def test_a_wrong_sum_is_found_by_both_comparisons() -> None:
+    """Of verify, and of the module itself where verify is told to believe everything."""
+    case = Case.parse("rows 4x8 | linear:1 | mean_square:0 return_loss:0 | | 2 | 'ddp'")
+    assert run(case, 1).kind == "ok"
+    with mock.patch.object(lockstep, "_sum", lambda values: values[0].clone()):
+        assert run(case, 1).failed
+        with mock.patch("autopar.api.compare", return_value=None):
+            result = run(case, 1)
+    assert result.kind == "wrong" and "on rank 0 of mesh data2" in result.said
+
+
+def test_a_false_alarm_and_an_error_are_failures_and_a_refusal_is_none() -> None:
+    from autopar.errors import VerificationError
+
+    case = Case.parse("rows 4x8 | linear:1 | mean_square:0 return_loss:0 | | 2 | 'fsdp'")
+    for error, kind in ((VerificationError("alarm"), "false alarm"), (KeyError("x"), "error")):
+        with mock.patch("autopar.api.compare", side_effect=error):
+            assert run(case, 1).kind == kind and kind in FAILURES
+    refused = run(dataclasses.replace(case, sizes=(5, 8)), 1)
+    assert refused.kind == "refused" and "LayoutError" in refused.said and not refused.failed
+
+
+def test_a_failure_is_shrunk_to_what_makes_it_fail_and_printed_as_it_runs() -> None:
+    case = Case.parse(
+        "sequences 12x4x24 | linear:1 topk:3 mlp:2 layer_norm:4 gelu:5 | "
+        "cross_entropy:1 return_dictionary:2 | eval | 8 | random_plan('w2.x4', 3)"
+    )
+
+    def attempt(tried: Case) -> Result:
+        names = {step.op for step in tried.steps}
+        return Result("wrong" if "topk" in names else "ok", "off", tuple(sorted(names)))
+
+    small, result = shrunk(case, attempt(case), attempt, 60.0, False)
+    assert [step.op for step in small.steps] == ["topk"] and result.kind == "wrong"
+    assert small.ranks == 2 and small.layout == "'ddp'" and not small.changes
+    small = dataclasses.replace(small, steps=Case.parse(FIXED[0]).steps, sizes=case.sizes)
+    printed = report(
+        1, dataclasses.replace(small, start=Case.parse(FIXED[0]).start), 1, result, False
+    )
+    (line,) = re.findall(r'--case "(.*)"$', printed, re.M)
+    assert Case.parse(line).layout == "'ddp'"
+    source = printed[printed.index("import autopar") : printed.index("\nlayout 'ddp'")]
+    assert not run_built(run_text(source), "'ddp'", 2).failed
+
+
+def test_a_hang_and_a_process_that_dies_are_failures() -> None:
+    made = Team()
+    try:
+        case = Case.parse("rows 4x8 | linear:1 | mean_square:0 return_loss:0 | | 2 | 'ddp'")
+        text = build(case, 1).text
+        endless = text.replace("super().__init__()", "super().__init__()\n        while True: pass")
+        assert made.run(Task(None, 0, endless, "'ddp'", 2), 2.0).kind == "hang"
+        dying = text.replace(
+            "super().__init__()", "super().__init__()\n        import os; os.abort()"
+        )
+        result = made.run(Task(None, 0, dying, "'ddp'", 2), 60.0)
+        assert result.kind == "error" and "SIGABRT" in result.said
+        assert made.run(Task(case, 1), TIMEOUT_S).kind == "ok"
+    finally:
+        made.stop()
