@@ -132,17 +132,17 @@ class Scheduled:
             return self.module(*values)
         if not self._wants(values):
             return self._plain(*values)
-        values = self._as_derived(values)
+        given = self._as_derived(values)
         if self._run is None:
-            self._run = ranks.together("deriving the backward", lambda: self.derived(values))
+            self._run = ranks.together("deriving the backward", lambda: self.derived(given))
             if self.forward is None:  # nothing that it gives out carries a gradient
                 self._run = self._plain
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
             self._open(values[0].device.type)
-        found = list(self._run(*values))
+        found = list(self._run(*given))
         for place in self._late:
-            found[place] = Late.apply(self._asked, place, found[place], *values)
+            found[place] = Late.apply(self._asked, place, found[place], *given)
         return found
 
     def _as_derived(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
