@@ -68,7 +68,7 @@ def _shown(value: Any) -> str:
 # -- one argument each: what is wrong with it, or "" -----------------------------------------------
 def _model(value: Any) -> str:
     if isinstance(value, ParallelModule | Deferred):
-        made = value.made if isinstance(value, Deferred) else value
+        made: Any = value.made if isinstance(value, Deferred) else value
         what = ""
         if made is not None:
             what = f", on mesh {str(made.plan.mesh) or 'of one rank'} as {made.plan.layout}"

@@ -69,7 +69,7 @@ def capture(
 
 
 class StandIns(NamedTuple):
-    """Fakes for what a model is called with, and the model's own tensors by the id of their fake."""
+    """Fakes of what a model is called with; its own tensors by the id of their fake."""
 
     mode: FakeTensorMode
     args: tuple[Any, ...]

@@ -350,7 +350,7 @@ def test_a_parameter_that_is_not_there(two_ranks: None) -> None:
 
 def test_all_ranks_name_the_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "all_of", lambda value: [value, ("KeyError", "'x'")])
-    with refused(RankError, "rank 1 of 2 failed while reading the world: KeyError: 'x'"):
+    with refused(RankError, "rank 1 of 2 failed while reading the arguments: KeyError: 'x'"):
         autopar.parallelize(two_layers(), 1, (rows(),))
 
 

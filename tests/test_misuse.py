@@ -217,7 +217,7 @@ def test_a_transformers_model_is_planned_without_its_cache() -> None:
         assert "load its state_dict into the original" in said(one.generate, InputError)
 
 
-def test_the_plan_of_a_parallel_module_can_be_asked(two_ranks: None) -> None:
+def test_the_plan_of_a_parallel_module_can_be_asked(two_ranks: None) -> None:  # noqa: F811
     par = autopar.parallelize(Net(), 2, (rows(),), layout="ddp")
     assert par.plan.timeline().seconds > 0
     assert par.plan.why("up") is not None

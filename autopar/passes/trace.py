@@ -48,9 +48,9 @@ def trace(
     CPU. Every input that is no tensor becomes part of the trace, and so do `model.training` and
     the autocast around this call.
 
-    Raises InputError if these are no arguments of its forward, TraceError if the model cannot be one graph: a branch or a shape that depends on the
-    values of a tensor, a parameter or an input that is changed in place, calls that are not all
-    alike (`side_effects`), an error of the model's.
+    Raises InputError if these are no arguments of its forward, TraceError if the model cannot be
+    one graph: a branch or a shape that depends on the values of a tensor, a parameter or an input
+    that is changed in place, calls that are not all alike (`side_effects`), an error of its own.
 
     >>> program = trace(nn.Linear(4, 2), (torch.ones(3, 4),))
     >>> [node.name for node in program.module.graph.nodes]
