@@ -5,6 +5,7 @@ Example: facts = checked(TypeAdapter(World), read("world.json", WORLD), "world.j
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -106,8 +107,8 @@ def _same_version(data: Any, where: str, kind: Kind) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        names = sorted(name for name, _ in pairs)
+        twice = next(one for one, after in itertools.pairwise(names) if one == after)
         raise ValueError(f"one object names {shown(twice)} twice: keep one")
     return found
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import fx
 
 from .constraint import letter
 from .errors import PlanError
-from .graphs import blocks, producer, where
+from .graphs import blocks, carries_gradient, producer, where
 from .layout import I, Layout, R, State
 from .mesh import Axis, Mesh
 from .plan import Choice, Plan
 from .program import Annotations, Program
 from .rules import operands_of, results_of, shape_of, value_of
 from .strategies import Choice as AxisChoice
-from .strategies import Slot, Strategy, axis_choices, placements, split_of, strategies
+from .strategies import Slot, Strategy, axis_choices, placements, spec_look, split_of, strategies
 
 _SHOWN = 12  # ways that a refusal lists
 _DECIDED = (
@@ -70,6 +70,7 @@ class _Checker:
         self.program, self.plan, self.mesh = program, plan, plan.mesh
         self.notes: Annotations = program.annotations
         self.nodes = {node.name: node for node in program.module.graph.nodes}
+        self.known: dict[Hashable, Choice] = {}
 
     def run(self) -> Plan:
         self._same_mesh()
@@ -78,7 +79,7 @@ class _Checker:
         held = {n.name for n in self.nodes.values() if n.op == "placeholder"}
         _same_names("choices", self.plan.choices.keys(), names & calls)
         _same_names("stored", self.plan.stored.keys(), self.notes.searched & held)
-        choices = {name: self._choice(name, c) for name, c in self.plan.choices.items()}
+        choices = {name: self._remembered(name, c) for name, c in self.plan.choices.items()}
         for name, layout in self.plan.stored.items():
             self._stored(name, layout)
         self._outputs()
@@ -94,6 +95,14 @@ class _Checker:
             )
 
     # -- nodes -------------------------------------------------------------------------------------
+    def _remembered(self, name: str, choice: Choice) -> Choice:
+        """The choice made whole; what one layer was allowed, others like it are."""
+        node, spec = self.nodes[name], self.notes.specs[name]
+        look = spec_look(spec, self.notes.factors[name]), self._shapes(node), self._gradient(node)
+        if (look, choice) not in self.known:
+            self.known[look, choice] = self._choice(name, choice)
+        return self.known[look, choice]
+
     def _choice(self, name: str, choice: Choice) -> Choice:
         """The choice made whole, by whichever of its two parts was edited."""
         node, edited = self.nodes[name], self.plan.edited
@@ -186,11 +195,11 @@ class _Checker:
     def _on_axis(self, node: fx.Node, axis: Axis) -> list[Strategy]:
         """Every way to run the node on a mesh of this axis alone."""
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
-        values = [(node.name, i) for i in range(len(self._shapes(node)[1]))]
-        values += [producer(n) for n in operands_of(node) if n is not None]
-        gradient = any(value in self.notes.gradient for value in values)
         mesh = Mesh((axis,))
-        return self._ways(node, mesh, axis_choices(spec, factors, mesh, gradient))
+        return self._ways(node, mesh, axis_choices(spec, factors, mesh, self._gradient(node)))
+
+    def _gradient(self, node: fx.Node) -> bool:
+        return carries_gradient(self.notes, node)
 
     def _ways(
         self, node: fx.Node, mesh: Mesh, per_axis: Sequence[Sequence[AxisChoice]]

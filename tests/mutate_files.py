@@ -31,7 +31,11 @@ import autopar
 from autopar import api, cli
 from autopar.world import World
 from autopar.world.hardware import Attention, Device, Forms, Level, Link, Measured
-from json_mutations import mutated
+
+if __package__:  # python -m tests.mutate_files
+    from tests.json_mutations import mutated
+else:
+    from json_mutations import mutated
 
 Json = Any
 BATCH, WIDTH = 8, 16
@@ -114,6 +118,7 @@ class Trial:
         self.model, self.inputs = subject()
         self.counts: collections.Counter[str] = collections.Counter()
         self.proven: set[int] = set()
+        self.worlds: set[World] = set()
 
     def plan(self, data: bytes) -> str:
         self.path.write_bytes(data)
@@ -133,8 +138,7 @@ class Trial:
             made = api.renewed(self.model, plan, self.inputs)
         except autopar.AutoparError as error:
             return refusal(error)
-        figures = made.seconds, made.comm_bytes, made.peak_bytes
-        assert all(math.isfinite(figure) and figure >= 0 for figure in figures), figures
+        _assert_finite(made.seconds, made.comm_bytes, made.peak_bytes)
         return self._proven(plan)
 
     def _proven(self, plan: autopar.Plan) -> str:
@@ -154,14 +158,28 @@ class Trial:
         world.save(self.path)
         again = World.load(self.path)
         assert again == world and hash(again) == hash(world) and str(again) == str(world)
-        layout = "auto" if world.ranks <= 16 else "ddp"
-        try:
-            made = autopar.plan(self.model, world, self.inputs, layout)
-        except autopar.AutoparError as error:
-            return refusal(error)
-        figures = made.seconds, made.overlapped or 0.0, made.bound, made.comm_bytes, made.peak_bytes
-        assert all(math.isfinite(figure) and figure >= 0 for figure in figures), figures
+        return self._planned(world)
+
+    def _planned(self, world: World) -> str:
+        """By a search of all meshes, and as a step in time, each where that takes a moment only."""
+        if world in self.worlds:
+            return "accepted, as one planned on"
+        self.worlds.add(world)
+        for layout, overlap in (("auto", False), ("fsdp", True)):
+            try:
+                layout = layout if world.ranks <= 8 else "ddp"
+                made = autopar.plan(
+                    self.model, world, self.inputs, layout, overlap=overlap, smaller=False
+                )
+            except autopar.AutoparError as error:
+                return refusal(error)
+            step = made.seconds, made.overlapped or 0.0, made.bound
+            _assert_finite(*step, made.comm_bytes, made.peak_bytes)
         return "accepted, and planned on"
+
+
+def _assert_finite(*figures: float) -> None:
+    assert all(math.isfinite(figure) and figure >= 0 for figure in figures), figures
 
 
 def refusal(error: autopar.AutoparError, where: str = "") -> str:

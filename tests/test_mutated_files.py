@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 import autopar
 import mutate_files
+from autopar import editing
 
 
 @pytest.mark.parametrize(("kind", "plans", "worlds"), [("plan", 150, 0), ("world", 0, 150)])
@@ -18,10 +22,25 @@ def test_broken_files_are_refused_or_harmless(kind: str, plans: int, worlds: int
     assert counts[f"{kind}: {accepted}"] > 5
 
 
-def test_the_mutator_reports_raw_errors_and_wrong_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mutator_reports_raw_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise KeyError("states")
 
     monkeypatch.setattr(autopar.World, "load", staticmethod(fails))
     failed, counts = mutate_files.run(0, 3, seed=34)
     assert len(failed) == counts["world: RAW"] == 3 and "KeyError" in failed[0]
+
+
+def test_the_mutator_reports_a_plan_that_computes_something_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without the rules, a partial sum that is taken for the whole one gets through."""
+    document = mutate_files.documents_of_plans()[0]
+    partial = [c for c in document["choices"].values() if c["results"][0]["states"] == ["P"]]
+    partial[0]["results"][0]["states"] = ["R"]
+    data = json.dumps(document).encode()
+    trial = mutate_files.Trial(tmp_path)
+    assert trial.plan(data) == "refused when it is used"
+    monkeypatch.setattr(editing, "checked", lambda program, plan: plan)
+    with pytest.raises(autopar.VerificationError):
+        trial.plan(data)

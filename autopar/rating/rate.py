@@ -147,7 +147,7 @@ def bounded(
     for chunk in chunks:  # not in threads: numpy's calls are short, and they would wait for Python
         bound = _messages(whole, [given[i] for i in chunk], world, redundant, price)
         for place, seconds in zip(chunk, bound.run(), strict=True):
-            found[place] = float(seconds)
+            found[place] = max(0.0, float(seconds))  # messages round
     return found
 
 

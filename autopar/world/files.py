@@ -31,12 +31,14 @@ def read(kind: type[T], path: str | os.PathLike[str]) -> T:
 
 def parsed(kind: type[T], text: str, where: str) -> T:
     """From JSON. Raises WorldError that names `where` it stands and every field that is wrong."""
-    return documents.checked(_adapter(kind), text, where, WORLD)
+    found: T = documents.checked(_adapter(kind), text, where, WORLD)
+    return found
 
 
 def parsed_inside(kind: type[T], data: Any, where: str) -> T:
     """The same from the objects, lists and numbers of JSON."""
-    return documents.checked_inside(_adapter(kind), data, where, WORLD)
+    found: T = documents.checked_inside(_adapter(kind), data, where, WORLD)
+    return found
 
 
 def write(kind: type[T], value: T, path: str | os.PathLike[str]) -> None:
@@ -49,5 +51,5 @@ def to_json(kind: type[T], value: T) -> Any:
 
 
 @cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
