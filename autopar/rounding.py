@@ -10,13 +10,15 @@ random part of SHAKE. What m moves by then was added up from terms of about m / 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from .interpret import Visit
 from .widened import is_inexact
+
+Name = TypeVar("Name", bound=Hashable)
 
 # Large enough that where a value jumps (a relu at zero) it seems to be made of terms of at most a
 # million times itself, small enough that all else moves in proportion.
@@ -48,8 +50,8 @@ def shaken(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
 
 
 def floors(
-    plain: Mapping[Hashable, Tensor], samples: Iterable[Mapping[Hashable, Tensor]]
-) -> dict[Hashable, float]:
+    plain: Mapping[Name, Tensor], samples: Iterable[Mapping[Name, Tensor]]
+) -> dict[Name, float]:
     """The least number that an error of each value is held against, by its name. `samples` are
     taken one after the other, so that one alone is in memory.
     """

@@ -92,11 +92,11 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
     with double_by_default():
         single = known(reference, lambda one, visit: _Rank(one, {}, leaves).observe(visit))
         epsilon = _adam_epsilon(single)
-        program = filled(program, poison)
-        nodes = _compare_nodes(program, single, leaves, tolerance)
+        poisoned = filled(program, poison)
+        nodes = _compare_nodes(poisoned, single, leaves, tolerance)
         expected = _Rank(filled(reference, tame), {}, leaves).train(epsilon)
         ranks = lockstep.run(
-            mesh, lambda rank: _Rank(program, mesh.coordinate(rank), leaves).train(epsilon)
+            mesh, lambda rank: _Rank(poisoned, mesh.coordinate(rank), leaves).train(epsilon)
         )
     gradients = _gradient_errors(program, ranks, expected, single)
     check = Check(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -27,8 +26,8 @@ def normed(m: Any, x: Tensor) -> Tensor:
 
 
 def biased(m: Any, x: Tensor) -> Tensor:
-    """A bias whose gradient cancels, next to gradients that do not."""
-    return m.norm(m.down(m.up(x))).square().mul(m.norm.weight).sum()
+    """A bias before a batch norm, alone to be trained."""
+    return m.batch(m.down.bias + m.up(x)[:, :24].detach()).pow(3).sum()
 
 
 def centred(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,19 +37,17 @@ def centred(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return (y.square().sum(-1) + rest * 5).sum(), rest
 
 
-def logits(m: Any, x: Tensor) -> Tensor:
-    """Probabilities sum to one: what all share has no gradient."""
-    return (
-        F.cross_entropy(m.up(x) + m.down.bias.sum(), torch.arange(12)) + m.up(x).softmax(-1).sum()
-    )
+def summed(m: Any, x: Tensor) -> Tensor:
+    """Probabilities sum to one, whatever they are."""
+    return m.up(x).softmax(-1).sum()
 
 
-BODIES = [normed, biased, centred, logits]
+BODIES = [normed, biased, centred, summed]
 
 
 def simple(body: Any) -> nn.Module:
     torch.manual_seed(0)
-    return Simple(body, norm=nn.LayerNorm(24))
+    return Simple(body, norm=nn.LayerNorm(24), batch=nn.BatchNorm1d(24, affine=False))
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron", "auto"])
