@@ -20,8 +20,8 @@ ORDER = (
     "search", "ascending", "rating",
     "lockstep", "passes", "beside", "backends", "script", "transport", "measured", "placement",
     "module", "widened", "original", "verify", "report", "depth", "shallow", "dropping", "fitting",
-    "hiding", "proven", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning", "api",
-    "compiled", "calibration",
+    "hiding", "proven", "affordable", "sizing", "ready", "held", "deferred", "pipeline", "planning",
+    "api", "compiled", "calibration",
     "targets", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip
 
