@@ -62,10 +62,10 @@ class Signature:
 
     def key(self) -> tuple[Any, ...]:
         """Two calls with the same key are the same op."""
-        values = [(type(v), v if isinstance(v, _PLAIN) else id(v)) for v in self.fixed]
-        constants = [(type(v), repr(v)) for v in self.returned]
+        values = tuple((type(v), v if isinstance(v, _PLAIN) else id(v)) for v in self.fixed)
+        constants = tuple((type(v), repr(v)) for v in self.returned)
         rest = self.tensors, self.results, self.single
-        return self.function, self.spec, *map(tuple, (values, constants)), *rest
+        return self.function, self.spec, values, constants, *rest
 
     def digest(self) -> str:
         """The same in every process, for arguments that are numbers and the like."""
