@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed
 import torch.utils.checkpoint as _checkpointing
+from torch._C import DisableTorchFunction as without_torch_functions
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
@@ -77,6 +78,7 @@ __all__ = [
     "timeout_of",
     "unregister_process_group",
     "without_modes",
+    "without_torch_functions",
 ]
 
 

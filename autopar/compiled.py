@@ -24,6 +24,7 @@ from .api import agreed, running, shared_plan
 from .backends import OVERLAP, Backend, Overlap
 from .cost.memory import Limit, Optimizer, Recompute
 from .errors import RankError
+from .functions import Captured
 from .layouts import Layouts
 from .program import Input
 from .ready import Ready
@@ -132,12 +133,14 @@ class _Graph(nn.Module):
 
 class _Inlined(fx.Interpreter):
     """Runs blocks that the script checkpoints as what they compute: what is made again in the
-    backward is the plan's to say.
+    backward is the plan's to say. Custom autograd functions keep their backward.
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return _Inlined(args[0]).run(*args[1:])
+        if target is torch.ops.higher_order.autograd_function_apply:
+            return Captured(lambda *given: target(*args[:2], *given, **kwargs)).apply(*args[2:])
         return super().call_function(target, args, kwargs)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from ._compat import (
     functions_applied,
     pytree,
     without_modes,
+    without_torch_functions,
 )
 
 NAMESPACE = "autopar_functions"
@@ -61,10 +62,10 @@ class Signature:
 
     def key(self) -> tuple[Any, ...]:
         """Two calls with the same key are the same op."""
-        values = [(type(v), v if isinstance(v, _PLAIN) else id(v)) for v in self.fixed]
-        constants = [(type(v), repr(v)) for v in self.returned]
+        values = tuple((type(v), v if isinstance(v, _PLAIN) else id(v)) for v in self.fixed)
+        constants = tuple((type(v), repr(v)) for v in self.returned)
         rest = self.tensors, self.results, self.single
-        return self.function, self.spec, *map(tuple, (values, constants)), *rest
+        return self.function, self.spec, values, constants, *rest
 
     def digest(self) -> str:
         """The same in every process, for arguments that are numbers and the like."""
@@ -117,9 +118,29 @@ def _inlined(run: Any, preserve_rng_state: Any, *args: Any) -> Any:
         return run(*args)
 
 
+_RECORDED = ("_functorch", "_higher_order_ops", "_library", "_dynamo", "_prims_common")
+
+
 def _is_recorded(function: type[Function]) -> bool:
     """What torch makes itself, for ops that are recorded as such with their own backward."""
-    return function.__module__.startswith("torch._") or not _capturing
+    package, _, rest = function.__module__.partition(".")
+    return not _capturing or (package == "torch" and rest.split(".")[0] in _RECORDED)
+
+
+class Captured:
+    """A custom function that dynamo has captured: forward and backward are graphs, and `run` calls
+    both as one function of the tensors.
+    """
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+        self.__name__ = self.__qualname__ = "captured"
+
+    def apply(self, *args: Any) -> Any:
+        """As an op, where a model is captured."""
+        if not _capturing:
+            return self.run(*args)
+        return _as_op(cast(Any, self), args, Place("a function that dynamo captured", ""))
 
 
 # -- where -----------------------------------------------------------------------------------------
@@ -281,7 +302,7 @@ def _tried(
     """What the function returns, of fake tensors, when it has been run forward and backward. Raises
     Refused where it does what an op cannot: see `_Watch`.
     """
-    with without_modes(), torch._C.DisableTorchFunction(), torch.enable_grad():
+    with without_modes(), without_torch_functions(), torch.enable_grad():
         mode = fake_mode()
         fakes = [_stand_in(mode, tensor) for tensor in tensors]
         with mode, _Watch(mode, function, place):

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .functions import HOOK_ADVICE, Place, Refused, is_inner
 
-_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _ON_TENSORS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
@@ -107,7 +107,7 @@ class _Node:
     def __init__(self, node: Any, place: Place) -> None:
         self._node, self._place = node, place
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._node)
 

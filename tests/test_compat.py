@@ -423,5 +423,100 @@ def test_a_distributed_tensor_counts_its_changes(group: dist.ProcessGroup) -> No
         assert _compat.changes_in_place(x) > before
 
 
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return g / 2
+
+
+_halve = _Halved.apply
+
+
+@covers("apply_function", "functions_applied")
+def test_functions_are_applied_as_told_by_whichever_name() -> None:
+    calls: list[Any] = []
+
+    def apply(function: Any, *args: Any) -> Any:
+        calls.append(function)
+        return _compat.apply_function(function, *args)
+
+    x = torch.ones(2, requires_grad=True)
+    with _compat.functions_applied(apply):
+        (_halve(x) + _Halved.apply(x)).sum().backward()
+    assert calls == [_Halved, _Halved]
+    assert x.grad is not None and x.grad.tolist() == [1.0, 1.0]
+    _halve(x)
+    assert len(calls) == 2
+
+
+@covers("BackwardHookFunction")
+def test_backward_hooks_of_modules_are_applied_as_a_function() -> None:
+    calls: list[Any] = []
+
+    def apply(function: Any, *args: Any) -> Any:
+        calls.append(function)
+        return _compat.apply_function(function, *args)
+
+    linear = torch.nn.Linear(2, 2)
+    linear.register_full_backward_hook(lambda *_: None)
+    with _compat.functions_applied(apply):
+        linear(torch.ones(1, 2, requires_grad=True))
+    assert set(calls) == {_compat.BackwardHookFunction}
+
+
+@covers("checkpoints_inlined")
+def test_inlined_checkpoints_run_once() -> None:
+    runs: list[int] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    with _compat.checkpoints_inlined():
+        result = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    result.sum().backward()
+    assert len(runs) == 1
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert len(runs) == 3
+
+
+@covers("without_torch_functions")
+def test_without_torch_functions_no_mode_sees_a_call() -> None:
+    seen: list[Any] = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Mode(), _compat.without_torch_functions():
+        x.exp()
+    assert seen == []
+
+
+@covers("FakeTensor")
+def test_a_fake_tensor_is_of_its_mode() -> None:
+    mode = _compat.fake_mode()
+    with mode:
+        x = torch.ones(2)
+    assert isinstance(x, _compat.FakeTensor) and x.fake_mode is mode
+
+
+@covers("strict_fake_mode")
+def test_a_strict_fake_mode_does_not_say_a_value() -> None:
+    with _compat.strict_fake_mode():
+        x = torch.ones(2)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            bool(x.sum() > 1)
+
+
 def test_every_name_is_tested_here() -> None:
     assert set(_compat.__all__) == TESTED

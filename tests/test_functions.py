@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.passes import trace
+from autopar import compiled
+from autopar.functions import is_custom
+from autopar.passes import annotate, trace
 
 
 class StraightThrough(Function):
@@ -188,3 +190,53 @@ def test_a_traced_function_has_its_own_gradient(kind: str) -> None:
 def test_verify_holds_a_function_under_layouts(kind: str) -> None:
     layout = ("ddp", "fsdp", "megatron")[list(KINDS).index(kind) % 3]
     autopar.verify(Net(KINDS[kind]), 2, (rows(),), layout=layout)
+
+
+@pytest.mark.parametrize("kind", ["straight through", "several", "listed", "reentrant"])
+def test_what_dynamo_captures_has_the_gradient_too(kind: str) -> None:
+    model, found = Net(KINDS[kind]), {}
+
+    def backend(graph: fx.GraphModule, values: Any) -> Any:
+        names = {i: f"p{i}" for i, v in enumerate(values) if isinstance(v, nn.Parameter)}
+        piece = compiled._Graph(graph, names, values)
+        rest = tuple(v for i, v in enumerate(values) if i not in names)
+        (loss,) = trace.run(trace.trace(piece, rest), rest)
+        loss.backward()
+        found.update({id(p): p.grad.clone() for p in model.parameters() if p.grad is not None})
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(rows())
+    expected = gradients(model, model(rows()))
+    assert len(found) == len(expected)
+    torch.testing.assert_close([found[id(p)] for p in model.parameters()], expected)
+
+
+def test_the_same_call_is_the_same_op_in_every_trace() -> None:
+    def targets() -> list[str]:
+        program = trace.trace(Net(KINDS["twice"]), (rows(),))
+        return [str(n.target) for n in program.module.graph.nodes if is_custom(n.target)]
+
+    first = targets()
+    assert len(set(first)) == 2  # another number of steps is another op
+    assert targets() == first
+
+
+def test_a_large_function_is_split_by_what_a_smaller_trial_says() -> None:
+    class Large(nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.up, self.function = nn.Linear(2048, 2048, device="meta"), function
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(self.up(x)).square().sum()
+
+    def factors(function: Any) -> list[int]:
+        x = torch.empty(64, 512, 2048, device="meta")
+        notes = annotate.annotate(trace.trace(Large(function), (x,))).annotations
+        (spec,) = (s for s in notes.specs.values() if s.found != "rule")
+        return [size for name, size in spec.sizes.items() if spec.splittable(name)]
+
+    assert factors(lambda x: kept(x, 4)) == [64, 512, 2048]
+    assert factors(Mixed.apply) == [512, 2048]
+    assert factors(Clipped.apply) == []
