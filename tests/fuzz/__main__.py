@@ -6,11 +6,12 @@ import argparse
 import collections
 import dataclasses
 import os
+import re
 import sys
 import threading
 import time
 
-from .case import Case, random_case
+from .case import Case, random_case, with_random_plan
 from .shrink import PLAIN_OPS, shrunk
 from .simulated import Result
 from .source import build
@@ -73,11 +74,17 @@ class Fuzzer:
         try:
             while (seed := self._take()) is not None:
                 case = self._case(seed)
-                result = team.run(Task(case, seed), self.asked.timeout)
-                if self._enter(result):
-                    self._shrink(team, case, seed, result)
+                result = self._try(team, case, seed)
+                if result.kind == "refused" and result.said.startswith("LayoutError"):
+                    self._try(team, with_random_plan(case, seed), seed)  # which fits any module
         finally:
             team.stop()
+
+    def _try(self, team: Team, case: Case, seed: int) -> Result:
+        result = team.run(Task(case, seed), self.asked.timeout)
+        if self._enter(result):
+            self._shrink(team, case, seed, result)
+        return result
 
     def _case(self, seed: int) -> Case:
         case, without = random_case(seed, self.worlds, self.asked.only), self.asked.without
@@ -100,7 +107,7 @@ class Fuzzer:
             if result.kind == "ok":
                 self.passed.update(set(result.used))
             if result.kind == "refused":
-                self.refusals[result.said[:90]] += 1
+                self.refusals[re.sub(r"[0-9]+", "#", result.said)[:70]] += 1
             if time.monotonic() > self.said + _PROGRESS_S:
                 self.said = time.monotonic()
                 print(self._line(), flush=True)

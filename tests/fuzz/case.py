@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from . import ops_layers, ops_tricky, ops_values  # noqa: F401  (they fill the table)
@@ -150,9 +150,17 @@ def _layout(draw: random.Random, ranks: int) -> str:
         return _grid(draw, ranks)
     if chance < 0.72:
         return repr({"m1*": draw.choice(_MIXED), "*": draw.choice(_MIXED[:4])})
-    sizes = factors(ranks, 4, draw)
-    mesh = ".".join(f"{name}{size}" for name, size in zip("wxyz", sizes))
+    return _random_plan(draw, ranks)
+
+
+def _random_plan(draw: random.Random, ranks: int) -> str:
+    mesh = ".".join(f"{name}{size}" for name, size in zip("wxyz", factors(ranks, 4, draw)))
     return f"random_plan({mesh!r}, {draw.randrange(1000)})"
+
+
+def with_random_plan(case: Case, seed: int) -> Case:
+    """The case with a plan at random in the place of its layout."""
+    return replace(case, layout=_random_plan(random.Random(seed), case.ranks))
 
 
 def _grid(draw: random.Random, ranks: int) -> str:

@@ -144,7 +144,7 @@ loss("masked_mean", "m = {given(f'torch.rand({shape[:-1]}) > 0.4')}\n"
 loss("contrastive", "z = F.normalize({x}.flatten(1), dim=-1)\n"
      "F.cross_entropy(z @ z.mT / 0.5, torch.arange({b}))")  # fmt: skip
 loss("poisson", "F.poisson_nll_loss({x}.clamp(max=2), {given(f'torch.rand({shape})')})")
-loss("gaussian", "F.gaussian_nll_loss({x}, " + TARGET + ", {x}.abs() + 0.5)")
+loss("gaussian", "F.gaussian_nll_loss({x}, " + TARGET + ", {x}.abs() + 0.5)", weight=0.2)
 loss("soft_margin", "F.soft_margin_loss({x}, {given(f'torch.randn({shape}).sign()')})")
 loss("multi_margin", "F.multi_margin_loss({x}.flatten(0, -2), " + CLASSES + ")", when="h > 1")
 loss("logsumexp_loss", "{x}.logsumexp(-1).mean()")

@@ -41,6 +41,7 @@ class Team:
         self.size, self.gloo, self.given = size, gloo, 0
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
+        self.folder: tempfile.TemporaryDirectory[str] | None = None  # where ranks meet
 
     def run(self, task: Task, timeout_s: float) -> Result:
         """What came of it. Starts the processes where there are none."""
@@ -68,11 +69,14 @@ class Team:
             process.kill()
             process.join()
         self.processes, self.pipes = [], []
+        if self.folder is not None:
+            self.folder.cleanup()
 
     def _start(self) -> None:
         self.stop()
         self.given, context = 0, multiprocessing.get_context("spawn")
-        store = str(Path(tempfile.mkdtemp(prefix="autopar-fuzz-"), "store"))
+        self.folder = tempfile.TemporaryDirectory(prefix="autopar-fuzz-")
+        store = str(Path(self.folder.name, "store"))
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             how = theirs, rank, self.size if self.gloo else 0, store
