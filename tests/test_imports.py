@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
     "errors", "ranks", "_compat", "spans", "mesh", "world", "layout", "changes", "written",
-    "figures", "plan", "rules", "ops", "trials", "probe", "program", "graphs", "simplify", "capture",
+    "figures", "plan", "rules", "ops", "trials", "probe", "program", "graphs", "simplify",
+    "capture",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
     "sharded", "local", "recomputed", "constraint", "unsplit", "cost", "joint", "cuts", "cutting",
     "layouts", "elimination", "ranking", "regions", "price", "editing", "conversion_costs",
