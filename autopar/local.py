@@ -265,7 +265,8 @@ def _softmax(call: Call) -> fx.Node:
         return call.again(values)
     log = call.node.target in (aten.log_softmax.int, aten._log_softmax.default)
     source = next(iter(values.values()))
-    if (dtype := values.get("dtype")) is not None:
+    dtype = torch.float32 if values.get("half_to_float") else values.get("dtype")
+    if dtype is not None:
         source = call.emit(aten._to_copy.default, source, dtype=dtype)
     function = sharded.log_softmax if log else sharded.softmax
     return call.emit(function, source, values["dim"], axes, str(layout.mesh))

@@ -35,9 +35,18 @@ def probe(node: fx.Node, known: dict[object, Spec | None]) -> Spec | None:
     key = _key(node, values)
     if key not in known:
         small = all(value.numel() <= _ELEMENTS for value in values)
-        known[key] = spec_by_trial(_caller(node), values) if small else None
+        found = spec_by_trial(_caller(node), values) if small else None
+        known[key] = found if found is None or _fits(found, node) else None
     spec = known[key]
     return None if spec is None else _with_absent(spec, operands)
+
+
+def _fits(spec: Spec, node: fx.Node) -> bool:
+    """Whether the results have the shapes that they have in the graph: what reads memory as another
+    type makes others of float64.
+    """
+    shapes = [tuple(spec.sizes[name] for (name,) in dims) for dims in spec.results]
+    return shapes == [shape_of(value) for value in results_of(node)]
 
 
 def _key(node: fx.Node, values: Sequence[Tensor]) -> object:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from argument_cases import ARGUMENTS, MADE_AS
 from autopar import sharded
 from shards import SEED, Case, call, flags, real, whole_numbers
 
@@ -349,7 +350,8 @@ LOSSES = [
         note="probabilities",
     ),
 ]
-CASES = [*PRODUCTS, *NORMS, *POINTWISE, *VIEWS, *PIECES, *REDUCTIONS, *ATTENTION, *LOSSES]
+KINDS = (PRODUCTS, NORMS, POINTWISE, VIEWS, PIECES, REDUCTIONS, ATTENTION, LOSSES, ARGUMENTS)
+CASES = [case for kind in KINDS for case in kind]
 
 
 # Tensors made from nothing: values without a layout of their own.
@@ -368,6 +370,7 @@ GENERATED = [
     call(aten.empty.memory_format, [6, 0]),
     call(aten.eye.default, 6),
     call(aten.tril.default, flags(6, 12)),
+    *MADE_AS,
 ]
 
 # For meshes of three axes, all on one dim.

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from ..rules import TABLE, Spec, operands_of, value_of
+from ..rules import TABLE, Spec, operands_of, results_of, value_of
 from . import losses, pieces, products, reductions, views
 from .common import floating, unsplit
 from .made import FILLS, NEW_FILLS
@@ -26,7 +26,11 @@ def spec_of(node: fx.Node) -> Spec | None:
 
 
 def _only_floats_partial(node: fx.Node, made: Spec) -> Spec:
-    """Integers and flags cannot be parts of a sum: dividing or reducing them gives another type."""
+    """Integers and flags cannot be parts of a sum: dividing or reducing them gives another type,
+    and an op that makes them of floats would round each part.
+    """
+    if not all(floating(value) for value in results_of(node)):
+        return dataclasses.replace(made, linear=())
     fixed = {
         i for i, n in enumerate(operands_of(node)) if n is not None and not floating(value_of(n))
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..rules import Spec, bound, operands_of, results_of
-from .common import aten, named, operand_shape, spec
+from .common import aten, named, operand_shape, spec, unsplit
 from .pointwise import pointwise
 
 
@@ -93,6 +93,8 @@ def batch_norm(node: fx.Node) -> Spec:
     dims = named(operand_shape(source), sizes)
     others, channels = frozenset(sizes) - {"d1"}, (dims[1],)
     training = node.target is not aten._native_batch_norm_legit_no_training.default
+    if training and not bound(node)["training"]:
+        return unsplit(node)  # torch.nn calls the other op
     results = [tuple(dims), *([channels] * (len(results_of(node)) - 1))]
     if not training:  # no statistics: two empty results
         sizes["none"] = 0

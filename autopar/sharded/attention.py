@@ -44,5 +44,13 @@ def attention(
         scores = (
             scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         )
-    weights = torch.softmax(scores, -1)
+    weights = torch.softmax(scores, -1) if mask is None else _weights(scores)
     return dropout(weights, p, seed, coordinates, digits_by_dim, shape) @ value
+
+
+def _weights(scores: Tensor) -> Tensor:
+    """Softmax that gives zeros, as torch's attention does, to a query from which a mask hides every
+    key.
+    """
+    blind = (scores == float("-inf")).all(-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
