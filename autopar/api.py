@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from .verify import Check, compare
 from .widened import widened
 from .world import World
 
-_NUMBERS = itertools.count()  # of the modules of this process
+NUMBERS = itertools.count()  # of the modules of this process
 
 
 def plan(
@@ -142,7 +142,7 @@ def apply(
     program = dataclasses.replace(program, tensors=tensors, plan=ready.kept())
     order = list(held(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
-    seed, number = ranks.from_rank_0((torch.initial_seed(), next(_NUMBERS)))
+    seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
     placed = program, ready.graphs, device_mesh, ranks.rank(), seed, order, run, number
     return ranks.together("placing the parameters", lambda: ParallelModule(*placed))
 
@@ -253,8 +253,9 @@ def parallelize(
         return Deferred(lambda given: parallelize(model, world, given, *wanted, sync_parameters))
     warn_alone(world)
     limits = memory, optimizer, recompute
-    options = {"backend": backend, "sync_parameters": sync_parameters, "inputs": inputs}
-    found, asked = agreed(world, layout, limits, redundant, reduce_dtype, overlap, **options)
+    own = layout, limits, redundant, reduce_dtype, overlap
+    options = {"backend": backend, "sync_parameters": sync_parameters}
+    found, asked = agreed(world, *own, inputs=inputs, options=options)
     ranks.together("reading the limits", lambda: check_room(model, found, asked.budget))
     plan = shared_plan(model, found, inputs, asked)
     return apply(model, plan, None, backend, overlap, sync_parameters)
@@ -269,16 +270,16 @@ def agreed(
     overlap: Overlap,
     whole: bool = False,
     inputs: Inputs | None = None,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[World, Asked]:
     """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError, and
     RankError where the ranks ask for something else.
     """
     found = ranks.together("reading the world", lambda: World.of(world))
     memory, optimizer, recompute = limits
-    options |= {"layout": layout, "memory": memory, "optimizer": optimizer, "overlap": overlap}
-    options |= {"recompute": recompute, "redundant": redundant, "reduce_dtype": reduce_dtype}
-    same_request(found, inputs, **options)
+    told: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
+    told |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
+    same_request(found, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
     found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
     summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))

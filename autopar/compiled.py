@@ -20,7 +20,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from . import autocast, ranks
 from ._compat import dynamo_sources, pytree
-from .api import agreed, running, shared_plan
+from .api import NUMBERS, agreed, running, shared_plan
 from .backends import OVERLAP, Backend, Overlap
 from .cost.memory import Limit, Optimizer, Recompute
 from .errors import RankError
@@ -29,6 +29,7 @@ from .layouts import Layouts
 from .program import Input
 from .ready import Ready
 from .sharded.dropout import next_seed
+from .watch import Watch
 from .world import World
 
 Run = Callable[..., Any]
@@ -64,8 +65,8 @@ def backend(
 
     def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Ready, Run]:
         limits = memory, optimizer, recompute
-        own = limits, redundant, reduce_dtype, overlap
-        found, asked = agreed(world, layout, *own, whole=True, inputs=inputs, backend=backend)
+        own, more = (limits, redundant, reduce_dtype, overlap), {"backend": backend}
+        found, asked = agreed(world, layout, *own, whole=True, inputs=inputs, options=more)
         ready = shared_plan(model, found, inputs, asked).ready
         assert isinstance(ready, Ready)
         device = next((x.device.type for x in _tensors(model, inputs)), "cpu")
@@ -203,11 +204,17 @@ class _Planned:
         self.run, self.places, self.given = run, places, given
         self.own = program.plan.mesh.coordinate(ranks.rank())
         # no two pieces draw the same, all ranks draw alike
-        self.seed = ranks.from_rank_0(torch.initial_seed() + (next(_PLANNED) << 48)) % (1 << 62)
+        seed, number = torch.initial_seed() + (next(_PLANNED) << 48), next(NUMBERS)
+        seed, number = ranks.from_rank_0((seed, number))
+        self.seed, self.watch = seed % (1 << 62), Watch(number)
         self.mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
 
     def __call__(self, values: Sequence[Any]) -> Any:
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+        given = [values[place] for place in self.given]
+        # numbers that another piece has computed may differ in the last bit; whole ones do not
+        whole = [x for x in given if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)]
+        self.watch.called(whole)
         signature = self.program.signature
         with autocast.without(signature.autocast):
             results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
@@ -236,6 +243,10 @@ class _Planned:
             return self.program.tensors[entry.target]
         value = values[self.places[entry.target]]
         return value.clone() if entry.target in self.mutated else value
+
+
+def _is_rounded(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _numbers(graph: fx.Graph) -> list[bool]:

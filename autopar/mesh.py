@@ -257,9 +257,9 @@ def undone_on_failure() -> Iterator[None]:
                 _compat.unregister_process_group(name)
         _connections.clear()
         for key, (known, groups, names) in before.items():
-            for now, then in ((known.groups, groups), (known.names, names)):
-                now.clear()
-                now.update(then)
+            known.groups.clear()
+            known.groups.update(groups)
+            known.names.intersection_update(names)
             _connections[key] = known
         raise
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -33,25 +34,33 @@ class Sign(NamedTuple):
 class Pulse:
     """The signs of life of this rank, and those of the others."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None) -> None:
-        self.store, self.rank, self.size = store, rank, size
-        self.timeout = timeout or timedelta(minutes=30)  # torch's own
+    def __init__(self, world: Any) -> None:
+        self._world = weakref.ref(world)  # what holds a group or its store keeps a port busy
+        self.rank, self.size = ranks.rank(), ranks.running()
+        self.timeout = _compat.timeout_of(world) or timedelta(minutes=30)  # torch's own
         self.calls, self.where = 0, "before its first call"
         self._beat, self._stopped = 0, threading.Event()
-        self._own = _own_connection(store)
         self._thread = threading.Thread(target=self._beating, name="autopar pulse", daemon=True)
         self._thread.start()
+
+    @property
+    def store(self) -> Store:
+        """That of the running group, which must not be waited in: signs of life go through it."""
+        return _compat.default_store()
+
+    def is_of(self, world: Any) -> bool:
+        return self._world() is world
 
     def step(self) -> None:
         """One more call begins."""
         self.calls += 1
         self.where = "in the forward"
 
-    def say(self, store: Store | None = None) -> None:
+    def say(self) -> None:
         """A sign of life, now."""
         self._beat += 1
         sign = f"{self._beat} {self.calls} {self.where}"
-        (store or self.store).set(_key(self.rank), sign)
+        self.store.set(_key(self.rank), sign)
 
     def end(self, where: str = "ended") -> None:
         """Say the last word, and stop."""
@@ -84,11 +93,12 @@ class Pulse:
 
     def _beating(self) -> None:
         try:
-            while not self._stopped.is_set():
-                self.say(self._own)
+            while not self._stopped.is_set() and self.is_of(_running_group()):
+                self.say()
                 self._stopped.wait(BEAT)
-            self.say(self._own)
-        except RuntimeError:  # the store went with the rank that kept it
+            if self.is_of(_running_group()):
+                self.say()
+        except (RuntimeError, ValueError):  # the store is gone: with its rank, or destroyed here
             return
 
 
@@ -98,23 +108,26 @@ def _said_why(sign: Sign | None) -> bool:
 
 
 ENDED, FAILED = "ended", "failed with the others"
-_current: tuple[Any, Pulse] | None = None
+_current: Pulse | None = None
 
 
 def pulse() -> Pulse | None:
     """This rank's, which beats from the first call on; None where no others run."""
     global _current
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if _current is not None and _current[0] is world:
-        return _current[1]
+    world = _running_group()
+    if _current is not None and world is not None and _current.is_of(world):
+        return _current
     if world is None or ranks.running() == 1 or dist.get_backend() == "fake":
         return None
     if _current is not None:
-        _current[1].end()
-    store, timeout = _compat.default_store(), _compat.timeout_of(world)
-    _current = world, Pulse(store, ranks.rank(), ranks.running(), timeout)
+        _current.end()
+    _current = Pulse(world)
     _end_at_exit()
-    return _current[1]
+    return _current
+
+
+def _running_group() -> Any:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 @cache
@@ -124,15 +137,7 @@ def _end_at_exit() -> None:
 
 def _end() -> None:
     if _current is not None:
-        _current[1].end()
-
-
-def _own_connection(store: Store) -> Store:
-    """What waits for the store in one thread must not hold up the other one."""
-    try:
-        return store.clone()
-    except RuntimeError:  # not every kind of store can
-        return store
+        _current.end()
 
 
 def _key(rank: int) -> str:

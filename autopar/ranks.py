@@ -122,5 +122,6 @@ def device_of_collectives(device: torch.device) -> torch.device:
     if not types or device.type in types:
         return device
     current = torch.accelerator.current_accelerator()
-    index = torch.accelerator.current_device_index() if current is not None else None
-    return torch.device(current.type, index) if current is not None else torch.device(types[0])
+    if current is None:
+        return torch.device(types[0])
+    return torch.device(current.type, torch.accelerator.current_device_index())

@@ -12,7 +12,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -88,16 +87,14 @@ class Watch:
 
     def _wait(self, beating: Pulse, key: str) -> None:
         """For the verdict: as long as a collective would, less where a rank is gone."""
-        store, until = beating.store, time.monotonic() + beating.timeout.total_seconds()
+        until = time.monotonic() + beating.timeout.total_seconds()
         while True:
             before, left = beating.signs(), until - time.monotonic()
-            try:
-                store.wait([f"{key}/verdict"], timedelta(seconds=max(0.1, min(PATIENCE, left))))
+            if _came(beating, f"{key}/verdict", min(PATIENCE, left)):
                 return
-            except RuntimeError as error:
-                gone = beating.silent_since(before) if left > PATIENCE else beating.silent()
-                if gone or left <= PATIENCE:
-                    raise RankError(self._who_stays_away(beating, key, gone)) from error
+            gone = beating.silent_since(before) if left > PATIENCE else beating.silent()
+            if gone or left <= PATIENCE:
+                raise RankError(self._who_stays_away(beating, key, gone))
 
     def _who_stays_away(self, beating: Pulse, key: str, gone: Sequence[int]) -> str:
         come = [beating.store.check([f"{key}/{number}"]) for number in range(beating.size)]
@@ -113,6 +110,19 @@ class Watch:
             "make the same calls: look for a loader that gives one of them more batches, or a call "
             "that only one makes"
         )
+
+
+def _came(beating: Pulse, key: str, seconds: float) -> bool:
+    """Whether somebody writes `key` in time. Asks again and again: a wait in the store would hold
+    up the signs of life.
+    """
+    until, pause = time.monotonic() + seconds, 1e-4
+    while not beating.store.check([key]):
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return True
 
 
 def _judged(told: Sequence[str]) -> dict[str, Any]:

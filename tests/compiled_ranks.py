@@ -163,6 +163,11 @@ def differing() -> Facts:
     facts["layout"] = everywhere(caught(lambda: call(*inputs)))
     call = torch.compile(Broken(), backend=autopar.backend(4))
     facts["world"] = everywhere(caught(lambda: call(*inputs)))
+    torch.manual_seed(0)
+    call = torch.compile(Broken(), backend=autopar.backend(layout="ddp"))
+    call(*inputs)
+    ids = inputs[1].flip(0) if rank else inputs[1]
+    facts["later"] = everywhere(caught(lambda: call(inputs[0], ids)))
     return facts
 
 

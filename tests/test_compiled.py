@@ -73,6 +73,8 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
             assert re.search(rf"\b{name} is not", told), told
     for what, kind in (("layout", "LayoutError: unknown layout"), ("world", "WorldError: ")):
         assert all(told.startswith(kind) for told in facts[what]), facts[what]
+    says = "RankError: the ranks are called with different inputs: in call 2 rank 1 got other"
+    assert all(told.startswith(says) for told in facts["later"]), facts["later"]
 
 
 @pytest.mark.parametrize("layout", ["auto", "ddp", "fsdp", "megatron", "4d"])
