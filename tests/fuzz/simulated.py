@@ -166,7 +166,8 @@ def _seen_seeds(masks: list[list[int]]) -> Iterator[None]:
     plain = dropping._hash
 
     def spy(index: Tensor, seed: Tensor) -> Tensor:
-        step, number = int(seed) // 1_000_000 - 1, int(seed)
+        number = int(seed)
+        step = (number & 0xFFFFFFFF) // 1_000_000 - 1  # the upper word is the node's
         if number not in masks[step]:
             masks[step].append(number)
         return plain(index, seed)
