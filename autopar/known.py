@@ -48,9 +48,12 @@ def known(reference: Program, observe: Observe) -> Known:
 
     plain = filled(reference, tame)
     values = observe(plain, decide)
-    samples = (
-        observe(plain, rounding.shaken(decided, number)) for number in range(rounding.SAMPLES)
-    )
+
+    def sample(number: int) -> Observed:
+        with rounding.shaken_backward(number):
+            return observe(plain, rounding.shaken(decided, number))
+
+    samples = (sample(number) for number in range(rounding.SAMPLES))
     return Known(values, rounding.floors(values, samples), _undefined(reference, values, observe))
 
 

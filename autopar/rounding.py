@@ -9,12 +9,14 @@ random part of SHAKE. What m moves by then was added up from terms of about m / 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from ._compat import TorchDispatchMode, in_backward, pytree
 from .interpret import Visit
 from .widened import is_inexact
 
@@ -43,10 +45,39 @@ def shaken(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
             return result
         if node in decided:
             return decided[node]
-        off = torch.rand(result.shape, generator=generator, dtype=torch.float64)
-        return result * (1 - SHAKE * off).to(result.device)
+        return _off(result, generator)
 
     return visit
+
+
+@contextmanager
+def shaken_backward(sample: int) -> Iterator[None]:
+    """Every float that an op of a backward makes is off as well: in a composite op, such as
+    cosine_similarity, terms may cancel in a backward of which the graph shows nothing.
+    """
+    with _Shaken(sample):
+        yield
+
+
+class _Shaken(TorchDispatchMode):
+    def __init__(self, sample: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(sample)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        aliases = any(value.alias_info is not None for value in func._schema.returns)
+        if aliases or not in_backward():
+            return result
+        return pytree.tree_map_only(torch.Tensor, self._off, result)
+
+    def _off(self, value: Tensor) -> Tensor:
+        return _off(value, self.generator) if is_inexact(value) else value
+
+
+def _off(value: Tensor, generator: torch.Generator) -> Tensor:
+    off = torch.rand(value.shape, generator=generator, dtype=torch.float64)
+    return value * (1 - SHAKE * off).to(value.device)
 
 
 def floors(

@@ -149,7 +149,7 @@ def _layout(draw: random.Random, ranks: int) -> str:
     if chance < 0.6:
         return _grid(draw, ranks)
     if chance < 0.72:
-        return repr({"m1*": draw.choice(_MIXED), "*": draw.choice(_MIXED[:4])})
+        return repr({"m[1-4]*": draw.choice(_MIXED), "*": draw.choice(_MIXED[:4])})
     return _random_plan(draw, ranks)
 
 

@@ -32,6 +32,7 @@ MENDED = {
     # a probe that called an op on shapes of which it cannot be called
     "probed weight norm": "rows 4x8 | weight_norm:1 weight_norm:1 | mean_square:0 return_loss:0 | | 2 | 'auto'",
     # values that are zero but for rounding
+    "one number's cosine": "images 2x2x2x2 | swiglu:430 argmax_hot:743 | cosine_loss:231 return_loss:0 | | 2 | 'megatron'",
     "mean of an instance norm": "sequences 4x4x8 | linear:1 instance_norm:1 | mean_square:0 return_no_loss_but_two:3 | | 4 | 'auto'",
 }
 
@@ -68,7 +69,7 @@ FIXED = (
     "images 11x1x5x4 | conv2d:358 index_fill:967 linear:1 expand:65 cummax:172 logaddexp:634 | mean_square:601 return_loss_and_other:476 | | 3 | {'m1*': 'megatron-sp', '*': 'megatron'}",
     "ids 4x3 | table_lookup:991 gqa_expanded:304 linear:1 | norm_loss:338 return_loss:775 | input_gradient | 4 | '4d'",
     "sequences 6x3x12 | linear:1 stack:337 lerp:285 | weighted_sum:512 return_loss:205 | | 6 | {'m1*': 'megatron-sp', '*': 'megatron-sp'}",
-    "ids 24x6 | one_hot:471 amax:884 linear:1 weight_used_twice:160 | smooth_l1_loss:915 return_two_losses:981 | eval | 8 | {'m1*': 'auto', '*': 'megatron-sp'}",
+    "ids 24x6 | one_hot:471 amax:884 linear:1 weight_used_twice:160 | smooth_l1_loss:915 return_two_losses:981 | eval | 8 | {'m4*': 'auto', '*': 'megatron-sp'}",
     "ids 8x4 | one_hot:539 linear:1 batch_norm_of_sequences:413 sqrt:610 conv2d:357 | soft_margin:784 return_loss:187 | | 2 | random_plan('w2', 619)",
     "sequences 9x3x9 | squeeze_all:965 mlp:1 hardswish:323 add:265 | sum_square:363 return_no_loss_but_two:911 | input_gradient | 3 | 'atp'",
     "rows 8x8 | linear:1 unfold_image:208 | mse_none:138 return_loss:431 | | 4 | random_plan('w4', 157)",
@@ -81,7 +82,7 @@ FIXED = (
     "images 8x1x6x6 | conv2d:429 mlp:1 mlp:303 pool_max:185 | mean_cube:881 return_loss_and_other:176 | | 8 | 'megatron'",
     "sequences 6x8x3 | layer_norm:111 linear:1 scale:410 linear:196 | with_weight_decay:288 return_loss_and_other:263 | | 3 | {'m1*': 'megatron', '*': 'megatron-sp'}",
     "images 16x1x6x6 | conv2d:140 einsum:29 linear:1 diagonal:627 | cross_entropy:169 return_loss:101 | | 8 | random_plan('w2.x2.y2', 999)",
-    "rows 16x16 | erf:761 linear:1 unflatten_batch:883 | cross_entropy:13 return_two_losses:31 | freeze_first | 8 | {'m1*': 'megatron-sp', '*': 'megatron-sp'}",
+    "rows 16x16 | erf:761 linear:1 unflatten_batch:883 | cross_entropy:13 return_two_losses:31 | freeze_first | 8 | {'m2*': 'megatron-sp', '*': 'megatron-sp'}",
     "sequences 8x2x4 | mlp:1 pool_sum:615 compared:459 | cross_entropy:922 return_loss:503 | | 8 | 'fsdp'",
     "ids 9x3 | embedding:345 decoder_layer:649 linear:1 | smooth_l1_loss:460 return_two_losses:774 | | 3 | 'ddp'",
     "images 2x1x5x4 | conv2d:646 fixed_buffer:312 mlp:1 | cross_entropy:610 return_loss_and_input:415 | | 2 | random_plan('w2', 291)",

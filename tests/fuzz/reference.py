@@ -161,6 +161,10 @@ def difference(found: Any, expected: Any, tolerance: float, least: float) -> flo
     return float(apart) / (tolerance * scale) if not apart.isnan() else float("inf")
 
 
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
+
+
 def differences(
     found: Trained, expected: Trained, tolerance: float, cut: Callable[[str, Any], Any]
 ) -> str:
@@ -169,15 +173,15 @@ def differences(
     """
     if len(found.outputs) != len(expected.outputs):
         return f"{len(found.outputs)} outputs, not {len(expected.outputs)}"
-    largest = [
-        float(g.abs().max()) for g in expected.gradients.values() if g is not None and g.numel()
-    ]
+    largest = [_largest(g) for g in expected.gradients.values() if g is not None]
     floor = max([0.01 * max(largest, default=0.0), 1e-6])
     pairs = [
         (f"outputs[{i}]", x, y, 0.01)
         for i, (x, y) in enumerate(zip(found.outputs, expected.outputs))
     ]
-    for what, least in (("gradients", floor), ("parameters", 0.01), ("buffers", 0.01)):
+    # A parameter whose gradient is zero but for rounding moves by that of the largest ones.
+    moved = max([0.01, *(0.01 * _largest(p) for p in expected.parameters.values())])
+    for what, least in (("gradients", floor), ("parameters", moved), ("buffers", 0.01)):
         ours, theirs = getattr(found, what), getattr(expected, what)
         if ours.keys() != theirs.keys():
             return f"{what} of {sorted(ours.keys() ^ theirs.keys())} on one side only"
