@@ -18,6 +18,7 @@ import random
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,11 +189,13 @@ def refusal(error: autopar.AutoparError, where: str = "") -> str:
     return "refused when it is used" if not where else "refused when it is read"
 
 
-def tried(kind: str, documents: list[Json], number: int, seed: int, trial: Trial) -> list[str]:
+def tried(
+    kind: str, documents: list[Json], cases: Iterable[int], seed: int, trial: Trial
+) -> list[str]:
     """What was neither harmless nor refused, with the traceback."""
     failed = []
     attempt = trial.plan if kind == "plan" else trial.world
-    for index in range(number):
+    for index in cases:
         draw = random.Random(f"{kind} {seed} {index}")
         data, done = mutated(draw.choice(documents), draw)
         try:
@@ -207,8 +210,10 @@ def run(plans: int, worlds: int, seed: int) -> tuple[list[str], dict[str, int]]:
     """Failures, and how often what became of a file."""
     with tempfile.TemporaryDirectory() as folder, traced_once():
         trial = Trial(Path(folder))
-        failed = tried("plan", documents_of_plans(), plans, seed, trial) if plans else []
-        failed += tried("world", documents_of_worlds(), worlds, seed, trial) if worlds else []
+        failed = tried("plan", documents_of_plans(), range(plans), seed, trial) if plans else []
+        failed += (
+            tried("world", documents_of_worlds(), range(worlds), seed, trial) if worlds else []
+        )
         return failed, dict(sorted(trial.counts.items()))
 
 

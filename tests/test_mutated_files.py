@@ -44,3 +44,10 @@ def test_the_mutator_reports_a_plan_that_computes_something_else(
     monkeypatch.setattr(editing, "checked", lambda program, plan: plan)
     with pytest.raises(autopar.VerificationError):
         trial.plan(data)
+
+
+def test_panels_leave_operands_alone_that_are_gathered_on_both_axes(tmp_path: Path) -> None:
+    """What the mutator found: such an edited plan of 2.5D ended in an assertion."""
+    trial, documents = mutate_files.Trial(tmp_path), mutate_files.documents_of_plans()
+    failed = mutate_files.tried("plan", documents, range(254, 255), 7, trial)
+    assert not failed and trial.counts == {"plan: accepted and proven right": 1}

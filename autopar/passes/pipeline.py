@@ -51,11 +51,7 @@ def check(program: Program) -> None:
     same_inputs(program)
     for node in program.module.graph.nodes:
         if node.target is sharded.panel_linear:
-            gathered = [
-                n.name
-                for n in node.args[:2]
-                if n.target is collectives.all_gather and n.kwargs["axis"] in node.args[3:5]
-            ]
+            gathered = [n.name for n in node.args[:2] if _gathers(n, *node.args[3:5])]
             assert not gathered, f"{node.name} takes {gathered}, which are gathered already"
 
 
@@ -84,6 +80,8 @@ def _product(node: fx.Node, row: str, column: str) -> _Product | None:
         return None
     if not (_gathered(x, column, -1) and _gathered(weight, row, inner)):
         return None
+    if any(_gathers(gathered.all_input_nodes[0], row, column) for gathered in (x, weight)):
+        return None  # what is broadcast in panels lies on both axes
     return _Product(x, weight, bias, transposed)
 
 
@@ -96,6 +94,10 @@ def _gathered(node: fx.Node, axis: str, dim: int) -> bool:
     whole = node.kwargs["axis"] == axis and node.kwargs["dim"] == dim
     contiguous = node.kwargs["inner"] == before.local_shape[dim] and len(before.digits(dim)) == 1
     return bool(whole and contiguous and node.kwargs.get("to", "R") == "R")
+
+
+def _gathers(node: fx.Node, *axes: str) -> bool:
+    return node.target is collectives.all_gather and node.kwargs["axis"] in axes
 
 
 _MOVES: tuple[tuple[Literal["broadcast", "reduce"], bool], ...] = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -50,6 +49,11 @@ def to_json(kind: type[T], value: T) -> Any:
     return _adapter(kind).dump_python(value, mode="json")
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    """Made once: pydantic builds a validator out of the types of all fields."""
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
