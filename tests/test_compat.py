@@ -388,5 +388,44 @@ def test_inductor_compiles_one_graph() -> None:
     torch.testing.assert_close(found, 4 * torch.eye(2))
 
 
+@covers("strict_fake_mode")
+def test_a_strict_fake_mode_runs_no_kernel() -> None:
+    library = torch.library.Library("autopar_strict", "FRAGMENT")
+    library.define("unknown(Tensor x) -> Tensor")
+    library.impl("unknown", lambda x: x + 1, "CPU")
+    with _compat.strict_fake_mode():
+        x = torch.empty(2, 3)
+        assert type(x) is not torch.Tensor and x.mT.shape == (3, 2)
+        with pytest.raises(RuntimeError, match="unknown"):
+            torch.ops.autopar_strict.unknown(x)
+        with pytest.raises(RuntimeError):
+            x.sum().item()
+    library._destroy()
+
+
+@covers("writes_to", "taken_apart")
+def test_writes_of_a_composite_op_are_counted() -> None:
+    op = torch.ops.aten.instance_norm.default
+    mean, var = torch.zeros(6), torch.ones(6)
+    result = _compat.taken_apart(op)(
+        torch.randn(4, 6, 8), None, None, mean, var, True, 0.1, 1e-5, False
+    )
+    assert result.shape == (4, 6, 8) and bool(mean.any())
+    assert _compat.writes_to(mean) == 1 and _compat.writes_to(torch.zeros(2)) == 0
+
+
+@covers("masks_as_given")
+def test_transformers_do_not_look_at_masks() -> None:
+    """Only a hint says that one is causal; a mask on the meta device could not be looked at."""
+    from torch.nn.modules import transformer
+
+    detect = transformer._detect_is_causal_mask
+    mask = torch.empty(4, 4, device="meta")
+    with _compat.masks_as_given():
+        assert transformer._detect_is_causal_mask(mask, None, 4) is False
+        assert transformer._detect_is_causal_mask(mask, is_causal=True) is True
+    assert transformer._detect_is_causal_mask is detect
+
+
 def test_every_name_is_tested_here() -> None:
     assert set(_compat.__all__) == TESTED
