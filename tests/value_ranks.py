@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from on_ranks import Facts, everywhere, run_tasks
-from test_values_in_trace import IDS, Wrapped, doubled, encoder
+from test_values_in_trace import Wrapped, doubled, encoder
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
 
 
 def table() -> tuple[nn.Module, tuple[Tensor, ...]]:
     model = nn.Sequential(nn.Embedding(12, 8, scale_grad_by_freq=True), nn.Linear(8, 4))
-    return model, (IDS,)
+    return model, (torch.randint(0, 5, (4, 6)),)
 
 
 def norm() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -54,20 +54,19 @@ def steps(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 def task(make: Any) -> Facts:
     """By layout: the largest difference of any parameter or buffer on any rank."""
-    torch.manual_seed(7)
+    torch.manual_seed(7)  # the same weights and inputs on every rank
     model, inputs = make()
     expected = steps(copy.deepcopy(model), inputs)
     facts = {}
     for layout in LAYOUTS:
         par = autopar.parallelize(copy.deepcopy(model), None, inputs, layout=layout)
         found = steps(par, inputs)
-        assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+        assert expected.keys() <= found.keys(), expected.keys() - found.keys()
         errors = [float((found[n] - expected[n]).abs().max()) for n in expected]
         facts[layout] = max(everywhere(max(errors)))
     return facts
 
 
 if __name__ == "__main__":
-    torch.manual_seed(7)
     makers = (table, norm, clipped, masked)
     run_tasks({make.__name__: functools.partial(task, make) for make in makers})
