@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import sharded
 from autopar.errors import TraceError
 from autopar.passes.trace import bind, run, trace
 
@@ -109,6 +110,18 @@ def test_padding_that_an_encoder_in_eval_takes_out_is_refused() -> None:
     with torch.no_grad():
         expected = kept(X, PADDING)
     assert torch.allclose(run(trace(kept, (X, PADDING)), (X, PADDING)), expected, atol=1e-5)
+
+
+def test_a_query_that_sees_no_key_gives_zeros_where_attention_drops_too() -> None:
+    q, k, v = (torch.randn(2, 3, 4, 5, requires_grad=True) for _ in range(3))
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    mask[2] = False
+    plain = (torch.tensor(1), [], [()] * 4, [2, 3, 4, 4])  # the seed, and nothing split
+    found = sharded.attention(q, k, v, mask, 0.0, False, None, *plain)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 # -- statistics ------------------------------------------------------------------------------------
