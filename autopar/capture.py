@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def capture(
     with _refusing(model), honoured(model), stand_ins(model, args, kwargs) as fakes:
         try:
             watch = Watch(model)
-            with watch.saved(), _DetachWithoutGrad(), watch:
+            with watch.saved(), _DetachWithoutGrad(), _no_packing(model), watch:
                 exported = torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
             inline_no_grad(exported.graph_module)
             _refuse_writes(model, exported)
@@ -106,6 +107,42 @@ def _refusing(model: nn.Module) -> Iterator[None]:
         yield
     except Refused as error:
         raise refusal(model, *error.args) from None
+
+
+@contextmanager
+def _no_packing(model: nn.Module) -> Iterator[None]:
+    """Refuses encoders that would pack padded samples: in eval and without gradients, torch.nn's
+    gives zeros where samples are padded, and other numbers under torch.export.
+    """
+    encoders = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.TransformerEncoder)]
+    hooks = [
+        encoder.register_forward_pre_hook(partial(_refuse_packing, model, name), with_kwargs=True)
+        for name, encoder in encoders
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse_packing(
+    model: nn.Module, name: str, encoder: nn.TransformerEncoder, args: Any, kwargs: dict[str, Any]
+) -> None:
+    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    packs = getattr(encoder, "use_nested_tensor", False) and not encoder.layers[0].training
+    if not packs or not torch.backends.mha.get_fastpath_enabled():
+        return
+    if given.get("mask") is None and given.get("src_key_padding_mask") is not None:
+        reason = (
+            f"the encoder {name!r} in eval mode puts zeros where samples are padded, which "
+            "torch.export leaves out"
+        )
+        advice = (
+            "Make it with enable_nested_tensor=False, or call "
+            "torch.backends.mha.set_fastpath_enabled(False) first."
+        )
+        raise refusal(model, reason, "", advice)
 
 
 def _decomposed(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:

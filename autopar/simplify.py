@@ -224,8 +224,8 @@ def _dense_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A table's gradient as a tensor like any other, which collectives add up: `sparse=True` says
     in what form it is given, not what it is.
     """
-    assert isinstance(node.target, OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
+    op: Any = node.target
+    names = [argument.name for argument in op._schema.arguments]
     node.args = tuple(
         False if name == "sparse" else value
         for name, value in zip(names, _args(node), strict=False)

@@ -518,5 +518,29 @@ def test_a_strict_fake_mode_does_not_say_a_value() -> None:
             bool(x.sum() > 1)
 
 
+@covers("taken_apart")
+def test_writes_of_a_composite_op_are_counted() -> None:
+    op = torch.ops.aten.instance_norm.default
+    mean, var = torch.zeros(6), torch.ones(6)
+    result = _compat.taken_apart(op)(
+        torch.randn(4, 6, 8), None, None, mean, var, True, 0.1, 1e-5, False
+    )
+    assert result.shape == (4, 6, 8) and bool(mean.any())
+    assert _compat.changes_in_place(mean) == 1 and _compat.changes_in_place(torch.zeros(2)) == 0
+
+
+@covers("masks_as_given")
+def test_transformers_do_not_look_at_masks() -> None:
+    """Only a hint says that one is causal; a mask on the meta device could not be looked at."""
+    from torch.nn.modules import transformer
+
+    detect = transformer._detect_is_causal_mask
+    mask = torch.empty(4, 4, device="meta")
+    with _compat.masks_as_given():
+        assert transformer._detect_is_causal_mask(mask, None, 4) is False
+        assert transformer._detect_is_causal_mask(mask, is_causal=True) is True
+    assert transformer._detect_is_causal_mask is detect
+
+
 def test_every_name_is_tested_here() -> None:
     assert set(_compat.__all__) == TESTED

@@ -168,6 +168,7 @@ def at(*path: Any) -> Callable[[Any], Edit]:
     return put
 
 
+FIRST = "choices.linear.operands.0: "  # where its first operand stands in the file
 LINEAR = ("choices", "linear")
 
 
@@ -182,9 +183,9 @@ LINEAR = ("choices", "linear")
         ),
         (at(*LINEAR, "results", 0, "states")(["P"]), ("linear in up", "-> (S(1,64))", "k: ")),
         (at(*LINEAR, "results", 0, "states")(["S(1,1)"]), ("linear in up", "do not go together")),
-        (at(*LINEAR, "operands", 0, "states")(["X"]), ("choices.linear.operands.0: ", "'X'", "I, R, P")),
-        (at(*LINEAR, "operands", 0, "states")(["S(7,1)"]), ("choices.linear.operands.0: ", "2 dims")),
-        (at(*LINEAR, "operands", 0, "states")(["S(1,5)"]), ("choices.linear.operands.0: ", "stride 5")),
+        (at(*LINEAR, "operands", 0, "states")(["X"]), (FIRST, "'X'", "I, R, P")),
+        (at(*LINEAR, "operands", 0, "states")(["S(7,1)"]), (FIRST, "2 dims")),
+        (at(*LINEAR, "operands", 0, "states")(["S(1,5)"]), (FIRST, "stride 5")),
         (at(*LINEAR, "operands", 0, "shape")([16, 32]), ("linear in up", "(16, 64)")),
         (at("stored", "p_up_bias", "states")(["R"]), ("p_up_bias", "(R)", "I, S(0,64)")),
         (at("stored", "p_up_bias", "states")(["P"]), ("p_up_bias", "(P)", "I, S(0,64)")),

@@ -40,11 +40,12 @@ def embedding_bag(node: fx.Node) -> Spec:
     taken = {user.args[1] for user in node.users if user.target is operator.getitem}
     if weight is None or bound(node)["mode"] == _BAG_MAX or taken != {0}:
         return made
-    (rows, _), *others = (dims for dims in made.operands)
+    table, *others = made.operands
     (bags, _), *rest = made.results
+    assert table is not None
     return replace(
         made,
-        operands=((rows, ("d",)), *others),
+        operands=((table[0], ("d",)), *others),
         results=((bags, ("d",)), *rest),
         sizes={**made.sizes, "d": operand_shape(weight)[1]},
         shared=frozenset({"d"}),
