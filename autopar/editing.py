@@ -245,9 +245,10 @@ class _Checker:
         if layout.shape != shape:
             raise PlanError(f"{what} as {layout.shape} by the plan, its shape is {shape}")
         if not layout.is_plain:
+            order = [self.mesh.names[place] for place in self.mesh.storage_order]
             raise PlanError(
                 f"{what} {_layout(layout)} by the plan, a tensor of {shape}. Of axes that share "
-                f"a dim the first of the mesh {self.mesh} takes the outermost digit, the next one "
+                f"a dim the first of {_listed(order)} takes the outermost digit, the next one "
                 "the outermost of the rest, as plain Shards do: "
                 f"{_layout(layout.plain_part())} could be"
             )

@@ -130,24 +130,25 @@ class Layout:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether plain `Shard`s in mesh order mean exactly this layout: on every dim the first of
-        its axes holds the outermost digit, the next one the outermost of what that leaves, so that
-        each rank holds one contiguous box.
+        """Whether plain `Shard`s in the mesh's storage order mean exactly this layout: on every dim
+        the first of its axes holds the outermost digit, the next one the outermost of what that
+        leaves, so that each rank holds one contiguous box.
 
-        Example: on data2.x2, (S(0, 4), S(0, 2)) of 8 rows is plain; (S(0, 2), S(0, 4)) is not.
+        Example: on x2.y2, (S(0, 4), S(0, 2)) of 8 rows is plain; (S(0, 2), S(0, 4)) is not.
         """
         return self.plain_part().states == self.states
 
     def plain_part(self) -> Layout:
         """This layout without the digits that keep it from being plain: their axes hold all (R)."""
-        left, states = list(self.shape), []
-        for axis, state in zip(self.mesh.axes, self.states, strict=True):
-            if state.kind == "S":
-                if state.stride * axis.size == left[state.dim]:
-                    left[state.dim] = state.stride
-                else:
-                    state = R
-            states.append(state)
+        left, states = list(self.shape), list(self.states)
+        for place in self.mesh.storage_order:
+            state = states[place]
+            if state.kind != "S":
+                continue
+            if state.stride * self.mesh.axes[place].size == left[state.dim]:
+                left[state.dim] = state.stride
+            else:
+                states[place] = R
         return Layout(self.mesh, self.shape, tuple(states))
 
     def with_state(self, axis: str, state: State) -> Layout:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -23,6 +24,7 @@ from autopar.errors import WorldError
 # A name ends in a letter, so that "data2.x2" reads back as names and sizes without a doubt.
 _NAME = r"[A-Za-z_](?:[A-Za-z0-9_]*[A-Za-z_])?"
 _AXIS = re.compile(f"({_NAME})([0-9]+)")
+_GATHERED = {"data": 1, "z": 2}  # axes that weights are gathered over, outer first
 _JOINT_AXES_LIMIT = (
     4  # 2^4 - 1 sets of axes; a fifth axis would double the groups that every rank opens
 )
@@ -99,6 +101,17 @@ class Mesh:
     @cached_property
     def sizes(self) -> dict[str, int]:
         return {axis.name: axis.size for axis in self.axes}
+
+    @cached_property
+    def storage_order(self) -> tuple[int, ...]:
+        """The places of the axes in the order in which they cut a dim that they share in a stored
+        tensor: those over which weights are gathered before use, data and z, cut last, so that what
+        is gathered is the contiguous part that a product on the other axes takes.
+
+        >>> Mesh.parse("data2.z2.x2.y2").storage_order
+        (2, 3, 0, 1)
+        """
+        return tuple(sorted(range(len(self.axes)), key=lambda i: _GATHERED.get(self.names[i], 0)))
 
     def stride(self, name: str) -> int:
         """Ranks between two neighbours on this axis."""
@@ -227,9 +240,17 @@ def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMe
 
 
 def _connection(mesh: Mesh, device_type: str, world: dist.ProcessGroup) -> _Connection:
-    """A new one; names lead to the same groups for all types of devices."""
+    """A new one; names lead to the same groups for all types of devices. Its axes are in storage
+    order, as DTensor cuts axis by axis.
+    """
     sizes, axes = tuple(mesh.sizes.values()) or (1,), mesh.names or ("rank",)
-    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+    order = mesh.storage_order or (0,)
+    if order == tuple(range(len(axes))):
+        device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+    else:
+        places = torch.arange(mesh.size).view(sizes).permute(order)
+        names = tuple(axes[place] for place in order)
+        device_mesh = DeviceMesh(device_type, places, mesh_dim_names=names)
     for axis in axes:
         _compat.set_timeout(device_mesh.get_group(axis), _compat.timeout_of(world))
     for (other, _), known in _connections.items():

@@ -15,13 +15,15 @@ from .layout import Layout
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
-    """One placement per mesh axis, of a plain layout: DTensor cuts axis by axis, outer first, and
-    is right for nothing else. (With two strided shards torch's own cut and join are no inverses.)
+    """One placement per mesh axis in storage order, of a plain layout: DTensor cuts axis by axis,
+    outer first, and is right for nothing else. (With two strided shards torch's own cut and join
+    are no inverses.)
     """
     assert layout.is_plain, f"{layout} of {layout.shape} is no layout that DTensor can hold"
     kinds = {"I": Replicate(), "R": Replicate(), "P": Partial()}
     found: list[Placement] = [
-        Shard(state.dim) if state.kind == "S" else kinds[state.kind] for state in layout.states
+        Shard(state.dim) if state.kind == "S" else kinds[state.kind]
+        for state in (layout.states[place] for place in layout.mesh.storage_order)
     ]
     return tuple(found) or (Replicate(),)
 

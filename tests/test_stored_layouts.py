@@ -43,9 +43,10 @@ def numbered(layout: Layout) -> torch.Tensor:
 
 
 def chunked(layout: Layout, coordinate: dict[str, int]) -> torch.Tensor:
-    """The part that plain shards give a rank: chunks of the dim, axis by axis in mesh order."""
+    """The part that plain shards give a rank: chunks of the dim, axis by axis."""
     part = numbered(layout)
-    for axis, state in zip(layout.mesh.axes, layout.states, strict=True):
+    for place in layout.mesh.storage_order:
+        axis, state = layout.mesh.axes[place], layout.states[place]
         if state.kind == "S":
             part = part.chunk(axis.size, state.dim)[coordinate[axis.name]]
     return part

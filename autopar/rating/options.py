@@ -298,23 +298,32 @@ class OptionCosts:
         return tuple(range(len(states))), seconds.astype(np.float32)
 
     def _plain(self, kind: Kind, states: Sequence[int]) -> Bools:
-        """Which joint states plain shards in mesh order can mean (`Layout.is_plain`): an axis whose
-        digit lies in an atom follows axes that hold all that lies outside of it.
-        """
+        """Which joint states plain shards in storage order can mean (`Layout.is_plain`)."""
+        orders = [mesh.storage_order for mesh in self.meshes.meshes]
+        found = np.zeros((len(self.meshes),) + (len(states),) * self.meshes.count, dtype=bool)
+        for order in set(orders):
+            rows = np.array([own == order for own in orders])
+            found[rows] = self._plain_in_order(order, kind, states)[rows]
+        return found
+
+    def _plain_in_order(
+        self, order: Sequence[int], kind: Kind, states: Sequence[int]
+    ) -> NDArray[np.bool_]:
+        """An axis whose digit lies in an atom follows axes that hold all outside of it."""
         dims = [None if s < FIRST_SLOT else kind.slots[s - FIRST_SLOT][0] for s in states]
         plain: Any = np.ones((len(self.meshes),) + (len(states),) * self.meshes.count, dtype=bool)
         for number, (dim, unit, size) in enumerate(kind.slots):
             here = np.array([[s == number + FIRST_SLOT for s in states]])
             outside = kind.shape[dim] // (unit * size)
             before: Any = 1  # the product of the earlier axes on this dim
-            for a in range(self.meshes.count):
+            for a in order:
                 sizes = self.meshes.sizes[:, a, None]
                 through = before * along(sizes, a, self.meshes.count)
                 fits = (before % outside == 0) & (outside * size % through == 0)
                 plain &= fits | ~along(here, a, self.meshes.count)
                 taken = np.where(np.array(dims)[None, :] == dim, sizes, 1)
                 before = before * along(taken, a, self.meshes.count)
-        return plain
+        return np.asarray(plain)
 
     def _as_ruled(self, variable: Variable, legal: Bools) -> Bools:
         """What the constraints' roles leave of the ways to store a parameter."""
