@@ -126,8 +126,14 @@ def _ran(results: Values, parameters: Mapping[str, Tensor], inputs: Inputs) -> _
     leaves = {f"gradient of {name}": value for name, value in parameters.items()}
     leaves |= _named(inputs, "gradient of input ")
     wanted = {name: value for name, value in leaves.items() if value.requires_grad}
-    gradients = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in wanted.items()}
+    gradients = {n: _gradient(x) for n, x in wanted.items()}
     return _Ran({name: x.detach() for name, x in results.items()}, gradients)
+
+
+def _gradient(x: Tensor) -> Tensor:
+    """None is a gradient of zeros; that of a sparse table is made dense."""
+    found = torch.zeros_like(x) if x.grad is None else x.grad
+    return found.to_dense() if found.is_sparse else found
 
 
 def _hold(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from autopar import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.layouts import Layouts
 
-_MLP = ("*.up", "*.down", "*.mlp")
+_MLP = ("*.up", "*.down")
 FORCED: dict[str, Layouts] = {
     "ddp": "ddp",
     "fsdp": "fsdp",

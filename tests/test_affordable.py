@@ -92,7 +92,8 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     limit = least + part * (most - least)
     found = affordable(program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")).plan
     assert found is not None and found.memory is not None and found.memory.peak <= limit < most
-    assert free.bound < found.bound <= found.seconds
+    # equal where the bound that knows no limit is the better one
+    assert free.bound <= found.bound <= found.seconds
     assert "within this memory" in (found.table().title or "")
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,10 @@ import models
 from autopar import lockstep
 from autopar._compat import pytree
 from autopar.cost import ways
+from autopar.layout import Layout
 from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.plan import Plan
+from autopar.rating.options import OptionCosts
 from autopar.verify import _Rank
 from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, h, i, m, v
 
@@ -63,6 +66,15 @@ class Block(nn.Module):
 def in_one_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lists count collectives; test_levels.py counts those in several levels."""
     monkeypatch.setattr(ways, "_two_level", lambda *_: ())
+
+
+@pytest.fixture(autouse=True)
+def stored_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lists are of layouts as the papers have them: weights lie in the digits that products
+    take. What it moves to store plain shards instead is test_stored_layouts.py's.
+    """
+    monkeypatch.setattr(Layout, "is_plain", property(lambda layout: True))
+    monkeypatch.setattr(OptionCosts, "_plain", lambda costs, kind, states: np.True_)
 
 
 def world(ranks: int) -> autopar.World:

@@ -14,7 +14,9 @@ SMALL = Job("gpt-5b", PERLMUTTER, 8, 16)
 
 
 def test_a_layer_moves_what_plans_of_two_depths_differ_by() -> None:
-    """Read off one grid of one model, evaluated on another of another."""
+    """Read off one grid of one model, evaluated on another of another. The fused bias may be stored
+    otherwise there: some 25 kB of 1.1 GB.
+    """
     grid = Grid4D(x=2, z=2, data=2)
     world = PERLMUTTER.world(8)
     two, three = (steps.planned(SMALL.sizes, n, world, SMALL.batch, grid) for n in (2, 3))
@@ -25,8 +27,8 @@ def test_a_layer_moves_what_plans_of_two_depths_differ_by() -> None:
         float(f.bytes(**{s.name: sizes[s.name] for s in f.sizes if s.name in sizes}))
         for f in (steps.moved().layer, steps.moved().rest)
     ]
-    assert found[0] == pytest.approx(three.comm_bytes - two.comm_bytes, rel=1e-9)
-    assert found[1] == pytest.approx(two.comm_bytes - 2 * found[0], rel=1e-9)
+    assert found[0] == pytest.approx(three.comm_bytes - two.comm_bytes, rel=5e-5)
+    assert found[1] == pytest.approx(two.comm_bytes - 2 * found[0], rel=5e-5)
 
 
 def test_the_seconds_of_axonns_own_model() -> None:

@@ -57,13 +57,13 @@ def test_a_refusal_names_the_world_that_would_do(layout: str) -> None:
     model, args, _ = gpt()
     frugal = autopar.plan(model, 4, args, layout, recompute="full", smaller=False)
     with pytest.raises(autopar.PlanError, match="Try 8 devices") as error:
-        autopar.plan(model, 4, args, layout, memory=0.9 * frugal.peak_bytes)
+        autopar.plan(model, 4, args, layout, memory=0.8 * frugal.peak_bytes)
     assert "on each of 4 devices" in str(error.value)
-    fits = autopar.plan(model, 8, args, layout, memory=0.9 * frugal.peak_bytes)
-    assert fits.peak_bytes <= 0.9 * frugal.peak_bytes
+    fits = autopar.plan(model, 8, args, layout, memory=0.8 * frugal.peak_bytes)
+    assert fits.peak_bytes <= 0.8 * frugal.peak_bytes
 
 
 def test_a_refusal_without_a_world_that_would_do() -> None:
     model, args, _ = mlp()
-    with pytest.raises(autopar.PlanError, match="Try more devices"):
+    with pytest.raises(autopar.PlanError, match="Try at least [0-9]+ devices"):
         autopar.plan(model, 2, args, memory=1000.0)
