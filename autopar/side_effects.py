@@ -322,7 +322,7 @@ def _refuse_escaped(model: nn.Module, made: list[weakref.ref[torch.Tensor]]) -> 
     """Stand-ins that something outside of the model still holds."""
     if any(ref() is not None for ref in made):
         gc.collect()
-    left = [value for ref in made if (value := ref()) is not None and not _is_packed(ref)]
+    left = [ref() for ref in made if ref() is not None and not _is_packed(ref)]
     if left:
         holders = gc.get_referrers(left[0])
         kinds = {type(h).__name__ for h in holders if h is not left and not _is_frame(h)}
@@ -341,12 +341,14 @@ def _is_packed(ref: weakref.ref[torch.Tensor]) -> bool:
     """Whether all that holds a tensor are tuples that nothing of Python's holds: what save_on_cpu
     and the like pack for the backward.
     """
-    holders = [h for h in gc.get_referrers(ref()) if not _is_frame(h)]
-    return bool(holders) and all(
-        isinstance(h, tuple) and not [r for r in gc.get_referrers(h) if r is not holders
-                                      and not _is_frame(r)]
-        for h in holders
-    )  # fmt: skip
+    holders = _holders(ref(), None)
+    packed = [isinstance(held, tuple) and not _holders(held, holders) for held in holders]
+    return bool(packed) and all(packed)
+
+
+def _holders(value: Any, apart: Any) -> list[Any]:
+    kinds = (list, dict, tuple, set, types.CellType)
+    return [h for h in gc.get_referrers(value) if h is not apart and isinstance(h, kinds)]
 
 
 def _is_frame(holder: Any) -> bool:

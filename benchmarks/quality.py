@@ -196,7 +196,7 @@ def over_the_link(found: Planned) -> float:
     """Bytes that leave a node of `cluster` in a step, by the levels that the graph's collectives go
     in: seconds on one where a byte over the link takes a second and all else nothing.
     """
-    counting, total = cluster(1.0, 1e30), 0.0
+    counting, total = cluster(1.0, 1e24), 0.0
     for move, _ in found.moves:
         kind, digits = move.traffic.collective, pattern(found.plan.mesh, move.axes)
         whole = float(move.traffic.elements * move.element_bytes)

@@ -39,9 +39,9 @@ def one_device(model: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor, dict[st
     """(loss, gradients) of the model in one graph, by the seed of `verify`."""
     single = subject(model, inputs).single
     with double_by_default():
-        found = _Rank(single, {}, [x.double() for x in inputs]).train()
+        found = _Rank(single, {}, [x.double() for x in inputs]).train(1e-8)
     names = {e.node: e.target for e in single.signature.inputs}
-    gradients = {names[n]: g for n, g in found.gradients.items() if g is not None}
+    gradients = {names[n]: g for n, g in found.gradients[0].items() if g is not None}
     return found.outputs[0], gradients
 
 

@@ -94,7 +94,8 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     assert found is not None and found.memory is not None and found.memory.peak <= limit < most
     # equal where the bound that knows no limit is the better one
     assert free.bound <= found.bound <= found.seconds
-    assert "within this memory" in (found.table().title or "")
+    said = "within this memory" if found.bound > free.bound else "of unlimited memory"
+    assert said in (found.table().title or "")
 
 
 def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
