@@ -130,7 +130,7 @@ def test_fsdp_splits_every_parameter_and_the_batch(name: str) -> None:
     model, inputs = example(name)
     plan = autopar.plan(model, 4, inputs, layout="fsdp")
     assert str(plan.mesh) == "data4"
-    # No plain shard of a fused bias is what its product wants; a vector is small enough to be whole.
+    # No plain shard of a fused bias is what its product wants: it may stay whole.
     whole = [name for name, layout in stored(plan) if layout.states[0].kind != "S"]
     assert all(name.endswith(("qkv_bias", "c_attn_bias")) for name in whole), stored(plan)
     assert {c.kind for c in plan.collectives if not c.backward} >= {"all_gather"}

@@ -65,5 +65,5 @@ def test_a_refusal_names_the_world_that_would_do(layout: str) -> None:
 
 def test_a_refusal_without_a_world_that_would_do() -> None:
     model, args, _ = mlp()
-    with pytest.raises(autopar.PlanError, match="Try at least [0-9]+ devices"):
+    with pytest.raises(autopar.PlanError, match=r"Try at least [0-9]+ devices"):
         autopar.plan(model, 2, args, memory=1000.0)
