@@ -198,7 +198,7 @@ def _worker(rank, store, runs, results):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
     device_mesh = connect(MESH, "cpu")
     assert connect(MESH, "cpu", _groups_of_levels()) is device_mesh
-    assert device_mesh.mesh_dim_names == MESH.names
+    assert device_mesh.mesh_dim_names == ("x", "data")  # weights are gathered over data
     with pytest.raises(WorldError, match="8 ranks, the running process group has 4"):
         connect(Mesh.parse("data2.x4"), "cpu")
     outputs = {"changes": _every_change(rank), "many": _many_at_once(rank)}
