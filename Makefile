@@ -40,10 +40,10 @@ lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/mypy
 
 test: lint ## lint, then the tests but for those marked slow
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
 
 test-all: lint ## lint, then every test
-	$(BIN)/python -m pytest -n $(JOBS) -m "slow or not slow" $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" $(PYTEST)
 
 fuzz: $(INSTALLED) ## fresh random modules for ten minutes, held against one device; FUZZ="--gloo" passes options on
 	$(BIN)/python -m tests.fuzz --seconds 600 --ranks 2-16 --jobs $(JOBS) $(FUZZ)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import re
 import subprocess
 import sys
 import time
@@ -134,8 +134,12 @@ def timed(found: dict[str, float | str], name: str) -> Any:
 
 
 def peak() -> float:
-    """GB that this process has held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    """GB that this process has held at most. Not `ru_maxrss`: across exec, it keeps the peak of the
+    process that forked this one.
+    """
+    held = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert held
+    return int(held[1]) * 1024 / 1e9
 
 
 def chosen(program: Program, world: World, mesh: str | None) -> Program:

@@ -48,14 +48,14 @@ def launched(
     return json.loads(out.read_text())
 
 
+@pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_training_equals_one_device(tmp_path: Path, ranks: int) -> None:
-    facts = launched(tmp_path, ranks, "gpt", "llama")
-    for name in ("gpt", "llama"):
-        assert facts[name]["model untouched"]
-        several = ["4d", "2.5d"] if ranks == 4 and name == "gpt" else []
-        for layout in [*LAYOUTS, *several]:
-            one_layout(facts[name][layout], f"{name} {layout} on {ranks} ranks: ")
+def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> None:
+    facts = launched(tmp_path, ranks, name)[name]
+    assert facts["model untouched"]
+    several = ["4d", "2.5d"] if ranks == 4 and name == "gpt" else []
+    for layout in [*LAYOUTS, *several]:
+        one_layout(facts[layout], f"{name} {layout} on {ranks} ranks: ")
 
 
 def one_layout(facts: dict[str, Any], where: str) -> None:
@@ -118,13 +118,15 @@ def test_scheduled_graphs_equal_unscheduled_ones_to_the_bit(tmp_path: Path) -> N
     assert all(text.startswith(start) for text in facts["orders differ"]), facts["orders differ"]
 
 
-def test_deferred_saved_and_random(tmp_path: Path) -> None:
-    """Planned at the first call; planned elsewhere and read from a file; dropout."""
-    facts = launched(tmp_path, 4, "deferred", "from_file", "dropout")
-    first = facts["deferred"]
+def test_planned_at_the_first_call(tmp_path: Path) -> None:
+    first = launched(tmp_path, 2, "deferred")["deferred"]
     assert first["early"].startswith("InputError: the parameters are known after the first call")
     assert first["loss"] < LIMIT and first["gradients"]
     assert first["count"][0] == first["count"][1]
+
+
+def test_plans_from_files_and_dropout(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 4, "from_file", "dropout")
     file = facts["from_file"]
     assert file["loss"] < LIMIT
     assert file["without inputs"].startswith("InputError: a plan from a file holds no graph")
