@@ -16,15 +16,15 @@ _SHORT = 60  # characters of a value that is no tensor
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
-def same_request(world: World | None, inputs: Any, **options: Any) -> None:
+def same_request(world: Any, inputs: Any, **options: Any) -> None:
     """Raise a RankError on every rank unless all ask for the same: it says what differs, and which
-    ranks ask for what. Collective.
+    ranks ask for what. Collective. `world` None: what runs, which rank 0 says.
 
     Example: same_request(World.of(4), (tokens,), layout="ddp", memory="auto")
     """
     asked = {name: _words(value) for name, value in options.items()}
     if world is not None:
-        asked["world"] = _world(world)
+        asked["world"] = _world(World.of(world))
     if inputs is not None:
         asked["inputs"] = _shapes(inputs)
     ranks.agree_on(asked)

@@ -7,14 +7,15 @@ import hashlib
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import editing, ranks, replicas, sizing
+from . import devices, editing, ranks, replicas, sizing, store
 from ._compat import pytree
 from .agreement import same_request
 from .arguments import check, check_room, check_together, warn_alone
@@ -49,6 +50,7 @@ from .ready import Ready, fingerprint
 from .verify import Check, compare
 from .widened import widened
 from .world import World
+from .world.calibrated import running_world, say_once
 
 NUMBERS = itertools.count()  # of the modules of this process
 
@@ -113,6 +115,7 @@ def apply(
     backend: Backend = None,
     overlap: Overlap = OVERLAP,
     sync_parameters: bool = True,
+    device: torch.device | str | None = None,
 ) -> ParallelModule:
     """The model on the running ranks, by a plan. Collective: every rank calls it with the same
     plan.
@@ -125,9 +128,35 @@ def apply(
     `sync_parameters`: where ranks hold other parameters or buffers than rank 0, as they do after
     another seed, rank 0's are written into the model, as DistributedDataParallel does, and a
     warning says so; False raises a RankError instead.
+    `device`: where this rank computes, by default where the parameters are; of a model on the CPU
+    under NCCL, the GPU that LOCAL_RANK numbers. Each parameter is cut where it is and only the
+    rank's part is moved, so a model on the CPU may be larger than any GPU. Inputs are moved too.
     Else the model is left as it is; the parameters are copied. Raises WorldError where the plan's
-    mesh and the running ranks differ, PlanError where the model is another than planned.
+    mesh and the running ranks differ, or two ranks of a node have one accelerator; PlanError where
+    the model is another than planned.
     """
+    with on_own_device(model, device) as place:
+        return _applied(model, plan, inputs, backend, overlap, sync_parameters, place)
+
+
+@contextmanager
+def on_own_device(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
+    """The device of this rank, which is torch's current one meanwhile. Collective."""
+    plain = isinstance(model, nn.Module) and not isinstance(model, Deferred | ParallelModule)
+    place = devices.agreed(model.parameters() if plain else (), device)  # `check` refuses others
+    with devices.current(place):
+        yield place
+
+
+def _applied(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Inputs | None,
+    backend: Backend,
+    overlap: Overlap,
+    sync_parameters: bool,
+    place: torch.device,
+) -> ParallelModule:
     check_together("apply", model=model, plan=plan, backend=backend, overlap=overlap)
     ready = ranks.together("reading the plan", lambda: _ready(model, plan, inputs))
     ranks.agree(
@@ -136,15 +165,18 @@ def apply(
     same_request(None, inputs, backend=backend, overlap=overlap, sync_parameters=sync_parameters)
     program = ready.program
     tensors = ranks.together("taking the parameters", lambda: current(model, program))
-    device = next((t.device for t in tensors.values()), torch.device("cpu"))
-    device_mesh, run = running(ready, device.type, backend, overlap)
+    ready = ready.on_device(place)
+    program = ready.program
+    device_mesh, run = running(ready, place.type, backend, overlap)
     replicas.same(tensors, sync_parameters)
-    program = dataclasses.replace(program, tensors=tensors, plan=ready.kept())
+    program = dataclasses.replace(program, plan=ready.kept())
     order = list(held(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
     placed = program, ready.graphs, device_mesh, ranks.rank(), seed, order, run, number
-    return ranks.together("placing the parameters", lambda: ParallelModule(*placed))
+    return ranks.together(
+        "placing the parameters", lambda: ParallelModule(*placed, tensors=tensors, device=place)
+    )
 
 
 def running(
@@ -235,22 +267,44 @@ def parallelize(
     redundant: bool = False,
     reduce_dtype: torch.dtype | str | None = None,
     sync_parameters: bool = True,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Plan and apply in one: the model on the running ranks. Collective.
 
-    `world` None: what is running. `inputs` None: those of the first call. Rank 0 searches, the
+    `world` None: what is running, as `autopar calibrate` measured it here (world.json), else by
+    nominal figures, which is said. `inputs` None: those of the first call. Rank 0 searches, the
     others receive its plan; if a rank fails, all raise. See `plan` and `apply` for the rest.
 
     Example, under torchrun: par = autopar.parallelize(model, inputs=(tokens, targets)); par(tokens,
     targets).backward()
     """
-    check_together(
-        "parallelize", model=model, layout=layout, memory=memory, optimizer=optimizer,
-        overlap=overlap, redundant=redundant, backend=backend,
-    )  # fmt: skip
-    if inputs is None:
+    with on_own_device(model, device) as place:
+        check_together(
+            "parallelize", model=model, layout=layout, memory=memory, optimizer=optimizer,
+            overlap=overlap, redundant=redundant, backend=backend,
+        )  # fmt: skip
         wanted = layout, backend, memory, optimizer, recompute, overlap, redundant, reduce_dtype
-        return Deferred(lambda given: parallelize(model, world, given, *wanted, sync_parameters))
+        last = sync_parameters, place
+        if inputs is None:
+            return Deferred(lambda given: parallelize(model, world, given, *wanted, *last))
+        return _planned_and_applied(model, world, inputs, *wanted, *last)
+
+
+def _planned_and_applied(
+    model: nn.Module,
+    world: World | int | Any | None,
+    inputs: Inputs,
+    layout: Layouts,
+    backend: Backend,
+    memory: Limit,
+    optimizer: Optimizer,
+    recompute: Recompute,
+    overlap: Overlap,
+    redundant: bool,
+    reduce_dtype: torch.dtype | str | None,
+    sync_parameters: bool,
+    place: torch.device,
+) -> ParallelModule:
     warn_alone(world)
     limits = memory, optimizer, recompute
     own = layout, limits, redundant, reduce_dtype, overlap
@@ -258,7 +312,7 @@ def parallelize(
     found, asked = agreed(world, *own, inputs=inputs, options=options)
     ranks.together("reading the limits", lambda: check_room(model, found, asked.budget))
     plan = shared_plan(model, found, inputs, asked)
-    return apply(model, plan, None, backend, overlap, sync_parameters)
+    return _applied(model, plan, None, backend, overlap, sync_parameters, place)
 
 
 def agreed(
@@ -275,15 +329,26 @@ def agreed(
     """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError, and
     RankError where the ranks ask for something else.
     """
-    found = ranks.together("reading the world", lambda: World.of(world))
+    ranks.together("reading the world", lambda: World.of(world))
     memory, optimizer, recompute = limits
     told: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
     told |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
-    same_request(found, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
+    same_request(world, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
+    found = ranks.together("reading the world", lambda: store.done_on_rank_0(lambda: _of(world)))
     found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
     summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
     return found, Asked(layout, budget, redundant, summed, bool(overlap), whole)
+
+
+def _of(world: World | int | Any | None) -> World:
+    """Where none is named, what was calibrated here, or assumed; which it was is said."""
+    if world is not None:
+        return World.of(world)
+    found, told = running_world()
+    if told:
+        say_once(told)
+    return found
 
 
 def shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) -> Plan:
@@ -300,12 +365,10 @@ def shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) ->
     ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
 
     def search() -> Plan | None:
-        if ranks.rank() > 0:
-            return None
         best = chosen(pipeline, program, world, asked)
         return fitted(pipeline, source, best, world, asked).plan
 
-    found = ranks.together("searching", search)
+    found = ranks.together("searching", lambda: store.done_on_rank_0(search))
     data = ranks.from_rank_0(found.to_json() if found is not None else None)
     program = dataclasses.replace(program, plan=Plan.from_json(data))
     made_to_fit = dataclasses.replace(asked, budget=None)

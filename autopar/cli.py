@@ -51,8 +51,8 @@ from .report.terminal import console, line
 from .report.why import Why
 from .targets import Batch, Target, resolve
 from .world import World
+from .world.calibrated import CALIBRATED, calibrated
 
-CALIBRATED = "world.json"  # what calibrate writes, and plan reads where no world is named
 ABSURD_S = 600.0  # a step that takes longer is no plan to print without being asked
 LOCKSTEP_RANKS = 8  # that verify runs where none are named
 
@@ -210,9 +210,11 @@ def main() -> None:
 def read_world(text: str | None, ranks: int | None) -> World:
     """The world that --world and --ranks name together. Raises WorldError."""
     if text is None:
-        calibrated = _calibrated(ranks)
-        if calibrated is not None:
-            return calibrated
+        found, wrong = calibrated(ranks)
+        if wrong:
+            console(stderr=True).print(wrong, soft_wrap=True)
+        if found is not None:
+            return found
         here, gpus = World.of(ranks), torch.cuda.device_count()
         return World.of(gpus) if ranks is None and here.ranks == 1 < gpus else here
     if text.endswith(".json") or Path(text).is_file():
@@ -223,18 +225,6 @@ def read_world(text: str | None, ranks: int | None) -> World:
             )
         return world
     return World.preset(text, ranks)
-
-
-def _calibrated(ranks: int | None) -> World | None:
-    """The world that calibrate wrote into this folder, if it has so many ranks."""
-    if not Path(CALIBRATED).is_file():
-        return None
-    world = World.load(CALIBRATED)
-    if ranks in (None, world.ranks):
-        return dataclasses.replace(world, name=CALIBRATED)
-    said = f"{CALIBRATED} is of {world.ranks} ranks and does not count for {ranks}"
-    console(stderr=True).print(said, soft_wrap=True)
-    return None
 
 
 def _folder(path: Path | None, option: str) -> None:

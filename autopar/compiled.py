@@ -23,6 +23,7 @@ from ._compat import dynamo_sources, pytree
 from .api import NUMBERS, agreed, running, shared_plan
 from .backends import OVERLAP, Backend, Overlap
 from .cost.memory import Limit, Optimizer, Recompute
+from .devices import CPU, filled
 from .errors import RankError
 from .functions import Captured
 from .layouts import Layouts
@@ -69,8 +70,9 @@ def backend(
         found, asked = agreed(world, layout, *own, whole=True, inputs=inputs, options=more)
         ready = shared_plan(model, found, inputs, asked).ready
         assert isinstance(ready, Ready)
-        device = next((x.device.type for x in _tensors(model, inputs)), "cpu")
-        return ready, running(ready, device, backend, overlap)[1]
+        device = next((x.device for x in _tensors(model, inputs)), CPU)
+        ready = ready.on_device(device)
+        return ready, running(ready, device.type, backend, overlap)[1]
 
     def compiled(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         if _alone(world):
@@ -231,10 +233,10 @@ class _Planned:
     def _feed(self, entry: Input, values: Sequence[Any], device: Any) -> torch.Tensor:
         """What a placeholder of the planned graph takes."""
         if entry.kind == "coordinate":
-            return torch.tensor([self.own[entry.target]], device=device)
+            return filled((1,), self.own[entry.target], device)
         if entry.kind == "seed":
             self.seed = next_seed(self.seed)
-            return torch.tensor(self.seed, device=device)
+            return filled((), self.seed, device)
         if entry.kind == "user":
             assert entry.position is not None
             layout, value = self.program.layouts[entry.node], values[self.given[entry.position]]

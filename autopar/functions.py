@@ -189,7 +189,9 @@ def _as_op(function: type[Function], args: tuple[Any, ...], place: Place) -> Any
         raise place.refuse(_applies(function, "returns no tensor"), _ADVICE)
     signature = Signature(function, spec, fixed, places, constants, results, single)
     made = _op(signature)(*tensors)
-    values = iter([made] if len(results) == 1 else made)
+    several = [made] if len(results) == 1 else made
+    carry = [bool(found[i].requires_grad) for i in results]
+    values = iter([x if own else x.detach() for x, own in zip(several, carry, strict=True)])
     whole = [next(values) if i in results else value for i, value in enumerate(constants)]
     return whole[0] if single else tuple(whole)
 
@@ -249,8 +251,7 @@ def _made(signature: Signature) -> OpOverload:
     def differentiable(*tensors: torch.Tensor) -> Any:
         if not _capturing:
             return run(*tensors)
-        with below_autograd():
-            return op(*tensors)
+        return apply_function(_Linked, op, *tensors)
 
     _library[0].impl(name, run, "CompositeExplicitAutograd")
     _library[0].impl(name, differentiable, "Autograd")
@@ -265,6 +266,21 @@ def _made(signature: Signature) -> OpOverload:
 
     torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=_library[0])
     return op
+
+
+class _Linked(Function):
+    """While a model is captured: the op's result carries a gradient where the function's would, so
+    that a model that looks (`requires_grad`, `register_hook`) does what it does when it runs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, op: OpOverload, *tensors: torch.Tensor) -> Any:
+        with below_autograd():
+            return op(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("a gradient through a custom function is asked for within the forward")
 
 
 def _applied(signature: Signature, tensors: Sequence[torch.Tensor]) -> Any:

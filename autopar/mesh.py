@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import _compat
+from autopar import _compat, ranks
 from autopar.errors import WorldError
 
 # A name ends in a letter, so that "data2.x2" reads back as names and sizes without a doubt.
@@ -300,7 +300,7 @@ def _end_groups() -> None:
     an active exception"). Only a group that nothing holds any more joins its threads.
     """
     running = dist.is_initialized()
-    if running and dist.get_backend() != "gloo":
+    if running and "gloo" not in ranks.backends().values():
         return
     for connection in _connections.values():
         _compat.forget_groups(connection.device_mesh)

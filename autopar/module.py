@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from . import autocast, ranks
 from ._compat import pytree
 from .binding import NO_GENERATION, as_planned
+from .devices import filled
 from .errors import InputError, PlanError
 from .layout import Layout
 from .measured import Measured, backward, measured, phase, untouched
@@ -45,47 +47,63 @@ class ParallelModule(nn.Module):
         order: Sequence[str],
         run: Callable[..., Any] | None = None,
         number: int = 0,
+        *,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
     ) -> None:
         super().__init__()
         assert program.plan is not None
         self.plan: Plan = program.plan
         self.graph: fx.GraphModule = program.module
         self.graphs = dict(graphs)
-        self._program, self._device_mesh = program, device_mesh
+        # what the model holds is cut and let go: nothing of it stays but the rank's own parts
+        self._program, self._device_mesh = dataclasses.replace(program, tensors={}), device_mesh
+        self._device = device
         self._mesh: Mesh = program.plan.mesh
         self._coordinate = self._mesh.coordinate(rank)
         self._run = program.module if run is None else run
         self._watch = Watch(number)
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
-        named = dict(pair for entry in program.signature.inputs for pair in self._hold(entry))
+        named = dict(
+            pair for entry in program.signature.inputs for pair in self._hold(entry, tensors)
+        )
         for name in sorted(named, key=list(order).index):  # optimizer states go by this order
             self._register(name, *named[name])
         self._seed = seed % (1 << 62)
         self.train(program.signature.training)
 
     # -- what it holds -----------------------------------------------------------------------------
-    def _hold(self, entry: Input) -> list[tuple[str, tuple[torch.Tensor, bool]]]:
+    def _hold(
+        self, entry: Input, tensors: Mapping[str, torch.Tensor]
+    ) -> list[tuple[str, tuple[torch.Tensor, bool]]]:
         """A parameter or buffer, and whether it is saved, for every name the original model has for
         it. Coordinates and constants are registered at once.
         """
         if entry.kind == "coordinate":
-            place = torch.tensor([self._coordinate[entry.target]], device=self._device())
+            place = filled((1,), self._coordinate[entry.target], self._device)
             self.register_buffer(entry.node, place, persistent=False)
             return []
         if entry.kind not in ("parameter", "buffer", "constant"):
             return []
-        whole = self._program.tensors[entry.target]
+        whole = tensors[entry.target].detach()
         if entry.kind == "constant":
-            self.register_buffer(entry.node, whole.detach().clone(), persistent=False)
+            self.register_buffer(entry.node, self._own_copy(whole), persistent=False)
             return []
         held: torch.Tensor
         if entry.kind == "parameter":
             layout = self._program.layouts[entry.node]
-            local = layout.cut(whole.detach(), self._coordinate)
+            local = self._moved(layout.cut(whole, self._coordinate))
             held = nn.Parameter(self._distributed(local, layout), requires_grad=entry.trainable)
         else:
-            held = whole.detach().clone()
+            held = self._own_copy(whole)
         return [(name, (held, entry.persistent)) for name in entry.names or (entry.target,)]
+
+    def _own_copy(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.clone() if whole.device == self._device else self._moved(whole)
+
+    def _moved(self, part: torch.Tensor) -> torch.Tensor:
+        """On this rank's device; what has no numbers yet stays on the meta device."""
+        return part if part.is_meta else part.to(self._device)
 
     def _register(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
         module: nn.Module = self
@@ -101,10 +119,6 @@ class ParallelModule(nn.Module):
             module.register_parameter(last, tensor)
         else:
             module.register_buffer(last, tensor, persistent=persistent)
-
-    def _device(self) -> torch.device:
-        tensors = list(self._program.tensors.values())
-        return tensors[0].device if tensors else torch.device("cpu")
 
     def _distributed(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
         if self._device_mesh is None:
@@ -181,7 +195,7 @@ class ParallelModule(nn.Module):
 
     def _refuse_autocast(self) -> None:
         planned = self._program.signature.autocast
-        now = autocast.around((self._device().type, *(kind for kind, _ in planned)))
+        now = autocast.around((self._device.type, *(kind for kind, _ in planned)))
         if now != planned:
             raise InputError(
                 f"the model was planned under {autocast.text(planned)} and is called under "
@@ -246,7 +260,7 @@ class ParallelModule(nn.Module):
             return given if isinstance(given, DTensor) else own  # `_local` counts its changes
         if entry.kind == "seed":
             self._seed = next_seed(self._seed)
-            return torch.tensor(self._seed, device=self._device())
+            return filled((), self._seed, self._device)
         if entry.kind in ("coordinate", "constant"):
             return self.get_buffer(entry.node)
         if entry.kind == "buffer":
@@ -286,7 +300,8 @@ class ParallelModule(nn.Module):
         if isinstance(given, DTensor):
             self._check_place(entry, given)
             return given.to_local()
-        return layout.cut(given, self._coordinate) if layout.axes_of("S") else given
+        own = layout.cut(given, self._coordinate) if layout.axes_of("S") else given
+        return own if own.device == self._device else own.to(self._device, non_blocking=True)
 
     def _check_place(self, entry: Input, given: DTensor) -> None:
         wanted = placements(self._program.layouts[entry.node])

@@ -117,7 +117,7 @@ def pulse() -> Pulse | None:
     world = _running_group()
     if _current is not None and world is not None and _current.is_of(world):
         return _current
-    if world is None or ranks.running() == 1 or dist.get_backend() == "fake":
+    if world is None or not ranks.others():
         return None
     if _current is not None:
         _current.end()

@@ -19,6 +19,13 @@ def running() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def others() -> bool:
+    """Whether there are other ranks to hear from. A group of the backend "fake" has none: each rank
+    of it is taken to say what this one says.
+    """
+    return running() > 1 and "fake" not in backends().values()
+
+
 def rank() -> int:
     return dist.get_rank() if running() > 1 else 0
 
@@ -83,13 +90,13 @@ def agree_on(asked: Mapping[str, str]) -> None:
 
 def meet() -> None:
     """Wait until all ranks are here."""
-    if running() > 1:
+    if others():
         dist.barrier()
 
 
 def from_rank_0(value: Any) -> Any:
     """Rank 0's value, on every rank."""
-    if running() == 1:
+    if not others():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0)
@@ -98,8 +105,8 @@ def from_rank_0(value: Any) -> Any:
 
 def all_of(value: Any) -> list[Any]:
     """The value of every rank, in their order, on every rank."""
-    if running() == 1:
-        return [value]
+    if not others():
+        return [value] * running()
     found: list[Any] = [None] * running()
     dist.all_gather_object(found, value)
     return found
@@ -115,13 +122,35 @@ def named(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) != 1 else ''} {shown}{more}"
 
 
+def backends() -> dict[str, str]:
+    """The backend that the running process group has for each type of device, such as
+    {"cpu": "gloo", "cuda": "nccl"}, whichever way it was named; empty without a group.
+    """
+    if running() == 1 and not (dist.is_available() and dist.is_initialized()):
+        return {}
+    pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
+    return {kind: backend for kind, _, backend in pairs}
+
+
+def accelerated() -> str | None:
+    """The type of device that the running group has a backend of its own for, such as "cuda" of
+    NCCL; None where gloo sends for all, or nothing runs.
+    """
+    own = (kind for kind, backend in backends().items() if kind != "cpu" and backend != "gloo")
+    return None if backends().get("cpu") == "fake" else next(own, None)
+
+
+def sends_from(device: torch.device) -> bool:
+    """Whether the running ranks can send a tensor of this device; one rank sends none."""
+    found = backends()
+    return not found or device.type in found
+
+
 def device_of_collectives(device: torch.device) -> torch.device:
     """Where a tensor of this device must be for the running ranks to send it: on NCCL the GPU."""
-    backends = dist.get_backend_config()  # "cpu:gloo,cuda:nccl", or one name for all devices
-    types = [pair.split(":")[0] for pair in backends.split(",") if ":" in pair]
-    if not types or device.type in types:
+    if sends_from(device):
         return device
     current = torch.accelerator.current_accelerator()
     if current is None:
-        return torch.device(types[0])
+        return torch.device(next(iter(backends())))
     return torch.device(current.type, torch.accelerator.current_device_index())

@@ -11,6 +11,7 @@ from torch import fx
 
 from ._compat import pytree
 from .cost.timeline import Timeline, timeline
+from .devices import on_device, without_devices
 from .errors import PlanError
 from .layouts import Layouts
 from .plan import Plan
@@ -39,6 +40,11 @@ class Ready:
         program, source = programs
         ready = dataclasses.replace(self, program=program, source=source)
         return dataclasses.replace(self.program.plan, ready=ready)
+
+    def on_device(self, device: torch.device) -> Ready:
+        """Its graph with the tensors that it makes on the device of a rank."""
+        module = on_device(self.program.module, device)
+        return dataclasses.replace(self, program=dataclasses.replace(self.program, module=module))
 
     def why(self, pattern: str) -> Why:
         """See Plan.why."""
@@ -70,9 +76,11 @@ class Ready:
 
 
 def fingerprint(program: Program) -> str:
-    """Names a traced graph: its nodes with shapes and dtypes, and what feeds them."""
+    """Names a traced graph: its nodes with shapes and dtypes, and what feeds them; not the device,
+    as a plan from the meta device is for any.
+    """
     lines = [
-        f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} "
+        f"{n.name} {n.op} {n.target} {without_devices(n.args)} {without_devices(n.kwargs)} "
         + str(
             [
                 (tuple(v.shape), v.dtype)

@@ -24,6 +24,8 @@ def same(tensors: Mapping[str, torch.Tensor], synchronise: bool) -> None:
     `synchronise=False` raises a RankError on every rank instead. Both name the first that differs
     and the ranks that hold it otherwise.
     """
+    if not ranks.others():
+        return
     own = ranks.together("reading the parameters", lambda: _digests(tensors))
     everyones = ranks.all_of(_joint(own))
     if len(set(everyones)) == 1:

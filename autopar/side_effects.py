@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ._compat import FakeTensor, exporting, pytree, without_modes
+from ._compat import FakeTensor, changes_in_place, exporting, pytree, without_modes
 from .capture import StandIns, refusal, stand_ins, trail
 from .errors import TraceError
 from .snapshot import Snapshot, snapshot
@@ -51,20 +51,23 @@ RANDOM_ADVICE = (
 )
 
 
-def refuse_side_effects(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refuse_side_effects(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> set[str]:
     """Raises TraceError where calls of the model are not alike, with the line or the attribute.
     Neither the model nor the states of random number generators are changed. What forward raises
-    itself is left to `capture` to explain.
+    itself is left to `capture` to explain. Returns the buffers that a call writes into.
     """
     python, others = random.getstate(), _numpy_state()
     torch_state = torch.get_rng_state()
     try:
         with stand_ins(model, args, dict(kwargs)) as fakes:
-            made = _call_twice(model, fakes)
+            made, written = _call_twice(model, fakes)
         if not torch.equal(torch.get_rng_state(), torch_state):
             reason = "forward changes the state of torch's random numbers (torch.manual_seed)"
             raise refusal(model, reason, "", "Seed outside of forward.")
         _refuse_escaped(model, made)
+        return written
     finally:
         random.setstate(python)
         _restore_numpy(others)
@@ -79,18 +82,22 @@ class _Differs(RuntimeError):
         self.reason, self.advice = reason, advice
 
 
-def _call_twice(model: nn.Module, fakes: StandIns) -> list[weakref.ref[torch.Tensor]]:
-    """Of every tensor that was made."""
+def _call_twice(
+    model: nn.Module, fakes: StandIns
+) -> tuple[list[weakref.ref[torch.Tensor]], set[str]]:
+    """Of every tensor that was made, and the buffers that were written into."""
     named = [*model.named_parameters(), *model.named_buffers()]
     held = [(name, value, value.requires_grad) for name, value in named]
     before = snapshot(model)
     inputs = [v for v in pytree.tree_leaves((fakes.args, fakes.kwargs)) if _is_tensor(v)]
     known = {id(value): value for value in (*dict(named).values(), *inputs)}
     buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+    changes = {name: (value, changes_in_place(value)) for name, value in model.named_buffers()}
     try:
         first = _Calls(known)
         if not _called(model, fakes, first):
-            return []
+            return [], set()
+        written = {n for n, (value, count) in changes.items() if changes_in_place(value) > count}
         after = snapshot(model, lambda value: id(value) in before.tensors)
         _refuse_gradients(model, held)
         for registry, content in buffers:  # what is assigned to a buffer is its new value
@@ -102,7 +109,7 @@ def _call_twice(model: nn.Module, fakes: StandIns) -> list[weakref.ref[torch.Ten
         _refuse_changes(model, after, snapshot(model, lambda value: id(value) in before.tensors))
     finally:
         before.restore()
-    return [*first.made, *second.made]
+    return [*first.made, *second.made], written
 
 
 def _called(model: nn.Module, fakes: StandIns, calls: _Calls) -> bool:

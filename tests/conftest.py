@@ -35,6 +35,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, name in zip(items, names, strict=True):
         if heavy.heavy(name):
             item.add_marker(pytest.mark.slow)
-    everything = len({item.path for item in items}) == len(list(HERE.glob("test_*.py")))
+    everything = len({item.path for item in items}) == len(list(HERE.rglob("test_*.py")))
     if everything and (gone := heavy.unmatched(names)):
         raise pytest.UsageError(f"tests/heavy.txt names tests that are not there: {gone}")

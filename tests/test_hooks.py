@@ -84,6 +84,23 @@ def further_back(x: Tensor) -> Tensor:
     return x * 2
 
 
+class Doubled(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def behind_a_function(x: Tensor) -> Tensor:
+    y: Tensor = Doubled.apply(x) * 1
+    if y.requires_grad:  # as it does when the model runs
+        y.register_hook(doubled)
+    return y
+
+
 def packed(x: Tensor) -> Tensor:
     with saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
         return x.exp()
@@ -121,6 +138,7 @@ def refused(model: nn.Module) -> str:
         (before_node, "act registers the hook list.append on the autograd node Mul"),
         (on_edge, "act registers the hook on_edge.<locals>.<lambda> ("),
         (on_several, "act registers the hook "),
+        (behind_a_function, "act registers the hook doubled ("),
         (further_back, "act registers the hook halved ("),
         (packed, "act packs saved tensors by the hook packed.<locals>.<lambda> ("),
     ],

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent / "autopar"
 # From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
 # one another as long as they make no cycle. "" is autopar/__init__.py.
 ORDER = (
-    "errors", "documents", "ranks", "digest", "replicas", "_compat", "autocast", "pulse", "watch",
+    "errors", "documents", "ranks", "digest", "replicas", "_compat", "autocast", "pulse", "store",
+    "devices", "watch",
     "spans", "mesh", "world", "agreement", "layout", "changes", "written", "figures", "plan_file",
     "plan", "rules", "ops", "trials", "probe", "program", "graphs", "faults", "secret_writes",
     "simplify", "functions", "hooks", "snapshot", "capture", "function_rules", "binding",

@@ -158,6 +158,26 @@ def test_statistics_are_those_of_the_module(name: str, training: bool) -> None:
         autopar.verify(model, world, (x,), layout=layout)
 
 
+class Beside(nn.Module):
+    """Normalises, and uses only what it was given."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)
+        return x.square().mean()
+
+
+def test_statistics_of_a_module_that_nothing_uses() -> None:
+    """Export drops an instance norm that nothing uses, with what it writes, but no batch norm."""
+    found = buffers_after(Beside(nn.BatchNorm1d(6)), ROWS)
+    assert found["norm.running_mean"].abs().max() > 0
+    with pytest.raises(TraceError, match=r"buffer norm.running_mean by an op whose result nothing"):
+        trace(Beside(nn.InstanceNorm1d(6, track_running_stats=True)), (SERIES,))
+
+
 def test_a_momentum_that_hangs_on_a_count_is_refused() -> None:
     """BatchNorm(momentum=None) reads its buffer in Python: another number at each step."""
     with pytest.raises(TraceError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 from autopar.errors import WorldError
 from autopar.world import PRESETS, Device, Level, Link, World
+from autopar.world.calibrated import running_world
 from autopar.world.gpus import GPUS, known
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
@@ -249,6 +251,67 @@ def test_names_of_drivers() -> None:
         "NVIDIA GH200 120GB": "GH200", "NVIDIA GB200": "GB200", "NVIDIA B200": "B200",
         "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA A100-SXM4-40GB": "A100", "Tesla T4": "T4",
         "Tesla V100-SXM2-16GB": "V100", "NVIDIA A10G": "A10", "NVIDIA Quadro": None,
+        "NVIDIA A100-PCIE-40GB": "A100-PCIE-40GB", "NVIDIA A100 80GB PCIe": "A100 80GB PCIe",
+        "NVIDIA H100 NVL": "H100 NVL", "NVIDIA H20": "H20", "NVIDIA H200": "H200",
+        "NVIDIA B300 SXM6 AC": "B300", "NVIDIA GB300": "GB300", "NVIDIA L4": "L4",
+        "NVIDIA L40": "L40", "NVIDIA L40S": "L40S", "NVIDIA A40": "A40", "NVIDIA A10": "A10",
+        "NVIDIA GeForce RTX 3090": "RTX 3090", "Quadro RTX 6000": "Quadro RTX 6000",
+        "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada", "AMD Instinct MI250X": "MI250X",
+        "AMD Instinct MI300X": "MI300X", "NVIDIA RTX A1000": None, "NVIDIA RTX A4000": None,
     }  # fmt: skip
     assert {name: known(name) for name in names} == names
     assert all(gpu.flops > 0 for gpu in GPUS.values())
+    assert known("AMD Radeon Graphics", "gfx90a:sramecc+:xnack-") == "MI250X"
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA A100-PCIE-40GB", 31.5e9),
+        ("NVIDIA A100 80GB PCIe", 31.5e9),
+        ("NVIDIA H100 NVL", 63e9),
+        ("NVIDIA L40S", 31.5e9),
+        ("NVIDIA H20", 450e9),
+        ("NVIDIA B300 SXM6 AC", 900e9),
+        ("AMD Instinct MI300X", 448e9),
+    ],
+)
+def test_cards_in_slots_have_no_links_to_all(
+    monkeypatch: pytest.MonkeyPatch, name: str, rate: float
+) -> None:
+    Cuda(monkeypatch, name, 4, peers=True)
+    assert World.of(4).levels[0].bytes_per_s == rate
+
+
+def test_what_is_assumed_of_an_unknown_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, "NVIDIA X900", 4, peers=True)
+    with pytest.warns(
+        UserWarning, match="nothing is known of a NVIDIA X900: it is planned as an A100"
+    ):
+        assert World.of(4).levels[0].bytes_per_s == 31.5e9
+
+
+# -- what was calibrated here ----------------------------------------------------------------------
+def test_what_was_calibrated_here_is_what_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    seen, told = running_world()
+    assert seen == World.detect() and seen.ranks == 4
+    assert told.startswith("links are assumed, not measured (4 ranks of cpu")
+    assert "autopar calibrate` takes two minutes" in told
+    measured = dataclasses.replace(seen, launch_s=1.25e-4)
+    measured.save("world.json")
+    found, told = running_world()
+    assert found == dataclasses.replace(measured, name="world.json")
+    assert told == "the world is world.json, which was calibrated"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    found, told = running_world()
+    assert found == World.detect()
+    assert told.startswith("world.json is of 4 ranks and does not count for 8; links are assumed")
+    elsewhere = dataclasses.replace(World.preset("dgx-h100", 8))
+    elsewhere.save("world.json")
+    found, told = running_world()
+    assert found.device.name == "cpu"
+    assert told.startswith("world.json is of H100 with nccl, here is cpu with gloo: it does not")

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import torch
 from torch import fx
 
 from ..program import Input, Program, same_inputs
 
 
 def emit(program: Program) -> Program:
-    """The program with what nothing uses removed, and tensors made in the graph put on each rank's
-    own device.
-
-    Export writes the traced device with its number into the graph; on several ranks that number
-    would be the same on all.
-    """
+    """The program with what nothing uses removed."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(program.module.graph, copied)
     assert output is not None
     graph.output(output)
     for node in graph.nodes:
-        node.args, node.kwargs = _anywhere(node.args), _anywhere(node.kwargs)
         # what torch hands on to the graphs that it derives, for timelines
         node.meta["custom"] = {"node": node.name, "module": node.meta.get("chain", "")}
     for node in reversed(list(graph.nodes)):
@@ -59,13 +51,3 @@ def _used(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input, ...]:
     for name in gone:
         graph.erase_node(unused[name])
     return tuple(e for e in inputs if e.node not in gone)
-
-
-def _anywhere(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return torch.device(value.type)
-    if isinstance(value, tuple | list):
-        return type(value)(_anywhere(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _anywhere(item) for key, item in value.items()}
-    return value

@@ -25,6 +25,7 @@ from autopar import autocast
 from autopar._compat import pytree
 from autopar.binding import check_call, signature_of
 from autopar.capture import DATA_ADVICE, capture, place, refusal
+from autopar.devices import take_numbers_off
 from autopar.errors import InputError
 from autopar.program import Input, Output, Program, Signature, same_inputs
 from autopar.side_effects import refuse_side_effects
@@ -58,15 +59,17 @@ def trace(
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     check_call(model, args, kwargs)
-    refuse_side_effects(model, args, kwargs)
+    written = refuse_side_effects(model, args, kwargs)
     exported, originals = capture(model, args, kwargs)
     graph = exported.graph_module.graph
     _give_lasting_names(graph)
     results = _read_outputs(model, exported)
+    _refuse_lost_writes(model, written, {o.target for o in results if o.kind == "mutation"})
     nodes, fixed, tensors = _read_inputs(model, exported, originals, args, kwargs)
     simplify(
         graph, {node for node, entry in nodes.items() if entry.trainable or entry.kind == "user"}
     )
+    take_numbers_off(graph)
     _refuse_symbols(model, graph)
     _refuse_strides(model, graph)
     graph.lint()
@@ -81,6 +84,19 @@ def trace(
         autocast=autocast.around(_device_types(graph)),
     )
     return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
+
+
+def _refuse_lost_writes(model: nn.Module, written: set[str], kept: set[str]) -> None:
+    """Export drops an op whose result nothing uses, and with it what the op writes into a buffer
+    without saying so in its signature, as those of normalisation do.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    ids = {id(buffers[name]) for name in kept if name in buffers}
+    lost = sorted(name for name in written if id(buffers.get(name)) not in ids)
+    if lost:
+        reason = f"forward writes into the buffer {lost[0]} by an op whose result nothing uses"
+        advice = "Return or use what that module computes, or leave the module out."
+        raise refusal(model, reason, "", advice)
 
 
 def run(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .gpus import GPUS, PCIE_BYTES_PER_S, PEER_BYTES_PER_S, known
+from ..ranks import backends as running_backends
+from .gpus import GPUS, LIKE, PEER_BYTES_PER_S, known, pcie_bytes_per_s
 from .hardware import Device, Level
 from .presets import (
     CPU_BYTES_PER_S,
@@ -65,18 +67,32 @@ def like_here(ranks: int, per_node: int | None = None) -> Found:
         levels.append(dataclasses.replace(outside, ranks=ranks // per_node))
     backend = "nccl" if gpu else "gloo"
     if dist.is_available() and dist.is_initialized():
-        backend = dist.get_backend()
+        backend = running_backends().get("cuda" if gpu else "cpu", backend)
     if gpu:
         return Found(tuple(levels), _gpu(), backend, LAUNCH_S)
     return Found(tuple(levels), _cpu(per_node), backend, GLOO_LAUNCH_S)
 
 
 def _gpu() -> Device:
-    """By its name; one that is not known is taken for an A100 with its own memory."""
-    properties = torch.cuda.get_device_properties(0)
-    like = GPUS[known(properties.name) or "A100"]
-    memory = float(properties.total_memory)
+    """By its name; one that is not known is taken for an A100 with its own memory, and a warning
+    says so.
+    """
+    properties, name = torch.cuda.get_device_properties(0), _known()
+    memory, like = float(properties.total_memory), GPUS[name or LIKE]
+    if name is None:
+        warnings.warn(
+            f"nothing is known of a {properties.name}: it is planned as an {LIKE} "
+            f"({like.flops / 1e12:.0f} TFLOP/s, {like.memory_bytes_per_s / 1e9:.0f} GB/s) with its "
+            f"own {memory / 2**30:.0f} GiB, its links as PCIe 4.0. Measure it with `autopar "
+            "calibrate`, or give a World of your own",
+            stacklevel=2,
+        )
     return dataclasses.replace(like, name=properties.name, memory_bytes=memory)
+
+
+def _known() -> str | None:
+    properties = torch.cuda.get_device_properties(0)
+    return known(properties.name, getattr(properties, "gcnArchName", ""))
 
 
 def _cpu(ranks: int) -> Device:
@@ -91,7 +107,8 @@ def _peers(ranks: int) -> Level:
     """
     here = range(torch.cuda.device_count())
     reach = all(torch.cuda.can_device_access_peer(a, b) for a in here for b in here if a != b)
-    fast = PEER_BYTES_PER_S.get(known(torch.cuda.get_device_properties(0).name) or "")
+    name = _known()
+    fast, slot = PEER_BYTES_PER_S.get(name or ""), pcie_bytes_per_s(name)
     if fast is not None and reach:
         return Level(ranks, fast, NVLINK_S)
-    return Level(ranks, PCIE_BYTES_PER_S if reach else PCIE_BYTES_PER_S / 2, PCIE_S)
+    return Level(ranks, slot if reach else slot / 2, PCIE_S)

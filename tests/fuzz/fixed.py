@@ -15,6 +15,9 @@ MENDED = {
     "straight through": "rows 4x8 | linear:1 StraightThrough:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'ddp'",
     "beside straight through": "rows 4x8 | linear:1 beside_straight_through:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'fsdp'",
     "gradient reversal": "rows 4x8 | linear:1 Reversed:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'auto'",
+    "hook behind a function": "sequences 8x2x16 | linear:1 sub:440 Clipped:412 tensor_hook:195 | mean_square:0 return_two_losses:490 | | 2 | 'fsdp'",
+    # export drops an op that nothing uses, with what it writes in secret
+    "statistics that nothing uses": "sequences 2x2x2 | scalar_weight:698 instance_norm:320 | mean_square:0 return_no_loss_but_two:925 | | 2 | 'ddp'",
     "backward mixes rows": "rows 4x8 | linear:1 MixesRows:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'ddp'",
     "backward mixes columns": "rows 4x8 | linear:1 MixesColumns:1 linear:1 | mean_square:0 return_loss:0 | | 2 | random_plan('x2', 1)",
     "clipped gradient": "rows 4x8 | linear:1 Clipped:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'auto'",

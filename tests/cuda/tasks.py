@@ -1,0 +1,167 @@
+"""What an emulated rank does: each task gives facts, and a test says what they must be."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import types
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+import models
+from autopar._compat import FakeTensorMode, pytree
+from autopar.planning import traced
+from autopar.ready import fingerprint
+
+Facts = dict[str, Any]
+README = Path(__file__).parent.parent.parent / "README.md"
+
+
+def run(name: str, rank: int) -> Facts:
+    kind, _, rest = name.partition(":")
+    warnings.simplefilter("ignore")
+    try:
+        found: Facts = globals()[kind.replace(" ", "_")](rank, *filter(None, rest.split(",")))
+    except Exception as error:
+        if os.environ.get("RAISE"):
+            raise
+        return {"error": f"{type(error).__name__}: {error}"[:2000]}
+    return found
+
+
+@contextmanager
+def made_on(device: str) -> Iterator[FakeTensorMode]:
+    mode = FakeTensorMode()
+    with mode, torch.device(device):
+        yield mode
+
+
+def scalar(results: Any) -> Tensor:
+    return next(x for x in pytree.tree_leaves(results) if isinstance(x, Tensor) and not x.dim())
+
+
+def facts_of(par: nn.Module, loss: Tensor) -> Facts:
+    gradients = [p.grad for p in par.parameters()]
+    return {
+        "loss": str(loss.device),
+        "parameters": sorted({str(p.device) for p in par.parameters()}),
+        "gradients": sorted({str(g.device) for g in gradients if g is not None}),
+        "without": sum(g is None for g in gradients),
+    }
+
+
+def layout(rank: int, name: str, *options: str) -> Facts:
+    """A step of a GPT on this rank's device, under a layout."""
+    dropout = 0.1 if "dropout" in options else 0.0
+    more: dict[str, Any] = {"recompute": "full"} if "recompute" in options else {}
+    if "reduce" in options:
+        more["reduce_dtype"] = torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if "reduce" in options else before)
+    with made_on(f"cuda:{rank}") as mode:
+        model, args, kwargs = models.gpt(dropout=dropout)
+    torch.set_default_dtype(before)
+    plan = autopar.plan(model, 8, args or kwargs, layout=name, smaller=False, **more)
+    with mode:
+        par = autopar.apply(model, plan)
+        loss = scalar(par(*args, **kwargs))
+        loss.backward()
+    devices = {
+        str(value)
+        for node in par.graph.graph.nodes
+        for value in pytree.tree_leaves((node.args, node.kwargs))
+        if isinstance(value, torch.device)
+    }
+    return {**facts_of(par, loss), "named": sorted(devices), "mesh": str(plan.mesh)}
+
+
+def fingerprints(rank: int) -> Facts:
+    """Of one model here, on the meta device, and on the CPU."""
+    found = {}
+    for device in (f"cuda:{rank}", "meta", "cpu"):
+        with made_on(device):
+            model, args, kwargs = models.llama()
+        found[device.split(":")[0]] = fingerprint(traced(model, args or kwargs))
+    return found
+
+
+class _Copies(TorchDispatchMode):
+    """Counts what waits for the device: numbers that are read, and copies from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before, after = (
+            {x.device.type for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)}
+            for tree in ((args, kwargs), result)
+        )
+        if (before == {"cpu"} and "cuda" in after) or len(before) > 1:
+            self.found[f"{func} from the host"] += 1
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.found["item"] += 1
+        return result
+
+
+def steps(rank: int, name: str) -> Facts:
+    """What waits for the device in the third step: nothing."""
+    with made_on(f"cuda:{rank}") as mode:
+        model, args, kwargs = models.gpt(dropout=0.1)
+    plan = autopar.plan(model, 8, args or kwargs, layout=name, smaller=False)
+    with mode:
+        par = autopar.apply(model, plan)
+        for _ in range(3):
+            copies = _Copies()
+            with copies:
+                scalar(par(*args, **kwargs)).backward()
+    return {"waits": dict(copies.found)}
+
+
+def mixed(rank: int) -> Facts:
+    """A model on another device than its inputs: as on a GPU, that is an error."""
+    with made_on(f"cuda:{rank}"):
+        model, _, _ = models.gpt()
+    with made_on("cpu"):
+        _, args, kwargs = models.gpt()
+    autopar.plan(model, 8, args or kwargs)
+    return {}
+
+
+def readme(rank: int) -> Facts:
+    """README's program, word for word: the model and its batches are made on the CPU."""
+    source = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+        if "init_process_group" in block
+    )
+    mine: Any = types.ModuleType("mymodel")
+    with FakeTensorMode() as mode:
+        _, args, _ = models.gpt()
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = models.gpt()[0]
+
+            def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+                return scalar(self.inner(tokens, targets))
+
+        mine.Model, mine.batches = Model, iter([args] * 3)
+        sys.modules["mymodel"] = mine
+        torch.distributed.init_process_group = lambda *_, **__: None  # emulated.py has opened one
+        names: Facts = {}
+        with mode:
+            exec(compile(source, "README.md", "exec"), names)
+    return facts_of(names["model"], names["loss"])

@@ -1,0 +1,85 @@
+"""On CUDA devices that are emulated: what would stop the first run on GPUs stops here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+TORCH = Path(torch.__file__).parent
+LAYOUTS = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "3d", "4d", "2.5d")
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ for guard.cpp")
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The emulated devices, compiled."""
+    made = tmp_path_factory.mktemp("cuda") / "guard.so"
+    flags = ["-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"]
+    command = ["g++", *flags, str(HERE / "guard.cpp"), "-lc10", "-ltorch_cpu", "-o", str(made)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return made
+
+
+def emulated(guard: Path, rank: int, *tasks: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-W", "ignore", str(HERE / "emulated.py"), str(guard), str(rank)]
+    done = subprocess.run(
+        [*command, *tasks],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return [found[task] for task in tasks]
+
+
+def on_its_device(facts: dict[str, Any], rank: int) -> None:
+    assert "error" not in facts, facts["error"]
+    here = f"cuda:{rank}"
+    assert facts["loss"] == here
+    assert facts["parameters"] == facts["gradients"] == [here]
+    assert facts["without"] == 0
+    assert set(facts.get("named", [])) <= {here}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("auto", "4d") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
+)
+def test_a_step_stays_on_the_device_of_the_rank(guard: Path, name: str) -> None:
+    tasks = [f"layout:{name}", f"layout:{name},dropout,recompute", f"layout:{name},reduce"]
+    for facts in emulated(guard, 5, *(tasks[1:2] if name == "auto" else tasks)):
+        on_its_device(facts, 5)
+
+
+def test_readme_s_program_runs_where_the_backend_is(guard: Path) -> None:
+    (facts,) = emulated(guard, 3, "readme")
+    on_its_device(facts, 3)
+
+
+def test_ranks_on_different_devices_hold_one_fingerprint(guard: Path) -> None:
+    both = [emulated(guard, rank, "fingerprints")[0] for rank in (0, 6)]
+    assert len({name for facts in both for name in facts.values()}) == 1, both
+
+
+def test_a_mix_of_devices_is_refused(guard: Path) -> None:
+    (facts,) = emulated(guard, 2, "mixed")
+    assert facts["error"].startswith("TraceError"), facts
+    assert "cuda:2" in facts["error"] and "cpu" in facts["error"]
+
+
+def test_a_step_never_waits_for_the_device(guard: Path) -> None:
+    for facts in emulated(guard, 1, "steps:fsdp", "steps:4d"):
+        assert "error" not in facts, facts["error"]
+        assert facts["waits"] == {}

@@ -1,0 +1,48 @@
+"""What is left of a model once it is on the ranks, and it and its inputs are let go: started by
+test_released.py (see on_ranks.py).
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import autopar
+import models
+from on_ranks import Facts, run_tasks
+
+LAYOUTS = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "4d")
+
+
+def left(layout: str, planned: bool, **options: Any) -> list[str]:
+    """The parameters and buffers whose memory somebody still holds after a step."""
+    model, args, _ = models.gpt(dropout=0.1)
+    model.register_buffer("table", torch.ones(64, 64))
+    if planned:
+        plan = autopar.plan(model, 2, args, layout=layout, **options)
+        par: Any = autopar.apply(model, plan)
+        del plan
+    else:
+        par = autopar.parallelize(model, inputs=args, layout=layout, **options)
+    held = [*model.named_parameters(), *model.named_buffers()]
+    storages = {name: StorageWeakRef(x.untyped_storage()) for name, x in held}
+    next(x for x in torch.utils._pytree.tree_leaves(par(*args)) if not x.dim()).backward()
+    del model, held
+    gc.collect()
+    return [name for name, storage in storages.items() if not storage.expired()]
+
+
+def released() -> Facts:
+    found: Facts = {}
+    for layout in LAYOUTS:
+        found[layout] = left(layout, planned=False)
+    found["planned"] = left("fsdp", planned=True)
+    found["recomputed"] = left("fsdp", planned=False, recompute="full")
+    return found
+
+
+if __name__ == "__main__":
+    run_tasks({"released": released})
