@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 
 from .changes import steps
 from .cost.comm import path_seconds
+from .elimination import LARGEST, too_large
 from .layout import Element, Layout
 from .regions import Array, Known
 from .world import World
@@ -45,7 +47,12 @@ class Conversions:
         return self._known.array(("copied", native.key, copy.key, element), make)
 
     def nearer(self, native: Want, copy: Want, want: Want, element: Element) -> Array:
-        """To each option of the user from the maker or from the copy, whichever is nearer."""
+        """To each option of the user from the maker or from the copy, whichever is nearer. Raises
+        PlanError where that is a larger table than elimination takes.
+        """
+        sizes = (len(native.layouts), 1 + len(copy.layouts), len(want.layouts))
+        if math.prod(sizes) > LARGEST:
+            raise too_large(sizes)
 
         def make() -> Array:
             direct = self._between(native.layouts, want.layouts, element)[:, None, :]

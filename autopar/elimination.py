@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from .errors import PlanError
 
-_LARGEST = 1 << 27  # entries of one table: 1 GiB of float64
+LARGEST = 1 << 27  # entries of one table: 1 GiB of float64
 _SMALL = 1 << 14  # entries of one table: adding up takes no longer than looking for an order
 
 
@@ -114,13 +114,17 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
         if tried[-1][0] <= _SMALL:
             break
     largest, order, entangled = min(tried, key=lambda found: found[0])
-    if largest > _LARGEST:
-        raise PlanError(
-            f"the search would need a table over {len(entangled)} variables of "
-            f"{[sizes[v] for v in entangled]} values; give a layout by "
-            f"name, or fewer axes"
-        )
+    if largest > LARGEST:
+        raise too_large([sizes[v] for v in entangled])
     return order
+
+
+def too_large(sizes: Sequence[int]) -> PlanError:
+    """Of a table over variables of so many values."""
+    return PlanError(
+        f"the search would need a table over {len(sizes)} variables of {list(sizes)} values; give "
+        "a layout by name, or fewer axes"
+    )
 
 
 def _table_size(
