@@ -84,3 +84,24 @@ def test_no_false_alarm(name: str, dtype: torch.dtype) -> None:
     model = model.to(dtype)
     program = trace.trace(model, args, kwargs)
     assert compare_original(model, program, (args, kwargs), flops=1.0)
+
+
+class Idle(nn.Module):
+    """Draws once for nothing, which export leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        F.dropout(x, 0.5)
+        return F.dropout(self.up(x) * self.scale, 0.3).square().sum()
+
+
+def test_a_draw_that_nothing_uses_is_no_difference_and_hides_none() -> None:
+    model, x = Idle(), rows()
+    program = trace.trace(model, (x,))
+    assert compare_original(model, program, ((x,), {}), flops=1.0)
+    model.scale = 1.01
+    with pytest.raises(VerificationError, match="result is off by"):
+        compare_original(model, program, ((x,), {}), flops=1.0)

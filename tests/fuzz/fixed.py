@@ -16,6 +16,10 @@ MENDED = {
     "beside straight through": "rows 4x8 | linear:1 beside_straight_through:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'fsdp'",
     "gradient reversal": "rows 4x8 | linear:1 Reversed:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'auto'",
     "hook behind a function": "sequences 8x2x16 | linear:1 sub:440 Clipped:412 tensor_hook:195 | mean_square:0 return_two_losses:490 | | 2 | 'fsdp'",
+    # export drops a dropout that nothing uses, and verify took what it draws next for another model
+    "dropout that nothing uses": "sequences 2x2x4 | roll:178 linear:1 dropout:329 dropout_attention:878 | weighted_sum:0 return_loss:0 | | 2 | 'ddp'",
+    # a table of 102 GiB was asked for
+    "a table that outgrows memory": "images 6x12x3x3 | linear:1 adaptive_max_pool:33 new_empty:917 frozen_branch:398 | norm_loss:452 return_two_losses:626 | | 16 | random_plan('w2.x2.y2.z2', 823)",
     # export drops an op that nothing uses, with what it writes in secret
     "statistics that nothing uses": "sequences 2x2x2 | scalar_weight:698 instance_norm:320 | mean_square:0 return_no_loss_but_two:925 | | 2 | 'ddp'",
     "backward mixes rows": "rows 4x8 | linear:1 MixesRows:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'ddp'",
