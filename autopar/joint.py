@@ -24,6 +24,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _COALESCED = {
     "all_reduce": functional.all_reduce_coalesced.default,
     "all_gather_into_tensor": functional.all_gather_into_tensor_coalesced.default,
+    "reduce_scatter_tensor": functional.reduce_scatter_tensor_coalesced.default,
 }
 
 

@@ -109,8 +109,15 @@ def _wait(x: Tensor, kind: str, group: str = "") -> Tensor:
         faults.explain(error, f"{kind}{over}")
 
 
+def _reals(x: Tensor) -> Tensor:
+    """Complex x (...) as (..., 2): transports know no complex numbers."""
+    return torch.view_as_real(x.resolve_conj())
+
+
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """x (n, ...) of every rank, one after the other: (size·n, ...)."""
+    if x.is_complex():
+        return torch.view_as_complex(all_gather(_reals(x), size, group))
     if x.dtype == torch.bool:  # gloo knows no bool
         return all_gather(x.view(torch.uint8), size, group).view(torch.bool)
     if simulator is not None:
@@ -121,6 +128,8 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
 
 def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """Slice number (own rank) of the sum of x (size·n, ...): (n, ...)."""
+    if x.is_complex():
+        return torch.view_as_complex(reduce_scatter(_reals(x), size, group))
     if simulator is not None:
         return simulator.exchange("reduce-scatter", x, group)
     if _reduce_scatter_is_slow(group, x.device.type):
@@ -131,6 +140,8 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 def all_reduce(x: Tensor, size: int, group: str, op: Literal["sum", "max"] = "sum") -> Tensor:
     """The sum or maximum of x over the group's `size` ranks, same shape."""
+    if x.is_complex():
+        return torch.view_as_complex(all_reduce(_reals(x), size, group, op))
     if simulator is not None:
         return simulator.exchange(f"all-reduce {op}", x, group)
     under_way = torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group)
@@ -139,6 +150,8 @@ def all_reduce(x: Tensor, size: int, group: str, op: Literal["sum", "max"] = "su
 
 def all_to_all(x: Tensor, group: str) -> Tensor:
     """x (size, ...): slice j goes to rank j of the group, slice i of the result is from rank i."""
+    if x.is_complex():
+        return torch.view_as_complex(all_to_all(_reals(x), group))
     if x.dtype == torch.bool:
         return all_to_all(x.view(torch.uint8), group).view(torch.bool)
     if simulator is not None:
@@ -155,6 +168,9 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 
 def all_reduce_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
     """The sums of several tensors of one dtype over the group's `size` ranks, as one operation."""
+    if xs and xs[0].is_complex():
+        sums = all_reduce_coalesced([_reals(x) for x in xs], size, group)
+        return [torch.view_as_complex(x) for x in sums]
     if simulator is not None:
         return [all_reduce(x, size, group) for x in xs]
     under_way = torch.ops._c10d_functional.all_reduce_coalesced(
@@ -191,6 +207,8 @@ def broadcast(x: Tensor, root: int, size: int, group: str) -> Tensor:
 def issue_broadcast(x: Tensor, root: int, size: int, group: str) -> Tensor:
     """As `broadcast`, but only under way."""
     assert 0 <= root < size, f"root {root} of {size} ranks"
+    if x.is_complex():
+        return torch.view_as_complex(issue_broadcast(_reals(x), root, size, group))
     if simulator is not None:
         return simulator.exchange(f"broadcast root {root}", x, group)
     return torch.ops._c10d_functional.broadcast(x, root, group)
@@ -206,6 +224,8 @@ def reduce(x: Tensor, root: int, size: int, group: str) -> Tensor:
 def issue_reduce(x: Tensor, root: int, size: int, group: str) -> Tensor:
     """As `reduce`, but only under way."""
     assert 0 <= root < size, f"root {root} of {size} ranks"
+    if x.is_complex():
+        return torch.view_as_complex(issue_reduce(_reals(x), root, size, group))
     if simulator is not None:
         return simulator.exchange(f"reduce root {root}", x, group)
     return _reduce(x, root, group)

@@ -23,7 +23,7 @@ def launched(
     """What `ranks` processes of a script like train_ranks.py saw in these tasks."""
     out = folder / "facts.json"
     here = Path(__file__).parent
-    paths = [str(here.parent), str(here), str(here.parent / "examples")]
+    paths = [str(here.parent), str(here), str(here / "cuda"), str(here.parent / "examples")]
     environment = {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",

@@ -45,6 +45,9 @@ def link(world: World, digits: Pattern) -> int:
     return len(world.levels)
 
 
+_JOINED = ("all_gather", "all_reduce", "reduce_scatter")
+
+
 class _Alike(NamedTuple):
     """What collectives share that may go as one."""
 
@@ -230,12 +233,9 @@ class Events:
         )
 
     def _may_join(self, stage: Stage, move: Move, pieces: int, late_s: float) -> None:
-        """The collective that is added next. Of reduce-scatters those that gloo has, which are
-        all-to-alls (passes/bucket.py).
-        """
+        """The collective that is added next (passes/bucket.py)."""
         kind = stage.kind
-        scattered = kind == "reduce_scatter" and self.world.backend == "gloo"
-        if pieces == 1 and not move.inside and (scattered or kind in ("all_gather", "all_reduce")):
+        if pieces == 1 and not move.inside and kind in _JOINED:
             copied = self.world.backend == "gloo" and move.traffic.collective != "all_reduce"
             alike = _Alike(kind, stage.digits, move.element_bytes, late_s, copied)
             self.joinable[len(self.events)] = alike, move.bytes / stage.parts

@@ -32,7 +32,8 @@ class Streams:
         self.when = when
         self.queues: dict[str, list[_Issued]] = defaultdict(list)
         self.issued: Counter[str] = Counter()
-        self.unwaited = 0  # waits for what was never issued: the graph waits for nothing
+        self.forgotten = 0  # 1 of so many waits is left out, to see that it is missed; 0: none
+        self.waits = 0
         self.library: Any = None
 
     # -- the contract ------------------------------------------------------------------------------
@@ -49,6 +50,9 @@ class Streams:
         return results
 
     def wait(self, x: Tensor) -> Tensor:
+        self.waits += 1
+        if self.forgotten and self.waits % self.forgotten == 0:
+            return x
         for queue in self.queues.values():
             found = [i for i, one in enumerate(queue) if any(_meet(r, x) for r in one.results)]
             if found:
@@ -57,8 +61,7 @@ class Streams:
                         result.copy_(value)
                 del queue[: found[-1] + 1]
                 return x
-        self.unwaited += 1
-        return x
+        return x  # it came with another, which was issued behind it
 
     # -- the collectives ---------------------------------------------------------------------------
     def all_reduce(self, x: Tensor, op: str, group: str) -> Tensor:

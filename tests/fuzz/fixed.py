@@ -98,6 +98,8 @@ FIXED = (
 )
 
 GLOO = (
+    # gloo was given complex numbers
+    "sequences 12x3x12 | top_expert:257 fft:220 gqa:410 | mean_square:0 return_loss_and_other:250 | | 4 | autopar.Grid4D(x=2, y=1, z=1, data=2)",
     "rows 12x8 | linear:1 mlp:3 | mean_square:0 return_loss:0 | | 4 | 'ddp'",
     "sequences 4x4x8 | linear:1 attention:3 swiglu:5 | cross_entropy:1 return_loss:0 | | 4 | 'auto'",
     "sequences 4x4x8 | layer_norm:1 gqa:3 | mean_square:0 return_loss_and_value:0 | | 4 | 'megatron'",

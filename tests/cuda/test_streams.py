@@ -1,0 +1,47 @@
+"""The graphs that NCCL would be given, under the contract of its streams, on gloo ranks: a missing
+wait, or an operand that is written over too soon, makes the loss or a gradient wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stream_ranks import LAYOUTS
+
+from test_training import launched
+
+LIMIT = 1e-6
+SCRIPT = "cuda/stream_ranks.py"
+
+
+def right(facts: dict[str, Any], where: str) -> None:
+    assert facts["loss"] < LIMIT, where
+    assert facts["gradient"] < LIMIT, (where, facts["gradient"])
+
+
+@pytest.mark.parametrize("when", ["late", pytest.param("early", marks=pytest.mark.slow)])
+def test_steps_are_those_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    monkeypatch.setenv("WHEN", when)
+    monkeypatch.setenv("LAYOUTS", "fsdp,4d")
+    found = launched(tmp_path, 4, "layouts", "forgotten", script=SCRIPT)
+    for name, facts in found["layouts"].items():
+        right(facts, f"{name}, operands read {when}")
+    fsdp = found["layouts"]["fsdp"]["sent"]
+    assert fsdp["reduce_scatter of several"] == 1 and "reduce_scatter" not in fsdp
+    wrong = found["forgotten"]["fsdp"]
+    assert math.isnan(wrong["loss"]) or math.isnan(wrong["gradient"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["late", "early"])
+def test_all_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    monkeypatch.setenv("WHEN", when)
+    found = launched(tmp_path, 4, "layouts", "recomputed", script=SCRIPT, seconds=600)
+    assert set(found["layouts"]) == set(LAYOUTS)
+    for name, facts in (*found["layouts"].items(), ("recomputed", found["recomputed"]["fsdp"])):
+        right(facts, f"{name}, operands read {when}")
