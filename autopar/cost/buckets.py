@@ -97,9 +97,10 @@ def _able(
 
 def joined(
     events: Sequence[Event], found: Sequence[Bucket], made: Callable[[Bucket], Event]
-) -> tuple[Event, ...]:
+) -> tuple[Event, ...] | None:
     """The events with each bucket as one, which `made` makes but for what it hangs on. Sums stand
-    where the last of them stood, gathers where the first did.
+    where the last of them stood, gathers where the first did. None where buckets wait for one
+    another: each has a member that hangs on one of the other's.
     """
     ones = {i: i for i in range(len(events))}  # by event, the one that it goes with
     for members in found:
@@ -110,6 +111,8 @@ def joined(
     for index, event in enumerate(events):
         needs[ones[index]].update(dict.fromkeys(ones[i] for i in event.after))
     order = _ordered(needs, {one: new.get(one, events[one]).ahead for one in needs})
+    if len(order) < len(needs):
+        return None
     places = {one: place for place, one in enumerate(order)}
     return tuple(
         new.get(one, events[one])._replace(after=tuple(sorted(places[i] for i in needs[one])))
@@ -119,7 +122,7 @@ def joined(
 
 def _ordered(needs: dict[int, dict[int, None]], ahead: dict[int, bool]) -> list[int]:
     """Each behind what it needs, else in the order of the numbers; what is fetched ahead no later
-    than before what needs it.
+    than before what needs it. Without those that wait for one another, and what waits for these.
     """
     place = {one: one for one in needs}
     early = [one for one in needs if ahead[one]]
@@ -143,5 +146,4 @@ def _ordered(needs: dict[int, dict[int, None]], ahead: dict[int, bool]) -> list[
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(waiting, (place[user], user))
-    assert len(found) == len(needs), "buckets wait for one another"
     return found

@@ -113,5 +113,6 @@ def _in_buckets(step: Events) -> Iterator[Timeline]:
         looks = tuple(tuple(members) for members in found)
         if looks not in known:
             events = buckets.joined(apart, found, step.joint)
-            known[looks] = Timeline(events, overlapped(events, defers=(run.defer,)))
+            made = events and Timeline(events, overlapped(events, defers=(run.defer,)))
+            known[looks] = made or first  # buckets that wait for one another are no step
         yield known[looks]

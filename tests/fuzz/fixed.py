@@ -98,6 +98,8 @@ FIXED = (
 )
 
 GLOO = (
+    # modelled buckets waited for one another
+    "sequences 2x6x4 | linear:1 frozen:971 linear:221 | with_weight_decay:367 return_loss_and_detached:167 | | 4 | 'atp'",
     # gloo was given complex numbers
     "sequences 12x3x12 | top_expert:257 fft:220 gqa:410 | mean_square:0 return_loss_and_other:250 | | 4 | autopar.Grid4D(x=2, y=1, z=1, data=2)",
     "rows 12x8 | linear:1 mlp:3 | mean_square:0 return_loss:0 | | 4 | 'ddp'",
