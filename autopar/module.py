@@ -213,7 +213,7 @@ class ParallelModule(nn.Module):
 
         Collective, on gloo; some steps are run, but gradients and buffers are left as they are. The
         backward is that of the first scalar that the model returns, else of all that it returns.
-        Raises InputError as a call does, PlanError where another backend runs the graph.
+        Raises InputError as a call does, PlanError where another backend runs it, or on GPUs.
 
         Example: par.timeline(tokens, targets).save(f"trace{rank}.json")
         """
@@ -221,6 +221,12 @@ class ParallelModule(nn.Module):
 
     def _timelines(self, times: int, args: Any, kwargs: Any) -> list[Measured]:
         """Of so many steps."""
+        if self._device.type != "cpu":
+            raise PlanError(
+                f"a timeline is read off what the CPU does, and this step runs on {self._device}: "
+                "what runs on its streams would not be seen. Profile the step with torch.profiler "
+                "and its CUDA activity"
+            )
         ranks.together("reading the inputs", lambda: self._values(args, kwargs))
         with untouched(self):
             return measured(self._run, lambda run: self._step(run, args, kwargs), times)

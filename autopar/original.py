@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ._compat import FakeTensor, TorchDispatchMode, pytree
 from .capture import borrowed
+from .devices import CPU, on_device
 from .errors import VerificationError
 from .passes.trace import bind
 from .program import Program
@@ -112,7 +113,9 @@ def _of_model(model: nn.Module, inputs: Inputs) -> _Ran:
 def _of_program(program: Program, inputs: Inputs) -> _Ran:
     args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
     held = {name: _copy(tensor) for name, tensor in program.tensors.items()}
-    made = iter(program.module(*bind(program, args, kwargs, held)))
+    values = bind(program, args, kwargs, held)
+    here = next((x.device for x in values if isinstance(x, Tensor)), CPU)
+    made = iter(on_device(program.module, here)(*values))
     leaves, buffers = [], {}
     for output in program.signature.outputs:
         value = output.constant if output.node is None else next(made)

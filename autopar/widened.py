@@ -1,4 +1,6 @@
-"""A program and its tensors in float64: what `verify` compares, so that rounding hides nothing."""
+"""A program and its tensors in float64 on the CPU: what `verify` compares, so that rounding hides
+nothing, and ranks that are threads of one process find their backward in their own thread.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .devices import CPU, on_device
 from .program import Program
 
 
 def widened(program: Program) -> Program:
-    """The program in float64: its tensors, and every float cast and constant inside the graph."""
+    """The program in float64 on the CPU: its tensors, and every float cast, constant and device
+    inside the graph.
+    """
     graph = fx.Graph()
     output = graph.graph_copy(program.module.graph, {}, True)
     names = {node.name: node for node in program.module.graph.nodes}
@@ -25,9 +30,8 @@ def widened(program: Program) -> Program:
             node.meta = dict(names[node.name].meta)
     graph.output(output[0] if isinstance(output, tuple) else output)
     tensors = {name: to_double(tensor) for name, tensor in program.tensors.items()}
-    return dataclasses.replace(
-        program, module=fx.GraphModule(program.module, graph), tensors=tensors
-    )
+    module = on_device(fx.GraphModule(program.module, graph), CPU)
+    return dataclasses.replace(program, module=module, tensors=tensors)
 
 
 _WIDE = {
@@ -47,7 +51,9 @@ def _wide(value: Any) -> Any:
 
 
 def to_double(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(_WIDE.get(tensor.dtype, tensor.dtype))
+    """On the CPU; what is on the meta device has no numbers to bring."""
+    device = tensor.device if tensor.is_meta else CPU
+    return tensor.detach().to(device, _WIDE.get(tensor.dtype, tensor.dtype))
 
 
 def is_inexact(tensor: Tensor) -> bool:

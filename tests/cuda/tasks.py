@@ -85,6 +85,16 @@ def layout(rank: int, name: str, *options: str) -> Facts:
     return {**facts_of(par, loss), "named": sorted(devices), "mesh": str(plan.mesh)}
 
 
+def timeline(rank: int) -> Facts:
+    """Of a step on a GPU: an error, and not times of the host."""
+    with made_on(f"cuda:{rank}") as mode:
+        model, args, _ = models.gpt()
+    plan = autopar.plan(model, 8, args, layout="ddp", smaller=False)
+    with mode:
+        autopar.apply(model, plan).timeline(*args)
+    return {}
+
+
 def fingerprints(rank: int) -> Facts:
     """Of one model here, on the meta device, and on the CPU."""
     found = {}

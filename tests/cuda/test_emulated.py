@@ -79,6 +79,11 @@ def test_a_mix_of_devices_is_refused(guard: Path) -> None:
     assert "cuda:2" in facts["error"] and "cpu" in facts["error"]
 
 
+def test_a_timeline_of_streams_is_refused(guard: Path) -> None:
+    (facts,) = emulated(guard, 4, "timeline")
+    assert facts["error"].startswith("PlanError: a timeline is read off what the CPU does"), facts
+
+
 def test_a_step_never_waits_for_the_device(guard: Path) -> None:
     for facts in emulated(guard, 1, "steps:fsdp", "steps:4d"):
         assert "error" not in facts, facts["error"]
