@@ -190,8 +190,9 @@ def _as_op(function: type[Function], args: tuple[Any, ...], place: Place) -> Any
     signature = Signature(function, spec, fixed, places, constants, results, single)
     made = _op(signature)(*tensors)
     several = [made] if len(results) == 1 else made
-    carry = [bool(found[i].requires_grad) for i in results]
-    values = iter([x if own else x.detach() for x, own in zip(several, carry, strict=True)])
+    without = [not found[i].requires_grad for i in results]  # those that ctx marked as such
+    pairs = zip(several, without, strict=True)
+    values = iter([x.detach() if x.requires_grad and none else x for x, none in pairs])
     whole = [next(values) if i in results else value for i, value in enumerate(constants)]
     return whole[0] if single else tuple(whole)
 

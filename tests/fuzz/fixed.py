@@ -16,6 +16,7 @@ MENDED = {
     "beside straight through": "rows 4x8 | linear:1 beside_straight_through:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'fsdp'",
     "gradient reversal": "rows 4x8 | linear:1 Reversed:1 linear:1 | mean_square:0 return_loss:0 | | 2 | 'auto'",
     "hook behind a function": "sequences 8x2x16 | linear:1 sub:440 Clipped:412 tensor_hook:195 | mean_square:0 return_two_losses:490 | | 2 | 'fsdp'",
+    "a function of an input": "sequences 11x2x8 | Reversed:332 mlp:1 | mean_square:0 return_loss:0 | input_gradient | 4 | random_plan('w2.x2', 295)",
     # export drops a dropout that nothing uses, and verify took what it draws next for another model
     "dropout that nothing uses": "sequences 2x2x4 | roll:178 linear:1 dropout:329 dropout_attention:878 | weighted_sum:0 return_loss:0 | | 2 | 'ddp'",
     # a table of 102 GiB was asked for
@@ -98,6 +99,8 @@ FIXED = (
 )
 
 GLOO = (
+    # (see below)
+    "ids 4x6 | embedding:817 mlp:1 logsumexp:323 | causal_loss:83 return_loss_and_detached:42 | | 4 | random_plan('w4', 977)",
     # modelled buckets waited for one another
     "sequences 2x6x4 | linear:1 frozen:971 linear:221 | with_weight_decay:367 return_loss_and_detached:167 | | 4 | 'atp'",
     # gloo was given complex numbers
