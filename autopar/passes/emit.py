@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import fx
 
+from .. import collectives
 from ..program import Input, Program, same_inputs
+
+aten = torch.ops.aten
 
 
 def emit(program: Program) -> Program:
-    """The program with what nothing uses removed."""
+    """The program with what nothing uses removed, and results that share memory by way of a change
+    of state copied.
+    """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(program.module.graph, copied)
@@ -19,6 +25,7 @@ def emit(program: Program) -> Program:
     for node in graph.nodes:
         # what torch hands on to the graphs that it derives, for timelines
         node.meta["custom"] = {"node": node.name, "module": node.meta.get("chain", "")}
+    _copy_shared(graph)
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
@@ -38,6 +45,49 @@ def check(program: Program) -> None:
         assert node.op != "call_function" or node.users, f"nothing uses {node.name}"
         device = node.kwargs.get("device")
         assert device is None or device.index is None, f"{node.name} is made on {device}"
+
+
+_SAME = (
+    collectives.invariant,
+    collectives.partial,
+    collectives.place,
+    collectives.replicate,
+    collectives.take_slice,
+)
+
+
+def _copy_shared(graph: fx.Graph) -> None:
+    """AOTAutograd makes results that share memory, with one another or with an input, anew as views
+    of it: past a change of state in between, which has a backward of its own.
+    """
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])
+    roots = [_root(x) if isinstance(x, fx.Node) else (None, False) for x in results]
+    seen: set[fx.Node] = set()
+    for place, (root, changed) in enumerate(roots):
+        if root is None:
+            continue
+        shared = root in seen or (root.op == "placeholder" and changed)
+        if shared and any(other for same, other in roots if same is root):
+            meta = results[place].meta
+            with graph.inserting_before(output):
+                results[place] = graph.call_function(aten.clone.default, (results[place],))
+            results[place].meta = {k: meta[k] for k in ("val", "chain", "custom") if k in meta}
+        seen.add(root)
+    output.args = (tuple(results),)
+
+
+def _root(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The value whose memory a node has, and whether a change of state lies in between."""
+    changed = False
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        view = schema is not None and any(r.alias_info for r in schema.returns)
+        if not (view or node.target in _SAME or node.target is aten.detach.default):
+            break
+        changed = changed or node.target in _SAME
+        node = node.all_input_nodes[0]
+    return node, changed
 
 
 def _used(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input, ...]:

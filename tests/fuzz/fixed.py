@@ -99,7 +99,7 @@ FIXED = (
 )
 
 GLOO = (
-    # (see below)
+    # two results shared memory past a change of state, whose backward AOTAutograd then left out
     "ids 4x6 | embedding:817 mlp:1 logsumexp:323 | causal_loss:83 return_loss_and_detached:42 | | 4 | random_plan('w4', 977)",
     # modelled buckets waited for one another
     "sequences 2x6x4 | linear:1 frozen:971 linear:221 | with_weight_decay:367 return_loss_and_detached:167 | | 4 | 'atp'",
