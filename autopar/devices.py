@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from . import ranks, store
@@ -120,10 +119,11 @@ def of_rank(tensors: Iterable[torch.Tensor], wanted: torch.device | str | None) 
         if found.type == "cpu":
             found = torch.device(ranks.accelerated() or "cpu")
     if not ranks.sends_from(found):
+        told = ", ".join(f"{kind}:{backend}" for kind, backend in ranks.backends().items())
         raise WorldError(
-            f"device {found} is asked for, but the running process group "
-            f"({dist.get_backend_config()}) does not send from {found.type}: give "
-            "init_process_group a backend for it (nccl for cuda), or name another device"
+            f"device {found} is asked for, but the running process group ({told}) does not send "
+            f"from {found.type}: give init_process_group a backend for it (nccl for cuda), or name "
+            "another device"
         )
     return _numbered(found)
 
