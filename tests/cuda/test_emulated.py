@@ -55,11 +55,11 @@ def on_its_device(facts: dict[str, Any], rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("auto", "4d") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
+    "name", [n if n == "4d" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
 )
 def test_a_step_stays_on_the_device_of_the_rank(guard: Path, name: str) -> None:
     tasks = [f"layout:{name}", f"layout:{name},dropout,recompute", f"layout:{name},reduce"]
-    for facts in emulated(guard, 5, *(tasks[1:2] if name == "auto" else tasks)):
+    for facts in emulated(guard, 5, *tasks):
         on_its_device(facts, 5)
 
 
