@@ -23,8 +23,7 @@ def same_request(world: Any, inputs: Any, **options: Any) -> None:
     Example: same_request(World.of(4), (tokens,), layout="ddp", memory="auto")
     """
     asked = {name: _words(value) for name, value in options.items()}
-    if world is not None:
-        asked["world"] = _world(World.of(world))
+    asked["world"] = _world(World.detect() if world is None else World.of(world))
     if inputs is not None:
         asked["inputs"] = _shapes(inputs)
     ranks.agree_on(asked)
