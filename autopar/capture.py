@@ -211,7 +211,7 @@ def _fake(mode: FakeTensorMode, value: torch.Tensor, home: torch.device) -> torc
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(fake, requires_grad=value.requires_grad)
-    return fake
+    return fake.requires_grad_(value.requires_grad)  # a model may look at it
 
 
 @contextmanager

@@ -265,3 +265,19 @@ def test_a_function_that_is_more_than_an_op_is_refused(
     message = str(caught.value)
     assert f"cannot be one graph: act applies the autograd function {why}" in message
     assert 'File "' in message
+
+
+class OfInput(nn.Module):
+    """Registers a hook on what hangs on its input alone, where that carries a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        if y.requires_grad:
+            y.register_hook(doubled)
+        return y.square().mean()
+
+
+def test_a_hook_behind_an_input_is_refused() -> None:
+    trace.trace(OfInput(), (rows(),))
+    with pytest.raises(TraceError, match="registers the hook doubled"):
+        trace.trace(OfInput(), (rows().requires_grad_(),))
