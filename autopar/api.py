@@ -329,20 +329,24 @@ def agreed(
     """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError, and
     RankError where the ranks ask for something else.
     """
-    ranks.together("reading the world", lambda: World.of(world))
+    ranks.together("reading the world", lambda: World.of(world))  # each rank's own, or it says why
     memory, optimizer, recompute = limits
     told: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
     told |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
     same_request(world, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
-    found = ranks.together("reading the world", lambda: store.done_on_rank_0(lambda: _of(world)))
+    found = ranks.together(
+        "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
+    )
     found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
     summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
     return found, Asked(layout, budget, redundant, summed, bool(overlap), whole)
 
 
-def _of(world: World | int | Any | None) -> World:
-    """Where none is named, what was calibrated here, or assumed; which it was is said."""
+def _named_or_running(world: World | int | Any | None) -> World:
+    """The world that is named; else what runs, as it was calibrated here or is assumed, which is
+    said.
+    """
     if world is not None:
         return World.of(world)
     found, told = running_world()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from . import ranks, store
 from ._compat import FakeTensor, pytree
@@ -24,13 +25,13 @@ CPU = torch.device("cpu")
 def take_numbers_off(graph: fx.Graph) -> None:
     """Devices that a graph names lose their number: the ranks trace on different ones."""
     for node in graph.nodes:
-        node.args = _renamed(node.args, lambda device: torch.device(device.type))
-        node.kwargs = _renamed(node.kwargs, lambda device: torch.device(device.type))
+        node.args = renamed(node.args, lambda device: torch.device(device.type))
+        node.kwargs = renamed(node.kwargs, lambda device: torch.device(device.type))
 
 
 def without_devices(value: Any) -> Any:
     """Arguments of a node as they say what is computed, and not where."""
-    return _renamed(value, lambda device: CPU)
+    return renamed(value, lambda device: CPU)
 
 
 def on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -47,8 +48,8 @@ def on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     inside = {name: on_device(block, device) for name, block in blocks.items()}
     moved = any(inside[name] is not block for name, block in blocks.items())
     for node, other in copied.items():
-        other.args = _renamed(other.args, lambda _: device)
-        other.kwargs = _renamed(other.kwargs, lambda _: device)
+        other.args = renamed(other.args, lambda _: device)
+        other.kwargs = renamed(other.kwargs, lambda _: device)
         if "val" in node.meta:
             other.meta["val"] = pytree.tree_map_only(
                 FakeTensor, _moved_to(device), node.meta["val"]
@@ -70,7 +71,7 @@ def _devices(node: fx.Node) -> set[torch.device]:
         found.add(device)
         return device
 
-    _renamed((node.args, node.kwargs), noted)
+    renamed((node.args, node.kwargs), noted)
     values = pytree.tree_leaves(node.meta.get("val"))
     return found | {value.device for value in values if isinstance(value, FakeTensor)}
 
@@ -87,14 +88,9 @@ def _moved_to(device: torch.device) -> Callable[[Any], Any]:
     return moved
 
 
-def _renamed(value: Any, name: Callable[[torch.device], torch.device]) -> Any:
-    if isinstance(value, torch.device):
-        return name(value)
-    if isinstance(value, tuple | list):
-        return type(value)(_renamed(item, name) for item in value)
-    if isinstance(value, dict):
-        return {key: _renamed(item, name) for key, item in value.items()}
-    return value
+def renamed(value: Any, name: Callable[[torch.device], torch.device]) -> Any:
+    """Arguments of a node with each device in them replaced."""
+    return map_aggregate(value, lambda x: name(x) if isinstance(x, torch.device) else x)
 
 
 def filled(shape: tuple[int, ...], number: int, device: torch.device) -> torch.Tensor:
@@ -198,5 +194,5 @@ def _name(device: torch.device) -> str:
     """Of the device itself, whatever number a rank has for it (CUDA_VISIBLE_DEVICES)."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        return f"{device} ({getattr(found, 'uuid', '')})" if hasattr(found, "uuid") else str(device)
+        return f"{device} ({getattr(found, 'uuid', 'no uuid')})"
     return str(device)

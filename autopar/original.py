@@ -58,7 +58,8 @@ def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: 
         with _own_draws(tensors, alike) as draws:
             found = _of_program(program, inputs)
         try:
-            return _held(model, found, expected, tolerance)
+            _hold_step(model, found, expected, tolerance)
+            break
         except VerificationError:
             # export drops a dropout that nothing uses, and all behind it draw other numbers
             if alike or draws.count == model_draws.count:
@@ -66,11 +67,10 @@ def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: 
     return True
 
 
-def _held(model: nn.Module, found: _Ran, expected: _Ran, tolerance: float) -> bool:
+def _hold_step(model: nn.Module, found: _Ran, expected: _Ran, tolerance: float) -> None:
     largest = max((_largest(x) for x in expected.gradients.values()), default=0.0)
     _hold(model, found.results, expected.results, 0.0, tolerance)
     _hold(model, found.gradients, expected.gradients, _LEAST * largest, tolerance)
-    return True
 
 
 class _Draws(TorchDispatchMode):

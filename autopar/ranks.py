@@ -126,7 +126,7 @@ def backends() -> dict[str, str]:
     """The backend that the running process group has for each type of device, such as
     {"cpu": "gloo", "cuda": "nccl"}, whichever way it was named; empty without a group.
     """
-    if running() == 1 and not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()):
         return {}
     pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
     return {kind: backend for kind, _, backend in pairs}

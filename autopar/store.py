@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from . import ranks
 from .errors import RankError
-from .pulse import SILENT, missing, pulse
+from .pulse import Pulse, missing, pulse
 
 T = TypeVar("T")
 _ROUNDS = itertools.count()  # the same on all ranks, as each makes the same calls
-_PAUSE = 0.02  # seconds between two looks: a wait in the store would hold up the signs of life
+PATIENCE = 15.0  # seconds: a rank that is late and says nothing for so long is gone
 
 
 def all_of(value: Any) -> list[Any]:
@@ -31,7 +32,7 @@ def all_of(value: Any) -> list[Any]:
     if store.add(f"{key}/come", 1) == beating.size:
         each = store.multi_get([f"{key}/{number}" for number in range(beating.size)])
         store.set(f"{key}/all", json.dumps([json.loads(one) for one in each]))
-    _wait(f"{key}/all", range(beating.size), beating.timeout.total_seconds())
+    _wait(beating, f"{key}/all", range(beating.size), beating.timeout.total_seconds())
     found: list[Any] = json.loads(store.get(f"{key}/all"))
     return found
 
@@ -48,7 +49,7 @@ def done_on_rank_0(work: Callable[[], T]) -> T | None:
         return work()
     key = f"autopar/done/{next(_ROUNDS)}"
     if beating.rank > 0:
-        _wait(key, (0,), None)
+        _wait(beating, key, (0,), math.inf)
         return None
     try:
         return work()
@@ -56,18 +57,29 @@ def done_on_rank_0(work: Callable[[], T]) -> T | None:
         beating.store.set(key, "done")
 
 
-def _wait(key: str, whom: Any, seconds: float | None) -> None:
-    """Until somebody writes `key`; raises where one of those that are waited for is gone."""
-    beating = pulse()
-    assert beating is not None
-    until = None if seconds is None else time.monotonic() + seconds
-    before, looked = beating.signs(), time.monotonic()
+def came(beating: Pulse, key: str, seconds: float) -> bool:
+    """Whether somebody writes `key` in time. Asks again and again: a wait in the store would hold
+    up the signs of life.
+    """
+    until, pause = time.monotonic() + seconds, 1e-4
     while not beating.store.check([key]):
-        time.sleep(_PAUSE)
-        if until is not None and time.monotonic() > until:
-            raise RankError(f"not all of {ranks.running()} ranks came within {seconds:g} s")
-        if time.monotonic() - looked > 5 * SILENT:
-            gone = [number for number in beating.silent_since(before) if number in whom]
-            if gone:
-                raise RankError(missing(gone))
-            before, looked = beating.signs(), time.monotonic()
+        if time.monotonic() > until:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return True
+
+
+def _wait(beating: Pulse, key: str, whom: Sequence[int], seconds: float) -> None:
+    """Until somebody writes `key`; raises where one of those that are waited for is gone."""
+    until = time.monotonic() + seconds
+    while True:
+        before, left = beating.signs(), until - time.monotonic()
+        if came(beating, key, min(PATIENCE, left)):
+            return
+        silent = beating.silent_since(before) if left > PATIENCE else beating.silent()
+        gone = [number for number in silent if number in whom]
+        if gone:
+            raise RankError(missing(gone))
+        if left <= PATIENCE:
+            raise RankError(f"not all of {beating.size} ranks came within {seconds:g} s")

@@ -20,11 +20,11 @@ from . import ranks
 from .digest import digest
 from .errors import RankError
 from .pulse import Pulse, missing, positions, pulse
+from .store import PATIENCE, came
 
 FIRST = 3  # calls that are all compared
 SHARE = 5e-4  # of the time of all calls that comparing may take
 MOST = 10_000  # calls from one comparison to the next
-PATIENCE = 15.0  # seconds: a rank that is late and says nothing for so long is gone
 _ODD = 0x2545F4914F6CDD1D
 
 
@@ -90,7 +90,7 @@ class Watch:
         until = time.monotonic() + beating.timeout.total_seconds()
         while True:
             before, left = beating.signs(), until - time.monotonic()
-            if _came(beating, f"{key}/verdict", min(PATIENCE, left)):
+            if came(beating, f"{key}/verdict", min(PATIENCE, left)):
                 return
             gone = beating.silent_since(before) if left > PATIENCE else beating.silent()
             if gone or left <= PATIENCE:
@@ -110,19 +110,6 @@ class Watch:
             "make the same calls: look for a loader that gives one of them more batches, or a call "
             "that only one makes"
         )
-
-
-def _came(beating: Pulse, key: str, seconds: float) -> bool:
-    """Whether somebody writes `key` in time. Asks again and again: a wait in the store would hold
-    up the signs of life.
-    """
-    until, pause = time.monotonic() + seconds, 1e-4
-    while not beating.store.check([key]):
-        if time.monotonic() > until:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, 0.02)
-    return True
 
 
 def _judged(told: Sequence[str]) -> dict[str, Any]:

@@ -157,3 +157,23 @@ def test_buckets_that_wait_for_one_another_are_refused() -> None:
     assert ordered(graph)
     first.args = (second,)
     assert not ordered(graph)
+
+
+class Decayed(torch.nn.Module):
+    """The sum over its parameters hangs on gathers, whose buckets then wait for one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m1 = torch.nn.Linear(4, 3)
+        self.m2 = torch.nn.Linear(3, 8).requires_grad_(False)
+        self.m3 = torch.nn.Linear(8, 12, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.m3(self.m2(self.m1(x)))
+        loss = y.square().mean() + 0.1 * sum(p.square().sum() for p in self.parameters())
+        return loss, loss.detach(), x.detach().mean(0)
+
+
+def test_modelled_buckets_that_wait_for_one_another_are_no_step() -> None:
+    plan = autopar.plan(Decayed(), 4, (torch.randn(2, 6, 4),), layout="atp", smaller=False)
+    assert plan.overlapped == pytest.approx(plan.timeline().seconds)

@@ -290,3 +290,23 @@ def test_64_ranks():
         mesh, lambda rank: c.all_reduce(torch.tensor([float(rank)]), ("z", "a"), str(mesh)).item()
     )
     assert results == [float(sum(mesh.group(("a", "z"), rank))) for rank in range(64)]
+
+
+def test_complex_numbers_are_sent_as_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No transport knows them."""
+
+    class Alone:
+        def exchange(self, kind: str, x: torch.Tensor, group: str) -> torch.Tensor:
+            assert not x.is_complex() and x.shape[-1] == 2, kind
+            return x
+
+    monkeypatch.setattr(wire, "simulator", Alone())
+    x = torch.randn(1, 3, dtype=torch.complex64).conj()
+    sent = [
+        wire.all_gather(x, 1, "g"), wire.reduce_scatter(x, 1, "g"), wire.all_reduce(x, 1, "g"),
+        wire.all_to_all(x, "g"), *wire.all_reduce_coalesced([x], 1, "g"),
+        *wire.all_gather_coalesced([x], 1, "g"), wire.broadcast(x, 0, 1, "g"),
+        wire.reduce(x, 0, 1, "g"),
+    ]  # fmt: skip
+    for found in sent:
+        assert torch.equal(found, x.resolve_conj())

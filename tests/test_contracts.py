@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, nop
 from torch import fx
 
 import autopar
@@ -326,3 +327,33 @@ def test_passes_do_not_change_what_they_are_given() -> None:
     emit.emit(pipeline.pipeline(route.route(made["rewrite"], World.of(4))))
     assert before == [str(program.module.graph) for program in made.values()]
     assert api.fingerprint(made["trace"]) == api.fingerprint(trace.trace(*models.gpt()[:2]))
+
+
+# -- results that share memory ---------------------------------------------------------------------
+def shared_results() -> fx.Graph:
+    """`loss` and `loss.detach()`, where the loss is made invariant: its gradient is a quarter."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    whole = graph.call_function(torch.ops.aten.sum.default, (x,))
+    loss = graph.call_function(collectives.invariant, (whole,), {"axis": "w", "mesh": "w4"})
+    graph.output((loss, graph.call_function(torch.ops.aten.detach.default, (loss,))))
+    return graph
+
+
+def test_results_that_share_memory_keep_their_gradient_in_derived_graphs() -> None:
+    """AOTAutograd makes both anew as views of the sum, and leaves out what `invariant` does."""
+    graph = shared_results()
+    emit._copy_shared(graph)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    for run in (module, aot_function(module, nop)):
+        x = torch.ones(3, requires_grad=True)
+        run(x)[0].backward()
+        assert torch.equal(x.grad, torch.full((3,), 0.25)), run
+
+
+def test_results_of_their_own_are_not_copied() -> None:
+    graph = shared_results()
+    (output,) = graph.find_nodes(op="output")
+    output.args = ((output.args[0][0],),)
+    emit._copy_shared(graph)
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)

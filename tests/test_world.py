@@ -12,6 +12,7 @@ import networkx as nx
 import pytest
 import torch
 
+from autopar import api
 from autopar.errors import WorldError
 from autopar.world import PRESETS, Device, Level, Link, World
 from autopar.world.calibrated import running_world
@@ -293,7 +294,7 @@ def test_what_is_assumed_of_an_unknown_gpu_is_said(monkeypatch: pytest.MonkeyPat
 
 # -- what was calibrated here ----------------------------------------------------------------------
 def test_what_was_calibrated_here_is_what_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -306,6 +307,9 @@ def test_what_was_calibrated_here_is_what_runs(
     found, told = running_world()
     assert found == dataclasses.replace(measured, name="world.json")
     assert told == "the world is world.json, which was calibrated"
+    assert api._named_or_running(None) == found  # what parallelize takes
+    assert f"autopar: {told}\n" in capsys.readouterr().err
+    assert api._named_or_running(8).name == ""
     monkeypatch.setenv("WORLD_SIZE", "8")
     found, told = running_world()
     assert found == World.detect()

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._compat import OpOverload, TorchDispatchMode, fake_mode, without_modes
+from ..devices import renamed
 from ..graphs import called
 
 aten = torch.ops.aten
@@ -27,7 +28,8 @@ def on_stand_ins(module: fx.GraphModule) -> fx.GraphModule:
     graph, root = fx.Graph(), torch.nn.Module()
     output = graph.graph_copy(module.graph, {})
     for node in graph.nodes:
-        node.args, node.kwargs = _here(node.args), _here(node.kwargs)
+        node.args = renamed(node.args, lambda _: META)
+        node.kwargs = renamed(node.kwargs, lambda _: META)
         if node.target is aten.scaled_dot_product_attention.default:
             node.target = attention
         elif node.op == "call_function" and _makes(node):
@@ -37,16 +39,6 @@ def on_stand_ins(module: fx.GraphModule) -> fx.GraphModule:
             root.add_module(str(name), on_stand_ins(block))
     graph.output(output)
     return fx.GraphModule(root, graph)
-
-
-def _here(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return META
-    if isinstance(value, tuple | list):
-        return type(value)(_here(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _here(item) for key, item in value.items()}
-    return value
 
 
 def _makes(node: fx.Node) -> bool:

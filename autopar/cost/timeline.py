@@ -113,6 +113,7 @@ def _in_buckets(step: Events) -> Iterator[Timeline]:
         looks = tuple(tuple(members) for members in found)
         if looks not in known:
             events = buckets.joined(apart, found, step.joint)
-            made = events and Timeline(events, overlapped(events, defers=(run.defer,)))
-            known[looks] = made or first  # buckets that wait for one another are no step
+            known[looks] = first  # what stays where buckets wait for one another
+            if events is not None:
+                known[looks] = Timeline(events, overlapped(events, defers=(run.defer,)))
         yield known[looks]

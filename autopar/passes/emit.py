@@ -47,6 +47,7 @@ def check(program: Program) -> None:
         assert device is None or device.index is None, f"{node.name} is made on {device}"
 
 
+# Changes of state that may give back the memory that they are given.
 _SAME = (
     collectives.invariant,
     collectives.partial,
@@ -57,8 +58,11 @@ _SAME = (
 
 
 def _copy_shared(graph: fx.Graph) -> None:
-    """AOTAutograd makes results that share memory, with one another or with an input, anew as views
-    of it: past a change of state in between, which has a backward of its own.
+    """Copies a result that shares memory with an earlier one, or with an input, by way of a change
+    of state: AOTAutograd makes such results anew as views of what they share, and so leaves out the
+    backward of the change.
+
+    Example: of `return loss, loss.detach()` the second, where the loss is what `invariant` gives.
     """
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])

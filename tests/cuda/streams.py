@@ -23,6 +23,7 @@ When = Literal["early", "late"]
 class _Issued(NamedTuple):
     results: list[Tensor]
     work: Callable[[], list[Tensor]]
+    done: list[Tensor] | None  # where it was done at once
 
 
 class Streams:
@@ -41,12 +42,10 @@ class Streams:
         self, kind: str, group: str, results: list[Tensor], work: Callable[[], list[Tensor]]
     ) -> list[Tensor]:
         self.issued[kind] += 1
-        if self.when == "early":
-            done = work()
-            work = lambda: done  # noqa: E731
+        done = work() if self.when == "early" else None
         for result in results:
             _spoil(result)
-        self.queues[group].append(_Issued(results, work))
+        self.queues[group].append(_Issued(results, work, done))
         return results
 
     def wait(self, x: Tensor) -> Tensor:
@@ -57,7 +56,8 @@ class Streams:
             found = [i for i, one in enumerate(queue) if any(_meet(r, x) for r in one.results)]
             if found:
                 for one in queue[: found[-1] + 1]:
-                    for result, value in zip(one.results, one.work(), strict=True):
+                    done = one.work() if one.done is None else one.done
+                    for result, value in zip(one.results, done, strict=True):
                         result.copy_(value)
                 del queue[: found[-1] + 1]
                 return x
@@ -77,8 +77,9 @@ class Streams:
     def all_reduce_coalesced_(self, xs: Sequence[Tensor], op: str, group: str) -> list[Tensor]:
         assert all(x.is_contiguous() for x in xs)
         given = [x.clone() for x in xs]  # operand and result are one
-        work = lambda: [_summed(x, op, group) for x in given]  # noqa: E731
-        return self.issue(_name("all_reduce", xs), group, list(xs), work)
+        return self.issue(
+            _name("all_reduce", xs), group, list(xs), lambda: [_summed(x, op, group) for x in given]
+        )
 
     def all_gather_into_tensor(self, x: Tensor, ranks: int, group: str) -> Tensor:
         return self.all_gather_into_tensor_coalesced([x], ranks, group)[0]
@@ -88,8 +89,12 @@ class Streams:
     ) -> list[Tensor]:
         assert all(x.is_contiguous() for x in xs)
         results = [x.new_empty((ranks * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for x in xs]
-        work = lambda: [_gathered(x, ranks, group) for x in xs]  # noqa: E731
-        return self.issue(_name("all_gather", xs), group, results, work)
+        return self.issue(
+            _name("all_gather", xs),
+            group,
+            results,
+            lambda: [_gathered(x, ranks, group) for x in xs],
+        )
 
     def reduce_scatter_tensor(self, x: Tensor, op: str, ranks: int, group: str) -> Tensor:
         return self.reduce_scatter_tensor_coalesced([x], op, ranks, group)[0]
@@ -100,8 +105,12 @@ class Streams:
         assert all(x.is_contiguous() for x in xs)
         results = [x.new_empty((x.shape[0] // ranks, *x.shape[1:])) for x in xs]
         own = dist.get_rank(_compat.process_group(group))
-        work = lambda: [_summed(x.clone(), op, group).chunk(ranks)[own] for x in xs]  # noqa: E731
-        return self.issue(_name("reduce_scatter", xs), group, results, work)
+        return self.issue(
+            _name("reduce_scatter", xs),
+            group,
+            results,
+            lambda: [_summed(x.clone(), op, group).chunk(ranks)[own] for x in xs],
+        )
 
     def all_to_all_single(
         self, x: Tensor, takes: Sequence[int], gives: Sequence[int], group: str
