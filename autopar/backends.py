@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -42,12 +43,14 @@ from ._compat import (
 )
 from .beside import Gradients, Late, as_constants, beside_the_loss, through
 from .cost.derived import Phase, bytes_of, writes
-from .cost.live import live_bytes
+from .cost.live import Step, live_bytes, saved_by
+from .cost.memory import no_room
 from .cost.simulate import Run
 from .errors import PlanError
 from .faults import guarded
+from .graphs import copied
 from .mesh import connect, undone_on_failure
-from .passes import bucket, chunk, fill, inplace, lanes, schedule, views
+from .passes import bucket, chunk, fill, hold, inplace, lanes, schedule, views
 from .program import Program
 from .recomputed import spread, tagged
 from .world import World
@@ -95,7 +98,8 @@ def _plain(module: fx.GraphModule, backend: Backend) -> Callable[..., Any]:
 
 class Scheduled:
     """Runs a program by its scheduled forward and backward, which are derived at the first call
-    that wants gradients, by a backend; without gradients it runs the graph as it is.
+    that wants gradients, by a backend; without gradients, and where they would hold more than the
+    plan's limit, it runs the graph as it is.
 
     `forward` and `backward`: the scheduled graphs, once there are; `modelled`: their runs.
     """
@@ -126,6 +130,7 @@ class Scheduled:
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
         self.modelled: dict[str, Run] = {}
+        self._above = 0.0  # bytes that the graphs need above the limit
 
     def __call__(self, *values: torch.Tensor) -> Any:
         if torch.compiler.is_compiling():
@@ -135,8 +140,10 @@ class Scheduled:
         given = self._as_derived(values)
         if self._run is None:
             self._run = ranks.together("deriving the backward", lambda: self.derived(given))
-            if self.forward is None:  # nothing that it gives out carries a gradient
+            if self.forward is None or self._above:  # nothing that it gives carries a gradient
                 self._run = self._plain
+                if self._above:
+                    warnings.warn(no_room(self._above), stacklevel=2)
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
             self._open(values[0].device.type)
@@ -201,7 +208,7 @@ class Scheduled:
     def derived(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Derive and schedule the graphs for such values; what runs them."""
         decompositions = inductor_decompositions() if self.backend == "inductor" else None
-        self.forward = self.backward = None
+        self.forward, self.backward, self._above = None, None, 0.0
         module = tagged(self.module)  # what the plan makes again is not saved
         module, self._late = as_constants(module, self._constant)
         run = derive(module, values, self._compiled, self._partition, decompositions)
@@ -239,16 +246,18 @@ class Scheduled:
         self.forward, self.backward = partition(joint, inputs, **more)
         given = self.forward.graph.find_nodes(op="placeholder")
         primals = float(sum(bytes_of(node) for node in given))
+        saved, staged = saved_by(self.forward.graph), self.world.backend == "gloo"
+        step = Step(primals, saved, staged)
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
         for module, phase in phases:
-            self._finish(module, phase, primals)
+            self._finish(module, phase, step)
         return self.forward, self.backward
 
-    def _finish(self, module: fx.GraphModule, phase: Phase, primals: float) -> None:
+    def _finish(self, module: fx.GraphModule, phase: Phase, step: Step) -> None:
         """The passes over one of the derived graphs."""
         _sweep(module.graph)
-        graph, room = self._ordered(module.graph, phase, primals)
+        graph, room = self._ordered(module.graph, phase, step)
         if self.backend is None:  # compilers take functional graphs
             inplace.inplace(graph)
             inplace.check(graph)
@@ -256,11 +265,12 @@ class Scheduled:
         views.check(graph)
         if self.backend is None:
             fill.fill(graph, room)
+        self._above = max(self._above, self._above_limit(graph, step))
         module.graph = graph  # recompiles
 
-    def _ordered(self, graph: fx.Graph, phase: Phase, primals: float) -> tuple[fx.Graph, float]:
+    def _ordered(self, graph: fx.Graph, phase: Phase, step: Step) -> tuple[fx.Graph, float]:
         """The graph with as much freedom as the memory allows; the bytes that it leaves."""
-        bound, in_pieces = self._bound(graph, phase, primals), graph
+        bound, in_pieces = self._bound(graph, step), graph
         if "chunk" in self.passes:
             in_pieces = chunk.chunk(graph, self.world, self.stored, phase)
         tries = [(graph, *attempt) for attempt in _ATTEMPTS]
@@ -269,31 +279,43 @@ class Scheduled:
         for base, most, freedom in tries:
             before = [(node, node.args) for node in base.nodes]
             found, run = self._attempt(base, phase, most, freedom)
-            room = bound - live_bytes(found, primals)
-            if room >= 0:
+            filled = self._filled_fits(found, bound, step)
+            if filled or hold.hold(found, self.stored, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
-                return found, room
+                return found, math.inf if filled else bound - live_bytes(found, step)
             schedule.reorder(base, [node for node, _ in before])
             for node, given in before:  # lanes
                 node.args = given
+        hold.hold(graph, self.stored, bound, step)
         return graph, 0.0
 
-    def _bound(self, graph: fx.Graph, phase: Phase, primals: float) -> float:
-        """Bytes besides the optimizer's states: the limit, where the plan was made to meet one. A
-        plan that makes things again to save memory, but for no limit, may hold what it says and
-        what is fetched ahead. Never less than torch's own order holds.
+    def _filled_fits(self, graph: fx.Graph, bound: float, step: Step) -> bool:
+        """Whether it holds no more than the bound once products write into their buckets."""
+        if self.backend is not None or bound == math.inf:
+            return bound == math.inf
+        filled = copied(graph)
+        fill.fill(filled)
+        return live_bytes(filled, step) <= bound
+
+    def _bound(self, graph: fx.Graph, step: Step) -> float:
+        """Bytes besides the optimizer's states: what the plan allows; where torch's own order holds
+        more than was planned, that and what may be in flight; never more than the limit.
         """
         plan = self._plan
         if plan is None or plan.memory is None:
             return math.inf
-        least, states = live_bytes(graph, primals), plan.memory.optimizer
-        if plan.limit is not None:
-            return max(least, plan.limit - states)
-        if not (plan.recompute or plan.regather):
-            return math.inf
-        room = schedule.fetched_ahead(graph, self.world, self.stored, phase)
-        return max(least, plan.memory.peak - states) + room
+        memory, limit = plan.memory, plan.device_limit or math.inf
+        usual = live_bytes(graph, step) + memory.in_flight
+        return min(max(memory.peak - memory.optimizer, usual), limit - memory.optimizer)
+
+    def _above_limit(self, graph: fx.Graph, step: Step) -> float:
+        """Bytes that a graph, as lean as it could be made, needs above the limit."""
+        plan = self._plan
+        if plan is None or plan.memory is None or plan.device_limit is None:
+            return 0.0
+        needs = live_bytes(graph, step) + plan.memory.optimizer
+        return max(0.0, needs - plan.device_limit)
 
     def _attempt(
         self, graph: fx.Graph, phase: Phase, most: float, freedom: schedule.Freedom

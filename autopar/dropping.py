@@ -186,7 +186,7 @@ class Rungs(Ladder):
         return twice_seconds(self.made(rung), self.world) if any(rung) else 0.0
 
     def memory_of(self, rung: Rung) -> Memory:
-        return peak(self.made(rung), self.budget.optimizer, self.world.backend)
+        return peak(self.made(rung), self.budget.optimizer, self.world)
 
     def made(self, rung: Rung) -> Program:
         """The program that drops so much."""

@@ -70,6 +70,8 @@ class Memory:
     `parameters`: with buffers and constants. `gradients`: those of parameters that are there at
     that moment. `activations`: what the forward left for the backward and is still there, gathered
     weights among it. `transient`: what is made on the way, buffers of collectives among it.
+    `in_flight`: what a step may hold besides so that communication runs under computation: weights
+    that are fetched early, gradients that wait for their sums.
     """
 
     __pydantic_config__ = _STRICT
@@ -79,11 +81,19 @@ class Memory:
     activations: Amount
     transient: Amount
     peak: Amount
+    in_flight: Amount = 0.0
+
+    @property
+    def waiting(self) -> float:
+        """Bytes at the peak of a step that waits for every collective at once."""
+        return self.peak - self.in_flight
 
     def __str__(self) -> str:
         unit, size = ("GiB", 2**30) if self.peak >= 2**27 else ("MiB", 2**20)
-        names = ("parameters", "gradients", "optimizer", "activations", "transient")
-        parts = ", ".join(f"{name} {getattr(self, name) / size:,.2f}" for name in names)
+        names = ("parameters", "gradients", "optimizer", "activations", "transient", "in_flight")
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {getattr(self, name) / size:,.2f}" for name in names
+        )
         return f"{self.peak / size:,.2f} {unit} ({parts})"
 
 

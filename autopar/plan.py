@@ -31,6 +31,7 @@ _PARTS = {
 }
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
+    "device_limit",
 )  # fmt: skip
 _NAMES = ("panels", "recompute", "regather", "unsplit")
 _AS_THEY_ARE = (
@@ -86,6 +87,7 @@ class Plan:
     bound: float = 0.0  # seconds: no plan of this layout is modelled faster, on any mesh rated
     optimizer: str | float = "adamw"  # whose states are in `memory`
     limit: float | None = None  # bytes on each device, where the fastest plan does not fit them
+    device_limit: float | None = None  # bytes that no step may exceed on any device
     # ranks and modelled seconds of a smaller world that would be as fast
     smaller: tuple[int, float] | None = None
     reduce_dtype: torch.dtype | None = None  # what parameters' gradients are added up in

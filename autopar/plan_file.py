@@ -97,6 +97,7 @@ class PlanFile:
     smaller: tuple[Annotated[int, Field(ge=1, le=2**20)], Amount] | None
     planned: tuple[_Digest, _Digest]
     overlapped: Amount | None = None
+    device_limit: Amount | None = None
     reduce_dtype: Literal["float32"] | None = None
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from . import sizing
 from .affordable import affordable
 from .arguments import without_cache
-from .cost.memory import Budget
+from .cost.memory import Budget, with_flight
 from .cost.timeline import Timeline, timeline
 from .errors import InputError
 from .figures import Memory
@@ -129,7 +129,9 @@ def fitted(
     def step(program: Program) -> Program:
         return made_to_fit(program, world, asked.budget, larger)
 
-    return pipeline.run("recompute", program, step, recomputing.check)
+    program = pipeline.run("recompute", program, step, recomputing.check)
+    assert program.plan is not None
+    return dataclasses.replace(program, plan=_with_room(program.plan, asked))
 
 
 def finished(
@@ -148,6 +150,17 @@ def finished(
     layout = made.layout if asked.layout == "auto" else asked.layout
     kept = Ready(ready, pipeline.graphs, world, chosen, layout, asked.redundant)
     return dataclasses.replace(made, ready=kept)
+
+
+def _with_room(plan: Plan, asked: Asked) -> Plan:
+    """With the limit, and with what communication under computation may hold below it."""
+    if asked.budget is None:  # it has both
+        return plan
+    limit, memory = asked.budget.memory_bytes or plan.device_limit, plan.memory
+    if memory is not None and asked.overlap and plan.mesh.axes:
+        memory = with_flight(memory, limit)
+        plan = dataclasses.replace(plan, memory=memory, peak_bytes=memory.peak)
+    return dataclasses.replace(plan, device_limit=limit)
 
 
 def _overlapped(program: Program, world: World) -> Timeline | None:

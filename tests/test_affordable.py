@@ -37,7 +37,7 @@ OPTIMIZER = "adamw"
 # -- against trying everything ---------------------------------------------------------------------
 def peak_of(program: Program, plan: Plan, world: World) -> float:
     made = emitted(dataclasses.replace(program, plan=plan), world)
-    return peak(made, OPTIMIZER, world.backend).peak
+    return peak(made, OPTIMIZER, world).peak
 
 
 def drawn_limit(program: Program, world: World, draw: random.Random) -> float:

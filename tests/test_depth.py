@@ -82,7 +82,10 @@ def test_steps_and_peaks_are_those_of_the_whole(name, layout):
     assert simulated(program, world) == pytest.approx(
         timeline(emitted(program, world), world).seconds
     )
-    estimate, whole = Estimated(deep, world, BUDGET), Rungs(emitted(program, world), world, BUDGET)
+    # With AdamW on GPUs the peak of a shallow program may lie at the optimizer's step and that of a
+    # deep one before it: no straight line, and what `worked_out` is for.
+    budget = dataclasses.replace(BUDGET, optimizer="sgd-momentum")
+    estimate, whole = Estimated(deep, world, budget), Rungs(emitted(program, world), world, budget)
     assert (estimate.names, estimate.fetching) == (whole.names, whole.fetching)
     for rung in (Rung((), ()), Rung(whole.names, ()), Rung((), whole.fetching)):
         one, other = estimate.tried(rung), whole.tried(rung)

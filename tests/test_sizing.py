@@ -56,11 +56,12 @@ def test_halves_take_whole_nodes_first() -> None:
 def test_a_refusal_names_the_world_that_would_do(layout: str) -> None:
     model, args, _ = gpt()
     frugal = autopar.plan(model, 4, args, layout, recompute="full", smaller=False)
+    assert frugal.memory is not None
     with pytest.raises(autopar.PlanError, match="Try 8 devices") as error:
-        autopar.plan(model, 4, args, layout, memory=0.8 * frugal.peak_bytes)
+        autopar.plan(model, 4, args, layout, memory=0.8 * frugal.memory.waiting)
     assert "on each of 4 devices" in str(error.value)
-    fits = autopar.plan(model, 8, args, layout, memory=0.8 * frugal.peak_bytes)
-    assert fits.peak_bytes <= 0.8 * frugal.peak_bytes
+    fits = autopar.plan(model, 8, args, layout, memory=0.8 * frugal.memory.waiting)
+    assert fits.peak_bytes <= 0.8 * frugal.memory.waiting
 
 
 def test_a_refusal_without_a_world_that_would_do() -> None:

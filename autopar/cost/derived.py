@@ -74,7 +74,7 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
         if node.op != "call_function" or carries_on(node):
             needs[node] = after
             continue
-        if _keeps_place(node):
+        if keeps_place(node):
             after, fixed = (*after, *fixed), (len(events),)
         events.append(_event(node, after, world, node in early, phase))
         nodes.append(node)
@@ -159,7 +159,8 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def _keeps_place(node: fx.Node) -> bool:
+def keeps_place(node: fx.Node) -> bool:
+    """Whether an op writes or draws random numbers, and so runs in the graph's order."""
     assert isinstance(node.target, OpOverload)
     return writes(node) or torch.Tag.nondeterministic_seeded in node.target.tags
 

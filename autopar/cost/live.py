@@ -2,49 +2,149 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from torch import fx
 
-from .derived import bytes_of, carries_on, collective_of, is_wait
+from .derived import KINDS, bytes_of, carries_on, collective_of, group_of, is_wait, writes
+
+_STAGED = 2  # gathers at once: the threads of a group
 
 
-def live_bytes(graph: fx.Graph, primals: float) -> float:
-    """At the peak, with `primals`, the bytes of all that the forward was given, throughout.
-
-    What is made lives until its last use, a saved value until its last use in the backward, what
-    goes out to the end; the operands of a collective until it is waited for. Views share what they
-    show. Of tensors that are saved twice, as views of one another, each is counted.
+class Shown(NamedTuple):
+    """A memory that a saved value shows: what made it in the forward, and its bytes; none where it
+    is one of the forward's own inputs, which are counted anyway.
     """
+
+    made_by: str
+    bytes: float
+
+
+class Step(NamedTuple):
+    """What the bytes of a derived graph depend on besides itself: those of all that the forward was
+    given; of a backward, which memory each saved value shows (`saved_by`); and whether the
+    transport holds a second whole result of the gathers that it works on, as gloo does.
+    """
+
+    primals: float
+    saved: Mapping[str, Shown]
+    staged: bool = False
+
+
+def saved_by(forward: fx.Graph) -> dict[str, Shown]:
+    """What the forward gives out, and so what its backward may be given under the same names."""
+    roots = _roots(forward, {})
+    return {
+        node.name: Shown(root.name, 0.0 if _is_primal(root) else float(bytes_of(root)))
+        for node in forward.output_node().all_input_nodes
+        for root in [roots[node]]
+    }
+
+
+class Lives:
+    """Which memory each node of a graph shows, how large it is, and who reads it: its last reader
+    ends it. Of a collective's operands the wait is a reader, of what goes out the graph itself.
+
+    Views share what they show, saved values of a backward what they showed in the forward.
+    """
+
+    def __init__(self, graph: fx.Graph, step: Step) -> None:
+        self.step = step
+        self.root = _roots(graph, step.saved)
+        self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
+        self.issues: dict[fx.Node, fx.Node] = {}  # by wait
+        for node in graph.nodes:
+            for taken in node.all_input_nodes:
+                self.readers[self.root[taken]].add(node)
+            issued = _issue(node) if is_wait(node) else None
+            if issued is not None:
+                self.issues[node] = issued
+                for taken in issued.all_input_nodes:
+                    self.readers[self.root[taken]].add(node)
+
+    def bytes_made(self, node: fx.Node) -> float:
+        """What is there from this node on that was not before."""
+        if self.root[node] is not node or _is_primal(node):
+            return 0.0
+        known = self.step.saved.get(node.name) if node.op == "placeholder" else None
+        return float(bytes_of(node)) if known is None else known.bytes
+
+    def staged(self, node: fx.Node) -> float:
+        """What the transport holds besides while it works on a collective."""
+        kind = collective_of(node) if self.step.staged else None
+        return float(bytes_of(node)) if kind and KINDS[kind] == "all_gather" else 0.0
+
+
+class Staging:
+    """What the transport holds of the collectives under way, as they are issued and waited for."""
+
+    def __init__(self, lives: Lives) -> None:
+        self.lives = lives
+        self.under_way: dict[str, dict[fx.Node, float]] = defaultdict(dict)  # by group
+
+    def step(self, node: fx.Node) -> None:
+        """The node is issued, or is a wait."""
+        if size := self.lives.staged(node):
+            self.under_way[group_of(node)][node] = size
+        issue = self.lives.issues.get(node)
+        if issue is not None:
+            self.under_way[group_of(issue)].pop(issue, None)
+
+    @property
+    def bytes(self) -> float:
+        groups = self.under_way.values()
+        return sum(sum(sorted(sizes.values())[-_STAGED:]) for sizes in groups)
+
+
+def live_bytes(graph: fx.Graph, step: Step) -> float:
+    """At the peak. What the forward was given is there throughout; what is made lives until its
+    last use, a saved value until its last use in the backward, what goes out to the end; the
+    operands of a collective until it is waited for.
+    """
+    lives = Lives(graph, step)
+    staging = Staging(lives)
     place = {node: number for number, node in enumerate(graph.nodes)}
-    root = _roots(graph)
-    last = {node: place[node] for node in graph.nodes}
-    for node in graph.nodes:
-        for taken in node.all_input_nodes:
-            last[root[taken]] = max(last[root[taken]], place[node])
-        if is_wait(node):
-            issued = _issue(node)
-            for taken in issued.all_input_nodes if issued is not None else ():
-                last[root[taken]] = max(last[root[taken]], place[node])
-    freed: dict[int, float] = {}
-    now = most = primals
-    for node in graph.nodes:
-        if root[node] is node and not _is_primal(node):
-            now += bytes_of(node)
-            freed[last[node]] = freed.get(last[node], 0.0) + bytes_of(node)
+    freed: dict[int, float] = defaultdict(float)
+    now = most = step.primals
+    for node, number in place.items():
+        made = lives.bytes_made(node)
+        now += made
+        freed[max((place[n] for n in lives.readers[node]), default=number)] += made
         if node.op == "placeholder":
             continue  # all are there before anything runs
-        most = max(most, now)
-        now -= freed.get(place[node], 0.0)
+        staging.step(node)
+        most = max(most, now + staging.bytes)
+        now -= freed[number]
     return max(most, now)
 
 
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """By node the one that made the memory that it shows."""
+def _roots(graph: fx.Graph, saved: Mapping[str, Shown]) -> dict[fx.Node, fx.Node]:
+    """By node the one that made the memory that it shows, or the first that was given with it."""
     found: dict[fx.Node, fx.Node] = {}
+    given: dict[str, fx.Node] = {}
     for node in graph.nodes:
-        inputs = node.all_input_nodes
-        shows = node.op == "call_function" and bool(inputs) and carries_on(node)
-        found[node] = found[inputs[0]] if shows else node
+        shown = _shown(node) if node.op == "call_function" else None
+        found[node] = node if shown is None else found[shown]
+        if node.op == "placeholder" and node.name in saved:
+            found[node] = given.setdefault(saved[node.name].made_by, node)
     return found
+
+
+def _shown(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, waits for, or writes its result into; None for a new memory."""
+    inputs = node.all_input_nodes
+    if inputs and carries_on(node):
+        return inputs[0]
+    if not writes(node):
+        return None
+    schema = node.target._schema  # type: ignore[union-attr]
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs[argument.name]
+            return given if isinstance(given, fx.Node) else None
+    return None
 
 
 def _issue(wait: fx.Node) -> fx.Node | None:

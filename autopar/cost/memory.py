@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import PlanError
@@ -11,11 +12,14 @@ from ..figures import STATES, Memory
 from ..layout import Layout
 from ..world import World
 
-_STEP_COPIES = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1}  # made for a moment by a step
+# Copies of a parameter that a step makes for a moment: one after the other, and all at once.
+_STEP_COPIES = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1}
+_STEP_COPIES_AT_ONCE = {"adamw": 1, "adam": 1, "rmsprop": 1, "adagrad": 2}
 
 Optimizer = str | float  # one of STATES, or bytes of state for every trained number
 
 
+IN_FLIGHT = 0.05  # of what a step holds, besides, for communication under computation
 RESERVE = 0.08  # of a device's memory: the driver's context, transports, what lies between blocks
 
 Recompute = Literal["auto", "none", "gathers", "full"]
@@ -54,6 +58,29 @@ class Budget:
         return self.memory_bytes is None or memory.peak <= self.memory_bytes
 
 
+def with_flight(memory: Memory, limit: float | None) -> Memory:
+    """With what is held besides where communication runs under computation, as far as the limit of
+    bytes leaves room for it.
+    """
+    room = math.inf if limit is None else max(0.0, limit - memory.waiting)
+    more = min(IN_FLIGHT * memory.waiting, room)
+    return replace(memory, peak=memory.waiting + more, in_flight=more)
+
+
+def no_room(above: float) -> str:
+    """What to say where communication under computation needs so many bytes above the limit."""
+    return (
+        f"autopar: communication under computation would hold {text_of(above)} more than memory= "
+        "allows on each device, so every collective is waited for at once: slower, and within the "
+        'limit. A higher memory= or recompute="full" leaves room for it'
+    )
+
+
+def text_of(size: float) -> str:
+    """Bytes as people read them."""
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+
+
 def refusal(
     memory: Memory, limit: float, world: World, layout: str, recomputed: bool, larger: str = ""
 ) -> PlanError:
@@ -65,10 +92,9 @@ def refusal(
     tries += ["another layout"] if layout != "auto" else []
     *first, last = [part for part in tries if part]
     advice = f"{', '.join(first)} or {last}"
-    size = f"{limit / 2**30:,.2f} GiB" if limit >= 2**27 else f"{limit / 2**20:,.2f} MiB"
     return PlanError(
-        f"no plan fits {size} on each of {world.ranks} devices: layout {layout!r}{every} needs "
-        f"{memory}. Try {advice}"
+        f"no plan fits {text_of(limit)} on each of {world.ranks} devices: layout {layout!r}{every} "
+        f"needs {memory}. Try {advice}"
     )
 
 
@@ -92,12 +118,16 @@ def optimizer_bytes(layout: Layout, element_bytes: int, optimizer: Optimizer) ->
     return float(optimizer * layout.local_size)
 
 
-def step_bytes(sizes: Sequence[float], optimizer: Optimizer) -> float:
+def step_bytes(sizes: Sequence[float], optimizer: Optimizer, at_once: bool = False) -> float:
     """What an optimizer's step makes for a moment, for parameters of so many bytes in its order.
-    torch's optimizers take one parameter at a time, which is their way with DTensors; the last
-    thing made for one lives until the next one's replaces it.
+
+    On a CPU torch's optimizers take one parameter at a time; the last thing made for one lives
+    until the next one's replaces it. On GPUs they take all of them `at_once` (foreach).
     """
     _known(optimizer)
-    made = _STEP_COPIES.get(optimizer, 0) if isinstance(optimizer, str) else 2
+    known = _STEP_COPIES_AT_ONCE if at_once else _STEP_COPIES
+    made = known.get(optimizer, 0) if isinstance(optimizer, str) else max(known.values())
+    if at_once:
+        return made * sum(sizes)
     before = (0.0, *sizes)
     return max((made * own + bool(made) * last for own, last in zip(sizes, before)), default=0.0)

@@ -22,6 +22,7 @@ from .._compat import TorchDispatchMode, pytree
 from ..figures import Memory
 from ..mesh import group_ranks
 from ..program import Input, Program
+from ..world import World
 from .memory import Optimizer, optimizer_bytes, step_bytes
 from .stand_ins import META, on_stand_ins
 
@@ -82,7 +83,8 @@ class _Shapes:
             self._sizes[group] = len(group_ranks(group, 0))
         size, sent = self._sizes[group], x.detach().contiguous()
         if kind == "all-gather":
-            return sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+            whole = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+            return whole.clone() if self._backend == "gloo" else whole  # it gathers, then copies
         if kind == "reduce-scatter":
             if self._backend == "gloo":  # see wire.reduce_scatter
                 arrived = torch.empty_like(sent)
@@ -92,18 +94,22 @@ class _Shapes:
         return torch.empty_like(sent)
 
 
-def peak(program: Program, optimizer: Optimizer = "adamw", backend: str = "") -> Memory:
+def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None = None) -> Memory:
     """What one rank holds at the peak of a training step of an emitted program, in bytes.
 
     The optimizer has its states already, as from the second step on; gradients are set to None
-    between steps; the outputs are held until the step is done. `backend`: the transport, "gloo"
-    needs more for a reduce-scatter. Raises PlanError for an unknown optimizer.
+    between steps; the outputs are held until the step is done. `world` says which transport, as
+    gloo needs memory of its own, and which device, as on GPUs an optimizer steps all parameters at
+    once. Raises PlanError for an unknown optimizer.
 
     Example: peak(plan.ready.program, "sgd").peak
     """
     assert program.plan is not None
+    backend, at_once = "", False
+    if world is not None:
+        backend, at_once = world.backend, world.device.name != "cpu"
     with _simulated(_Shapes(backend)):
-        return _Step(program, optimizer).run()
+        return _Step(program, optimizer, at_once).run()
 
 
 @contextmanager
@@ -118,8 +124,8 @@ def _simulated(simulator: wire.Simulator) -> Iterator[None]:
 class _Step:
     """One training step without storage."""
 
-    def __init__(self, program: Program, optimizer: Optimizer) -> None:
-        self.program, self.optimizer = program, optimizer
+    def __init__(self, program: Program, optimizer: Optimizer, at_once: bool) -> None:
+        self.program, self.optimizer, self.at_once = program, optimizer, at_once
         self.lives = Lives()
 
     def run(self) -> Memory:
@@ -189,7 +195,7 @@ class _Step:
                 layout, size = self.program.layouts[entry.node], self._element_bytes(entry)
                 states += optimizer_bytes(layout, size, self.optimizer)
                 sizes.append(layout.local_size * float(size))
-        return states, step_bytes(sizes, self.optimizer)
+        return states, step_bytes(sizes, self.optimizer, self.at_once)
 
     def _element_bytes(self, entry: Input) -> int:
         dtype = self.program.dtypes.get(entry.node)

@@ -184,14 +184,14 @@ class _Question:
             name: spent.get(name, 0.0) - self.spent.get(name, 0.0)
             for name in {**self.spent, **spent}
         }
-        held = self._peak(made) - self.plan.peak_bytes if self.plan.memory else 0.0
+        held = self._peak(made) - self.plan.memory.waiting if self.plan.memory else 0.0
         return Runner(text, sum(spent.values()) - sum(self.spent.values()), more, held, made)
 
     def _peak(self, made: Plan) -> float:
         made = dataclasses.replace(made, recompute=self.plan.recompute, regather=self.plan.regather)
         program = emitted(dataclasses.replace(self.program, plan=made), self.world)
         program = recompute.recompute(program)
-        return peak(program, self.plan.optimizer, self.world.backend).peak
+        return peak(program, self.plan.optimizer, self.world).peak
 
     def _text(self, plan: Plan) -> str:
         """What the nodes that were asked about split: "up x→n y→m, down x→k y→m"."""

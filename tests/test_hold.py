@@ -1,0 +1,135 @@
+"""A scheduled graph that holds no more than it may."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import fx
+
+import autopar
+from autopar import _compat
+from autopar.backends import Scheduled
+from autopar.cost.derived import bytes_of, collective_of, is_wait
+from autopar.cost.live import Step, live_bytes, saved_by
+from autopar.passes.hold import hold
+from derived import called, placed, value_of
+from examples.gpt import GPT, Config
+
+STORED: frozenset[str] = frozenset({"x0", "x1", "x2", "x3"})
+
+
+def scheduled(plan: autopar.Plan) -> Scheduled:
+    program = plan.ready.program
+    run = Scheduled(program, plan.world, ("bucket", "schedule"))
+    with _compat.fake_mode():
+        run.derived([value_of(entry, program) for entry in program.signature.inputs])
+    return run
+
+
+def held(run: Scheduled) -> dict[str, float]:
+    assert run.forward is not None and run.backward is not None
+    given = run.forward.graph.find_nodes(op="placeholder")
+    step = Step(float(sum(map(bytes_of, given))), saved_by(run.forward.graph), True)
+    graphs = {"forward": run.forward.graph, "backward": run.backward.graph}
+    return {name: live_bytes(graph, step) for name, graph in graphs.items()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "gathers"])
+def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
+    """Where weights outweigh activations, a schedule without a bound would hold all gathers."""
+    torch.manual_seed(0)
+    model = GPT(Config(256, 16, 256, 4, 3))
+    tokens = torch.zeros(8, 16, dtype=torch.int64)
+    plan = autopar.plan(model, 4, (tokens, tokens), "fsdp", recompute=recompute, smaller=False)
+    assert plan.memory is not None
+    bound = plan.memory.peak - plan.memory.optimizer
+    found = held(scheduled(plan))
+    assert max(found.values()) <= 1.01 * bound
+    if recompute == "none":  # they are held anyway
+        return
+    program = plan.ready.program
+    free = dataclasses.replace(plan, memory=None)
+    ready = dataclasses.replace(plan.ready, program=dataclasses.replace(program, plan=free))
+    unbound = held(scheduled(dataclasses.replace(free, ready=ready)))
+    assert unbound["backward"] > 1.1 * bound
+
+
+def test_where_there_is_no_room_every_collective_is_waited_for() -> None:
+    torch.manual_seed(0)
+    model = GPT(Config(256, 16, 64, 4, 2))
+    tokens = torch.zeros(8, 16, dtype=torch.int64)
+    plan = autopar.plan(model, 2, (tokens, tokens), "ddp", smaller=False)
+    assert plan.device_limit is None and plan.memory is not None
+    program = plan.ready.program
+
+    def ran(limit: float) -> Scheduled:
+        low = dataclasses.replace(plan, device_limit=limit)
+        run = Scheduled(dataclasses.replace(program, plan=low), plan.world)
+        with _compat.fake_mode():
+            run(*(value_of(entry, program) for entry in program.signature.inputs))
+        return run
+
+    with pytest.warns(UserWarning, match=r"would hold [\d.]+ MiB more than memory= allows"):
+        run = ran(0.5 * plan.peak_bytes)
+    assert run._run is run.module
+    assert ran(plan.peak_bytes)._run is not run.module
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+def gathers() -> tuple[fx.Graph, list[fx.Node]]:
+    """Four gathers of 4 KB, all issued at once, each then used alone."""
+    graph = fx.Graph()
+    *given, y = placed(graph, [(256,)] * 4 + [(1024,)])
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    with _compat.fake_mode():
+        sent = [called(graph, gather, (x, 4, "autopar/data4/data")) for x in given]
+        total = None
+        for one in sent:
+            part = called(graph, torch.ops.aten.dot.default, (called(graph, wait, (one,)), y))
+            total = (
+                part if total is None else called(graph, torch.ops.aten.add.Tensor, (total, part))
+            )
+    graph.output(total)
+    return graph, sent
+
+
+@pytest.mark.parametrize(("room", "ahead"), [(4, 4), (3, 3), (2, 2), (1, 1)])
+def test_as_many_gathers_ahead_as_there_is_room_for(room: int, ahead: int) -> None:
+    graph, sent = gathers()
+    step, size = Step(0.0, {}), 4096.0
+    assert hold(graph, STORED, room * size + 4 * 1024 + size + 100, step)
+    graph.lint()
+    under_way = most = 0
+    for node in graph.nodes:
+        under_way += node in sent
+        most = max(most, under_way)
+        under_way -= is_wait(node)
+    assert most == ahead
+    assert [n for n in graph.nodes if collective_of(n)] == sent
+
+
+def test_sums_are_waited_for_where_there_is_no_room() -> None:
+    """Four products whose sums are scattered: an operand is free once that is waited for."""
+    graph = fx.Graph()
+    x, y = placed(graph, [(64, 16), (16, 64)])
+    scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    with _compat.fake_mode():
+        products = [called(graph, torch.ops.aten.mm.default, (x, y)) for _ in range(4)]
+        sent = [called(graph, scatter, (p, "sum", 4, "autopar/data4/data")) for p in products]
+        waits = [called(graph, wait, (one,)) for one in sent]
+    graph.output(tuple(waits))
+    for product, one in zip(products, sent, strict=True):  # as a schedule would have it
+        product.append(one)
+    step, size = Step(0.0, {}), 64 * 64 * 4.0
+    assert live_bytes(graph, step) > 4 * size
+    assert hold(graph, frozenset(), 2 * size + 6 * size / 4 + 1e4, step)
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    assert place[waits[0]] < place[products[3]]
+    graph.lint()
+    assert not hold(graph, frozenset(), size, step)  # less than one product with its result
+    assert hold(graph, frozenset(), math.inf, step)
