@@ -8,7 +8,8 @@ the latest right before what takes them. Numbers stay the same to the bit.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch import fx
 
 from ..cost.derived import collective_of, keeps_place
 from ..cost.live import Lives, Staging, Step, live_bytes
+
+_WINDOW = 64  # of what comes next in a schedule, where room is looked for
 
 
 def hold(graph: fx.Graph, stored: frozenset[str], bound: float, step: Step) -> bool:
@@ -46,9 +49,6 @@ def _early(graph: fx.Graph, stored: frozenset[str]) -> set[fx.Node]:
     return found
 
 
-_WINDOW = 64  # of what comes next in a schedule, where room is looked for
-
-
 class _Late:
     """Places nodes one after the other: what is early right before its first use, waits as soon as
     there is too little room. `order`; `live`: by place, what is there while the node runs.
@@ -66,6 +66,7 @@ class _Late:
         self.placed = set(given)
         self.now = lives.step.primals + sum(self.made[node] for node in given)
         self.flying: dict[fx.Node, None] = {}  # issued and not waited for, in this order
+        self.coming: deque[fx.Node] = deque()  # what is not early, as scheduled
         self.order: list[fx.Node] = []
         self.live: list[float] = []
 
@@ -73,7 +74,7 @@ class _Late:
         """All of them, in their order but for what is moved."""
         nodes = list(nodes)
         kept_back = []
-        self.coming = [n for n in nodes if n not in self.early]
+        self.coming.extend(n for n in nodes if n not in self.early)
         for node in nodes:
             if node in self.early or (node in self.waits and not self._room(node)):
                 kept_back.append(node)
@@ -101,9 +102,12 @@ class _Late:
         """The next op that was put off and ends more than it makes, behind the views that it takes;
         none where there is none.
         """
-        self.coming = [one for one in self.coming if one not in self.placed]
-        for one in self.coming[:_WINDOW]:
-            if one is node or one in self.waits or not self.made[one] or keeps_place(one):
+        while self.coming and self.coming[0] in self.placed:
+            self.coming.popleft()
+        for one in itertools.islice(self.coming, _WINDOW):
+            if one in self.placed or one is node or one in self.waits:
+                continue
+            if not self.made[one] or keeps_place(one):
                 continue
             several = list(dict.fromkeys(self._needs(one)))
             if any(self.made[n] or n in self.lives.issues for n in several[:-1]):
