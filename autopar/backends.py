@@ -43,14 +43,14 @@ from ._compat import (
 )
 from .beside import Gradients, Late, as_constants, beside_the_loss, through
 from .cost.derived import Phase, bytes_of, writes
-from .cost.live import Step, live_bytes, saved_by
+from .cost.live import StepMemory, live_bytes, saved_by
 from .cost.memory import no_room
 from .cost.simulate import Run
 from .errors import PlanError
 from .faults import guarded
-from .graphs import copied
+from .graphs import copied, reorder
 from .mesh import connect, undone_on_failure
-from .passes import bucket, chunk, fill, hold, inplace, lanes, schedule, views
+from .passes import bucket, chunk, fill, inplace, lanes, limit_memory, schedule, views
 from .program import Program
 from .recomputed import spread, tagged
 from .world import World
@@ -141,8 +141,8 @@ class Scheduled:
         if self._run is None:
             self._run = ranks.together("deriving the backward", lambda: self.derived(given))
             if self.forward is None or self._above:  # nothing that it gives carries a gradient
-                self._run = self._plain
-                if self._above:
+                self._run, self._late = self._plain, set()
+                if self._above and not ranks.rank():
                     warnings.warn(no_room(self._above), stacklevel=2)
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
@@ -247,14 +247,14 @@ class Scheduled:
         given = self.forward.graph.find_nodes(op="placeholder")
         primals = float(sum(bytes_of(node) for node in given))
         saved, staged = saved_by(self.forward.graph), self.world.backend == "gloo"
-        step = Step(primals, saved, staged)
+        step = StepMemory(primals, saved, staged)
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
         for module, phase in phases:
             self._finish(module, phase, step)
         return self.forward, self.backward
 
-    def _finish(self, module: fx.GraphModule, phase: Phase, step: Step) -> None:
+    def _finish(self, module: fx.GraphModule, phase: Phase, step: StepMemory) -> None:
         """The passes over one of the derived graphs."""
         _sweep(module.graph)
         graph, room = self._ordered(module.graph, phase, step)
@@ -268,7 +268,7 @@ class Scheduled:
         self._above = max(self._above, self._above_limit(graph, step))
         module.graph = graph  # recompiles
 
-    def _ordered(self, graph: fx.Graph, phase: Phase, step: Step) -> tuple[fx.Graph, float]:
+    def _ordered(self, graph: fx.Graph, phase: Phase, step: StepMemory) -> tuple[fx.Graph, float]:
         """The graph with as much freedom as the memory allows; the bytes that it leaves."""
         bound, in_pieces = self._bound(graph, step), graph
         if "chunk" in self.passes:
@@ -280,25 +280,25 @@ class Scheduled:
             before = [(node, node.args) for node in base.nodes]
             found, run = self._attempt(base, phase, most, freedom)
             filled = self._filled_fits(found, bound, step)
-            if filled or hold.hold(found, self.stored, bound, step):
+            if filled or limit_memory.limit_memory(found, self.stored, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
                 return found, math.inf if filled else bound - live_bytes(found, step)
-            schedule.reorder(base, [node for node, _ in before])
+            reorder(base, [node for node, _ in before])
             for node, given in before:  # lanes
                 node.args = given
-        hold.hold(graph, self.stored, bound, step)
+        limit_memory.limit_memory(graph, self.stored, bound, step)
         return graph, 0.0
 
-    def _filled_fits(self, graph: fx.Graph, bound: float, step: Step) -> bool:
+    def _filled_fits(self, graph: fx.Graph, bound: float, step: StepMemory) -> bool:
         """Whether it holds no more than the bound once products write into their buckets."""
-        if self.backend is not None or bound == math.inf:
-            return bound == math.inf
+        if self.backend is not None:
+            return False
         filled = copied(graph)
         fill.fill(filled)
         return live_bytes(filled, step) <= bound
 
-    def _bound(self, graph: fx.Graph, step: Step) -> float:
+    def _bound(self, graph: fx.Graph, step: StepMemory) -> float:
         """Bytes besides the optimizer's states: what the plan allows; where torch's own order holds
         more than was planned, that and what may be in flight; never more than the limit.
         """
@@ -309,7 +309,7 @@ class Scheduled:
         usual = live_bytes(graph, step) + memory.in_flight
         return min(max(memory.peak - memory.optimizer, usual), limit - memory.optimizer)
 
-    def _above_limit(self, graph: fx.Graph, step: Step) -> float:
+    def _above_limit(self, graph: fx.Graph, step: StepMemory) -> float:
         """Bytes that a graph, as lean as it could be made, needs above the limit."""
         plan = self._plan
         if plan is None or plan.memory is None or plan.device_limit is None:

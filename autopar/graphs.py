@@ -204,6 +204,14 @@ def computed(
     return made(graph, target, arguments, target(*values, **(more or {})), more)
 
 
+def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
+    """Put these nodes into this order, before all others."""
+    cursor = graph._root
+    for node in order:
+        cursor.append(node)
+        cursor = node
+
+
 def ordered(graph: fx.Graph) -> bool:
     """Put every node behind what it takes, else in the order that there was; False, and the graph
     as it was, where nodes wait for one another.

@@ -34,7 +34,7 @@ def derived(layout: Any, world: autopar.World, passes: tuple[str, ...]) -> Sched
 
 
 def _run(plan: autopar.Plan, world: autopar.World, passes: tuple[str, ...]) -> Scheduled:
-    """What the passes make where nothing bounds the memory: that is tests/test_hold.py's."""
+    """What the passes make where nothing bounds the memory; test_limit_memory.py bounds it."""
     program = plan.ready.program
     free = dataclasses.replace(program.plan, memory=None)
     program = dataclasses.replace(program, plan=free)

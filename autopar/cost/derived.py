@@ -62,15 +62,12 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
     events: list[Event] = []
     nodes: list[fx.Node] = []
     needs: dict[fx.Node, tuple[int, ...]] = {}
-    early: set[fx.Node] = set()
+    early = fetchable(graph, stored)
     fixed: tuple[int, ...] = ()
     for node in graph.nodes:
         if node.op == "output":
             continue
-        inputs = node.all_input_nodes
-        if (inputs and early.issuperset(inputs)) or node.name in stored:
-            early.add(node)
-        after = tuple(dict.fromkeys(i for n in inputs for i in needs[n]))
+        after = tuple(dict.fromkeys(i for n in node.all_input_nodes for i in needs[n]))
         if node.op != "call_function" or carries_on(node):
             needs[node] = after
             continue
@@ -80,6 +77,18 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
         nodes.append(node)
         needs[node] = (len(events) - 1,)
     return Listed(tuple(events), tuple(nodes))
+
+
+def fetchable(graph: fx.Graph, stored: frozenset[str]) -> set[fx.Node]:
+    """The nodes that hang on nothing but stored tensors, which they may be fetched from at any
+    time.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op != "output" and (node.name in stored or (inputs and found.issuperset(inputs))):
+            found.add(node)
+    return found
 
 
 def graph_seconds(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from torch import fx
 
+from .._compat import OpOverload
 from .derived import KINDS, bytes_of, carries_on, collective_of, group_of, is_wait, writes
 
 _STAGED = 2  # gathers at once: the threads of a group
 
 
-class Shown(NamedTuple):
+class SavedMemory(NamedTuple):
     """A memory that a saved value shows: what made it in the forward, and its bytes; none where it
     is one of the forward's own inputs, which are counted anyway.
     """
@@ -22,22 +23,22 @@ class Shown(NamedTuple):
     bytes: float
 
 
-class Step(NamedTuple):
+class StepMemory(NamedTuple):
     """What the bytes of a derived graph depend on besides itself: those of all that the forward was
     given; of a backward, which memory each saved value shows (`saved_by`); and whether the
     transport holds a second whole result of the gathers that it works on, as gloo does.
     """
 
     primals: float
-    saved: Mapping[str, Shown]
+    saved: Mapping[str, SavedMemory]
     staged: bool = False
 
 
-def saved_by(forward: fx.Graph) -> dict[str, Shown]:
+def saved_by(forward: fx.Graph) -> dict[str, SavedMemory]:
     """What the forward gives out, and so what its backward may be given under the same names."""
     roots = _roots(forward, {})
     return {
-        node.name: Shown(root.name, 0.0 if _is_primal(root) else float(bytes_of(root)))
+        node.name: SavedMemory(root.name, 0.0 if _is_primal(root) else float(bytes_of(root)))
         for node in forward.output_node().all_input_nodes
         for root in [roots[node]]
     }
@@ -50,7 +51,7 @@ class Lives:
     Views share what they show, saved values of a backward what they showed in the forward.
     """
 
-    def __init__(self, graph: fx.Graph, step: Step) -> None:
+    def __init__(self, graph: fx.Graph, step: StepMemory) -> None:
         self.step = step
         self.root = _roots(graph, step.saved)
         self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
@@ -98,7 +99,7 @@ class Staging:
         return sum(sum(sorted(sizes.values())[-_STAGED:]) for sizes in groups)
 
 
-def live_bytes(graph: fx.Graph, step: Step) -> float:
+def live_bytes(graph: fx.Graph, step: StepMemory) -> float:
     """At the peak. What the forward was given is there throughout; what is made lives until its
     last use, a saved value until its last use in the backward, what goes out to the end; the
     operands of a collective until it is waited for.
@@ -120,7 +121,7 @@ def live_bytes(graph: fx.Graph, step: Step) -> float:
     return max(most, now)
 
 
-def _roots(graph: fx.Graph, saved: Mapping[str, Shown]) -> dict[fx.Node, fx.Node]:
+def _roots(graph: fx.Graph, saved: Mapping[str, SavedMemory]) -> dict[fx.Node, fx.Node]:
     """By node the one that made the memory that it shows, or the first that was given with it."""
     found: dict[fx.Node, fx.Node] = {}
     given: dict[str, fx.Node] = {}
@@ -139,8 +140,8 @@ def _shown(node: fx.Node) -> fx.Node | None:
         return inputs[0]
     if not writes(node):
         return None
-    schema = node.target._schema  # type: ignore[union-attr]
-    for place, argument in enumerate(schema.arguments):
+    assert isinstance(node.target, OpOverload)
+    for place, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = node.args[place] if place < len(node.args) else node.kwargs[argument.name]
             return given if isinstance(given, fx.Node) else None

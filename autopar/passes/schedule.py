@@ -69,23 +69,10 @@ def _patient(events: Sequence[Event], freedom: Freedom) -> Run:
     return prompt
 
 
-def fetched_ahead(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
-    """The most bytes that `schedule` fetches before their use, where nobody says how far."""
-    return _most_ahead(graph_events(graph, world, stored, phase).events, USUAL)
-
-
 def _most_ahead(events: Sequence[Event], freedom: Freedom) -> float:
     """Bytes that may be held before their use."""
     largest = max((event.held_bytes for event in events if event.ahead), default=0.0)
     return freedom.ahead * largest
-
-
-def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Put the nodes back into an order in which they stood."""
-    cursor = graph._root
-    for node in order:
-        cursor.append(node)
-        cursor = node
 
 
 def check(graph: fx.Graph, before: Sequence[fx.Node]) -> None:

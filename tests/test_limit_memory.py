@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 import autopar
+import models
 from autopar import _compat
 from autopar.backends import Scheduled
 from autopar.cost.derived import bytes_of, collective_of, is_wait
-from autopar.cost.live import Step, live_bytes, saved_by
-from autopar.passes.hold import hold
+from autopar.cost.live import StepMemory, live_bytes, saved_by
+from autopar.passes.limit_memory import limit_memory
 from derived import called, placed, value_of
 from examples.gpt import GPT, Config
 
@@ -32,7 +33,7 @@ def scheduled(plan: autopar.Plan) -> Scheduled:
 def held(run: Scheduled) -> dict[str, float]:
     assert run.forward is not None and run.backward is not None
     given = run.forward.graph.find_nodes(op="placeholder")
-    step = Step(float(sum(map(bytes_of, given))), saved_by(run.forward.graph), True)
+    step = StepMemory(float(sum(map(bytes_of, given))), saved_by(run.forward.graph), True)
     graphs = {"forward": run.forward.graph, "backward": run.backward.graph}
     return {name: live_bytes(graph, step) for name, graph in graphs.items()}
 
@@ -58,24 +59,25 @@ def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
 
 
 def test_where_there_is_no_room_every_collective_is_waited_for() -> None:
-    torch.manual_seed(0)
-    model = GPT(Config(256, 16, 64, 4, 2))
-    tokens = torch.zeros(8, 16, dtype=torch.int64)
-    plan = autopar.plan(model, 2, (tokens, tokens), "ddp", smaller=False)
+    """At every call, and the gradients of results beside the loss are autograd's own."""
+    model, args, _ = models.gpt()
+    plan = autopar.plan(model, 2, args, "ddp", smaller=False)
     assert plan.device_limit is None and plan.memory is not None
     program = plan.ready.program
 
-    def ran(limit: float) -> Scheduled:
+    def ran(limit: float) -> tuple[Scheduled, list[str]]:
         low = dataclasses.replace(plan, device_limit=limit)
         run = Scheduled(dataclasses.replace(program, plan=low), plan.world)
         with _compat.fake_mode():
-            run(*(value_of(entry, program) for entry in program.signature.inputs))
-        return run
+            values = [value_of(entry, program) for entry in program.signature.inputs]
+            results = [x for _ in range(2) for x in run(*values)]
+        return run, [type(x.grad_fn).__name__ for x in results]
 
     with pytest.warns(UserWarning, match=r"would hold [\d.]+ MiB more than memory= allows"):
-        run = ran(0.5 * plan.peak_bytes)
-    assert run._run is run.module
-    assert ran(plan.peak_bytes)._run is not run.module
+        run, backwards = ran(0.5 * plan.peak_bytes)
+    assert run._run is run.module and "LateBackward" not in backwards
+    run, backwards = ran(plan.peak_bytes)
+    assert run._run is not run.module and "LateBackward" in backwards
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -100,8 +102,8 @@ def gathers() -> tuple[fx.Graph, list[fx.Node]]:
 @pytest.mark.parametrize(("room", "ahead"), [(4, 4), (3, 3), (2, 2), (1, 1)])
 def test_as_many_gathers_ahead_as_there_is_room_for(room: int, ahead: int) -> None:
     graph, sent = gathers()
-    step, size = Step(0.0, {}), 4096.0
-    assert hold(graph, STORED, room * size + 4 * 1024 + size + 100, step)
+    step, size = StepMemory(0.0, {}), 4096.0
+    assert limit_memory(graph, STORED, room * size + 4 * 1024 + size + 100, step)
     graph.lint()
     under_way = most = 0
     for node in graph.nodes:
@@ -125,11 +127,11 @@ def test_sums_are_waited_for_where_there_is_no_room() -> None:
     graph.output(tuple(waits))
     for product, one in zip(products, sent, strict=True):  # as a schedule would have it
         product.append(one)
-    step, size = Step(0.0, {}), 64 * 64 * 4.0
+    step, size = StepMemory(0.0, {}), 64 * 64 * 4.0
     assert live_bytes(graph, step) > 4 * size
-    assert hold(graph, frozenset(), 2 * size + 6 * size / 4 + 1e4, step)
+    assert limit_memory(graph, frozenset(), 2 * size + 6 * size / 4 + 1e4, step)
     place = {node: number for number, node in enumerate(graph.nodes)}
     assert place[waits[0]] < place[products[3]]
     graph.lint()
-    assert not hold(graph, frozenset(), size, step)  # less than one product with its result
-    assert hold(graph, frozenset(), math.inf, step)
+    assert not limit_memory(graph, frozenset(), size, step)  # less than one product with its result
+    assert limit_memory(graph, frozenset(), math.inf, step)

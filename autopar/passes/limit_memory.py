@@ -1,4 +1,7 @@
-"""hold: a scheduled order changed as little as it takes to hold no more than a bound.
+"""limit_memory: a scheduled order is changed as little as it takes to hold no more than a bound.
+
+A derived graph enters after `schedule`, before products write in place; backends.py calls this for
+each schedule that it tries, with the bytes that the plan allows.
 
 What was issued is waited for before an op that would not fit beside it, as the operands of a
 collective are only free then; an op that was put off runs where that frees more than it makes; what
@@ -15,38 +18,26 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import fx
 
-from ..cost.derived import collective_of, keeps_place
-from ..cost.live import Lives, Staging, Step, live_bytes
+from ..cost.derived import collective_of, fetchable, keeps_place
+from ..cost.live import Lives, Staging, StepMemory, live_bytes
+from ..graphs import reorder
 
 _WINDOW = 64  # of what comes next in a schedule, where room is looked for
 
 
-def hold(graph: fx.Graph, stored: frozenset[str], bound: float, step: Step) -> bool:
+def limit_memory(graph: fx.Graph, stored: frozenset[str], bound: float, step: StepMemory) -> bool:
     """Reorder the graph in place; whether it holds no more than `bound` bytes then. `stored`: the
     placeholders that are there before the step begins.
     """
     if live_bytes(graph, step) <= bound:
         return True
     scheduled = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    early = _early(graph, stored)
+    early = fetchable(graph, stored)
     late = _Late(graph, Lives(graph, step), early, bound)
     late.place(scheduled)
-    order = _fetched_earlier(late, scheduled, early)
-    cursor = next((n for n in reversed(graph.find_nodes(op="placeholder"))), graph._root)
-    for node in order:
-        cursor.append(node)
-        cursor = node
+    given = graph.find_nodes(op="placeholder")
+    reorder(graph, [*given, *_fetched_earlier(late, scheduled, early)])
     return live_bytes(graph, step) <= bound
-
-
-def _early(graph: fx.Graph, stored: frozenset[str]) -> set[fx.Node]:
-    """What hangs on stored tensors alone."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op != "output" and (node.name in stored or (inputs and found.issuperset(inputs))):
-            found.add(node)
-    return found
 
 
 class _Late:
