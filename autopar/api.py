@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import devices, editing, ranks, replicas, sizing, store
@@ -196,8 +196,7 @@ def running(
             f"{ranks.running()}, or start {mesh.size} with torchrun and call "
             "torch.distributed.init_process_group"
         )
-    graphs = [m.graph for m in program.module.modules() if isinstance(m, fx.GraphModule)]
-    groups = {group for graph in graphs for group in groups_of(graph)}
+    groups = groups_of(program.module)
     device_mesh = None
     if mesh.axes:
         with undone_on_failure():

@@ -297,6 +297,8 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     out.print(made.table())
     moved = f"{terminal.amount(made.comm_bytes)}B"
     line(out, "modelled", f"{_step(made)}; a rank sends {moved}")
+    if made.groups:
+        line(out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}")
     memory = f"{terminal.memory(made.peak_bytes)} at the peak on each device"
     if made.memory is not None:
         memory = f"{made.memory} at the peak on each device"
@@ -327,6 +329,7 @@ def _facts(made: Plan) -> dict[str, Any]:
         "memory": None if made.memory is None else dataclasses.asdict(made.memory),
         "recompute": list(made.recompute),
         "regather": list(made.regather),
+        "groups": list(made.groups),
         "mesh": made.mesh.sizes,
         "ranks": made.mesh.size,
         "rows": [dataclasses.asdict(row) for row in made.rows],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from . import collectives, wire
+from .graphs import every_node
 from .layout import SUMS, TRAFFIC, Step
 
 Levels = tuple[int, ...]
@@ -50,18 +52,41 @@ def set_levels(node: fx.Node, backward: bool, levels: Levels) -> None:
     node.kwargs = {**kept, **({_LEVELS[backward]: _one_or_all(levels)} if levels else {})}
 
 
-def groups_of(graph: fx.Graph) -> set[str]:
-    """The names of the process groups that the changes of state in a graph go over: what
-    `mesh.connect` is to open.
+def groups_of(module: fx.GraphModule) -> frozenset[str]:
+    """The names of the process groups that an emitted graph communicates over, forward and
+    backward: all that `mesh.connect` is to open for it. A sharded function says its axes by the
+    names of its arguments.
     """
-    found = set()
-    for node in graph.nodes:
-        if getattr(node.target, "__module__", "") == collectives.__name__:
-            axis, mesh, lane = (node.kwargs.get(key, 0) for key in ("axis", "mesh", "lane"))
-            for key in _LEVELS:
-                inside = node.kwargs.get(key, ())
-                found |= {group for _, group in wire.route(axis, mesh, inside, lane)}
-    return found
+    found: set[str] = set()
+    for node, _ in every_node(module):
+        file = getattr(node.target, "__module__", None) or ""
+        if file == collectives.__name__:
+            found |= _of_change(node)
+        elif file.startswith(f"{collectives.__package__}."):
+            found |= _of_sharded(node)
+    return frozenset(found)
+
+
+def _of_change(node: fx.Node) -> set[str]:
+    assert callable(node.target)
+    taken = inspect.signature(node.target).parameters
+    if "lane" not in taken or node.kwargs.get("of") == "R":
+        return set()  # nothing is sent in either direction
+    axis, mesh, lane = (node.kwargs.get(key, 0) for key in ("axis", "mesh", "lane"))
+    both = node.kwargs.get("to") != "I"
+    keys = [key for key in _LEVELS[: 1 + both] if key in taken] or [""]
+    ways: list[Any] = [node.kwargs.get(key, ()) for key in keys]
+    return {group for way in ways for _, group in wire.route(axis, mesh, way, lane)}
+
+
+def _of_sharded(node: fx.Node) -> set[str]:
+    assert callable(node.target)
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    if "mesh" not in given:
+        return set()
+    sets = [given[key] for key in ("axes", "token_axes", "row", "column") if key in given]
+    sets.append([axis for axis, *_ in given.get("digits", ())])
+    return {wire.group_of(axes, given["mesh"]) for axes in sets if axes}
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

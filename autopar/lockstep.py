@@ -27,13 +27,14 @@ _RANKS_LIMIT = 64
 _run: _Run | None = None
 
 
-def run(mesh: Mesh, rank_fn: Callable[[int], T]) -> list[T]:
+def run(mesh: Mesh, rank_fn: Callable[[int], T], groups: frozenset[str] | None = None) -> list[T]:
     """Calls `rank_fn(rank)` for every rank of `mesh` with collectives among them, and returns the
     results by rank.
 
-    Grad mode is the caller's. The first error of a rank stops all ranks and is raised again with a
-    note that says which rank it was. Raises RankError where ranks of a group call different
-    collectives, where a rank ends while others wait for it, for meshes above 64 ranks, and inside
+    Grad mode is the caller's. `groups`: the names of the process groups that are open; None: all.
+    The first error of a rank stops all ranks and is raised again with a note that says which rank
+    it was. Raises RankError where ranks of a group call different collectives, for a group that is
+    not open, where a rank ends while others wait for it, for meshes above 64 ranks, and inside
     another run.
 
     >>> ones = torch.ones(1)
@@ -48,7 +49,7 @@ def run(mesh: Mesh, rank_fn: Callable[[int], T]) -> list[T]:
     if mesh.size > _RANKS_LIMIT:
         raise RankError(f"mesh {mesh} has {mesh.size} ranks; lockstep runs at most {_RANKS_LIMIT}")
     threads, simulator = torch.get_num_threads(), wire.simulator
-    _run = wire.simulator = current = _Run(mesh)
+    _run = wire.simulator = current = _Run(mesh, groups)
     torch.set_num_threads(1)  # every thread that calls torch would start a pool of its own
     try:
         return current.execute(rank_fn)
@@ -92,8 +93,8 @@ class _Meeting:
 class _Run:
     """One run. Its state needs no lock: only the rank whose turn it is touches it."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, groups: frozenset[str] | None = None) -> None:
+        self.mesh, self.groups = mesh, groups
         self.results: list[Any] = [None] * mesh.size
         self.error: tuple[int, BaseException] | None = None
         self._turns = [threading.Semaphore(0) for _ in range(mesh.size)]
@@ -129,6 +130,8 @@ class _Run:
             )
         if not group.startswith(f"autopar/{self.mesh}/"):
             raise RankError(f"{kind} over {group}: the lockstep run is on mesh {self.mesh}")
+        if self.groups is not None and group not in self.groups:
+            raise RankError(f"{kind} over {group}, which is not open: the plan does not name it")
         ranks = self._ranks(group, rank)
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{kind} of {dtype}{tuple(x.shape)} over {group.removeprefix('autopar/')}"

@@ -25,9 +25,6 @@ from autopar.errors import WorldError
 _NAME = r"[A-Za-z_](?:[A-Za-z0-9_]*[A-Za-z_])?"
 _AXIS = re.compile(f"({_NAME})([0-9]+)")
 _GATHERED = {"data": 1, "z": 2}  # axes that weights are gathered over, outer first
-_JOINT_AXES_LIMIT = (
-    4  # 2^4 - 1 sets of axes; a fifth axis would double the groups that every rank opens
-)
 
 
 @dataclass(frozen=True)
@@ -216,8 +213,8 @@ _connections: dict[tuple[Mesh, str], _Connection] = {}
 
 
 def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMesh:
-    """Opens a process group for every axis and every set of axes, and those that `names` name in
-    addition (see `group_name`), and gives the mesh for DTensor.
+    """Opens a process group for every axis, and those that `names` name in addition (see
+    `group_name` and `conversion.groups_of`), in one order, and gives the mesh for DTensor.
 
     Collective: all ranks of the running default process group call it with the same mesh and names.
     A second call opens only what is not open. A mesh of one rank gives a DeviceMesh with the one
@@ -229,8 +226,8 @@ def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMe
         known = _connections.get((mesh, device_type))
         if known is None or known.world is not world:
             known = _connections[mesh, device_type] = _connection(mesh, device_type, world)
-        wanted = [group_name(str(mesh), axes) for axes in _sets_of_axes(mesh)]
-        for name in (*wanted, *sorted(names)):
+        wanted = {group_name(str(mesh), (axis,)) for axis in mesh.names}
+        for name in sorted(wanted.union(names)):
             if name not in known.names:
                 group = _group(mesh, name, known)
                 _compat.unregister_process_group(name)  # that a broken connection may have left
@@ -329,15 +326,6 @@ def _running_world(mesh: Mesh) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
-
-
-def _sets_of_axes(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Those that a group is opened for from the start, in the order in which all ranks open it."""
-    limit = len(mesh.axes) if len(mesh.axes) <= _JOINT_AXES_LIMIT else 1
-    sets = [axes for n in range(1, limit + 1) for axes in itertools.combinations(mesh.names, n)]
-    if mesh.names and mesh.names not in sets:
-        sets.append(mesh.names)
-    return sets
 
 
 def _partition(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:

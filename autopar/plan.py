@@ -33,7 +33,7 @@ _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit",
 )  # fmt: skip
-_NAMES = ("panels", "recompute", "regather", "unsplit")
+_NAMES = ("panels", "recompute", "regather", "groups", "unsplit")
 _AS_THEY_ARE = (
     "world", "rows", "collectives", "memory", "meshes", "smaller", "overlapped", "planned",
 )  # fmt: skip
@@ -91,6 +91,8 @@ class Plan:
     # ranks and modelled seconds of a smaller world that would be as fast
     smaller: tuple[int, float] | None = None
     reduce_dtype: torch.dtype | None = None  # what parameters' gradients are added up in
+    # process groups that the graph communicates over, known after the rewrite: "x", "data.x"
+    groups: tuple[str, ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so
     overlapped: float | None = None
     # digests of what was split and of the layouts, as autopar planned them

@@ -98,6 +98,7 @@ class PlanFile:
     planned: tuple[_Digest, _Digest]
     overlapped: Amount | None = None
     device_limit: Amount | None = None
+    groups: tuple[str, ...] = ()
     reduce_dtype: Literal["float32"] | None = None
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from . import sizing
 from .affordable import affordable
 from .arguments import without_cache
+from .conversion import groups_of
 from .cost.memory import Budget, with_flight
 from .cost.timeline import Timeline, timeline
 from .errors import InputError
@@ -143,6 +144,7 @@ def finished(
     made = dataclasses.replace(
         summarised(program, world, _overlapped(program, world) if asked.overlap else None),
         fingerprint=fingerprint(source),
+        groups=tuple(sorted(group.split("/", 2)[2] for group in groups_of(program.module))),
         seconds_by_pass=dict(pipeline.seconds),
     )
     ready = dataclasses.replace(program, plan=made)

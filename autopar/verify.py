@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from . import lockstep
+from .conversion import groups_of
 from .errors import VerificationError
 from .graphs import where
 from .interpret import Visit, interpret
@@ -96,7 +97,9 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
         nodes = _compare_nodes(poisoned, single, leaves, tolerance)
         expected = _Rank(filled(reference, tame), {}, leaves).train(epsilon)
         ranks = lockstep.run(
-            mesh, lambda rank: _Rank(poisoned, mesh.coordinate(rank), leaves).train(epsilon)
+            mesh,
+            lambda rank: _Rank(poisoned, mesh.coordinate(rank), leaves).train(epsilon),
+            groups_of(poisoned.module),
         )
     gradients = _gradient_errors(program, ranks, expected, single)
     check = Check(
@@ -257,7 +260,7 @@ def _compare_nodes(program: Program, single: Known, leaves: list[Any], tolerance
         with torch.no_grad():
             interpret(program.module, own.feed_all(), visit)
 
-    lockstep.run(mesh, rank_fn)
+    lockstep.run(mesh, rank_fn, groups_of(program.module))
     return count
 
 

@@ -208,7 +208,7 @@ def _worker(rank, store, runs, results):
     for subject, backend in runs:
         outputs[subject, backend] = SUBJECTS[subject](rank, backend)
     disconnect()
-    connect(MESH, "cpu")
+    connect(MESH, "cpu", _groups_of_levels())
     outputs["again"] = c.all_reduce(torch.ones(1), ("data", "x"), str(MESH))
     torch.save(outputs, f"{results}/{rank}.pt")
     dist.barrier()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import autopar
 from autopar import api, errors, lockstep, planning
+from autopar.conversion import groups_of
 from autopar.pipeline import Pipeline
 from autopar.program import Input, Program
 from autopar.ready import fingerprint
@@ -145,7 +146,9 @@ def _simulated(program: Program, built: Built) -> str:
     fresh = run_text(built.text, built.used)
     with _seen_seeds(masks):
         ranks = lockstep.run(
-            mesh, lambda rank: _Rank(program, mesh.coordinate(rank), fresh).train(masks)
+            mesh,
+            lambda rank: _Rank(program, mesh.coordinate(rank), fresh).train(masks),
+            groups_of(program.module),
         )
     tolerance = LOOSE if built.loose else TOLERANCE
 
