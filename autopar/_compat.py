@@ -49,6 +49,7 @@ __all__ = [
     "changes_in_place",
     "checkpoints_inlined",
     "compile_in_order",
+    "compiled_for",
     "default_partition",
     "default_store",
     "derive",
@@ -68,6 +69,7 @@ __all__ = [
     "placing_of",
     "process_group",
     "pytree",
+    "recording_again",
     "register_process_group",
     "register_work",
     "safe_gathers",
@@ -331,6 +333,22 @@ def in_backward() -> bool:
     return int(torch._C._current_graph_task_id()) != -1
 
 
+@contextmanager
+def recording_again() -> Iterator[None]:
+    """Records gradients within the implementation of an op, where torch has turned that off."""
+    keys = torch._C.DispatchKey
+    every = [keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor]
+    excluded = [key for key in every if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in excluded:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for key in excluded:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+
+
 def named_backend(name: str) -> Callable[..., Any]:
     """The backend that torch.compile knows by this name. Raises PlanError where it knows none."""
     from torch._dynamo.backends.registry import list_backends, lookup_backend
@@ -401,6 +419,32 @@ def compile_in_order(
     with V.set_fake_mode(mode), config.patch(_keeping_order()):
         made: Callable[..., Any] = compile_fx_inner(graph, example_inputs, is_backward=backward)
     return made
+
+
+def compiled_for(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of tensors whose gradients nobody asks for, compiled by inductor for the shapes,
+    dtypes and devices that it is called with: without dynamo, which would compare all it knows of
+    them at every call.
+    """
+    made: dict[Any, Callable[..., Any]] = {}
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        key = tuple((x.shape, x.stride(), x.dtype, x.device) for x in given)
+        if key not in made:
+            made[key] = _compiled(plain, given)
+        return made[key](*given)[0]
+
+    return run
+
+
+def _compiled(plain: Callable[..., Any], given: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    from torch._inductor import compile as compiled
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        graph = make_fx(lambda *args: [plain(*args)], tracing_mode="fake")(*given)
+        found: Callable[..., Any] = compiled(graph, list(given))
+    return found
 
 
 def _keeping_order() -> dict[str, Any]:

@@ -53,6 +53,7 @@ from .mesh import connect, undone_on_failure
 from .passes import bucket, chunk, fill, inplace, lanes, limit_memory, schedule, views
 from .program import Program
 from .recomputed import spread, tagged
+from .sharded.dropout import FORMULAS
 from .world import World
 
 Backend = str | Callable[..., Any] | None
@@ -207,7 +208,9 @@ class Scheduled:
 
     def derived(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """Derive and schedule the graphs for such values; what runs them."""
-        decompositions = inductor_decompositions() if self.backend == "inductor" else None
+        decompositions = None
+        if self.backend == "inductor":
+            decompositions = inductor_decompositions() | FORMULAS
         self.forward, self.backward, self._above = None, None, 0.0
         module = tagged(self.module)  # what the plan makes again is not saved
         module, self._late = as_constants(module, self._constant)

@@ -29,6 +29,7 @@ from .functions import Captured
 from .layouts import Layouts
 from .program import Input
 from .ready import Ready
+from .sharded.attention import seed_at
 from .sharded.dropout import next_seed
 from .watch import Watch
 from .world import World
@@ -235,6 +236,8 @@ class _Planned:
         if entry.kind == "coordinate":
             return filled((1,), self.own[entry.target], device)
         if entry.kind == "seed":
+            if entry.target != "seed":
+                return seed_at(self.seed, self.own, entry.target)
             self.seed = next_seed(self.seed)
             return filled((), self.seed, device)
         if entry.kind == "user":

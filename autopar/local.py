@@ -33,6 +33,8 @@ class Call:
     results: Sequence[Layout]
     coordinate: Callable[[str], fx.Node]  # the rank's own place on an axis
     seed: Callable[[], fx.Node]  # of the node's random numbers: the same on all ranks and in copies
+    # the same on the host, for the rank's place on these axes, and which of its draws is the node's
+    own_seed: Callable[[tuple[str, ...]], tuple[fx.Node | None, int]] = lambda _: (None, 0)
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)
@@ -350,13 +352,17 @@ def _dropout(call: Call) -> fx.Node:
 
 @_for(aten.scaled_dot_product_attention.default)
 def _attention(call: Call) -> fx.Node:
-    """The fused kernel; with dropout the plain formula, whose mask no layout changes."""
+    """The fused kernel; with dropout `sharded.attention`, which may have one where batch and heads
+    alone are split.
+    """
     values, layout = call.values(), call.results[0]
     if not values["dropout_p"]:
         return call.again(values)
     _, key, *_ = operands_of(call.node)
     assert key is not None
     coordinates, digits = _all_digits(call, layout, len(layout.shape) - 1)
+    axes = tuple(sorted({axis for dim in digits for axis, *_ in dim}))
+    own = (None, 0) if digits[-1] else call.own_seed(axes)
     return call.emit(
         sharded.attention,
         values["query"],
@@ -370,4 +376,5 @@ def _attention(call: Call) -> fx.Node:
         coordinates,
         [*digits, []],
         [*layout.shape[:-1], shape_of(value_of(key))[-2]],
+        *own,
     )

@@ -22,6 +22,7 @@ from .mesh import Mesh
 from .placement import local_parts, placements
 from .plan import Plan
 from .program import Input, Program
+from .sharded.attention import seed_at
 from .sharded.dropout import next_seed
 from .watch import Watch
 
@@ -265,6 +266,8 @@ class ParallelModule(nn.Module):
             own = self._own(entry, given)
             return given if isinstance(given, DTensor) else own  # `_local` counts its changes
         if entry.kind == "seed":
+            if entry.target != "seed":
+                return seed_at(self._seed, self._coordinate, entry.target)
             self._seed = next_seed(self._seed)
             return filled((), self._seed, self._device)
         if entry.kind in ("coordinate", "constant"):

@@ -24,7 +24,8 @@ class Input:
 
     `kind` says what feeds it: a parameter, a buffer, a tensor constant that export lifted out of
     the code, a tensor that the user passes, or, inserted by the rewrite, the coordinate of a rank
-    on a mesh axis or the seed of random numbers. `target` is the qualified name of the parameter or
+    on a mesh axis or the seed of random numbers ("seed" that of all ranks, "@x.z" one
+    that knows a rank's place on these axes). `target` is the qualified name of the parameter or
     buffer (the first of `names`, all the names under which the model holds that same tensor), the
     path of the user's input ("args[0]", "kwargs['labels']"), or the axis name. `position` is the
     index of a user's tensor in the flattened (args, kwargs). `trainable`: it requires a gradient,

@@ -27,9 +27,11 @@ def scheduled(layout: Any, layers: int = 2, ranks: int = 8) -> Scheduled:
     return _run(plan, world, ("schedule",))
 
 
-def derived(layout: Any, world: autopar.World, passes: tuple[str, ...]) -> Scheduled:
+def derived(
+    layout: Any, world: autopar.World, passes: tuple[str, ...], dropout: float = 0.0
+) -> Scheduled:
     """The graphs of the small GPT: on slow links the start of every collective counts."""
-    model, args, _ = models.gpt()
+    model, args, _ = models.gpt(dropout)
     return _run(autopar.plan(model, world, args, layout=layout), world, passes)
 
 

@@ -397,6 +397,35 @@ def test_inductor_compiles_one_graph() -> None:
     torch.testing.assert_close(found, 4 * torch.eye(2))
 
 
+@covers("compiled_for")
+def test_a_function_is_compiled_for_each_shape() -> None:
+    calls = []
+
+    def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape)
+        return x * 2 + y
+
+    run = _compat.compiled_for(plain)
+    for size in (3, 4, 3):
+        x, y = torch.randn(2, size)
+        assert torch.equal(run(x, y), x * 2 + y)
+    assert calls == [(3,), (4,)]
+
+
+@covers("recording_again")
+def test_an_op_may_record_gradients_within() -> None:
+    @torch.library.custom_op("autopar_tests::slope", mutates_args=())
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        with _compat.recording_again():
+            (found,) = torch.autograd.grad((x**3).sum(), x)
+        assert not (x * 2).requires_grad  # off again
+        return found
+
+    slope.register_autograd(lambda ctx, gradient: gradient)
+    assert torch.equal(slope(torch.ones(2, requires_grad=True)), torch.full((2,), 3.0))
+
+
 @covers("in_backward")
 def test_a_backward_knows_that_it_is_one() -> None:
     seen = []

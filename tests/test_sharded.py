@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from autopar import lockstep, sharded
 from autopar.errors import LayoutError
 from autopar.mesh import Mesh
+from autopar.sharded.dropout import FORMULAS
 from autopar.sharded.index import globalize, localize
 
 MESH = Mesh.parse("a2.b3.z2")
@@ -339,3 +340,34 @@ def test_dropout_tells_elements_apart_beyond_two_to_the_32():
     digits = (("a", 2**33, 2),)
     masks = [_drop(torch.ones(4096), 0.5, 3, (digits,), rank, (2**34,)) != 0 for rank in (0, 6)]
     assert 0.4 < (masks[0] == masks[1]).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (70000,), (3, 5), (7, 40000), (2, 3, 1, 11000)])
+@pytest.mark.parametrize("times", [1, 2**20])
+def test_dropout_in_blocks_is_the_formula(shape, times):
+    """On a CPU it goes block by block in 32-bit words, where the whole tensor's indices fit."""
+    x = _random(shape, "x")
+    whole = (*shape[:-1], shape[-1] * times) if shape else ()
+    coordinates, digits = [torch.tensor([1])], [(), (), (), (("a", 1, 2),)][-len(shape) :]
+    if len(shape) < 1:
+        coordinates, digits = [], []
+    elif times == 1:
+        whole = (*shape[:-1], shape[-1] * 2)
+    counts, facts = [len(d) for d in digits], [n for d in digits for _, *pair in d for n in pair]
+    formula = FORMULAS[torch.ops.autopar.dropout.default]
+    given = 0.3, torch.tensor(-77 << 30), coordinates, counts, facts, list(whole)
+    assert torch.equal(sharded.dropout(x, *given[:3], digits, whole), formula(x, *given))
+
+
+def test_dropout_of_what_is_not_contiguous():
+    x = _random((6, 8), "x").T
+    assert torch.equal(_drop(x, 0.4, 7), _drop(x.contiguous(), 0.4, 7))
+    assert _drop(x, 0.4, 7).is_contiguous()
+
+
+def test_dropout_is_an_op_that_torch_knows_all_about():
+    coordinates = [torch.tensor([1])]
+    given = 0.3, torch.tensor(5), coordinates, [0, 1], [1, 2], [3, 8]
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.autopar.dropout.default, (x, *given))
+    assert torch.autograd.gradcheck(lambda x: torch.ops.autopar.dropout(x, *given), (x,))

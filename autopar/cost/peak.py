@@ -160,7 +160,9 @@ class _Step:
         nodes = self.program.module.graph.find_nodes(op="placeholder")
         return next(n.meta["val"] for n in nodes if n.name == entry.node)
 
-    def _fed(self, entry: Input, held: dict[str, Tensor]) -> Tensor:
+    def _fed(self, entry: Input, held: dict[str, Tensor]) -> Tensor | None:
+        if entry.target.startswith("@") and not self.at_once:
+            return None  # a CPU has no kernel that it would seed
         mutated = {o.target for o in self.program.signature.outputs if o.kind == "mutation"}
         tensor = held[entry.node]
         return tensor.clone() if entry.kind == "buffer" and entry.target in mutated else tensor

@@ -163,6 +163,18 @@ class _Rewriter:
         assert self.seed is not None
         return self.graph.call_function(aten.add.Scalar, (self.seed, self.draws[node.name] << 32))
 
+    def _own_seed_of(self, node: fx.Node, axes: tuple[str, ...]) -> tuple[fx.Node, int]:
+        """A seed on the host for the rank's place on these axes, and which draw the node's is."""
+        assert self.seed is not None
+        entry = Input("seed", "_".join(("seed_at", *axes)), f"@{'.'.join(axes)}")
+        if entry not in self.entries:
+            self.entries.append(entry)
+            *_, last = (n for n in self.graph.nodes if n.op == "placeholder")
+            with self.graph.inserting_after(last):
+                self.graph.placeholder(entry.node)
+        (seed,) = (n for n in self.graph.nodes if n.op == "placeholder" and n.target == entry.node)
+        return seed, self.draws[node.name]
+
     # -- nodes -------------------------------------------------------------------------------------
     def _call(self, node: fx.Node) -> None:
         choice = self.plan.choices[node.name]
@@ -194,6 +206,7 @@ class _Rewriter:
                 results,
                 self.coordinates.__getitem__,
                 functools.partial(self._seed_of, node),
+                functools.partial(self._own_seed_of, node),
             )
         )
         made = last.next

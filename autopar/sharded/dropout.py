@@ -2,22 +2,28 @@
 
 Whether an element is kept is a hash of the seed and of its GLOBAL index: every layout drops exactly
 what one device would drop, ranks that hold the same element agree, ranks that hold different ones
-are independent, and nothing is stored or communicated.
+are independent, and nothing is stored or communicated: the backward computes the mask again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar._compat import in_backward
+from autopar._compat import compiled_for, in_backward
 from autopar.errors import InputError
 from autopar.sharded.index import Digit, globalize
 
 _WORD = 0xFFFFFFFF
+_ROUNDS = (15, 0x7FEB352D), (16, 0x45D9F3B)  # of `_mix`: shift and multiplier
+_BLOCK = 1 << 15  # elements that a CPU hashes at a time: what they need stays in its cache
 
 
 def next_seed(seed: int) -> int:
@@ -51,37 +57,173 @@ def dropout(
         return x
     if p == 1:
         return x * 0
-    index = _global_index(x, coordinates, digits_by_dim, shape)
-    kept = _hash(index, seed) >= round(p * 2**32)
-    return torch.where(kept, x / (1 - p), 0)
+    counts = [len(digits) for digits in digits_by_dim]
+    facts = [number for digits in digits_by_dim for _, *pair in digits for number in pair]
+    return _drop(x, p, seed, list(coordinates), counts, facts, list(shape))
 
 
-def _global_index(
+# One op in every graph: its mask is some hundred of them, which nobody wants to read or to launch.
+@torch.library.custom_op("autopar::dropout", mutates_args=())
+def _drop(
     x: Tensor,
+    p: float,
+    seed: Tensor,
     coordinates: Sequence[Tensor],
-    digits_by_dim: Sequence[Sequence[Digit]],
+    counts: Sequence[int],
+    facts: Sequence[int],
     shape: Sequence[int],
 ) -> Tensor:
-    """The row-major index in the global tensor of every element of x, int64."""
-    flat = torch.zeros((), dtype=torch.int64, device=x.device)
-    used = 0
-    for dim, digits in enumerate(digits_by_dim):
-        local = torch.arange(x.shape[dim], device=x.device)
-        index = globalize(local, coordinates[used : used + len(digits)], digits)
-        used += len(digits)
-        flat = flat + (index * math.prod(shape[dim + 1 :])).view(-1, *[1] * (x.dim() - dim - 1))
-    return flat.expand(x.shape)
+    """`counts`: digits of each dim; `facts`: (stride, size) of each digit in turn."""
+    given = p, tuple(counts), tuple(facts), tuple(shape)
+    if x.device.type == "cpu":
+        return _in_blocks(x, seed, coordinates, *given)
+    return _for_device(*given)(x, seed, *coordinates)
 
 
-def _hash(index: Tensor, seed: Tensor) -> Tensor:
-    """32 random bits of every (seed, index), in int64 from 0 to 2^32 - 1: both words of both go in,
-    mixed in between.
+@_drop.register_fake
+def _drop_of_fakes(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, p, seed, coordinates, *facts = inputs
+    ctx.save_for_backward(seed, *coordinates)
+    ctx.facts = p, facts
+
+
+def _drop_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    seed, *coordinates = ctx.saved_tensors
+    p, facts = ctx.facts
+    lists = [None if given else list(given) for given in facts]  # torch takes [] for no tensors
+    found = _drop(gradient, p, seed, coordinates, *facts)
+    return found, None, None, [None] * len(coordinates), *lists
+
+
+_drop.register_autograd(_drop_gradient, setup_context=_keep)
+
+
+# -- on GPUs ---------------------------------------------------------------------------------------
+@cache
+def _for_device(
+    p: float, counts: tuple[int, ...], facts: tuple[int, ...], shape: tuple[int, ...]
+) -> Callable[..., Tensor]:
+    """The plain formula, made one kernel by inductor where there is Triton."""
+    plain = partial(_whole, p=p, counts=counts, facts=facts, shape=shape)
+    return compiled_for(plain) if find_spec("triton") else plain
+
+
+def _whole(
+    x: Tensor,
+    seed: Tensor,
+    *coordinates: Tensor,
+    p: float,
+    counts: tuple[int, ...],
+    facts: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> Tensor:
+    tables = _tables(x, coordinates, counts, facts, shape)
+    index = torch.zeros((), dtype=torch.int64, device=x.device)
+    for dim, table in enumerate(tables):
+        index = index + table.view(-1, *[1] * (x.dim() - dim - 1))
+    kept = _hash(index.expand(x.shape), _keys(seed)) >= round(p * 2**32)
+    return torch.where(kept, x / (1 - p), 0).contiguous()
+
+
+def _formula(
+    x: Tensor,
+    p: float,
+    seed: Tensor,
+    coordinates: Sequence[Tensor],
+    counts: Sequence[int],
+    facts: Sequence[int],
+    shape: Sequence[int],
+) -> Tensor:
+    more = {"counts": tuple(counts), "facts": tuple(facts), "shape": tuple(shape)}
+    return _whole(x, seed, *coordinates, p=p, **more)
+
+
+# What a compiler that fuses it with its neighbours gets in place of the op.
+FORMULAS: dict[Any, Callable[..., Tensor]] = {torch.ops.autopar.dropout.default: _formula}
+
+
+# -- on a CPU --------------------------------------------------------------------------------------
+def _in_blocks(
+    x: Tensor,
+    seed: Tensor,
+    coordinates: Sequence[Tensor],
+    p: float,
+    counts: tuple[int, ...],
+    facts: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> Tensor:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not y.numel():
+        return y
+    tables = _tables(x, coordinates, counts, facts, shape)
+    at, inner = len(tables), 1
+    while at > 0 and inner * x.shape[at - 1] <= _BLOCK:
+        at -= 1
+        inner *= x.shape[at]
+    narrow, keys = math.prod(shape) <= 2**31, _keys(seed)
+    rows, row = _sums(tables[:at], x.device), _sums(tables[at:], x.device)
+    if narrow:
+        rows, row, keys = rows.int(), row.int(), (_signed(keys[0]), _signed(keys[1]))
+    hashed, threshold = (_hash_words, -(2**31)) if narrow else (_hash, 0)
+    threshold += round(p * 2**32)
+    given, made = x.reshape(-1, inner), y.view(-1, inner)
+    count = max(1, _BLOCK // inner)
+    for first in range(0, len(rows), count):
+        part = slice(first, first + count)
+        dropped = hashed(rows[part, None] + row, keys) < threshold
+        torch.div(given[part], 1 - p, out=made[part]).masked_fill_(dropped, 0)
+    return y
+
+
+def _sums(tables: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Flat: the sum of one entry of each table, in every combination, the last one fastest."""
+    found = torch.zeros(1, dtype=torch.int64, device=device)
+    for table in tables:
+        found = (found[:, None] + table).flatten()
+    return found
+
+
+# -- the hash --------------------------------------------------------------------------------------
+def _tables(
+    x: Tensor,
+    coordinates: Sequence[Tensor],
+    counts: tuple[int, ...],
+    facts: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> list[Tensor]:
+    """Of every dim of x what each place on it adds to the row-major index in the global tensor,
+    int64.
     """
+    digits: list[Digit] = [("", stride, size) for stride, size in zip(facts[::2], facts[1::2])]
+    ends = (0, *accumulate(counts))
+    found = []
+    for dim, (first, last) in enumerate(pairwise(ends)):
+        local = torch.arange(x.shape[dim], device=x.device)
+        index = globalize(local, coordinates[first:last], digits[first:last])
+        found.append(index * math.prod(shape[dim + 1 :]))
+    return found
+
+
+Keys = tuple[Tensor, Tensor]
+
+
+def _keys(seed: Tensor) -> Keys:
+    """Two words of a seed; both of its words go in, mixed in between."""
     seed = seed.reshape(())
     key = _mix((_mix(seed & _WORD) + ((seed >> 32) & _WORD) + 0x3C6EF372) & _WORD)
-    second_key = _mix((key + 0x1E3779B9) & _WORD)
-    # Keys enter twice, or masks of two seeds would be shifted copies of each other.
-    return _mix(((_mix((index & _WORD) ^ key) + (index >> 32)) ^ second_key) & _WORD)
+    return key, _mix((key + 0x1E3779B9) & _WORD)
+
+
+def _hash(index: Tensor, keys: Keys) -> Tensor:
+    """32 random bits of every index, in int64 from 0 to 2^32 - 1: both words of it go in.
+
+    Keys enter twice, or masks of two seeds would be shifted copies of each other.
+    """
+    return _mix(((_mix((index & _WORD) ^ keys[0]) + (index >> 32)) ^ keys[1]) & _WORD)
 
 
 def _mix(word: Tensor) -> Tensor:
@@ -92,7 +234,26 @@ def _mix(word: Tensor) -> Tensor:
     int64 products never overflow).
     """
     word = word ^ (word >> 16)
-    for shift, factor in ((15, 0x7FEB352D), (16, 0x45D9F3B)):
+    for shift, factor in _ROUNDS:
         word = word.mul_(factor).bitwise_and_(_WORD)  # in place: fresh memory is what costs here
         word = word.bitwise_xor_(word >> shift)
     return word
+
+
+def _hash_words(index: Tensor, keys: Keys) -> Tensor:
+    """`_hash` of indices below 2^31, less 2^31, all in int32."""
+    return _mix_words(_mix_words(index ^ keys[0]) ^ keys[1]).bitwise_xor_(-(2**31))
+
+
+def _mix_words(word: Tensor) -> Tensor:
+    """`_mix` of words whose bits an int32 holds; unsigned, products wrap around."""
+    word = word.bitwise_xor_((word >> 16).bitwise_and_(0xFFFF))
+    for shift, factor in _ROUNDS:
+        word.view(torch.uint32).mul_(factor)
+        word = word.bitwise_xor_((word >> shift).bitwise_and_(_WORD >> shift))
+    return word
+
+
+def _signed(word: Tensor) -> Tensor:
+    """The int32 of the same 32 bits."""
+    return ((word ^ 2**31) - 2**31).int()

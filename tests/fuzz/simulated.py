@@ -166,16 +166,16 @@ def _simulated(program: Program, built: Built) -> str:
 @contextlib.contextmanager
 def _seen_seeds(masks: list[list[int]]) -> Iterator[None]:
     """Enters the seeds of dropout, as they are drawn, into the list that is the last not empty."""
-    plain = dropping._hash
+    plain = dropping._keys
 
-    def spy(index: Tensor, seed: Tensor) -> Tensor:
+    def spy(seed: Tensor) -> tuple[Tensor, Tensor]:
         number = int(seed)
         step = (number & 0xFFFFFFFF) // 1_000_000 - 1  # the upper word is the node's
         if number not in masks[step]:
             masks[step].append(number)
-        return plain(index, seed)
+        return plain(seed)
 
-    with mock.patch.object(dropping, "_hash", spy):
+    with mock.patch.object(dropping, "_keys", spy):
         yield
 
 
