@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from . import ranks
 from ._compat import named_backend
 from .backends import BY_NAME
-from .cost.memory import STATES, Budget
+from .cost.memory import STATES, Budget, limit_text, text_of
 from .deferred import Deferred
 from .errors import AutoparError, InputError, LayoutError, PlanError
 from .layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D
@@ -207,19 +207,13 @@ def check_room(model: nn.Module, world: World, budget: Budget | None) -> None:
         total += p.numel() * (p.element_size() + states * p.requires_grad)
     if total / world.ranks > budget.memory_bytes:
         needed = math.ceil(total / budget.memory_bytes)
+        limit = limit_text(budget.memory_bytes, world)
         raise PlanError(
-            f"no plan fits {_size(budget.memory_bytes)} on each of {world.ranks} devices: the "
-            f"parameters and the optimizer's states alone are {_size(total)}, at least "
-            f"{_size(total / world.ranks)} on each. Try at least {needed:,} devices, an optimizer "
-            "with less state, or a smaller model"
+            f"no plan fits {limit} on each of {world.ranks} devices: the "
+            f"parameters and the optimizer's states alone are {text_of(total)}, at least "
+            f"{text_of(total / world.ranks)} on each. Try at least {needed:,} devices, an "
+            "optimizer with less state, or a smaller model"
         )
-
-
-def _size(count: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count:,.3g} bytes"
 
 
 def warn_alone(world: Any) -> None:

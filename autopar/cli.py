@@ -41,7 +41,7 @@ from .cli_options import (
     WhyOption,
     WorldOption,
 )
-from .cost.memory import Recompute
+from .cost.memory import Recompute, limit_text
 from .errors import AutoparError, PlanError, WorldError
 from .options import read_layout, read_memory, read_optimizer
 from .plan import Plan
@@ -302,6 +302,8 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     memory = f"{terminal.memory(made.peak_bytes)} at the peak on each device"
     if made.memory is not None:
         memory = f"{made.memory} at the peak on each device"
+    if made.device_limit is not None:
+        memory += f"; it may take {limit_text(made.device_limit, made.world)}"
     for names, what in made.dropped:
         memory += escape(f"; {what} again in the backward: {names}")
     if world is not None and made.peak_bytes > world.device.memory_bytes:

@@ -11,7 +11,7 @@ import torch
 import autopar
 import models
 from autopar import PlanError
-from autopar.cost.memory import RESERVE, STATES, Budget, step_bytes, with_flight
+from autopar.cost.memory import RESERVE, STATES, Budget, limit_text, step_bytes, with_flight
 from autopar.cost.peak import Lives, highest
 from autopar.errors import LayoutError
 from autopar.figures import Memory
@@ -170,7 +170,11 @@ def test_the_limit_of_a_world() -> None:
     found = Budget.of(world, "auto", "adamw", "auto")
     assert found.memory_bytes == (1 - RESERVE) * world.device.memory_bytes
     assert Budget.of(World.of(2), "auto", 12, "none").memory_bytes is None
-    assert Budget.of(world, 2**30, "sgd", "full").memory_bytes == 2**30
+    assert Budget.of(world, 2**30, "sgd", "full").memory_bytes == (1 - RESERVE) * 2**30
+    assert Budget.of(World.of(2), 2**30, "sgd", "full").memory_bytes == 2**30
+    assert limit_text(0.92 * 2**30, world) == (
+        "0.92 GiB (1.00 GiB less 8% for the driver and the allocator's gaps)"
+    )
     for wrong in ({"memory": 0}, {"memory": "80"}, {"optimizer": "lion"}, {"recompute": "some"}):
         given = {"memory": "auto", "optimizer": "adamw", "recompute": "auto", **wrong}
         with pytest.raises(PlanError, match=str(next(iter(wrong.values())))):

@@ -39,8 +39,9 @@ class Budget:
 
     @staticmethod
     def of(world: World, memory: Limit, optimizer: Optimizer, recompute: Recompute) -> Budget:
-        """From what a user gives. `memory` "auto" is the device's less RESERVE of it; a CPU, whose
-        memory the system shares out and extends on disk, has no limit then. Raises PlanError.
+        """From what a user gives. `memory` "auto" is all that the device has; on a GPU, RESERVE of
+        either is kept back. A CPU, whose memory the system shares out and extends on disk, has no
+        limit of its own, and nothing is kept back. Raises PlanError.
         """
         if recompute not in ("auto", "none", "gathers", "full"):
             raise PlanError(
@@ -50,8 +51,8 @@ class Budget:
         if memory != "auto" and not (isinstance(memory, int | float) and memory > 0):
             raise PlanError(f"memory is {memory!r}: it is 'auto' or bytes on each device, above 0")
         limit: float | None = float(memory) if memory != "auto" else None
-        if memory == "auto" and world.device.name != "cpu":
-            limit = (1 - RESERVE) * world.device.memory_bytes
+        if world.device.name != "cpu":
+            limit = (1 - RESERVE) * (limit or world.device.memory_bytes)
         return Budget(limit, optimizer, recompute)
 
     def fits(self, memory: Memory) -> bool:
@@ -76,9 +77,20 @@ def no_room(above: float) -> str:
     )
 
 
+def limit_text(limit: float, world: World) -> str:
+    """A limit as people read it, with what a GPU's allocator is left of the memory it is of."""
+    if world.device.name == "cpu":
+        return text_of(limit)
+    whole = text_of(limit / (1 - RESERVE))
+    return f"{text_of(limit)} ({whole} less {RESERVE:.0%} for the driver and the allocator's gaps)"
+
+
 def text_of(size: float) -> str:
     """Bytes as people read them."""
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale / 8:
+            return f"{size / scale:,.2f} {unit}"
+    return f"{size:,.3g} bytes"
 
 
 def refusal(
@@ -93,8 +105,8 @@ def refusal(
     *first, last = [part for part in tries if part]
     advice = f"{', '.join(first)} or {last}"
     return PlanError(
-        f"no plan fits {text_of(limit)} on each of {world.ranks} devices: layout {layout!r}{every} "
-        f"needs {memory}. Try {advice}"
+        f"no plan fits {limit_text(limit, world)} on each of {world.ranks} devices: "
+        f"layout {layout!r}{every} needs {memory}. Try {advice}"
     )
 
 
