@@ -57,6 +57,7 @@ def test_ranks_under_autocast_train_as_one_does(facts: Any) -> None:
         assert found["dtypes"] == ["torch.float32", "torch.float32"], case
         assert found["loss"] < 1e-3, (case, found)
         assert found["gradients"] < 2e-2, (case, found)  # the products are of bfloat16
+        assert found["again"] < 1e-6, (case, found)  # by the scheduled graphs, where there are any
 
 
 def test_ranks_refuse_another_autocast(facts: Any) -> None:

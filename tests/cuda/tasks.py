@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
-import types
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 import models
+import readme as program
 from autopar._compat import FakeTensorMode, pytree
 from autopar.planning import traced
 from autopar.ready import fingerprint
+from readme import scalar
 
 Facts = dict[str, Any]
-README = Path(__file__).parent.parent.parent / "README.md"
 
 
 def run(name: str, rank: int) -> Facts:
@@ -44,10 +41,6 @@ def made_on(device: str) -> Iterator[FakeTensorMode]:
     mode = FakeTensorMode()
     with mode, torch.device(device):
         yield mode
-
-
-def scalar(results: Any) -> Tensor:
-    return next(x for x in pytree.tree_leaves(results) if isinstance(x, Tensor) and not x.dim())
 
 
 def facts_of(par: nn.Module, loss: Tensor) -> Facts:
@@ -156,27 +149,7 @@ def mixed(rank: int) -> Facts:
 
 def readme(rank: int) -> Facts:
     """README's program, word for word: the model and its batches are made on the CPU."""
-    source = next(
-        block
-        for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-        if "init_process_group" in block
-    )
-    mine: Any = types.ModuleType("mymodel")
-    with FakeTensorMode() as mode:
-        _, args, _ = models.gpt()
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = models.gpt()[0]
-
-            def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-                return scalar(self.inner(tokens, targets))
-
-        mine.Model, mine.batches = Model, iter([args] * 3)
-        sys.modules["mymodel"] = mine
-        torch.distributed.init_process_group = lambda *_, **__: None  # emulated.py has opened one
-        names: Facts = {}
-        with mode:
-            exec(compile(source, "README.md", "exec"), names)
+    torch.distributed.init_process_group = lambda *_, **__: None  # emulated.py has opened one
+    with FakeTensorMode():
+        names = program.run(3)
     return facts_of(names["model"], names["loss"])
