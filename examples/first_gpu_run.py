@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 examples/first_gpu_run.py
 
-Start as many ranks as there are GPUs; on a machine without any it runs the same on gloo. It takes at
-most three minutes, prints a table, and leaves doctor.json and doctor.html in out/doctor: attach both
-to a report. The exit status is 1 where a check failed. Take out what you do not want, or add a check
-of your own: a function of the Session that returns a Finding, as `memory_is_free` here.
+Start as many ranks as there are GPUs; on a machine without any it runs the same on gloo. It takes
+three minutes at most, prints a table, and leaves doctor.json and doctor.html in out/doctor: attach
+both to a report. The exit status is 1 where a check failed. Take out what you do not want, or add a
+check of your own: a function of the Session that returns a Finding, as `memory_is_free` here.
 """
 
 from __future__ import annotations

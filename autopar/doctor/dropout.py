@@ -42,7 +42,7 @@ def dropout(session: Session) -> Finding:
             not torch.equal(first, other[0]) or not torch.equal(second, other[1])
             for other in masks.values()
         ),
-        "ranks have different masks": len(set(ranks.all_of(_digest(first, second)))) > 1,
+        "ranks have different masks": len(set(ranks.all_of(_digest(masks)))) > 1,
     }
     facts = {
         "p": P,
@@ -77,7 +77,8 @@ def _whole(x: Any) -> Tensor:
     return found
 
 
-def _digest(*masks: Tensor) -> str:
-    """The same on ranks whose masks are the same."""
-    kept = b"".join((mask != 0).numpy().tobytes() for mask in masks)
+def _digest(masks: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
+    """The same on ranks whose masks of both steps are the same, under every layout."""
+    each = (mask for first, second, _ in masks.values() for mask in (first, second))
+    kept = b"".join((mask != 0).numpy().tobytes() for mask in each)
     return hashlib.sha256(kept).hexdigest()
