@@ -101,7 +101,9 @@ def test_ranks_without_a_gpu_of_their_own_run_on_the_cpu(monkeypatch: pytest.Mon
         monkeypatch.setenv(name, value)
     session = Session.here()
     assert (session.device, session.backend, session.rank, session.ranks) == (CPU, "gloo", 3, 4)
-    assert session.note == "this node has 2 GPUs for 4 ranks, so they run on the CPU"
+    assert session.note == (
+        "a process sees 2 GPUs for the 4 ranks of its node, so they run on the CPU"
+    )
 
 
 # -- results ---------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What a check finds on one rank, and what the ranks' findings come to.
 
-Example: Finding("1.2e-07 of 1e-04", {"error": 1.2e-7}) on every rank gives an "ok"; a Finding whose
-`fault` is not empty on rank 3 alone gives a "failed" that names rank 3.
+Example: Finding("largest error 1e-07", {"error": 1e-7}) on every rank gives an "ok"; a Finding
+whose `fault` is not empty on rank 3 alone gives a "failed" that names rank 3.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ class Session:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         usable, note = gpus >= ranks_here, ""
         if gpus and not usable:
-            note = f"this node has {gpus} GPUs for {ranks_here} ranks, so they run on the CPU"
+            note = (
+                f"a process sees {gpus} GPU{'s' if gpus > 1 else ''} for the {ranks_here} ranks of "
+                "its node, so they run on the CPU"
+            )
         elif gpus and ranks_here > 1 and not dist.is_nccl_available():
             usable, note = False, "this torch has no NCCL, so the ranks run on the CPU"
         device = torch.device("cuda", number) if usable else torch.device("cpu")
