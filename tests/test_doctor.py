@@ -22,6 +22,7 @@ from autopar.doctor import (
     Examination,
     Finding,
     Session,
+    command,
     dropout,
     kernels,
     machine,
@@ -165,6 +166,25 @@ def test_a_failing_check_is_named_and_the_others_go_on(tmp_path: Path, capsys: A
     assert parsed.open == [] and parsed.links == []
     assert parsed.cells[::4] == ["first", "second", "third", "fourth"]
     assert "a <bad> thing" in parsed.cells[2]
+
+
+@pytest.mark.parametrize(("check", "status"), [(bad, 1), (gone, 0)])
+def test_the_command_runs_every_check(
+    check: Any, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "one_rank", lambda examination: examination.check("one", check))
+    monkeypatch.setattr(command, "all_ranks", lambda examination: examination.check("two", warned))
+    more = ("--out", str(tmp_path / "reports" / "here"))
+    printed = CliRunner().invoke(cli.app, ["doctor", "--run", *more])
+    assert printed.exit_code == status, printed.output
+    assert "1 ok" in printed.stdout and command.SEVERAL in printed.stdout
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun does
+    told = CliRunner().invoke(cli.app, ["doctor", "--json", *more])
+    assert told.exit_code == status
+    facts = json.loads(told.stdout)
+    assert [one["name"] for one in facts["checks"]] == ["one", "two"]
+    written = json.loads((tmp_path / "reports" / "here" / "doctor.json").read_text())
+    assert written["checks"] == facts["checks"]
 
 
 def test_what_is_not_here_is_no_failure(tmp_path: Path) -> None:

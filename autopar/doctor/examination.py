@@ -165,7 +165,8 @@ class Examination:
         parts = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         where = "" if self.out is None else f"; attach {self.out}/doctor.json and doctor.html"
         took = time.perf_counter() - self._began
-        out.print(f"{parts} in {took:.0f} s on {self.session.ranks} ranks{where}", soft_wrap=True)
+        ranks = f"{self.session.ranks} rank{'s' if self.session.ranks > 1 else ''}"
+        out.print(f"{parts} in {took:.0f} s on {ranks}{where}", soft_wrap=True)
 
 
 def _json(facts: dict[str, Any]) -> str:

@@ -59,7 +59,7 @@ def parity(session: Session, layout: str | Grid) -> Finding:
     fault = ""
     if not errors[worst] <= LIMIT:
         fault = f"{worst} is off by {errors[worst]:.1e} relative, the limit is {LIMIT:.0e}"
-    mesh = module.plan.mesh or "of one rank"
+    mesh = str(module.plan.mesh) or "of one rank"
     figure = f"largest error {errors[worst]:.1e}, limit {LIMIT:.0e}; mesh {mesh}"
     facts = {
         "mesh": str(module.plan.mesh),

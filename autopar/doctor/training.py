@@ -72,7 +72,7 @@ def step(session: Session) -> Finding:
     planned = plan.seconds if plan.overlapped is None else plan.overlapped
     figure = (
         f"planned {planned * 1e3:.1f} ms, measured {took * 1e3:.1f} ms ({took / planned:.2f} ×); "
-        f"mesh {plan.mesh or 'of one rank'}"
+        f"mesh {str(plan.mesh) or 'of one rank'}"
     )
     facts = {
         "planned_seconds": planned,
