@@ -89,8 +89,9 @@ def trials(
     kind: str, group: Group, dtype: torch.dtype, device: torch.device, number: int = 0
 ) -> Iterator[Trial]:
     """The collectives of one kind over a group; `number` gives others of another length."""
+    assert kind in KINDS, kind
     size, place, name = group.size, group.place, group.name
-    rows = _ROWS + number
+    rows, places = _ROWS + number, range(size)
 
     def sums(rank: int) -> Tensor:
         return _numbers(size * rows, 3, rank % 2, dtype, device)
@@ -116,17 +117,13 @@ def trials(
             arrived = torch.stack([x[place] for x in from_each])
             yield Trial(lambda x: wire.all_to_all(x, name), from_each[place], arrived)
         case "broadcast":
-            for root in range(size):
-                yield Trial(
-                    _rooted(wire.broadcast, root, group), moves(own), moves(group.ranks[root])
-                )
+            each = [moves(rank) for rank in group.ranks]
+            yield from (
+                Trial(_rooted(wire.broadcast, n, group), moves(own), each[n]) for n in places
+            )
         case "reduce":
-            for root in range(size):
-                yield Trial(
-                    _rooted(wire.reduce, root, group), sums(own), total if root == place else None
-                )
-        case _:
-            raise AssertionError(kind)
+            wanted = [total if n == place else None for n in places]
+            yield from (Trial(_rooted(wire.reduce, n, group), sums(own), wanted[n]) for n in places)
 
 
 def _groups(session: Session) -> list[Group]:
