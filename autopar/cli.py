@@ -1,4 +1,4 @@
-"""The command line: plan, verify, show and calibrate, for people or (--json) for programs."""
+"""The command line: plan, verify, show, calibrate, doctor; for people or (--json) for programs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ from .cli_options import (
     LayoutOption,
     MemoryOption,
     OptimizerOption,
+    OutOption,
     OverlapOption,
     PlanArgument,
     RanksOption,
     RecomputeOption,
     ReduceOption,
     RedundantOption,
+    RunOption,
     SaveOption,
     TargetArgument,
     TimelineOption,
@@ -42,6 +44,8 @@ from .cli_options import (
     WorldOption,
 )
 from .cost.memory import Recompute, limit_text
+from .doctor import command as doctoring
+from .doctor import facts as facts_of_machine
 from .errors import AutoparError, PlanError, WorldError
 from .options import read_layout, read_memory, read_optimizer
 from .plan import Plan
@@ -199,6 +203,26 @@ def calibrate(
             world.save(save)
             line(console(), "world", str(world))
             line(console(), "saved", f"as {save}")
+
+
+@app.command()
+def doctor(
+    run: RunOption = False, out: OutOption = Path("out/doctor"), as_json: JsonOption = False
+) -> None:
+    """Say what is here and what will not work; with --run, or under torchrun, check it on all
+    ranks: kernels, links, collectives, layouts against one device, a step as planned and measured.
+
+    Exit status 1 where a check failed. Example: torchrun --standalone --nproc-per-node 4 -m autopar
+    doctor
+    """
+    with _reporting(as_json):
+        if run or doctoring.started():
+            raise typer.Exit(doctoring.run(out, as_json))
+        facts = facts_of_machine()
+        if as_json:
+            _print_json(facts)
+        else:
+            doctoring.tell(facts, console())
 
 
 def main() -> None:

@@ -86,6 +86,20 @@ AnywayOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no more.")]
+RunOption = Annotated[
+    bool,
+    typer.Option(
+        "--run",
+        help="Run every check on this one rank, in three minutes at most. Under torchrun they run "
+        "on all ranks; leave the option out there, as torchrun takes it for one of its own.",
+    ),
+]
+OutOption = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR", file_okay=False, help="Where the checks leave their JSON and their page."
+    ),
+]
 PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file that plan --save wrote.")
 ]

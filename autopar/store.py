@@ -20,9 +20,10 @@ _ROUNDS = itertools.count()  # the same on all ranks, as each makes the same cal
 PATIENCE = 15.0  # seconds: a rank that is late and says nothing for so long is gone
 
 
-def all_of(value: Any) -> list[Any]:
+def all_of(value: Any, seconds: float | None = None) -> list[Any]:
     """What every rank tells, in their order, on every rank; `value` is plain (JSON). Raises a
-    RankError where one is gone or does not come within the time that a collective has.
+    RankError where one is gone or does not come within so many `seconds`: None for the time that a
+    collective has.
     """
     beating = pulse()
     if beating is None:
@@ -32,7 +33,8 @@ def all_of(value: Any) -> list[Any]:
     if store.add(f"{key}/come", 1) == beating.size:
         each = store.multi_get([f"{key}/{number}" for number in range(beating.size)])
         store.set(f"{key}/all", json.dumps([json.loads(one) for one in each]))
-    _wait(beating, f"{key}/all", range(beating.size), beating.timeout.total_seconds())
+    patience = beating.timeout.total_seconds() if seconds is None else seconds
+    _wait(beating, f"{key}/all", range(beating.size), patience)
     found: list[Any] = json.loads(store.get(f"{key}/all"))
     return found
 

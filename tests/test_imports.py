@@ -26,7 +26,7 @@ ORDER = (
     "depth", "shallow", "dropping", "fitting", "hiding", "proven", "affordable", "sizing", "ready",
     "held", "deferred", "arguments", "pipeline", "planning", "api",
     "compiled", "calibration",
-    "targets", "options", "cli_options", "cli", "__main__", "",
+    "targets", "doctor", "options", "cli_options", "cli", "__main__", "",
 )  # fmt: skip
 
 # Packages whose files know nothing of one another; the package's own __init__ may list them.

@@ -27,6 +27,6 @@ def test_its_program_trains_on_gloo_ranks_as_on_one_device(tmp_path: Path) -> No
         torch.testing.assert_close(one, float(loss), rtol=1e-5, atol=0)
     for name, parameter in model.named_parameters():
         if name.endswith("qkv.bias"):
-            continue  # that of keys has a gradient of rounding alone, which AdamW makes a whole step
+            continue  # that of keys: a gradient of rounding alone, which AdamW scales up
         trained = torch.tensor(found["weights"][name])
         torch.testing.assert_close(trained, parameter.detach(), rtol=1e-3, atol=1e-4, msg=name)

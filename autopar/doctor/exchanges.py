@@ -1,0 +1,180 @@
+"""Every kind of collective that emitted graphs use, alone and joined, against what it must give.
+
+The numbers are small integers, which bfloat16 holds and adds without rounding, so a result is equal
+or wrong. Each kind runs over every group of a mesh of two axes, so an order of ranks that is wrong
+in a group of some ranks shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .. import joint, ranks, wire
+from ..cost.derived import collective_of
+from ..graphs import ordered
+from ..mesh import Mesh, connect, group_ranks
+from .result import Absent, Finding
+from .session import Session
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
+JOINED = ("all_gather", "reduce_scatter", "all_reduce")  # what the bucket pass joins
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
+_ROWS, _COLUMNS = 37, 5  # of one rank for one other
+_MEMBERS = 3  # collectives that are joined
+
+
+class Group(NamedTuple):
+    """A group of ranks: its name, its ranks in order, and this rank's place among them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    place: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Trial(NamedTuple):
+    """One collective to try: its operand on this rank, and what must come out; None where the
+    result is not defined on this rank.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    operand: Tensor
+    expected: Tensor | None
+
+
+def alone(session: Session, kind: str) -> Finding:
+    """Enter: a kind of KINDS. Leave: how many results were looked at, over every group and of every
+    dtype; a fault that names the first group and dtype whose result is another than it must be.
+    """
+    tried, wrong = 0, []
+    for group in _groups(session):
+        for dtype in DTYPES:
+            for trial in trials(kind, group, dtype, session.device):
+                found = trial.run(trial.operand)
+                tried += 1
+                if trial.expected is not None and not torch.equal(found, trial.expected):
+                    wrong.append(_named(group, dtype))
+    return _finding(tried, wrong)
+
+
+def joined(session: Session, kind: str) -> Finding:
+    """Enter: a kind of JOINED. Leave: the same of three collectives that go as one, in the form
+    that the bucket pass gives them on this device.
+    """
+    tried, wrong, forms = 0, [], set()
+    for group in _groups(session):
+        for dtype in DTYPES[:2]:
+            several = [next(trials(kind, group, dtype, session.device, n)) for n in range(_MEMBERS)]
+            operands = [trial.operand for trial in several]
+            graph = ranks.together("joining", partial(_as_one, several, operands))
+            forms |= {str(collective_of(node)) for node in graph.graph.nodes} - {"None"}
+            for value, trial in zip(graph(*operands), several, strict=True):
+                tried += 1
+                if trial.expected is None or not torch.equal(value, trial.expected):
+                    wrong.append(_named(group, dtype))
+    return _finding(tried, wrong, form=sorted(forms))
+
+
+def trials(
+    kind: str, group: Group, dtype: torch.dtype, device: torch.device, number: int = 0
+) -> Iterator[Trial]:
+    """The collectives of one kind over a group; `number` gives others of another length."""
+    assert kind in KINDS, kind
+    size, place, name = group.size, group.place, group.name
+    rows, places = _ROWS + number, range(size)
+
+    def sums(rank: int) -> Tensor:
+        return _numbers(size * rows, 3, rank % 2, dtype, device)
+
+    def moves(rank: int, count: int = rows) -> Tensor:
+        return _numbers(count, 7, 8 * (rank % 31), dtype, device)
+
+    own = group.ranks[place]
+    total = torch.stack([sums(rank) for rank in group.ranks]).sum(0).to(dtype)
+    match kind:
+        case "all_gather":
+            whole = torch.cat([moves(rank) for rank in group.ranks])
+            yield Trial(lambda x: wire.all_gather(x, size, name), moves(own), whole)
+        case "reduce_scatter":
+            part = total.chunk(size)[place]
+            yield Trial(lambda x: wire.reduce_scatter(x, size, name), sums(own), part)
+        case "all_reduce":
+            yield Trial(lambda x: wire.all_reduce(x, size, name), sums(own), total)
+            most = torch.stack([sums(rank) for rank in group.ranks]).amax(0)
+            yield Trial(lambda x: wire.all_reduce(x, size, name, "max"), sums(own), most)
+        case "all_to_all":
+            from_each = [moves(rank, size * rows).view(size, rows, -1) for rank in group.ranks]
+            arrived = torch.stack([x[place] for x in from_each])
+            yield Trial(lambda x: wire.all_to_all(x, name), from_each[place], arrived)
+        case "broadcast":
+            each = [moves(rank) for rank in group.ranks]
+            yield from (
+                Trial(_rooted(wire.broadcast, n, group), moves(own), each[n]) for n in places
+            )
+        case "reduce":
+            wanted = [total if n == place else None for n in places]
+            yield from (Trial(_rooted(wire.reduce, n, group), sums(own), wanted[n]) for n in places)
+
+
+def _groups(session: Session) -> list[Group]:
+    """The groups of this rank: over all ranks, and over each axis of a mesh of two where their
+    number has a divisor.
+    """
+    if session.ranks == 1:
+        raise Absent("one rank has nobody to talk to: start several with torchrun")
+    inner = next((n for n in range(math.isqrt(session.ranks), 1, -1) if not session.ranks % n), 1)
+    mesh = Mesh.parse(f"outer{session.ranks // inner}" + (f".inner{inner}" if inner > 1 else ""))
+    over = [(axis,) for axis in mesh.names]
+    names = [wire.group_of(axes, str(mesh)) for axes in dict.fromkeys((mesh.names, *over))]
+    ranks.together("opening groups", lambda: connect(mesh, session.device.type, names))
+    members = [tuple(group_ranks(name, session.rank)) for name in names]
+    return [Group(n, who, who.index(session.rank)) for n, who in zip(names, members, strict=True)]
+
+
+def _numbers(
+    rows: int, period: int, start: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """(rows, _COLUMNS) integers from `start` on, with this period."""
+    found = torch.arange(rows * _COLUMNS, device=device) % period + start
+    return found.view(rows, _COLUMNS).to(dtype)
+
+
+def _rooted(call: Callable[..., Tensor], root: int, group: Group) -> Callable[[Tensor], Tensor]:
+    return lambda x: call(x, root, group.size, group.name)
+
+
+def _as_one(several: list[Trial], operands: list[Tensor]) -> fx.GraphModule:
+    """A graph of these collectives, joined as passes/bucket.py has it."""
+
+    def apart(*xs: Tensor) -> list[Tensor]:
+        return [trial.run(x) for trial, x in zip(several, xs, strict=True)]
+
+    made: fx.GraphModule = make_fx(apart, tracing_mode="fake")(*operands)
+    members = [node for node in made.graph.nodes if joint.joinable(node)]
+    assert len(members) == len(several), f"{len(members)} of {len(several)} can be joined"
+    joint.join(made.graph, members)
+    assert ordered(made.graph)
+    made.graph.lint()
+    made.recompile()
+    return made
+
+
+def _named(group: Group, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} over {group.name.removeprefix('autopar/')}"
+
+
+def _finding(tried: int, wrong: list[str], **facts: Any) -> Finding:
+    figure = f"{tried - len(wrong)} of {tried} results equal"
+    listed = ", ".join(dict.fromkeys(wrong))
+    fault = f"wrong numbers: {listed}" if wrong else ""
+    return Finding(figure, {"tried": tried, "wrong": wrong, **facts}, fault)

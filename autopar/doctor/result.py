@@ -1,0 +1,119 @@
+"""What a check finds on one rank, and what the ranks' findings come to.
+
+Example: Finding("largest error 1e-07", {"error": 1e-7}) on every rank gives an "ok"; a Finding
+whose `fault` is not empty on rank 3 alone gives a "failed" that names rank 3.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..ranks import named
+
+Status = Literal["ok", "failed", "not here", "under way"]
+_LINES = 12  # calls of a traceback, the innermost
+
+
+class Absent(Exception):
+    """A check raises it where what it looks at is not there: a kernel, a counter, other ranks."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found on one rank. `figure` is one short line for people, `facts` are JSON for
+    whoever reads the report. `fault` says what is wrong, `absent` why nothing can be looked at
+    here; both are empty where all is well. `raised`: the fault is an exception, so other ranks may
+    have been left waiting in a collective.
+    """
+
+    figure: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
+    absent: str = ""
+    raised: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = _plain(asdict(self))
+        return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check came to on all ranks. `why` says what failed or is not here, `seconds` are those
+    of the slowest rank.
+    """
+
+    name: str
+    status: Status
+    figure: str = ""
+    why: str = ""
+    seconds: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def found_by(work: Callable[[], Finding]) -> Finding:
+    """What a check finds; an exception that it raises is a finding too."""
+    try:
+        return work()
+    except Absent as absent:
+        return Finding(absent=str(absent))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return Finding(facts={"traceback": _frames(error)}, fault=text, raised=True)
+
+
+def _frames(error: BaseException) -> list[str]:
+    """The innermost calls that an error came through, without the folders of this machine."""
+    return [
+        f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in traceback.extract_tb(error.__traceback__)[-_LINES:]
+    ]
+
+
+def merged(name: str, findings: Sequence[Finding], seconds: float) -> Result:
+    """One result of what all ranks found, in their order: failed where one of them failed. The
+    facts are those of the first rank that failed, else of rank 0.
+
+    >>> merged("links", [Finding("9 GB/s"), Finding(fault="too late")], 0.1).why
+    'rank 1: too late'
+    """
+    failed = [number for number, finding in enumerate(findings) if finding.fault]
+    if failed:
+        why = _by_text([(number, findings[number].fault) for number in failed], len(findings))
+        first = findings[failed[0]]
+        return Result(name, "failed", first.figure, why, seconds, first.facts)
+    absent = [(number, f.absent) for number, f in enumerate(findings) if f.absent]
+    first = findings[0]
+    if absent:
+        why = _by_text(absent, len(findings))
+        return Result(name, "not here", "", why, seconds, findings[absent[0][0]].facts)
+    return Result(name, "ok", first.figure, "", seconds, first.facts)
+
+
+def _plain(value: Any) -> Any:
+    """The same as JSON has it: what is not a finite number is a text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _by_text(said: Sequence[tuple[int, str]], ranks: int) -> str:
+    """What ranks say, those that say the same together; who says it where not all do."""
+    by_text: dict[str, list[int]] = {}
+    for number, text in said:
+        by_text.setdefault(text, []).append(number)
+    if len(by_text) == 1 and len(said) == ranks:
+        return said[0][1]
+    return "; ".join(f"{named(numbers)}: {text}" for text, numbers in by_text.items())
