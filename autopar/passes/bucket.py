@@ -45,24 +45,27 @@ def bucket(
     if not most:
         return graph
     sizes = [size for size in buckets.SIZES if size <= most] or [int(most)]
-    best, least = graph, math.inf
-    for form in (graph, *summa.forms(graph, world, stored, phase, most)):
-        for found, seconds in _tried(form, world, stored, phase, sizes):
-            if seconds < least:
-                best, least = found, seconds
+    form, listed = _form(graph, world, stored, phase, most)
+    best, least = form, listed_seconds(listed, world)
+    for several in choices(listed, sizes):
+        found = joined(form, several)
+        if found is None:
+            continue
+        taken = graph_seconds(found, world, stored, phase)
+        if taken < least:
+            best, least = found, taken
     return best
 
 
-def _tried(
-    graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, sizes: Sequence[int]
-) -> Iterator[tuple[fx.Graph, float]]:
-    """The graph and copies of it with buckets of up to each size, and the seconds of each."""
-    listed = graph_events(graph, world, stored, phase)
-    yield graph, listed_seconds(listed, world)
-    for several in choices(listed, sizes):
-        found = joined(graph, several)
-        if found is not None:
-            yield found, graph_seconds(found, world, stored, phase)
+def _form(
+    graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
+) -> tuple[fx.Graph, Listed]:
+    """The graph with its panels in the form that is modelled to be the fastest, and its events."""
+    forms = [graph, *summa.forms(graph, world, stored, phase, most)]
+    found = [(form, graph_events(form, world, stored, phase)) for form in forms]
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda each: listed_seconds(each[1], world))
 
 
 def joined(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Graph | None:
