@@ -42,7 +42,7 @@ from ._compat import (
     takes_a_list,
 )
 from .beside import Gradients, Late, as_constants, beside_the_loss, through
-from .cost.derived import Phase, bytes_of, writes
+from .cost.derived import Phase, bytes_of, sent_as_given, writes
 from .cost.live import StepMemory, live_bytes, saved_by
 from .cost.memory import no_room
 from .cost.simulate import Run
@@ -69,6 +69,7 @@ _ATTEMPTS: tuple[tuple[float, schedule.Freedom], ...] = (
     (math.inf, schedule.USUAL),
     (math.inf, schedule.PUNCTUAL),
     (1 << 20, schedule.PUNCTUAL),
+    (1 << 16, schedule.PUNCTUAL),
     (0, schedule.PUNCTUAL),
     (0, schedule.LEAST),
 )
@@ -120,6 +121,8 @@ class Scheduled:
             for place, entry in enumerate(program.signature.inputs, start=1)
             if entry.stored
         )
+        # Of each graph, what is there before it runs and may be fetched at any time.
+        self._there: dict[Phase, frozenset[str]] = {"forward": self.stored}
         assert program.plan is not None
         self.mesh = program.plan.mesh
         self._constant = beside_the_loss(program)
@@ -253,6 +256,7 @@ class Scheduled:
         step = StepMemory(primals, saved, staged)
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
+        self._there["backward"] = self.stored | sent_as_given(self.backward.graph)
         for module, phase in phases:
             self._finish(module, phase, step)
         return self.forward, self.backward
@@ -273,9 +277,9 @@ class Scheduled:
 
     def _ordered(self, graph: fx.Graph, phase: Phase, step: StepMemory) -> tuple[fx.Graph, float]:
         """The graph with as much freedom as the memory allows; the bytes that it leaves."""
-        bound, in_pieces = self._bound(graph, step), graph
+        bound, in_pieces, there = self._bound(graph, step), graph, self._there[phase]
         if "chunk" in self.passes:
-            in_pieces = chunk.chunk(graph, self.world, self.stored, phase)
+            in_pieces = chunk.chunk(graph, self.world, there, phase)
         tries = [(graph, *attempt) for attempt in _ATTEMPTS]
         if in_pieces is not graph:
             tries = [(in_pieces, *attempt) for attempt in _ATTEMPTS[:2]] + tries
@@ -283,14 +287,14 @@ class Scheduled:
             before = [(node, node.args) for node in base.nodes]
             found, run = self._attempt(base, phase, most, freedom)
             filled = self._filled_fits(found, bound, step)
-            if filled or limit_memory.limit_memory(found, self.stored, bound, step):
+            if filled or limit_memory.limit_memory(found, there, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
                 return found, math.inf if filled else bound - live_bytes(found, step)
             reorder(base, [node for node, _ in before])
             for node, given in before:  # lanes
                 node.args = given
-        limit_memory.limit_memory(graph, self.stored, bound, step)
+        limit_memory.limit_memory(graph, there, bound, step)
         return graph, 0.0
 
     def _filled_fits(self, graph: fx.Graph, bound: float, step: StepMemory) -> bool:
@@ -323,14 +327,15 @@ class Scheduled:
     def _attempt(
         self, graph: fx.Graph, phase: Phase, most: float, freedom: schedule.Freedom
     ) -> tuple[fx.Graph, Run | None]:
+        there = self._there[phase]
         if "bucket" in self.passes:
-            graph = bucket.bucket(graph, self.world, self.stored, phase, most)
+            graph = bucket.bucket(graph, self.world, there, phase, most)
         if "lanes" in self.passes:
-            lanes.lanes(graph, self.world, self.stored, phase)
+            lanes.lanes(graph, self.world, there, phase)
         if "schedule" not in self.passes:
             return graph, None
         before = list(graph.nodes)
-        run = schedule.schedule(graph, self.world, self.stored, phase, freedom)
+        run = schedule.schedule(graph, self.world, there, phase, freedom)
         schedule.check(graph, before)
         return graph, run
 

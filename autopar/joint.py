@@ -1,7 +1,8 @@
 """Several collectives of one kind, group and dtype written as one (passes/bucket.py says which).
 
 On a CPU they go as one tensor: gloo copies what is coalesced into one and out again, and its
-coalesced gathers corrupt memory (`_compat.safe_gathers`). Elsewhere they take their coalesced form.
+coalesced gathers corrupt memory (`_compat.safe_gathers`). Elsewhere they take their coalesced form,
+where torch has one: broadcasts and reduces from and to one root go as one tensor everywhere.
 What one joint collective gives is cut up by views, and the next takes it whole where it would take
 all of these: so a sum in several levels (scatters, sums of the parts, gathers) copies its bucket
 together once and nothing after that.
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from .cost.derived import carries_on, collective_of, group_of, is_wait
+from .cost.events import ROOTED
 from .graphs import computed, made
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -33,7 +35,7 @@ def joinable(node: fx.Node) -> bool:
     parts are not contiguous.
     """
     if collective_of(node) != "all_to_all_single":
-        return collective_of(node) in _COALESCED
+        return collective_of(node) in (*_COALESCED, *ROOTED)
     found = list(_behind(_behind([node])))
     return bool(found) and all(
         user.target is aten.sum.dim_IntList and user.args[1:] == ([0],) for user in found
@@ -49,7 +51,7 @@ def join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         part.meta["custom"] = node.meta.get("custom", {})
         for result in written.results(node):
             result.replace_all_uses_with(part)
-        _forget(graph, node)
+        forget(graph, node)
 
 
 class _Form(NamedTuple):
@@ -60,14 +62,19 @@ class _Form(NamedTuple):
 
 
 def _form(node: fx.Node) -> _Form:
-    name, on_cpu = collective_of(node), node.meta["val"].device.type == "cpu"
+    name = collective_of(node)
     if name == "all_to_all_single":
         return _Form(_exchanged, lambda n: list(_behind(_behind([n]))))
-    if name == "all_gather_into_tensor" and on_cpu:
+    if name in ROOTED or (name == "all_reduce" and on_cpu(node)):
+        return _Form(_as_sent, lambda n: list(_behind([n])))
+    if name == "all_gather_into_tensor" and on_cpu(node):
         return _Form(_gathered, lambda n: list(_behind([n])))
-    if name == "all_reduce" and on_cpu:
-        return _Form(_summed, lambda n: list(_behind([n])))
     return _Form(_coalesced, lambda n: [n])
+
+
+def on_cpu(node: fx.Node) -> bool:
+    """Whether what a collective gives is on a CPU, where gloo carries it."""
+    return bool(node.meta["val"].device.type == "cpu")
 
 
 # -- the forms -------------------------------------------------------------------------------------
@@ -80,9 +87,9 @@ def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     return [made(graph, operator.getitem, (one, i), v) for i, v in enumerate(values)]
 
 
-def _summed(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
-    """One all-reduce of all, one after the other."""
-    arrived = _sent(graph, members, _in_one(graph, [node.all_input_nodes[0] for node in members]))
+def _as_sent(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """One all-reduce, broadcast or reduce of all, one after the other."""
+    arrived = _sent(graph, members, in_one(graph, [node.all_input_nodes[0] for node in members]))
     return _cut(graph, arrived, [node.meta["val"] for node in members])
 
 
@@ -106,7 +113,7 @@ def _gathered(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     """
     ranks: Any = members[0].args[1]
     values = [node.meta["val"] for node in members]
-    one = _in_one(graph, [node.all_input_nodes[0] for node in members])
+    one = in_one(graph, [node.all_input_nodes[0] for node in members])
     scattered = _scattered(one, members)
     arrived = _sent(graph, members, one)
     if scattered is not None:
@@ -151,7 +158,7 @@ def _cut(graph: fx.Graph, one: fx.Node, values: Sequence[torch.Tensor]) -> list[
     return found
 
 
-def _in_one(graph: fx.Graph, parts: Sequence[fx.Node]) -> fx.Node:
+def in_one(graph: fx.Graph, parts: Sequence[fx.Node]) -> fx.Node:
     """The parts one after the other (n,): what they were cut out of, where they are all of that."""
     cuts = [_cut_of(part) for part in parts]
     start, one = 0, cuts[0][0] if cuts[0] else None
@@ -229,7 +236,7 @@ def _slice_anew(graph: fx.Graph, beside: fx.Node) -> None:
     rows = beside.all_input_nodes
     shape = list(beside.meta["val"].shape)
     with graph.inserting_before(beside):
-        one = _in_one(graph, [row.all_input_nodes[0] for row in rows])
+        one = in_one(graph, [row.all_input_nodes[0] for row in rows])
         beside.replace_all_uses_with(computed(graph, aten.view.default, (one, shape)))
     graph.erase_node(beside)
     for row in rows:
@@ -241,7 +248,7 @@ def _behind(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
     return (user for node in nodes for user in node.users)
 
 
-def _forget(graph: fx.Graph, node: fx.Node) -> None:
+def forget(graph: fx.Graph, node: fx.Node) -> None:
     """Erase a member with what is behind it, which nothing uses any more, and the views that only
     it took.
     """

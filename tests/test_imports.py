@@ -19,6 +19,7 @@ ORDER = (
     "side_effects",
     "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
     "sharded", "local", "recomputed", "interpret", "constraint", "unsplit", "cost", "joint",
+    "summa",
     "cuts", "cutting", "layouts", "elimination", "ranking", "regions", "price", "editing",
     "conversion_costs", "search", "ascending", "rating",
     "lockstep", "passes", "beside", "backends", "script", "transport", "measured", "placement",

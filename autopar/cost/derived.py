@@ -91,6 +91,21 @@ def fetchable(graph: fx.Graph, stored: frozenset[str]) -> set[fx.Node]:
     return found
 
 
+def sent_as_given(backward: fx.Graph) -> frozenset[str]:
+    """The saved values that a backward sends as the forward left them, as SUMMA's panels of X: they
+    may be fetched at any time like what is stored, and are best fetched late.
+    """
+    found = set()
+    for node in backward.nodes:
+        operands = node.all_input_nodes if collective_of(node) is not None else []
+        for operand in operands:
+            while operand.op == "call_function" and carries_on(operand):
+                operand = operand.all_input_nodes[0]
+            if operand.op == "placeholder" and not operand.name.startswith("tangents"):
+                found.add(operand.name)
+    return frozenset(found)
+
+
 def graph_seconds(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
     """What the graph takes: see `listed_seconds`."""
     return listed_seconds(graph_events(graph, world, stored, phase), world)
@@ -114,6 +129,17 @@ def call_seconds(world: World) -> float:
 def lead_to_products(listed: Listed) -> list[bool]:
     """Of every event, whether a product hangs on it further on in the graph."""
     return leading(listed.events, [flops(node) > 0 for node in listed.nodes])
+
+
+def off_path(listed: Listed) -> set[fx.Node]:
+    """The collectives that no product stands still for: gathers of what is stored, which are issued
+    ahead, and sums on which no product hangs any more, which wait for the end of the backward.
+    """
+    leads, found = lead_to_products(listed), set()
+    for node, event, leads_on in zip(listed.nodes, listed.events, leads, strict=True):
+        if event.lane and (event.ahead or (event.phase == "backward" and not leads_on)):
+            found.add(node)
+    return found
 
 
 def origin(node: fx.Node) -> tuple[str, str]:

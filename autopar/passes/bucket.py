@@ -2,8 +2,10 @@
 be faster.
 
 What is joined is said in cost/buckets.py; up to a size that the simulation chooses, none among
-them. How the graph is written then is in joint.py. On more than two ranks a sum may add in
-another order within a bucket: that is the one thing here that changes bits.
+them. How the graph is written then is in joint.py. The panels of SUMMA may first become the
+gathers and scatters that they are together (summa.py), which are then joined as others are. On more
+than two ranks a sum may add in another order within a bucket: that is the one thing here that
+changes bits.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import fx
 
-from .. import joint
+from .. import joint, summa
 from ..cost import buckets
 from ..cost.derived import (
     Listed,
@@ -40,19 +42,30 @@ def bucket(
     """The graph with the buckets of the size that is modelled to be the fastest, of at most `most`
     bytes; the graph itself where none is. The same on every rank.
     """
-    sizes = [size for size in buckets.SIZES if size <= most]
-    if not sizes:
+    if not most:
         return graph
-    listed = graph_events(graph, world, stored, phase)
-    best, least = graph, listed_seconds(listed, world)
+    sizes = [size for size in buckets.SIZES if size <= most] or [int(most)]
+    form, listed = _form(graph, world, stored, phase, most)
+    best, least = form, listed_seconds(listed, world)
     for several in choices(listed, sizes):
-        found = joined(graph, several)
+        found = joined(form, several)
         if found is None:
             continue
         taken = graph_seconds(found, world, stored, phase)
         if taken < least:
             best, least = found, taken
     return best
+
+
+def _form(
+    graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
+) -> tuple[fx.Graph, Listed]:
+    """The graph with its panels in the form that is modelled to be the fastest, and its events."""
+    forms = [graph, *summa.forms(graph, world, stored, phase, most)]
+    found = [(form, graph_events(form, world, stored, phase)) for form in forms]
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda each: listed_seconds(each[1], world))
 
 
 def joined(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Graph | None:

@@ -31,7 +31,7 @@ from ..cost.derived import (
     collective_of,
     flops,
     graph_events,
-    lead_to_products,
+    off_path,
     op_seconds,
 )
 from ..cost.simulate import Run, overlapped
@@ -63,7 +63,7 @@ def chunk(
     `pieces`: so many of everything that can be cut, whatever it costs.
     """
     listed = graph_events(graph, world, stored, phase)
-    whole = _whole(listed)
+    whole = off_path(listed)  # stays whole: it is fetched ahead, or waits for the end
     if pieces is not None:
         return _cut(graph, units(graph, pieces, whole))
     able = units(graph, PIECES[0], whole)
@@ -115,17 +115,6 @@ def _cut(graph: fx.Graph, chosen: Sequence[Unit]) -> fx.Graph:
         return graph
     found = cut(graph, chosen)
     check(found, graph, chosen)
-    return found
-
-
-def _whole(listed: Listed) -> set[fx.Node]:
-    """What stays whole: gathers of what is stored, which are issued ahead, and sums on which no
-    product hangs any more, which wait for the end of the backward (see bucket).
-    """
-    leads, found = lead_to_products(listed), set()
-    for node, event, leading in zip(listed.nodes, listed.events, leads, strict=True):
-        if event.lane and (event.ahead or (event.phase == "backward" and not leading)):
-            found.add(node)
     return found
 
 

@@ -151,13 +151,7 @@ def as_nccl() -> None:
     """Graphs are written as for NCCL, though their tensors are on the CPU."""
     _compat.backend_name = lambda name, device_type: "nccl"
     _compat.register_work = lambda x, work: work.wait()
-    form = joint._form
-
-    def coalesced(node: Any) -> Any:
-        exchange = joint.collective_of(node) == "all_to_all_single"
-        return form(node) if exchange else joint._Form(joint._coalesced, lambda n: [n])
-
-    joint._form = coalesced
+    joint.on_cpu = lambda node: False
 
 
 def _name(kind: str, xs: Sequence[Tensor]) -> str:
