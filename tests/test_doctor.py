@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -371,3 +372,24 @@ def test_two_real_ranks(script: tuple[str, ...], tmp_path: Path) -> None:
     names = [one["name"] for one in facts["checks"]]
     assert Parsed((tmp_path / "doctor.html").read_text()).cells[::4] == names
     assert "doctor.json and doctor.html" in result.stdout
+
+
+def test_dropout_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dropout.attention(alone()).fault == ""
+    monkeypatch.setattr(dropout, "seed_at", lambda *_: torch.tensor(3))
+    assert dropout.attention(alone()).fault == "two seeds drop alike"
+    monkeypatch.undo()
+    kernels: Any = sys.modules["autopar.sharded.attention"]
+    monkeypatch.setattr(kernels, "_seeded", lambda device, seed: contextlib.nullcontext())
+    fault = dropout.attention(alone()).fault
+    assert "a seed drops otherwise a second time; the backward drops others" in fault
+
+
+def test_the_mask_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    formula: Any = sys.modules["autopar.sharded.dropout"]
+    assert dropout._as_on_a_cpu(alone())
+    plain, calls = formula._in_blocks, iter((0, 1))
+    monkeypatch.setattr(
+        formula, "_in_blocks", lambda x, seed, *more: plain(x, seed + next(calls), *more)
+    )
+    assert not dropout._as_on_a_cpu(alone())

@@ -60,6 +60,7 @@ def all_ranks(examination: Examination) -> None:
     for name, layout in parity.layouts(examination.session.ranks).items():
         check(f"parity {name}", partial(parity.parity, layout=layout))
     check("dropout", dropout.dropout)
+    check("dropout of attention", dropout.attention)
     check("step", training.step)
     check("peak", training.peak)
     check("synchronisation", training.synchronisation)

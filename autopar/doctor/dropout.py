@@ -1,4 +1,6 @@
-"""Dropout: the share that is kept, its mean, one mask on all ranks, another one every step."""
+"""Dropout: the share that is kept, its mean, one mask on all ranks, another one every step; and
+attention that drops weights in torch's own kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import api, ranks
+from .. import api, ranks, sharded
+from ..sharded.attention import seed_at
 from .models import Dropped, multiple
 from .result import Finding
 from .session import Session
@@ -37,6 +40,7 @@ def dropout(session: Session) -> Finding:
         f"kept {kept / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
         "what is kept is not divided by 0.8": not torch.allclose(values, torch.tensor(1 / (1 - P))),
         "two steps have one mask": torch.equal(first, second),
+        "the device's mask is not the CPU's": not _as_on_a_cpu(session),
         "the gradient has another mask": not torch.allclose(gradient, second.sum(0), rtol=1e-5),
         "layouts have different masks": any(
             not torch.equal(first, other[0]) or not torch.equal(second, other[1])
@@ -53,6 +57,55 @@ def dropout(session: Session) -> Finding:
         "layouts": list(layouts),
     }
     figure = f"kept {kept / count:.4f} of {count} ({off:+.1f} σ), mean {facts['mean']:.4f}"
+    return Finding(figure, facts, "; ".join(text for text, wrong in faults.items() if wrong))
+
+
+def _as_on_a_cpu(session: Session) -> bool:
+    """Whether the device's kernel drops what the formula says, of a part of a larger tensor."""
+    x, seed, place = torch.ones(60, 130), torch.tensor(5 << 33), torch.tensor([1])
+    here, there = (
+        sharded.dropout(
+            x.to(where), P, seed.to(where), [place.to(where)], [(), [("x", 130, 2)]], [60, 260]
+        )
+        for where in (torch.device("cpu"), session.device)
+    )
+    return torch.equal(here, there.cpu())
+
+
+def attention(session: Session) -> Finding:
+    """Enter: nothing. Leave: what share of equal weights torch's kernel keeps when it drops 0.2, by
+    the seed of a rank's place. Faults: a share that is more than five standard deviations off, a
+    seed that drops otherwise a second time, two places, draws or steps that drop alike, a backward
+    that drops others than its forward.
+    """
+    keys = 64  # as many as numbers of a head: with ones on the diagonal, values show the weights
+    where: Any = {"device": session.device, "dtype": torch.float32}
+    query = torch.zeros(2, 8, 256, keys, **where)
+    key, value = torch.zeros(2, 8, keys, keys, **where), torch.eye(keys, **where)
+    value = value.expand(2, 8, keys, keys).contiguous().requires_grad_()
+
+    def dropped(step: int = 1, place: int = 0, draw: int = 1) -> Tensor:
+        seed = seed_at(step, {"x": place}, "@x")
+        given = query, key, value, None, P, False, None, seed, draw
+        return torch.ops.autopar.attention(*given).transpose(1, 2)
+
+    first = dropped()
+    cotangent = torch.randn_like(first)
+    (gradient,) = torch.autograd.grad(first, value, cotangent)
+    expected = first.detach().transpose(2, 3) @ cotangent
+    count, kept = first.numel(), int((first != 0).sum())
+    sigma = math.sqrt(P * (1 - P) / count)
+    off = (kept / count - (1 - P)) / sigma
+    others = (dropped(step=2), dropped(place=1), dropped(draw=2))
+    error = float((gradient - expected).norm() / expected.norm())
+    faults = {
+        f"kept {kept / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
+        "a seed drops otherwise a second time": not torch.equal(first, dropped()),
+        "two seeds drop alike": any(torch.equal(first, other) for other in others),
+        f"the backward drops others than the forward, error {error:.1e}": not error < 1e-3,
+    }
+    facts = {"p": P, "elements": count, "kept": kept / count, "sigmas": off, "error": error}
+    figure = f"kept {kept / count:.4f} of {count} ({off:+.1f} σ), gradient {error:.1e} off"
     return Finding(figure, facts, "; ".join(text for text, wrong in faults.items() if wrong))
 
 
