@@ -54,10 +54,14 @@ def on_its_device(facts: dict[str, Any], rank: int) -> None:
     assert set(facts.get("named", [])) <= {here}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "4d" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
-)
-def test_a_step_stays_on_the_device_of_the_rank(guard: Path, name: str) -> None:
+def test_a_step_stays_on_the_device_of_the_rank(guard: Path) -> None:
+    (facts,) = emulated(guard, 5, "layout:4d,dropout,recompute")
+    on_its_device(facts, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_so_does_a_step_of_every_layout(guard: Path, name: str) -> None:
     tasks = [f"layout:{name}", f"layout:{name},dropout,recompute", f"layout:{name},reduce"]
     for facts in emulated(guard, 5, *tasks):
         on_its_device(facts, 5)
@@ -84,7 +88,8 @@ def test_a_timeline_of_streams_is_refused(guard: Path) -> None:
     assert facts["error"].startswith("PlanError: a timeline is read off what the CPU does"), facts
 
 
-def test_a_step_never_waits_for_the_device(guard: Path) -> None:
-    for facts in emulated(guard, 1, "steps:fsdp", "steps:4d"):
-        assert "error" not in facts, facts["error"]
-        assert facts["waits"] == {}
+@pytest.mark.parametrize("name", ["4d", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_step_never_waits_for_the_device(guard: Path, name: str) -> None:
+    (facts,) = emulated(guard, 1, f"steps:{name}")
+    assert "error" not in facts, facts["error"]
+    assert facts["waits"] == {}

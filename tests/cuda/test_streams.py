@@ -27,7 +27,7 @@ def test_steps_are_those_of_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setenv("WHEN", when)
-    monkeypatch.setenv("LAYOUTS", "fsdp,4d")
+    monkeypatch.setenv("LAYOUTS", "fsdp")
     found = launched(tmp_path, 4, "layouts", "forgotten", script=SCRIPT)
     for name, facts in found["layouts"].items():
         right(facts, f"{name}, operands read {when}")
