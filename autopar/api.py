@@ -74,8 +74,8 @@ def plan(
 
     `inputs`: what the single-device model takes, at the global batch size: a tuple of positional or
     a dict of keyword arguments; on the meta device if you like. `layout`: "auto" or a name.
-    `memory`: bytes on each device, "auto" is all that the world's devices have; on GPUs 8 % of
-    either is kept back for the driver and the gaps of a caching allocator.
+    `memory`: bytes on each device, "auto" is all that the world's devices have. On GPUs 8 % is
+    kept back for the driver and the gaps of a caching allocator, on CPUs 2 % or 1 MiB for kernels.
     `optimizer`: whose states are among them, a name of autopar.cost.memory.STATES or bytes for
     every trained number. `recompute`: "full" computes every repeated block again in the backward,
     "gathers" only gathers the weights of their products again, "none" does neither, "auto" as

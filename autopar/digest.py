@@ -10,7 +10,7 @@ import torch
 
 # Prime, so that rows of a usual length never start at the same column: two rows that change places
 # change the number.
-_COLUMNS = 65521
+_COLUMNS = 8191
 _WORD = 8  # bytes
 
 
@@ -18,7 +18,7 @@ _WORD = 8  # bytes
 def digest(x: torch.Tensor) -> torch.Tensor:
     """An int64 scalar on x's device: equal for equal bytes, and for others equal by chance alone.
 
-    The bytes are read once, as 64-bit words in rows of 65,521; the sums of the columns are weighed
+    The bytes are read once, as 64-bit words in rows of 8,191; the sums of the columns are weighed
     by odd numbers and added up, all of it modulo 2^64. No more than one row is allocated, unless
     the tensor is not contiguous.
     """

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import AutoparError, Grid2D, InputError, LayoutError, PlanError, World, cli
+from autopar.cost.memory import with_reserve
 from autopar.world import Level
 from test_errors import two_ranks  # noqa: F401
 
@@ -140,11 +141,15 @@ def test_a_limit_below_what_is_stored_is_refused_before_any_search(
     start = time.perf_counter()
     text = said(lambda: autopar.plan(Net(), 2, (rows(),), memory=0.001), PlanError)
     assert time.perf_counter() - start < 1
-    assert "no plan fits 0.001 bytes on each of 2 devices" in text and "at least" in text
-    most = 12.0 * numbers / 2  # float32 with adamw's two, on two devices
+    assert (
+        "0.00098 bytes (0.001 bytes less 2e-05 bytes for kernels) on each of 2 devices" in text
+        and "at least" in text
+    )
+    # float32 with adamw's two, on two devices
+    most = with_reserve(12.0 * numbers / 2, autopar.World.of(2))
     assert "no plan fits" in said(lambda: autopar.plan(Net(), 2, (rows(),), memory=most - 1))
     with pytest.raises(TypeError):  # goes on to trace
-        autopar.plan(Net(), 2, (rows(),), memory=most)
+        autopar.plan(Net(), 2, (rows(),), memory=most + 1)
     assert "no plan fits" in said(lambda: autopar.parallelize(Net(), 1, (rows(),), memory=0.001))
 
 

@@ -20,7 +20,8 @@ Optimizer = str | float  # one of STATES, or bytes of state for every trained nu
 
 
 IN_FLIGHT = 0.05  # of what a step holds, besides, for communication under computation
-RESERVE = 0.08  # of a device's memory: the driver's context, transports, what lies between blocks
+RESERVE = 0.08  # of a GPU's memory: the driver's context, transports, what lies between blocks
+_RESERVE_OF_CPU = 0.02, 2**20  # part and bytes, the less of both: transports, what kernels hold
 
 Recompute = Literal["auto", "none", "gathers", "full"]
 Limit = Literal["auto"] | float  # bytes on each device
@@ -39,9 +40,8 @@ class Budget:
 
     @staticmethod
     def of(world: World, memory: Limit, optimizer: Optimizer, recompute: Recompute) -> Budget:
-        """From what a user gives. `memory` "auto" is all that the device has; on a GPU, RESERVE of
-        either is kept back. A CPU, whose memory the system shares out and extends on disk, has no
-        limit of its own, and nothing is kept back. Raises PlanError.
+        """From what a user gives, less a reserve. `memory` "auto" is all that a GPU has; that of a
+        CPU, which the system shares out and extends on disk, has no limit then. Raises PlanError.
         """
         if recompute not in ("auto", "none", "gathers", "full"):
             raise PlanError(
@@ -51,8 +51,11 @@ class Budget:
         if memory != "auto" and not (isinstance(memory, int | float) and memory > 0):
             raise PlanError(f"memory is {memory!r}: it is 'auto' or bytes on each device, above 0")
         limit: float | None = float(memory) if memory != "auto" else None
-        if world.device.name != "cpu":
-            limit = (1 - RESERVE) * (limit or world.device.memory_bytes)
+        if limit is None and world.device.name != "cpu":
+            limit = world.device.memory_bytes
+        if limit is not None:
+            part, most = _reserve(world)
+            limit = max((1 - part) * limit, limit - most)
         return Budget(limit, optimizer, recompute)
 
     def fits(self, memory: Memory) -> bool:
@@ -77,12 +80,21 @@ def no_room(above: float) -> str:
     )
 
 
+def with_reserve(limit: float, world: World) -> float:
+    """What `memory=` must be for a plan of so many bytes to fit."""
+    part, most = _reserve(world)
+    return min(limit / (1 - part), limit + most)
+
+
 def limit_text(limit: float, world: World) -> str:
-    """A limit as people read it, with what a GPU's allocator is left of the memory it is of."""
-    if world.device.name == "cpu":
-        return text_of(limit)
-    whole = text_of(limit / (1 - RESERVE))
-    return f"{text_of(limit)} ({whole} less {RESERVE:.0%} for the driver and the allocator's gaps)"
+    """A limit as people read it, with what it is of and what is kept back."""
+    whole = with_reserve(limit, world)
+    kept = "kernels" if world.device.name == "cpu" else "the driver and the allocator's gaps"
+    return f"{text_of(limit)} ({text_of(whole)} less {text_of(whole - limit)} for {kept})"
+
+
+def _reserve(world: World) -> tuple[float, float]:
+    return _RESERVE_OF_CPU if world.device.name == "cpu" else (RESERVE, math.inf)
 
 
 def text_of(size: float) -> str:
