@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -424,15 +425,21 @@ def compile_in_order(
 def compiled_for(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A function of tensors whose gradients nobody asks for, compiled by inductor for the shapes,
     dtypes and devices that it is called with: without dynamo, which would compare all it knows of
-    them at every call.
+    them at every call. Where inductor fails, as without a compiler, it warns and runs as it is.
     """
     made: dict[Any, Callable[..., Any]] = {}
 
     def run(*given: torch.Tensor) -> torch.Tensor:
         key = tuple((x.shape, x.stride(), x.dtype, x.device) for x in given)
         if key not in made:
-            made[key] = _compiled(plain, given)
-        return made[key](*given)[0]
+            try:
+                made[key] = _compiled(plain, given)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"[:500]
+                warnings.warn(f"autopar: a mask is made op by op, as {why}", stacklevel=2)
+                made[key] = lambda *args: [plain(*args)]
+        found: torch.Tensor = made[key](*given)[0]
+        return found
 
     return run
 

@@ -1,4 +1,6 @@
-"""One change of state as one node of a graph: a call of a function of collectives.py."""
+"""One change of state as one node of a graph, a call of a function of collectives.py; and the
+process groups that the nodes of an emitted graph go over.
+"""
 
 from __future__ import annotations
 

@@ -72,8 +72,9 @@ def main() -> int:
         for title, layout in parity.layouts(examination.session.ranks).items():
             check(f"parity {title}", partial(parity.parity, layout=layout))
 
-        # 5. Dropout has one mask, whatever the layout.
+        # 5. Dropout has one mask, whatever the layout; attention's kernel drops by its seed.
         check("dropout", dropout.dropout)
+        check("dropout of attention", dropout.attention)
 
         # 6. A step as planned and as measured, and ten in which no rank may wait for its GPU.
         check("step", training.step)

@@ -412,6 +412,18 @@ def test_a_function_is_compiled_for_each_shape() -> None:
     assert calls == [(3,), (4,)]
 
 
+@covers("compiled_for")
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(_compat, "_compiled", failing)
+    run = _compat.compiled_for(lambda x: x * 2)
+    with pytest.warns(UserWarning, match="op by op, as RuntimeError: no compiler"):
+        assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))  # says it once
+
+
 @covers("recording_again")
 def test_an_op_may_record_gradients_within() -> None:
     @torch.library.custom_op("autopar_tests::slope", mutates_args=())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -393,3 +394,10 @@ def test_the_mask_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) 
         formula, "_in_blocks", lambda x, seed, *more: plain(x, seed + next(calls), *more)
     )
     assert not dropout._as_on_a_cpu(alone())
+
+
+def test_the_example_makes_the_checks_of_the_command() -> None:
+    named = r"\b(?:basics|dropout|exchanges|kernels|parity|training)\.\w+"
+    example = (HERE.parent / "examples" / "first_gpu_run.py").read_text()
+    body = (HERE.parent / "autopar" / "doctor" / "command.py").read_text()
+    assert set(re.findall(named, example)) == set(re.findall(named, body))

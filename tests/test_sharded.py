@@ -1,12 +1,15 @@
 """Ops over split dims against the single-device ones: value and gradient, lockstep, float64."""
 
+import sys
 import zlib
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from autopar import lockstep, sharded
+from autopar._compat import compiled_for
 from autopar.errors import LayoutError
 from autopar.mesh import Mesh
 from autopar.sharded.dropout import FORMULAS
@@ -371,3 +374,18 @@ def test_dropout_is_an_op_that_torch_knows_all_about():
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(torch.ops.autopar.dropout.default, (x, *given))
     assert torch.autograd.gradcheck(lambda x: torch.ops.autopar.dropout(x, *given), (x,))
+
+
+def test_dropout_as_a_gpu_runs_it_is_compiled_within_the_op(monkeypatch):
+    x = _random((4, 8), "x").requires_grad_()
+    given = 0.4, torch.tensor(7), [torch.tensor([1])], [(("a", 4, 2),), ()], (8, 8)
+    y = sharded.dropout(x, *given)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    formula = sys.modules["autopar.sharded.dropout"]
+
+    def on_gpu(x, seed, coordinates, how):
+        return compiled_for(partial(formula._whole, how=how))(x, seed, *coordinates)
+
+    monkeypatch.setattr(formula, "_in_blocks", on_gpu)
+    assert torch.equal(sharded.dropout(x, *given), y)
+    assert torch.equal(torch.autograd.grad(sharded.dropout(x, *given).sum(), x)[0], gradient)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,15 @@ def dropout(
     return _drop(x, p, seed, list(coordinates), counts, facts, list(shape))
 
 
+class _How(NamedTuple):
+    """What a dropout is told that is no tensor: see `_drop`."""
+
+    p: float
+    counts: tuple[int, ...]
+    facts: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 # One op in every graph: its mask is some hundred of them, which nobody wants to read or to launch.
 @torch.library.custom_op("autopar::dropout", mutates_args=())
 def _drop(
@@ -74,10 +83,10 @@ def _drop(
     shape: Sequence[int],
 ) -> Tensor:
     """`counts`: digits of each dim; `facts`: (stride, size) of each digit in turn."""
-    given = p, tuple(counts), tuple(facts), tuple(shape)
+    how = _How(p, tuple(counts), tuple(facts), tuple(shape))
     if x.device.type == "cpu":
-        return _in_blocks(x, seed, coordinates, *given)
-    return _for_device(*given)(x, seed, *coordinates)
+        return _in_blocks(x, seed, coordinates, how)
+    return _for_device(how)(x, seed, *coordinates)
 
 
 @_drop.register_fake
@@ -104,29 +113,19 @@ _drop.register_autograd(_drop_gradient, setup_context=_keep)
 
 # -- on GPUs ---------------------------------------------------------------------------------------
 @cache
-def _for_device(
-    p: float, counts: tuple[int, ...], facts: tuple[int, ...], shape: tuple[int, ...]
-) -> Callable[..., Tensor]:
+def _for_device(how: _How) -> Callable[..., Tensor]:
     """The plain formula, made one kernel by inductor where there is Triton."""
-    plain = partial(_whole, p=p, counts=counts, facts=facts, shape=shape)
+    plain = partial(_whole, how=how)
     return compiled_for(plain) if find_spec("triton") else plain
 
 
-def _whole(
-    x: Tensor,
-    seed: Tensor,
-    *coordinates: Tensor,
-    p: float,
-    counts: tuple[int, ...],
-    facts: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> Tensor:
-    tables = _tables(x, coordinates, counts, facts, shape)
+def _whole(x: Tensor, seed: Tensor, *coordinates: Tensor, how: _How) -> Tensor:
+    tables = _tables(x, coordinates, how)
     index = torch.zeros((), dtype=torch.int64, device=x.device)
     for dim, table in enumerate(tables):
         index = index + table.view(-1, *[1] * (x.dim() - dim - 1))
-    kept = _hash(index.expand(x.shape), _keys(seed)) >= round(p * 2**32)
-    return torch.where(kept, x / (1 - p), 0).contiguous()
+    kept = _hash(index.expand(x.shape), _keys(seed)) >= round(how.p * 2**32)
+    return torch.where(kept, x / (1 - how.p), 0).contiguous()
 
 
 def _formula(
@@ -138,8 +137,7 @@ def _formula(
     facts: Sequence[int],
     shape: Sequence[int],
 ) -> Tensor:
-    more = {"counts": tuple(counts), "facts": tuple(facts), "shape": tuple(shape)}
-    return _whole(x, seed, *coordinates, p=p, **more)
+    return _whole(x, seed, *coordinates, how=_How(p, tuple(counts), tuple(facts), tuple(shape)))
 
 
 # What a compiler that fuses it with its neighbours gets in place of the op.
@@ -147,35 +145,27 @@ FORMULAS: dict[Any, Callable[..., Tensor]] = {torch.ops.autopar.dropout.default:
 
 
 # -- on a CPU --------------------------------------------------------------------------------------
-def _in_blocks(
-    x: Tensor,
-    seed: Tensor,
-    coordinates: Sequence[Tensor],
-    p: float,
-    counts: tuple[int, ...],
-    facts: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> Tensor:
+def _in_blocks(x: Tensor, seed: Tensor, coordinates: Sequence[Tensor], how: _How) -> Tensor:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
-    tables = _tables(x, coordinates, counts, facts, shape)
+    tables = _tables(x, coordinates, how)
     at, inner = len(tables), 1
     while at > 0 and inner * x.shape[at - 1] <= _BLOCK:
         at -= 1
         inner *= x.shape[at]
-    narrow, keys = math.prod(shape) <= 2**31, _keys(seed)
+    narrow, keys = math.prod(how.shape) <= 2**31, _keys(seed)
     rows, row = _sums(tables[:at], x.device), _sums(tables[at:], x.device)
     if narrow:
         rows, row, keys = rows.int(), row.int(), (_signed(keys[0]), _signed(keys[1]))
     hashed, threshold = (_hash_words, -(2**31)) if narrow else (_hash, 0)
-    threshold += round(p * 2**32)
+    threshold += round(how.p * 2**32)
     given, made = x.reshape(-1, inner), y.view(-1, inner)
     count = max(1, _BLOCK // inner)
     for first in range(0, len(rows), count):
         part = slice(first, first + count)
         dropped = hashed(rows[part, None] + row, keys) < threshold
-        torch.div(given[part], 1 - p, out=made[part]).masked_fill_(dropped, 0)
+        torch.div(given[part], 1 - how.p, out=made[part]).masked_fill_(dropped, 0)
     return y
 
 
@@ -188,23 +178,19 @@ def _sums(tables: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 # -- the hash --------------------------------------------------------------------------------------
-def _tables(
-    x: Tensor,
-    coordinates: Sequence[Tensor],
-    counts: tuple[int, ...],
-    facts: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> list[Tensor]:
+def _tables(x: Tensor, coordinates: Sequence[Tensor], how: _How) -> list[Tensor]:
     """Of every dim of x what each place on it adds to the row-major index in the global tensor,
     int64.
     """
-    digits: list[Digit] = [("", stride, size) for stride, size in zip(facts[::2], facts[1::2])]
-    ends = (0, *accumulate(counts))
+    digits: list[Digit] = [
+        ("", stride, size) for stride, size in zip(how.facts[::2], how.facts[1::2])
+    ]
+    ends = (0, *accumulate(how.counts))
     found = []
     for dim, (first, last) in enumerate(pairwise(ends)):
         local = torch.arange(x.shape[dim], device=x.device)
         index = globalize(local, coordinates[first:last], digits[first:last])
-        found.append(index * math.prod(shape[dim + 1 :]))
+        found.append(index * math.prod(how.shape[dim + 1 :]))
     return found
 
 
