@@ -343,11 +343,11 @@ def _find_open_groups(mesh: Mesh, connection: _Connection) -> None:
 
 def _group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessGroup:
     """The group of this rank; names with the same ranks, such as those of two levels, share it."""
-    ranks = _partition(mesh, name)
-    key = ranks, _matched(name)[-1] or "0"
+    partition = _partition(mesh, name)
+    key = partition, _matched(name)[-1] or "0"
     if key not in connection.groups:
         group, _ = dist.new_subgroups_by_enumeration(
-            [list(members) for members in ranks], timeout=_compat.timeout_of(connection.world)
+            [list(members) for members in partition], timeout=_compat.timeout_of(connection.world)
         )
         connection.groups[key] = group
     return connection.groups[key]
