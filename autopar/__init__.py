@@ -1,9 +1,9 @@
 """autopar: take a single-device PyTorch model and make it a distributed one."""
 
-from . import report
-from .api import apply, parallelize, plan, verify
-from .compiled import backend
-from .errors import (
+from autopar import report
+from autopar.api import apply, parallelize, plan, verify
+from autopar.compiled import backend
+from autopar.errors import (
     AutoparError,
     InputError,
     LayoutError,
@@ -13,11 +13,11 @@ from .errors import (
     VerificationError,
     WorldError,
 )
-from .layouts import Grid2D, Grid3D, Grid4D, Grid25D
-from .module import ParallelModule
-from .plan import Plan
-from .verify import Check
-from .world import Device, Level, World
+from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.module import ParallelModule
+from autopar.plan import Plan
+from autopar.verify import Check
+from autopar.world import Device, Level, World
 
 __all__ = [
     "AutoparError",

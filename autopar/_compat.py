@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-from .errors import PlanError
+from autopar.errors import PlanError
 
 __all__ = [
     "BackwardHookFunction",

@@ -40,7 +40,7 @@ class AllGatherToInvariant(Function):
     def forward(
         ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, there: Route
     ) -> Tensor:
-        ctx.facts = dim, inner, levels.size(there)
+        ctx.facts = dim, inner, levels.route_size(there)
         ctx.save_for_backward(coordinate)
         return _gather(x, dim, inner, there)
 
@@ -67,7 +67,7 @@ class AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Route, back: Route, wide: Wide) -> Tensor:
         ctx.facts = back, wide
-        return levels.all_reduce(x, there)
+        return levels.hierarchical_all_reduce(x, there)
 
     @staticmethod
     @once_differentiable
@@ -78,7 +78,7 @@ class AllReduce(Function):
 class AllReduceToInvariant(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Route) -> Tensor:
-        return levels.all_reduce(x, there)
+        return levels.hierarchical_all_reduce(x, there)
 
     @staticmethod
     @once_differentiable
@@ -179,7 +179,7 @@ class AllToAll(Function):
 
 
 def _sum(grad: Tensor, route: Route, wide: Wide) -> Tensor:
-    return levels.all_reduce(widened(grad, wide), route).to(grad.dtype)
+    return levels.hierarchical_all_reduce(widened(grad, wide), route).to(grad.dtype)
 
 
 def widened(grad: Tensor, wide: Wide) -> Tensor:
@@ -201,12 +201,12 @@ def _absorb(x: Tensor, dim: int, inner: int) -> Tensor:
 
 
 def _gather(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
-    return _absorb(levels.all_gather(x.unsqueeze(0), route), dim, inner)
+    return _absorb(levels.hierarchical_all_gather(x.unsqueeze(0), route), dim, inner)
 
 
 def _scatter(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
-    exposed = _expose(x, dim, inner, levels.size(route))
-    return levels.reduce_scatter(exposed, route).squeeze(0).flatten(dim, dim + 1)
+    exposed = _expose(x, dim, inner, levels.route_size(route))
+    return levels.hierarchical_reduce_scatter(exposed, route).squeeze(0).flatten(dim, dim + 1)
 
 
 def _swap(

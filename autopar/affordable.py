@@ -17,22 +17,22 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from . import proven
-from .cost.kept import Kept, Middle, Price, Stored, bytes_kept, regathering
-from .cost.memory import Budget
-from .depth import Deep
-from .dropping import Estimated, Ladder, Rungs, Tried
-from .figures import Memory
-from .hiding import by_step
-from .layouts import NAMES, Layouts, candidates
-from .passes import choose, emitted
-from .plan import Plan
-from .price import terms
-from .program import Program
-from .rating.frame import frame
-from .rating.rate import GAP, Candidate, bounded, bounds_of, promising
-from .shallow import Shallow
-from .world import World
+from autopar import proven
+from autopar.cost.kept import Kept, Middle, Price, Stored, bytes_kept, regathering
+from autopar.cost.memory import Budget
+from autopar.depth import Deep
+from autopar.dropping import Estimated, Ladder, Rungs, Tried
+from autopar.figures import Memory
+from autopar.hiding import by_step
+from autopar.layouts import NAMES, Layouts, candidates
+from autopar.passes import choose, emitted
+from autopar.plan import Plan
+from autopar.price import terms
+from autopar.program import Program
+from autopar.rating.frame import frame
+from autopar.rating.rate import GAP, Candidate, bounded, bounds_of, promising
+from autopar.shallow import Shallow
+from autopar.world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn
 _TRIES = 4

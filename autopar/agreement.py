@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from . import ranks
-from ._compat import pytree
-from .world import World
+from autopar._compat import pytree
+from autopar.world import World, ranks
 
 _SHORT = 60  # characters of a value that is no tensor
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -22,14 +21,14 @@ def same_request(world: Any, inputs: Any, **options: Any) -> None:
 
     Example: same_request(World.of(4), (tokens,), layout="ddp", memory="auto")
     """
-    asked = {name: _words(value) for name, value in options.items()}
+    asked = {name: _text_of(value) for name, value in options.items()}
     asked["world"] = _world(World.detect() if world is None else World.of(world))
     if inputs is not None:
         asked["inputs"] = _shapes(inputs)
     ranks.agree_on(asked)
 
 
-def _words(value: Any) -> str:
+def _text_of(value: Any) -> str:
     """A value as a user writes it; a function by its name, without its address in memory."""
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"

@@ -15,25 +15,25 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import devices, editing, ranks, replicas, sizing, store
-from ._compat import pytree
-from .agreement import same_request
-from .arguments import check, check_room, check_together, warn_alone
-from .backends import OVERLAP, Backend, Overlap, runner
-from .conversion import groups_of
-from .cost.memory import Budget, Limit, Optimizer, Recompute
-from .deferred import Deferred
-from .errors import InputError, PlanError, WorldError
-from .held import current, held
-from .layouts import Layouts, candidates
-from .mesh import connect, undone_on_failure
-from .module import ParallelModule
-from .original import compare_original
-from .passes import choose
-from .pipeline import Pipeline, Progress
-from .plan import Plan
-from .plan import reduce_dtype as read_reduce_dtype
-from .planning import (
+from autopar import devices, editing, replicas, sizing
+from autopar._compat import pytree
+from autopar.agreement import same_request
+from autopar.arguments import check, check_room, check_together, warn_alone
+from autopar.backends import OVERLAP, Backend, Overlap, runner
+from autopar.conversion import groups_of
+from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
+from autopar.deferred import Deferred
+from autopar.errors import InputError, PlanError, WorldError
+from autopar.held import current, held
+from autopar.layouts import Layouts, candidates
+from autopar.mesh import connect, undone_on_failure
+from autopar.module import ParallelModule
+from autopar.original import compare_original
+from autopar.passes import choose
+from autopar.pipeline import Pipeline, Progress
+from autopar.plan import Plan
+from autopar.plan import reduce_dtype as read_reduce_dtype
+from autopar.planning import (
     Asked,
     Inputs,
     analysed,
@@ -44,13 +44,13 @@ from .planning import (
     rewritten,
     traced,
 )
-from .price import terms
-from .program import Program
-from .ready import Ready, fingerprint
-from .verify import Check, compare
-from .widened import widened
-from .world import World
-from .world.calibrated import running_world, say_once
+from autopar.price import terms
+from autopar.program import Program
+from autopar.ready import Ready, fingerprint
+from autopar.verify import Check, compare
+from autopar.widened import widened
+from autopar.world import World, ranks, store
+from autopar.world.world import running_world, say_once
 
 NUMBERS = itertools.count()  # of the modules of this process
 

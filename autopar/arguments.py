@@ -16,16 +16,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import ranks
-from ._compat import named_backend
-from .backends import BY_NAME
-from .cost.memory import STATES, Budget, limit_text, text_of
-from .deferred import Deferred
-from .errors import AutoparError, InputError, LayoutError, PlanError
-from .layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D
-from .module import ParallelModule
-from .plan import Plan
-from .world import World
+from autopar._compat import named_backend
+from autopar.backends import BY_NAME
+from autopar.cost.memory import STATES, Budget, limit_text, text_of
+from autopar.deferred import Deferred
+from autopar.errors import AutoparError, InputError, LayoutError, PlanError
+from autopar.layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.module import ParallelModule
+from autopar.plan import Plan
+from autopar.world import World, ranks
 
 _GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D)
 _LAYOUT = f"a name ({', '.join(NAMES)}), a Grid…, or a dict from module pattern to these"

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from .constraint import Constraint
-from .cost.kept import Kept, bytes_of
-from .elimination import Table
-from .mesh import Mesh
-from .plan import Plan
-from .program import Program
-from .ranking import ranked
-from .rules import value_of
-from .search import Search
-from .world import World
+from autopar.constraint import Constraint
+from autopar.cost.kept import Kept, bytes_of
+from autopar.elimination import Table
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.ranking import ranked
+from autopar.rules import value_of
+from autopar.search import Search
+from autopar.world import World
 
 Cap = tuple[Kept, float]  # a count of bytes, and the most of them that a plan may need
 

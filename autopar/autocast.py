@@ -12,7 +12,7 @@ import torch
 Autocast = tuple[tuple[str, torch.dtype], ...]  # device types with the dtype that is cast to
 
 
-def around(device_types: Iterable[str]) -> Autocast:
+def under_autocast(device_types: Iterable[str]) -> Autocast:
     """What autocast is on, for these types of devices.
 
     >>> with torch.autocast("cpu", torch.bfloat16): around(["cpu"])
@@ -23,12 +23,12 @@ def around(device_types: Iterable[str]) -> Autocast:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
 
 
-def text(found: Autocast) -> str:
+def autocast_text(found: Autocast) -> str:
     return " and ".join(f"torch.autocast({k!r}, {dtype})" for k, dtype in found) or "no autocast"
 
 
 @contextmanager
-def without(found: Autocast) -> Iterator[None]:
+def without_autocast(found: Autocast) -> Iterator[None]:
     """Autocast is off for those device types."""
     with ExitStack() as stack:
         for kind, _ in found:

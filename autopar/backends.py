@@ -30,8 +30,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import fx
 
-from . import ranks
-from ._compat import (
+from autopar._compat import (
     BoxedCodeGen,
     below_autograd,
     compile_in_order,
@@ -41,20 +40,20 @@ from ._compat import (
     partition,
     takes_a_list,
 )
-from .beside import Gradients, Late, as_constants, beside_the_loss, through
-from .cost.derived import Phase, bytes_of, sent_as_given, writes
-from .cost.live import StepMemory, live_bytes, saved_by
-from .cost.memory import no_room
-from .cost.simulate import Run
-from .errors import PlanError
-from .faults import guarded
-from .graphs import copied, reorder
-from .mesh import connect, undone_on_failure
-from .passes import bucket, chunk, fill, inplace, lanes, limit_memory, schedule, views
-from .program import Program
-from .recomputed import spread, tagged
-from .sharded.dropout import FORMULAS
-from .world import World
+from autopar.beside import Gradients, Late, as_constants, beside_the_loss, through
+from autopar.cost.derived import Phase, bytes_of, sent_as_given, writes
+from autopar.cost.live import StepMemory, live_bytes, saved_by
+from autopar.cost.memory import no_room
+from autopar.cost.simulate import Run
+from autopar.errors import PlanError
+from autopar.faults import guarded
+from autopar.graphs import copied, reorder
+from autopar.mesh import connect, undone_on_failure
+from autopar.passes import bucket, chunk, fill, inplace, lanes, limit_memory, schedule, views
+from autopar.program import Program
+from autopar.recomputed import spread, tagged
+from autopar.sharded.dropout import FORMULAS
+from autopar.world import World, ranks
 
 Backend = str | Callable[..., Any] | None
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .graphs import copied
-from .program import Program
+from autopar.graphs import copied
+from autopar.program import Program
 
 Gradients = tuple[Tensor | None, ...]
 Asked = Callable[[int, Tensor, Sequence[Tensor]], Gradients]

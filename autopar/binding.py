@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._compat import pytree
-from .errors import InputError
+from autopar._compat import pytree
+from autopar.errors import InputError
 
 NO_GENERATION = (
     "generate is not for a parallel model, whose graph is a step of training without a cache that "

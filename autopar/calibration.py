@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from . import ranks
-from ._compat import pytree
-from .cost.attention import Attended
-from .cost.calibrate import calibrate, local_products
-from .cost.rounds import Progress
-from .passes import annotate, trace
-from .planning import Inputs, arguments
-from .rules import Spec, results_of
-from .world import World
+from autopar._compat import pytree
+from autopar.cost.attention import Attended
+from autopar.cost.calibrate import calibrate, local_products
+from autopar.cost.rounds import Progress
+from autopar.passes import annotate, trace
+from autopar.planning import Inputs, arguments
+from autopar.rules import Spec, results_of
+from autopar.world import World, ranks
 
 Whole = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a product on one device
 

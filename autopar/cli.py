@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 from torch import nn
 
-from . import api, calibration
-from . import ranks as running
-from .backends import OVERLAP
-from .cli_options import (
+from autopar import api, calibration
+from autopar.backends import OVERLAP
+from autopar.cli_options import (
     MODEL_HELP,
     AnywayOption,
     BatchOption,
@@ -43,19 +42,20 @@ from .cli_options import (
     WhyOption,
     WorldOption,
 )
-from .cost.memory import Recompute, limit_text
-from .doctor import command as doctoring
-from .doctor import facts as facts_of_machine
-from .errors import AutoparError, PlanError, WorldError
-from .options import read_layout, read_memory, read_optimizer
-from .plan import Plan
-from .report import terminal
-from .report.progress import bar, watched
-from .report.terminal import console, line
-from .report.why import Why
-from .targets import Batch, Target, resolve
-from .world import World
-from .world.calibrated import CALIBRATED, calibrated
+from autopar.cost.memory import Recompute, limit_text
+from autopar.doctor import command as doctoring
+from autopar.doctor import facts as facts_of_machine
+from autopar.errors import AutoparError, PlanError, WorldError
+from autopar.options import read_layout, read_memory, read_optimizer
+from autopar.plan import Plan
+from autopar.report import terminal
+from autopar.report.progress import bar, watched
+from autopar.report.terminal import console, line
+from autopar.report.why import Why
+from autopar.targets import Batch, Target, resolve
+from autopar.world import World
+from autopar.world import ranks as running
+from autopar.world.world import CALIBRATED, calibrated
 
 ABSURD_S = 600.0  # a step that takes longer is no plan to print without being asked
 LOCKSTEP_RANKS = 8  # that verify runs where none are named

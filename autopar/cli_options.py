@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .targets import NAMED
+from autopar.targets import NAMED
 
 MODEL_HELP = (
     "package.module:function, a function that returns (model, inputs), or one of "

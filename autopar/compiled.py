@@ -18,21 +18,21 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
-from . import autocast, ranks
-from ._compat import dynamo_sources, pytree
-from .api import NUMBERS, agreed, running, shared_plan
-from .backends import OVERLAP, Backend, Overlap
-from .cost.memory import Limit, Optimizer, Recompute
-from .devices import CPU, filled
-from .errors import RankError
-from .functions import Captured
-from .layouts import Layouts
-from .program import Input
-from .ready import Ready
-from .sharded.attention import seed_at
-from .sharded.dropout import next_seed
-from .watch import Watch
-from .world import World
+from autopar import autocast
+from autopar._compat import dynamo_sources, pytree
+from autopar.api import NUMBERS, agreed, running, shared_plan
+from autopar.backends import OVERLAP, Backend, Overlap
+from autopar.cost.memory import Limit, Optimizer, Recompute
+from autopar.devices import CPU, filled
+from autopar.errors import RankError
+from autopar.functions import Captured
+from autopar.layouts import Layouts
+from autopar.program import Input
+from autopar.ready import Ready
+from autopar.sharded.attention import seed_at
+from autopar.sharded.dropout import next_seed
+from autopar.watch import Watch
+from autopar.world import World, ranks
 
 Run = Callable[..., Any]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Run]
@@ -219,7 +219,7 @@ class _Planned:
         whole = [x for x in given if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)]
         self.watch.called(whole)
         signature = self.program.signature
-        with autocast.without(signature.autocast):
+        with autocast.without_autocast(signature.autocast):
             results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
         leaves = []
         for output in signature.outputs:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from .graphs import producer
-from .layout import Layout, State
-from .mesh import Mesh
-from .program import Annotations, Atom, Program
-from .rules import Spec, operands_of
-from .strategies import Choice, Shapes, Slot, Strategy, Through, strategies
+from autopar.graphs import producer
+from autopar.layout import Layout, State
+from autopar.mesh import Mesh
+from autopar.program import Annotations, Atom, Program
+from autopar.rules import Spec, operands_of
+from autopar.strategies import Choice, Shapes, Slot, Strategy, Through, strategies
 
 aten = torch.ops.aten
 Factors = dict[str, tuple[Atom, ...]]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import collectives, wire
-from .graphs import every_node
-from .layout import SUMS, TRAFFIC, Step
+from autopar import collectives, wire
+from autopar.graphs import every_node
+from autopar.layout import SUMS, TRAFFIC, Step
 
 Levels = tuple[int, ...]
 _LEVELS = "inside", "backward_inside"  # what says so of a change, forward and backward

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .changes import steps
-from .cost.comm import path_seconds
-from .elimination import LARGEST, too_large
-from .layout import Element, Layout
-from .regions import Array, Known
-from .world import World
+from autopar.changes import steps
+from autopar.cost.comm import path_seconds
+from autopar.elimination import LARGEST, too_large
+from autopar.layout import Element, Layout
+from autopar.regions import Array, Known
+from autopar.world import World
 
 
 class Want(NamedTuple):

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ._compat import OpOverload
-from .cost.derived import collective_of, group_of, group_pattern, is_wait
-from .cost.pattern import size
+from autopar._compat import OpOverload
+from autopar.cost.derived import collective_of, group_of, group_pattern, is_wait
+from autopar.cost.pattern import size
 
 aten = torch.ops.aten
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .cost.derived import collective_of
-from .cuts import SHAPED, Cut, Unit, operand, shape_of, value_of
-from .graphs import copied, made, ordered
+from autopar.cost.derived import collective_of
+from autopar.cuts import SHAPED, Cut, Unit, operand, shape_of, value_of
+from autopar.graphs import copied, made, ordered
 
 aten = torch.ops.aten
 

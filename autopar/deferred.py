@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from .binding import NO_GENERATION
-from .errors import InputError
+from autopar.binding import NO_GENERATION
+from autopar.errors import InputError
 
 
 class Deferred(nn.Module):

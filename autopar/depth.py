@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from ._compat import pytree
-from .graphs import alike, block_name, blocks, module_path, numbered_block
-from .layout import Layout
-from .plan import Plan
-from .program import Program
+from autopar._compat import pytree
+from autopar.graphs import alike, block_name, blocks, module_path, numbered_block
+from autopar.layout import Layout
+from autopar.plan import Plan
+from autopar.program import Program
 
 _EDGE, _MORE = 1, 1
 

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from . import ranks, store
-from ._compat import FakeTensor, pytree
-from .errors import AutoparError, RankError, WorldError
+from autopar._compat import FakeTensor, pytree
+from autopar.errors import AutoparError, RankError, WorldError
+from autopar.world import ranks, store
 
 CPU = torch.device("cpu")
 

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost.memory import Budget
-from .cost.peak import peak
-from .depth import Deep
-from .figures import Memory
-from .graphs import blocks
-from .passes import emitted, recompute
-from .plan import Plan
-from .program import Program
-from .report.summary import twice_seconds
-from .world import World
+from autopar.cost.memory import Budget
+from autopar.cost.peak import peak
+from autopar.depth import Deep
+from autopar.figures import Memory
+from autopar.graphs import blocks
+from autopar.passes import emitted, recompute
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.report.summary import twice_seconds
+from autopar.world import World
 
 
 class Rung(NamedTuple):

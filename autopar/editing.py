@@ -10,16 +10,24 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import fx
 
-from .constraint import letter
-from .errors import PlanError
-from .graphs import blocks, carries_gradient, producer, where
-from .layout import I, Layout, R, State
-from .mesh import Axis, Mesh
-from .plan import Choice, Plan
-from .program import Annotations, Program
-from .rules import operands_of, results_of, shape_of, value_of
-from .strategies import Choice as AxisChoice
-from .strategies import Slot, Strategy, axis_choices, placements, spec_look, split_of, strategies
+from autopar.constraint import letter
+from autopar.errors import PlanError
+from autopar.graphs import blocks, carries_gradient, producer, where
+from autopar.layout import I, Layout, R, State
+from autopar.mesh import Axis, Mesh
+from autopar.plan import Choice, Plan
+from autopar.program import Annotations, Program
+from autopar.rules import operands_of, results_of, shape_of, value_of
+from autopar.strategies import Choice as AxisChoice
+from autopar.strategies import (
+    Slot,
+    Strategy,
+    axis_choices,
+    placements,
+    spec_look,
+    split_of,
+    strategies,
+)
 
 _SHOWN = 12  # ways that a refusal lists
 _DECIDED = (

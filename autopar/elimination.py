@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import PlanError
+from autopar.errors import PlanError
 
 LARGEST = 1 << 27  # entries of one table: 1 GiB of float64
 _SMALL = 1 << 14  # entries of one table: adding up takes no longer than looking for an order

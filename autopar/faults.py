@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from torch import fx
 from torch.distributed import DistError
 
-from ._compat import OpOverload, takes_a_list
-from .errors import RankError
-from .graphs import module_path
-from .mesh import axes_of_group
-from .pulse import FAILED, Pulse, missing, positions, pulse
+from autopar._compat import OpOverload, takes_a_list
+from autopar.errors import RankError
+from autopar.graphs import module_path
+from autopar.mesh import axes_of_group
+from autopar.world.store import FAILED, Pulse, missing, positions, pulse
 
 # What gloo and NCCL say of a peer that is gone, or that did not come in time.
 _TRANSPORT = re.compile(

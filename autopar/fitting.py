@@ -7,13 +7,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from .cost.memory import Budget, refusal
-from .dropping import Rungs
-from .figures import Memory
-from .graphs import blocks
-from .passes import recompute
-from .program import Program
-from .world import World
+from autopar.cost.memory import Budget, refusal
+from autopar.dropping import Rungs
+from autopar.figures import Memory
+from autopar.graphs import blocks
+from autopar.passes import recompute
+from autopar.program import Program
+from autopar.world import World
 
 
 def fitted(

@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from .probe import probe
-from .rules import Spec, operands_of, results_of, shape_of, value_of
-from .trials import spec_by_trial
+from autopar.probe import probe
+from autopar.rules import Spec, operands_of, results_of, shape_of, value_of
+from autopar.trials import spec_by_trial
 
-_ELEMENTS = 1 << 16  # of tensors that are tried as they are
+_ELEMENTS_AS_THEY_ARE = 1 << 16  # of tensors that are tried as they are
 _KEPT = 8  # sizes up to this are not made smaller
 _SMALL = (12, 20, 28, 18, 30, 42, 45, 50, 24, 36)  # what others become, in order of size
 
@@ -30,7 +30,7 @@ def function_spec(node: fx.Node, known: dict[object, Spec | None]) -> Spec | Non
     """
     values = [value_of(operand) for operand in operands_of(node) if operand is not None]
     shapes = [shape_of(value) for value in (*values, *results_of(node))]
-    if all(math.prod(shape) <= _ELEMENTS for shape in shapes):
+    if all(math.prod(shape) <= _ELEMENTS_AS_THEY_ARE for shape in shapes):
         return probe(node, known)
     key = "smaller", node.target, tuple(shapes), tuple(value.dtype for value in values)
     if key not in known:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import Function
 from torch.utils.checkpoint import CheckpointFunction
 
-from ._compat import (
+from autopar._compat import (
     BackwardHookFunction,
     FakeTensor,
     FakeTensorMode,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .errors import PlanError
-from .program import Input, Program
+from autopar.errors import PlanError
+from autopar.program import Input, Program
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,18 +17,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .cost.kept import Middle, bytes_kept
-from .cost.memory import Budget
-from .cost.timeline import bucket_seconds
-from .depth import Deep
-from .layout import Layout
-from .layouts import NAMES, Layouts, candidates
-from .passes import choose, emitted
-from .plan import Plan
-from .program import Program
-from .rating.rate import Candidate, bounds_of, promising
-from .shallow import Shallow, summed
-from .world import World
+from autopar.cost.kept import Middle, bytes_kept
+from autopar.cost.memory import Budget
+from autopar.cost.timeline import bucket_seconds
+from autopar.depth import Deep
+from autopar.layout import Layout
+from autopar.layouts import NAMES, Layouts, candidates
+from autopar.passes import choose, emitted
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.rating.rate import Candidate, bounds_of, promising
+from autopar.shallow import Shallow, summed
+from autopar.world import World
 
 SHARES = (0.7, 0.4, 0.1)  # of the seconds of what can hide
 _HIDDEN = ("all_gather", "reduce_scatter", "all_reduce")  # of stored weights, gradients

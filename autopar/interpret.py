@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from .recomputed import recomputed, regathered
+from autopar.recomputed import recomputed, regathered
 
 Visit = Callable[[fx.Node, Any], Any]  # (node, what it gave) -> what the graph goes on with
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from .cost.derived import carries_on, collective_of, group_of, is_wait
-from .cost.events import ROOTED
-from .graphs import computed, made
+from autopar.cost.derived import carries_on, collective_of, group_of, is_wait
+from autopar.cost.events import ROOTED
+from autopar.graphs import computed, made
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 

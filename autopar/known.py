@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from . import rounding
-from .errors import VerificationError
-from .graphs import where
-from .interpret import Visit, unchanged
-from .program import Program, Value
-from .unwritten import differing, filled, poison, tame, unwritten
-from .widened import is_inexact
+from autopar import rounding
+from autopar.errors import VerificationError
+from autopar.graphs import where
+from autopar.interpret import Visit, unchanged
+from autopar.program import Program, Value
+from autopar.unwritten import differing, filled, poison, tame, unwritten
+from autopar.widened import is_inexact
 
 Name = Value | str  # a value of the graph; an output or a gradient, in words
 Observed = dict[Name, Tensor]

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .errors import LayoutError
-from .mesh import Mesh
+from autopar.errors import LayoutError
+from autopar.mesh import Mesh
 
 
 class State(NamedTuple):

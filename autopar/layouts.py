@@ -12,11 +12,20 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .constraint import Constraint, Kinds, Role, atoms_of, fits, kinds_of, letters_of, weighted
-from .errors import LayoutError
-from .graphs import module_path
-from .mesh import Axis, Mesh
-from .program import Atom, Program
+from autopar.constraint import (
+    Constraint,
+    Kinds,
+    Role,
+    atoms_of,
+    fits,
+    kinds_of,
+    letters_of,
+    weighted,
+)
+from autopar.errors import LayoutError
+from autopar.graphs import module_path
+from autopar.mesh import Axis, Mesh
+from autopar.program import Atom, Program
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from autopar import wire
 from autopar.wire import Route
 
 
-def size(route: Route) -> int:
+def route_size(route: Route) -> int:
     """The number of ranks in all."""
     found = 1
     for ranks, _ in route:  # a loop, as dynamo traces no generator in an autograd function
@@ -23,7 +23,7 @@ def size(route: Route) -> int:
     return found
 
 
-def all_gather(x: Tensor, route: Route) -> Tensor:
+def hierarchical_all_gather(x: Tensor, route: Route) -> Tensor:
     """x (n, ...) of every rank, one after the other: (size·n, ...)."""
     if len(route) == 1:
         return wire.all_gather(x, *route[0])
@@ -34,7 +34,7 @@ def all_gather(x: Tensor, route: Route) -> Tensor:
     return x.permute(order).flatten(0, levels)
 
 
-def reduce_scatter(x: Tensor, route: Route) -> Tensor:
+def hierarchical_reduce_scatter(x: Tensor, route: Route) -> Tensor:
     """Slice number (own rank) of the sum of x (size·n, ...): (n, ...)."""
     if len(route) == 1:
         return wire.reduce_scatter(x, *route[0])
@@ -46,13 +46,13 @@ def reduce_scatter(x: Tensor, route: Route) -> Tensor:
     return x
 
 
-def all_reduce(x: Tensor, route: Route) -> Tensor:
+def hierarchical_all_reduce(x: Tensor, route: Route) -> Tensor:
     """The sum of x over all ranks, same shape."""
     if len(route) == 1:
         return wire.all_reduce(x, *route[0])
     *inside, across = route
     part = x.reshape(-1)
-    missing = -part.numel() % size(tuple(inside))
+    missing = -part.numel() % route_size(tuple(inside))
     part = functional.pad(part, (0, missing)) if missing else part
     for level in inside:
         part = wire.reduce_scatter(part, *level)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import sharded
-from .layout import Digit, Layout
-from .ops import FILLS, NEW_FILLS, slice_extent
-from .rules import arguments_of, bound, operands_of, shape_of, value_of
+from autopar import sharded
+from autopar.layout import Digit, Layout
+from autopar.ops import FILLS, NEW_FILLS, slice_extent
+from autopar.rules import arguments_of, bound, operands_of, shape_of, value_of
 
 aten = torch.ops.aten
 

@@ -16,13 +16,13 @@ import torch
 from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from . import ranks
-from ._compat import pytree
-from .backends import Scheduled
-from .errors import PlanError
-from .script import GRAPH, Entry, Script, of_graphs, of_run
-from .spans import COMPUTE, WAITS, Seen, Span
-from .transport import Issued, Lasted, lasted, on_the_wire, ran
+from autopar._compat import pytree
+from autopar.backends import Scheduled
+from autopar.errors import PlanError
+from autopar.script import GRAPH, Entry, Script, of_graphs, of_run
+from autopar.spans import COMPUTE, WAITS, Seen, Span
+from autopar.transport import Issued, Lasted, lasted, on_the_wire, ran
+from autopar.world import ranks
 
 STEP, PHASES = "autopar step", ("forward", "backward")
 

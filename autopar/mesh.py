@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar import _compat, ranks
+from autopar import _compat
 from autopar.errors import WorldError
+from autopar.world import ranks
 
 # A name ends in a letter, so that "data2.x2" reads back as names and sizes without a doubt.
 _NAME = r"[A-Za-z_](?:[A-Za-z0-9_]*[A-Za-z_])?"

@@ -11,20 +11,21 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import autocast, ranks
-from ._compat import pytree
-from .binding import NO_GENERATION, as_planned
-from .devices import filled
-from .errors import InputError, PlanError
-from .layout import Layout
-from .measured import Measured, backward, measured, phase, untouched
-from .mesh import Mesh
-from .placement import local_parts, placements
-from .plan import Plan
-from .program import Input, Program
-from .sharded.attention import seed_at
-from .sharded.dropout import next_seed
-from .watch import Watch
+from autopar import autocast
+from autopar._compat import pytree
+from autopar.binding import NO_GENERATION, as_planned
+from autopar.devices import filled
+from autopar.errors import InputError, PlanError
+from autopar.layout import Layout
+from autopar.measured import Measured, backward, measured, phase, untouched
+from autopar.mesh import Mesh
+from autopar.placement import local_parts, placements
+from autopar.plan import Plan
+from autopar.program import Input, Program
+from autopar.sharded.attention import seed_at
+from autopar.sharded.dropout import next_seed
+from autopar.watch import Watch
+from autopar.world import ranks
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
 _OWN = ("graph", "graphs", "plan")
@@ -163,7 +164,7 @@ class ParallelModule(nn.Module):
         values, cast = self._begun(args, kwargs), self._program.signature.autocast
         if not cast:
             return self._run(*values)
-        with autocast.without(cast):
+        with autocast.without_autocast(cast):
             return self._run(*values)
 
     @torch.compiler.disable
@@ -196,11 +197,11 @@ class ParallelModule(nn.Module):
 
     def _refuse_autocast(self) -> None:
         planned = self._program.signature.autocast
-        now = autocast.around((self._device.type, *(kind for kind, _ in planned)))
+        now = autocast.under_autocast((self._device.type, *(kind for kind, _ in planned)))
         if now != planned:
             raise InputError(
-                f"the model was planned under {autocast.text(planned)} and is called under "
-                f"{autocast.text(now)}, but its casts are part of the graph: plan (or parallelize) "
+                f"the model was planned under {autocast.autocast_text(planned)} and is called under "
+                f"{autocast.autocast_text(now)}, but its casts are part of the graph: plan (or parallelize) "
                 "and call it under the same one"
             )
 
@@ -236,7 +237,7 @@ class ParallelModule(nn.Module):
         self.zero_grad()
         with phase("forward"):
             values = self._values(args, kwargs)
-            with autocast.without(self._program.signature.autocast):
+            with autocast.without_autocast(self._program.signature.autocast):
                 found = self._returned(run(*values))
         with phase("backward"):
             backward(found)

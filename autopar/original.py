@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._compat import FakeTensor, TorchDispatchMode, pytree
-from .capture import borrowed
-from .devices import CPU, on_device
-from .errors import VerificationError
-from .passes.trace import bind
-from .program import Program
+from autopar._compat import FakeTensor, TorchDispatchMode, pytree
+from autopar.capture import borrowed
+from autopar.devices import CPU, on_device
+from autopar.errors import VerificationError
+from autopar.passes.trace import bind
+from autopar.program import Program
 
 FLOPS = 1e11  # of a step: a model that takes more is not run on one device
 _SEED = 40_009

@@ -10,8 +10,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ._compat import changes_in_place, from_part, local_of, placing_of
-from .layout import Layout
+from autopar._compat import changes_in_place, from_part, local_of, placing_of
+from autopar.layout import Layout
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:

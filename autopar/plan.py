@@ -13,13 +13,13 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from . import documents, plan_file
-from .errors import PlanError
-from .figures import Collective, Memory, Row, summed
-from .layout import Layout
-from .mesh import Mesh
-from .world import World
-from .written import digest, write
+from autopar import plan_file
+from autopar.errors import PlanError
+from autopar.figures import Collective, Memory, Row, summed
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.world import World, json_file
+from autopar.written import digest, write
 
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
 # Of a step that overlaps, with their headings: short ones, as the collectives want the room.
@@ -254,7 +254,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, in one step: a save that fails leaves the file that was there."""
-        documents.write(path, json.dumps(self.to_json(), indent=1))
+        json_file.write(path, json.dumps(self.to_json(), indent=1))
 
     def to_json(self) -> dict[str, Any]:
         def layouts(found: dict[str, Layout]) -> dict[str, Any]:

@@ -13,17 +13,16 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
-from . import documents
-from .documents import shown
-from .errors import LayoutError, PlanError, WorldError
-from .figures import STATES, Amount, Collective, Memory, Row
-from .layout import Layout
-from .mesh import Mesh
-from .world import World
-from .written import read
+from autopar.errors import LayoutError, PlanError, WorldError
+from autopar.figures import STATES, Amount, Collective, Memory, Row
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.world import World, json_file
+from autopar.world.json_file import shown
+from autopar.written import read
 
 VERSION = 3
-PLAN = documents.Kind(
+PLAN = json_file.Kind(
     "plan", "is no plan", PlanError, VERSION, "plan again", parts={"world": WorldError}
 )
 _MOST_AXES = 4  # of a mesh
@@ -111,13 +110,13 @@ def load(path: str | os.PathLike[str]) -> Reader:
     """Raises PlanError for what is no plan, with every field that is wrong; WorldError where all
     that is wrong is in its world.
     """
-    text = documents.read(path, PLAN)
-    return Reader(documents.checked(_adapter(), text, str(path), PLAN), str(path))
+    text = json_file.read(path, PLAN)
+    return Reader(json_file.checked(_adapter(), text, str(path), PLAN), str(path))
 
 
 def inside(data: Any, where: str) -> Reader:
     """The same from the objects, lists and numbers of JSON."""
-    return Reader(documents.checked_inside(_adapter(), data, where, PLAN), where)
+    return Reader(json_file.checked_inside(_adapter(), data, where, PLAN), where)
 
 
 class Reader:

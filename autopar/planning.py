@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import sizing
-from .affordable import affordable
-from .arguments import without_cache
-from .conversion import groups_of
-from .cost.memory import Budget, with_flight
-from .cost.timeline import Timeline, timeline
-from .errors import InputError
-from .figures import Memory
-from .fitting import fitted as made_to_fit
-from .layout import Layout
-from .layouts import Layouts
-from .mesh import Mesh
-from .passes import annotate, chains, choose, emit, forms, rewrite, route, trace
-from .passes import pipeline as panels
-from .passes import recompute as recomputing
-from .pipeline import Pipeline
-from .plan import Plan
-from .program import Program
-from .ready import Ready, fingerprint
-from .report.summary import summarised
-from .rules import shape_of
-from .world import World
+from autopar import sizing
+from autopar.affordable import affordable
+from autopar.arguments import without_cache
+from autopar.conversion import groups_of
+from autopar.cost.memory import Budget, with_flight
+from autopar.cost.timeline import Timeline, timeline
+from autopar.errors import InputError
+from autopar.figures import Memory
+from autopar.fitting import fitted as made_to_fit
+from autopar.layout import Layout
+from autopar.layouts import Layouts
+from autopar.mesh import Mesh
+from autopar.passes import annotate, chains, choose, emit, forms, rewrite, route, trace
+from autopar.passes import pipeline as panels
+from autopar.passes import recompute as recomputing
+from autopar.pipeline import Pipeline
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.ready import Ready, fingerprint
+from autopar.report.summary import summarised
+from autopar.rules import shape_of
+from autopar.world import World
 
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
 

@@ -11,18 +11,18 @@ from functools import partial
 import torch
 from torch import fx
 
-from .changes import steps
-from .cost.comm import Cost, costs, inside_costs, path_seconds
-from .cost.compute import node_seconds, optimizer_seconds
-from .cost.inside import inside
-from .graphs import producer
-from .layout import Element, Layout
-from .plan import Plan
-from .program import Annotations, Program, Value
-from .regions import Known, Region, Regions
-from .rules import operands_of, results_of, value_of
-from .strategies import Strategy
-from .world import World
+from autopar.changes import steps
+from autopar.cost.comm import Cost, costs, inside_costs, path_seconds
+from autopar.cost.compute import node_seconds, optimizer_seconds
+from autopar.cost.inside import inside
+from autopar.graphs import producer
+from autopar.layout import Element, Layout
+from autopar.plan import Plan
+from autopar.program import Annotations, Program, Value
+from autopar.regions import Known, Region, Regions
+from autopar.rules import operands_of, results_of, value_of
+from autopar.strategies import Strategy
+from autopar.world import World
 
 Terms = dict[str, float]  # seconds of a training step, by what they are spent on
 

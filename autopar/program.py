@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from ._compat import pytree
-from .autocast import Autocast
-from .layout import Element, Layout
-from .plan import Plan
-from .rules import Spec
+from autopar._compat import pytree
+from autopar.autocast import Autocast
+from autopar.layout import Element, Layout
+from autopar.plan import Plan
+from autopar.rules import Spec
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-from .ascending import Cap, ascending
-from .cost.kept import Middle, Stored
-from .cost.memory import Budget
-from .dropping import Rungs, Tried
-from .errors import PlanError
-from .passes import choose, emitted
-from .plan import Plan
-from .program import Program
-from .rating.frame import frame
-from .rating.rate import Candidate
-from .world import World
+from autopar.ascending import Cap, ascending
+from autopar.cost.kept import Middle, Stored
+from autopar.cost.memory import Budget
+from autopar.dropping import Rungs, Tried
+from autopar.errors import PlanError
+from autopar.passes import choose, emitted
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.rating.frame import frame
+from autopar.rating.rate import Candidate
+from autopar.world import World
 
 _VARIABLES, _MESHES, _AXES = 16, 6, 2  # of a graph that counts as small
 _TRIES = 1000  # plans whose peak is worked out

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 
-from .layout import Layout, R, S, State
-from .rules import Dims, Spec
+from autopar.layout import Layout, R, S, State
+from autopar.rules import Dims, Spec
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 

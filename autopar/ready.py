@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._compat import pytree
-from .cost.timeline import Timeline, timeline
-from .devices import on_device, without_devices
-from .errors import PlanError
-from .layouts import Layouts
-from .plan import Plan
-from .program import Program
-from .report.why import Why, why
-from .world import World
+from autopar._compat import pytree
+from autopar.cost.timeline import Timeline, timeline
+from autopar.devices import on_device, without_devices
+from autopar.errors import PlanError
+from autopar.layouts import Layouts
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.report.why import Why, why
+from autopar.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Ready:
 
     def formula(self, pattern: str) -> Any:
         """See Plan.formula."""
-        from .cost.formula import formula  # sympy: only where it is asked for
+        from autopar.cost.formula import formula  # sympy: only where it is asked for
 
         own = tuple(
             e for e in self.program.signature.inputs if e.kind not in ("coordinate", "seed")

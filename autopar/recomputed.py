@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
-from ._compat import OpOverload
-from .graphs import inlined
+from autopar._compat import OpOverload
+from autopar.graphs import inlined
 
 
 def recomputed(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:

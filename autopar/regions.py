@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .layout import Layout
-from .program import Annotations, Value
-from .strategies import Strategy
+from autopar.layout import Layout
+from autopar.program import Annotations, Value
+from autopar.strategies import Strategy
 
 Array = NDArray[np.float64]
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from . import ranks
-from .digest import digest
-from .errors import RankError
+from autopar.digest import digest
+from autopar.errors import RankError
+from autopar.world import ranks
 
 BUCKET = 25 << 20  # bytes that are sent at once: what DDP takes
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from ._compat import TorchDispatchMode, in_backward, pytree
-from .interpret import Visit
-from .widened import is_inexact
+from autopar._compat import TorchDispatchMode, in_backward, pytree
+from autopar.interpret import Visit
+from autopar.widened import is_inexact
 
-Name = TypeVar("Name", bound=Hashable)
+Key = TypeVar("Name", bound=Hashable)
 
 # Large enough that where a value jumps (a relu at zero) it seems to be made of terms of at most a
 # million times itself, small enough that all else moves in proportion.
@@ -81,8 +81,8 @@ def _off(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def floors(
-    plain: Mapping[Name, Tensor], samples: Iterable[Mapping[Name, Tensor]]
-) -> dict[Name, float]:
+    plain: Mapping[Key, Tensor], samples: Iterable[Mapping[Key, Tensor]]
+) -> dict[Key, float]:
     """The least number that an error of each value is held against, by its name. `samples` are
     taken one after the other, so that one alone is in memory.
     """

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ._compat import OpOverload
+from autopar._compat import OpOverload
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of every dim of one tensor, outer first
 

@@ -16,30 +16,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from .constraint import Constraint, Offered, goes_with_weight
-from .conversion_costs import Conversions, Want
-from .cost.comm import inside_costs
-from .cost.compute import node_seconds, optimizer_seconds
-from .cost.inside import HAVE_INSIDE, inside
-from .cost.kept import Price, bytes_of
-from .elimination import Memo, Table, minimise
-from .graphs import carries_gradient, module_path, producer
-from .layout import I, Layout, R
-from .mesh import Mesh
-from .plan import Choice, Plan
-from .program import Annotations, Program, Value
-from .regions import Known, Options, Region, Regions
-from .rules import Spec, operands_of, results_of, shape_of, value_of
-from .strategies import Choice as AxisChoice
-from .strategies import (
-    Strategy,
-    axis_choices,
-    placements,
-    spec_look,
-    split_of,
-)
-from .unsplit import unsplit
-from .world import World
+from autopar.constraint import Constraint, Offered, goes_with_weight
+from autopar.conversion_costs import Conversions, Want
+from autopar.cost.comm import inside_costs
+from autopar.cost.compute import node_seconds, optimizer_seconds
+from autopar.cost.inside import HAVE_INSIDE, inside
+from autopar.cost.kept import Price, bytes_of
+from autopar.elimination import Memo, Table, minimise
+from autopar.graphs import carries_gradient, module_path, producer
+from autopar.layout import I, Layout, R
+from autopar.mesh import Mesh
+from autopar.plan import Choice, Plan
+from autopar.program import Annotations, Program, Value
+from autopar.regions import Known, Options, Region, Regions
+from autopar.rules import Spec, operands_of, results_of, shape_of, value_of
+from autopar.strategies import Choice as AxisChoice
+from autopar.strategies import Strategy, axis_choices, placements, spec_look, split_of
+from autopar.unsplit import unsplit
+from autopar.world import World
 
 
 def search(

@@ -13,19 +13,19 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from .cost.kept import Price, bytes_kept
-from .cost.memory import Budget
-from .depth import Deep
-from .errors import LayoutError
-from .layouts import candidates
-from .passes import choose
-from .plan import Plan
-from .price import terms
-from .program import Program
-from .rating.frame import Frame, frame
-from .rating.rate import Best, Candidate, again, best, bounded, promising, with_bounds
-from .unsplit import unsplit
-from .world import World
+from autopar.cost.kept import Price, bytes_kept
+from autopar.cost.memory import Budget
+from autopar.depth import Deep
+from autopar.errors import LayoutError
+from autopar.layouts import candidates
+from autopar.passes import choose
+from autopar.plan import Plan
+from autopar.price import terms
+from autopar.program import Program
+from autopar.rating.frame import Frame, frame
+from autopar.rating.rate import Best, Candidate, again, best, bounded, promising, with_bounds
+from autopar.unsplit import unsplit
+from autopar.world import World
 
 _TRIES = 2  # meshes that are searched of many
 

@@ -9,19 +9,19 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from .cost.kept import Kept, Price
-from .cost.memory import Budget
-from .errors import LayoutError, PlanError
-from .figures import Memory
-from .fitting import effort
-from .layouts import Layouts, candidates
-from .passes import emitted
-from .plan import Plan
-from .program import Program
-from .rating.frame import frame
-from .rating.rate import Candidate, best, bounded, exact
-from .report.summary import summarised
-from .world import World
+from autopar.cost.kept import Kept, Price
+from autopar.cost.memory import Budget
+from autopar.errors import LayoutError, PlanError
+from autopar.figures import Memory
+from autopar.fitting import effort
+from autopar.layouts import Layouts, candidates
+from autopar.passes import emitted
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.rating.frame import frame
+from autopar.rating.rate import Candidate, best, bounded, exact
+from autopar.report.summary import summarised
+from autopar.world import World
 
 _AS_FAST = 1.01  # times the seconds of the plan
 _AXES = 2

@@ -13,10 +13,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .layout import I, Layout, P, R, S, State
-from .mesh import Mesh
-from .program import Atom
-from .rules import Dims, Spec
+from autopar.layout import I, Layout, P, R, S, State
+from autopar.mesh import Mesh
+from autopar.program import Atom
+from autopar.rules import Dims, Spec
 
 
 class Slot(NamedTuple):

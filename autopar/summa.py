@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import joint
-from .cost.derived import (
+from autopar import joint
+from autopar.cost.derived import (
     Phase,
     bytes_of,
     carries_on,
@@ -32,10 +32,10 @@ from .cost.derived import (
     is_wait,
     off_path,
 )
-from .cost.events import ROOTED
-from .cost.pattern import size
-from .graphs import computed, copied, ordered
-from .world import World
+from autopar.cost.events import ROOTED
+from autopar.cost.pattern import size
+from autopar.graphs import computed, copied, ordered
+from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import AutoparError
+from autopar.errors import AutoparError
 
 
 class TargetError(AutoparError):

@@ -25,8 +25,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ._compat import FakeTensorMode, strict_fake_mode
-from .rules import Dims, Spec, shape_of
+from autopar._compat import FakeTensorMode, strict_fake_mode
+from autopar.rules import Dims, Spec, shape_of
 
 _COMBINATIONS = 256  # of operands' dims of one size
 _PRIMES = (2, 3, 5, 7)

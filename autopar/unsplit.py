@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from .graphs import where
-from .mesh import Mesh
-from .plan import Choice
-from .program import Program
+from autopar.graphs import where
+from autopar.mesh import Mesh
+from autopar.plan import Choice
+from autopar.program import Program
 
 IDLE = ("I", "R", "P")  # of Choice.splits: the axis splits nothing
 

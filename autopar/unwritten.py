@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from .program import Program
-from .widened import is_inexact
+from autopar.program import Program
+from autopar.widened import is_inexact
 
 aten = torch.ops.aten
 

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from . import lockstep
-from .conversion import groups_of
-from .errors import VerificationError
-from .graphs import where
-from .interpret import Visit, interpret
-from .known import Known, Observed, known
-from .layout import Layout
-from .program import Input, Program
-from .unwritten import filled, poison, tame
-from .widened import double_by_default, to_double
+from autopar import lockstep
+from autopar.conversion import groups_of
+from autopar.errors import VerificationError
+from autopar.graphs import where
+from autopar.interpret import Visit, interpret
+from autopar.known import Known, Observed, known
+from autopar.layout import Layout
+from autopar.program import Input, Program
+from autopar.unwritten import filled, poison, tame
+from autopar.widened import double_by_default, to_double
 
 STEPS = 3
 _OUTPUT = "output {}"

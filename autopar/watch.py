@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from . import ranks
-from .digest import digest
-from .errors import RankError
-from .pulse import Pulse, missing, positions, pulse
-from .store import PATIENCE, came
+from autopar.digest import digest
+from autopar.errors import RankError
+from autopar.world import ranks
+from autopar.world.store import PATIENCE, Pulse, came, missing, positions, pulse
 
 FIRST = 3  # calls that are all compared
 SHARE = 5e-4  # of the time of all calls that comparing may take

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .devices import CPU, on_device
-from .program import Program
+from autopar.devices import CPU, on_device
+from autopar.program import Program
 
 
 def widened(program: Program) -> Program:

@@ -7,10 +7,10 @@ import json
 import re
 from typing import Any
 
-from .documents import shown
-from .errors import PlanError
-from .layout import I, Layout, P, R, State
-from .mesh import Mesh
+from autopar.errors import PlanError
+from autopar.layout import I, Layout, P, R, State
+from autopar.mesh import Mesh
+from autopar.world.json_file import shown
 
 _WHOLE = {"I": I, "R": R, "P": P}
 

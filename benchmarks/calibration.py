@@ -25,7 +25,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from autopar import calibration, ranks
+from autopar import calibration
 from autopar.cost import measure
 from autopar.cost.attention import CPU_KEYS, GPU_KEYS, HEAD_SIZES, Attending, attention
 from autopar.cost.calibrate import (
@@ -44,7 +44,7 @@ from autopar.cost.measure import Case, actual_bytes
 from autopar.cost.pattern import Pattern
 from autopar.cost.ways import flat_ways
 from autopar.rules import Attends
-from autopar.world import KINDS, Device, World
+from autopar.world import KINDS, Device, World, ranks
 
 UNSEEN = 12
 STRANGE = 4  # so many are of patterns that count as unseen

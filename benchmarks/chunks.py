@@ -34,12 +34,7 @@ from rich.table import Table
 from torch import fx
 
 from autopar import World, _compat
-from autopar.cost.derived import (
-    collective_cost,
-    collective_of,
-    graph_seconds,
-    op_seconds,
-)
+from autopar.cost.derived import collective_cost, collective_of, graph_seconds, op_seconds
 from autopar.cost.meeting import meeting_s
 from autopar.graphs import computed, copied
 from autopar.mesh import Mesh, connect, group_name

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar import ranks as running
 from autopar._compat import pytree
+from autopar.world import ranks as running
 from benchmarks.models import Llama
 from examples.gpt import GPT, Config
 

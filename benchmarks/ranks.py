@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar import ranks as autopar_ranks
 from autopar.backends import Scheduled
 from autopar.calibration import calibrated
+from autopar.world import ranks as autopar_ranks
 from benchmarks import hidden, peers, worlds
 from benchmarks.cluster import sent_bytes
 from benchmarks.models import SUBJECTS, Subject

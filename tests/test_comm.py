@@ -12,14 +12,7 @@ import pytest
 import torch
 
 from autopar.changes import steps
-from autopar.cost.comm import (
-    collective_cost,
-    costs,
-    inside_costs,
-    levels,
-    path_seconds,
-    seconds,
-)
+from autopar.cost.comm import collective_cost, costs, inside_costs, levels, path_seconds, seconds
 from autopar.cost.inside import Part, inside, moving
 from autopar.cost.load import load
 from autopar.cost.pattern import Pattern, pattern, size

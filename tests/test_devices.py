@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar import WorldError, devices, ranks, store
+from autopar import WorldError, devices
 from autopar.passes import trace
 from autopar.ready import fingerprint
+from autopar.world import ranks, store
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

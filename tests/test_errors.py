@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
-from autopar import InputError, LayoutError, PlanError, RankError, TraceError, WorldError, ranks
+from autopar import InputError, LayoutError, PlanError, RankError, TraceError, WorldError
+from autopar.world import ranks
 from odd_models import BATCH, HIDDEN, Simple, rows
 
 

@@ -16,10 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 import autopar
-from autopar import documents
 from autopar.api import renewed
 from autopar.cli import app
-from autopar.world import World
+from autopar.world import World, json_file
 from models import mlp
 
 Json = dict[str, Any]
@@ -81,7 +80,7 @@ def test_paths_that_lead_to_no_file(kind: str, tmp_path: Path) -> None:
 
 
 def test_files_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "LARGEST_BYTES", 2**20)
+    monkeypatch.setattr(json_file, "LARGEST_BYTES", 2**20)
     with pytest.raises(autopar.WorldError, match="larger than 1 MiB"):
         World.load("/dev/zero")
     (tmp_path / "large.json").write_bytes(b" " * 2**20 + b"{}")

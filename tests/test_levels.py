@@ -68,8 +68,8 @@ def test_sums_and_gathers_are_those_of_one_level(
     """Numbers that the ranks inside do not divide are padded."""
     mesh = Mesh.parse(text)
     flat, deep = wire.route(axis, text), wire.route(axis, text, inside)
-    ranks = levels.size(flat)
-    assert levels.size(deep) == ranks and len(deep) > 1
+    ranks = levels.route_size(flat)
+    assert levels.route_size(deep) == ranks and len(deep) > 1
 
     def on_rank(rank: int) -> list[Tensor]:
         small, large = random((numbers, 2), rank), random((ranks * numbers, 3), rank)
@@ -77,9 +77,9 @@ def test_sums_and_gathers_are_those_of_one_level(
             found
             for way in (flat, deep)
             for found in (
-                levels.all_reduce(small, way),
-                levels.all_gather(small, way),
-                levels.reduce_scatter(large, way),
+                levels.hierarchical_all_reduce(small, way),
+                levels.hierarchical_all_gather(small, way),
+                levels.hierarchical_reduce_scatter(large, way),
             )
         ]
 

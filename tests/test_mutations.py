@@ -259,13 +259,13 @@ def summed_twice(ctx: Any, grad: Tensor) -> Any:
 def own_part_of_all_gather(ctx: Any, grad: Tensor) -> Any:
     """The first slice of the own gradient instead of the sum over all ranks."""
     dim, inner, back = ctx.facts
-    own = adjoints._expose(grad, dim, inner, levels.size(back))[0]
+    own = adjoints._expose(grad, dim, inner, levels.route_size(back))[0]
     return own.flatten(dim, dim + 1), *none(6)
 
 
 def scattered_in_another_order(ctx: Any, grad: Tensor) -> Any:
     dim, inner, back = ctx.facts
-    local = grad.shape[dim] // levels.size(back)
+    local = grad.shape[dim] // levels.route_size(back)
     return adjoints._scatter(grad, dim, 1 if inner > 1 else local, back), *none(6)
 
 
@@ -277,7 +277,7 @@ def neighbours_slice(ctx: Any, grad: Tensor) -> Any:
 
 def repeated(ctx: Any, grad: Tensor) -> Any:
     dim, _, back = ctx.facts
-    return torch.cat([grad] * levels.size(back), dim), *none(5)
+    return torch.cat([grad] * levels.route_size(back), dim), *none(5)
 
 
 def gathered_in_another_order(ctx: Any, grad: Tensor) -> Any:

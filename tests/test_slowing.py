@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar import World, hiding, ranks
+from autopar import World, hiding
 from autopar.cost import slowing
 from autopar.cost.comm import flat_price
 from autopar.cost.slowing import crowded_out, shared_cores
 from autopar.cost.ways import flat_ways
-from autopar.world import Measured
+from autopar.world import Measured, ranks
 
 PAIRS = ((2, 1),)
 

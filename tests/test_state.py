@@ -36,11 +36,11 @@ def test_a_trace_under_autocast_gives_what_eager_gives() -> None:
 
 def test_autocast_is_named() -> None:
     with torch.autocast("cpu", torch.float16):
-        around = autocast.around(["cpu", "meta"])
-        with autocast.without(around):
-            assert autocast.around(["cpu"]) == ()
-    assert autocast.text(around) == "torch.autocast('cpu', torch.float16)"
-    assert autocast.text(()) == "no autocast"
+        around = autocast.under_autocast(["cpu", "meta"])
+        with autocast.without_autocast(around):
+            assert autocast.under_autocast(["cpu"]) == ()
+    assert autocast.autocast_text(around) == "torch.autocast('cpu', torch.float16)"
+    assert autocast.autocast_text(()) == "no autocast"
 
 
 def test_one_rank_refuses_another_autocast_too() -> None:

@@ -154,7 +154,7 @@ def test_gradients_of_inputs_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
     def own_part(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         dim, _, back = ctx.facts
-        return torch.cat([grad] * levels.size(back), dim), None, None, None, None, None
+        return torch.cat([grad] * levels.route_size(back), dim), None, None, None, None, None
 
     monkeypatch.setattr(adjoints.SliceOfInvariant, "backward", staticmethod(own_part))
     message = refused(model, 2, inputs, "ddp")

@@ -15,8 +15,8 @@ import torch
 from autopar import api
 from autopar.errors import WorldError
 from autopar.world import PRESETS, Device, Level, Link, World
-from autopar.world.calibrated import running_world
-from autopar.world.gpus import GPUS, known
+from autopar.world.presets import GPUS, known
+from autopar.world.world import running_world
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
 NODES = World((Level(2, 6e8, 1e-4), Level(2, 5e7, 1e-3)), CORE, factors={"all_reduce": 1.1})

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ..rules import ATTENTION_BACKWARD, Attends
-from ..world import Attention, Device
-from . import measure
-from .fit import six
+from autopar.cost import measure
+from autopar.cost.fit import six
+from autopar.rules import ATTENTION_BACKWARD, Attends
+from autopar.world import Attention, Device
 
 Attended = tuple[torch.dtype, Attends]  # a model's
 

@@ -10,18 +10,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .. import ranks
-from ..errors import WorldError
-from ..world import KINDS, Device, Form, Forms, Measured, World
-from . import attention, measure
-from .attention import Attended, Attending
-from .fit import curve, efficiencies, fitted, six
-from .measure import Case, Product
-from .meeting import meeting_s
-from .pattern import Pattern, size
-from .rounds import Progress, after_warming, in_rounds, part, warmed
-from .slowing import slowed
-from .ways import summing_s_per_byte
+from autopar.cost import attention, measure
+from autopar.cost.attention import Attended, Attending
+from autopar.cost.fit import curve, efficiencies, fitted, six
+from autopar.cost.measure import Case, Product
+from autopar.cost.meeting import meeting_s
+from autopar.cost.pattern import Pattern, size
+from autopar.cost.rounds import Progress, after_warming, in_rounds, part, warmed
+from autopar.cost.slowing import slowed
+from autopar.cost.ways import summing_s_per_byte
+from autopar.errors import WorldError
+from autopar.world import KINDS, Device, Form, Forms, Measured, World, ranks
 
 # Bytes of the whole value; four times the one before, as what lies between is read off a line.
 CPU_SIZES = tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24))

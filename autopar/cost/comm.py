@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Element, Step, Traffic
-from ..mesh import Mesh
-from ..world import World
-from .inside import Inside
-from .pattern import Pattern, pattern, size
-from .ways import Way, flat_ways, in_step, ways
+from autopar.cost.inside import Inside
+from autopar.cost.pattern import Pattern, pattern, size
+from autopar.cost.ways import Way, flat_ways, in_step, ways
+from autopar.layout import Element, Step, Traffic
+from autopar.mesh import Mesh
+from autopar.world import World
 
 
 class Price(NamedTuple):

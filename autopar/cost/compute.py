@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..layout import Layout
-from ..rules import ATTENTION_BACKWARD, Attends, Spec
-from ..strategies import Strategy
-from ..world import Device, World
+from autopar.layout import Layout
+from autopar.rules import ATTENTION_BACKWARD, Attends, Spec
+from autopar.strategies import Strategy
+from autopar.world import Device, World
 
 Numbers = TypeVar("Numbers", float, NDArray[np.float64])  # one number, or an array of them
 

@@ -13,17 +13,17 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from .._compat import OpOverload, pytree
-from ..mesh import group_ranks
-from ..rules import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
-from ..world import World
-from .buckets import leading
-from .comm import flat_price, sent
-from .compute import attention_seconds, product_seconds
-from .events import ROOTED, link
-from .links import Event
-from .pattern import Pattern, size
-from .simulate import overlapped
+from autopar._compat import OpOverload, pytree
+from autopar.cost.buckets import leading
+from autopar.cost.comm import flat_price, sent
+from autopar.cost.compute import attention_seconds, product_seconds
+from autopar.cost.events import ROOTED, link
+from autopar.cost.links import Event
+from autopar.cost.pattern import Pattern, size
+from autopar.cost.simulate import overlapped
+from autopar.mesh import group_ranks
+from autopar.rules import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
+from autopar.world import World
 
 Phase = Literal["forward", "backward"]
 

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ..graphs import inlined, stored
-from ..program import Program
-from ..strategies import Strategy
-from ..world import World
-from .buckets import Bucket
-from .comm import flat_price
-from .compute import node_seconds, op_bytes_per_s, optimizer_seconds
-from .links import Event
-from .moves import Move, moves
-from .pattern import Pattern, pattern, size, within
-from .ways import Stage, stages
+from autopar.cost.buckets import Bucket
+from autopar.cost.comm import flat_price
+from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
+from autopar.cost.links import Event
+from autopar.cost.moves import Move, moves
+from autopar.cost.pattern import Pattern, pattern, size, within
+from autopar.cost.ways import Stage, stages
+from autopar.graphs import inlined, stored
+from autopar.program import Program
+from autopar.strategies import Strategy
+from autopar.world import World
 
 ROOTED = ("broadcast", "reduce")  # the panels' collectives
 

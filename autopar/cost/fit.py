@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..world import Level, Measured, World
-from .pattern import Pattern
-from .ways import Way, formula
+from autopar.cost.pattern import Pattern
+from autopar.cost.ways import Way, formula
+from autopar.world import Level, Measured, World
 
 _REFERENCE = "all_reduce"  # what levels are fitted to; factors say how the other kinds differ
 _SIZES = (2**14, 2**18, 2**22)  # bytes at which factors are compared

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from rich.table import Table
 from sympy import Expr, Integer, Symbol
 
-from ..errors import PlanError
-from ..layout import Layout
-from ..program import Program
-from .comm import sent
-from .moves import Move, moves
-from .names import Names, meaning
+from autopar.cost.comm import sent
+from autopar.cost.moves import Move, moves
+from autopar.cost.names import Names, meaning
+from autopar.errors import PlanError
+from autopar.layout import Layout
+from autopar.program import Program
 
 Sizes = Mapping[str, Any]
 ELEMENT = Symbol("e", positive=True)

@@ -16,15 +16,15 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..graphs import block_of, producer
-from ..layout import Layout
-from ..plan import Plan
-from ..program import Program, Value
-from ..rules import operands_of, shape_of, value_of
-from ..strategies import Strategy
-from ..unsplit import IDLE
-from .memory import STATES, Optimizer
-from .saved import Saved, SavedOf
+from autopar.cost.memory import STATES, Optimizer
+from autopar.cost.saved import Saved, SavedOf
+from autopar.graphs import block_of, producer
+from autopar.layout import Layout
+from autopar.plan import Plan
+from autopar.program import Program, Value
+from autopar.rules import operands_of, shape_of, value_of
+from autopar.strategies import Strategy
+from autopar.unsplit import IDLE
 
 
 class Share(NamedTuple):

@@ -8,8 +8,16 @@ from typing import NamedTuple
 
 from torch import fx
 
-from .._compat import OpOverload
-from .derived import KINDS, bytes_of, carries_on, collective_of, group_of, is_wait, writes
+from autopar._compat import OpOverload
+from autopar.cost.derived import (
+    KINDS,
+    bytes_of,
+    carries_on,
+    collective_of,
+    group_of,
+    is_wait,
+    writes,
+)
 
 _STAGED = 2  # gathers at once: the threads of a group
 

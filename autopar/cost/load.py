@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import WorldError
-from ..world import Level, World
-from . import routes
-from .pattern import Pattern, members, size, within
+from autopar.cost import routes
+from autopar.cost.pattern import Pattern, members, size, within
+from autopar.errors import WorldError
+from autopar.world import Level, World
 
 
 class Load(NamedTuple):

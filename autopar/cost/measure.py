@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _compat, ranks, wire
-from ..sharded.products import other_order
-from ..world import Copied, Form
-from .pattern import Pattern, members, size
+from autopar import _compat, wire
+from autopar.cost.pattern import Pattern, members, size
+from autopar.sharded.products import other_order
+from autopar.world import Copied, Form, ranks
 
 _WARM_S = 2e-3  # on a GPU, what is shorter is run several times for one measurement
 _MOST = 20  # times

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .. import ranks
-from . import measure
-from .measure import Case
-from .pattern import Pattern
+from autopar.cost import measure
+from autopar.cost.measure import Case
+from autopar.cost.pattern import Pattern
+from autopar.world import ranks
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 _BYTES = 2**13  # small: nothing but the meeting shows
@@ -35,13 +35,13 @@ def meeting_s(
         for work in works:
             work()
         rows = measure.rounds(
-            lambda: [_looked(work, multiply, device) for work in works], seconds, progress
+            lambda: [_met(work, multiply, device) for work in works], seconds, progress
         )
     computing, alone, both = np.moveaxis(np.max(ranks.all_of(rows), axis=0), -1, 0)
     return max(0.0, float(np.median(both - alone - computing)))
 
 
-def _looked(
+def _met(
     work: Callable[[], object], multiply: Callable[[], None], device: torch.device
 ) -> list[float]:
     """Seconds of one turn: of computing, of the collective, of the collective after computing."""

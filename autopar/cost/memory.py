@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..errors import PlanError
-from ..figures import STATES, Memory
-from ..layout import Layout
-from ..world import World
+from autopar.errors import PlanError
+from autopar.figures import STATES, Memory
+from autopar.layout import Layout
+from autopar.world import World
 
 # Copies of a parameter that a step makes for a moment: one after the other, and all at once.
 _STEP_COPIES = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1}

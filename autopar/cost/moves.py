@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..conversion import levels_of
-from ..graphs import every_node
-from ..layout import Element, Layout, Step, Traffic
-from ..program import Atom, Program
-from .inside import Inside
+from autopar.conversion import levels_of
+from autopar.cost.inside import Inside
+from autopar.graphs import every_node
+from autopar.layout import Element, Layout, Step, Traffic
+from autopar.program import Atom, Program
 
 
 class Move(NamedTuple):

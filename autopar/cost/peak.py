@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import wire
-from .._compat import TorchDispatchMode, pytree
-from ..figures import Memory
-from ..mesh import group_ranks
-from ..program import Input, Program
-from ..world import World
-from .memory import Optimizer, optimizer_bytes, step_bytes
-from .stand_ins import META, on_stand_ins
+from autopar import wire
+from autopar._compat import TorchDispatchMode, pytree
+from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
+from autopar.cost.stand_ins import META, on_stand_ins
+from autopar.figures import Memory
+from autopar.mesh import group_ranks
+from autopar.program import Input, Program
+from autopar.world import World
 
 _NEVER = 1 << 60
 

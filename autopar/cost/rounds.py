@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from .. import ranks
-from . import measure
+from autopar.cost import measure
+from autopar.world import ranks
 
 T = TypeVar("T")
 Progress = Callable[[float, str], None]  # share that is done, what is being done

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import networkx as nx
 
-from ..world import World
-from .pattern import Pattern, members
+from autopar.cost.pattern import Pattern, members
+from autopar.world import World
 
 _HOP = 1 << 12  # a path's weight is picoseconds · _HOP + hops: whole numbers, so that ties are seen
 

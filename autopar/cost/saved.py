@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._compat import fake_mode, pytree
-from ..graphs import producer
-from ..layout import Layout
-from ..local import Call, emit_local
-from ..mesh import Mesh
-from ..program import Value
-from ..rules import operands_of, results_of, shape_of, value_of
-from ..strategies import Strategy
+from autopar._compat import fake_mode, pytree
+from autopar.graphs import producer
+from autopar.layout import Layout
+from autopar.local import Call, emit_local
+from autopar.mesh import Mesh
+from autopar.program import Value
+from autopar.rules import operands_of, results_of, shape_of, value_of
+from autopar.strategies import Strategy
 
 aten = torch.ops.aten
 

@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import _compat, ranks, wire
-from ..world import Measured, World
-from . import measure
-from .comm import sent
-from .fit import six
-from .measure import Case
-from .pattern import Pattern, size
-from .ways import flat_ways
+from autopar import _compat, wire
+from autopar.cost import measure
+from autopar.cost.comm import sent
+from autopar.cost.fit import six
+from autopar.cost.measure import Case
+from autopar.cost.pattern import Pattern, size
+from autopar.cost.ways import flat_ways
+from autopar.world import Measured, World, ranks
 
 _SMALL, _LARGE = 2**12, 2**21  # bytes: what it takes to start, and to move them
 _LONGER = 2.0  # computing takes so many times the collective, which then ends under it

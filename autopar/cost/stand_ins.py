@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._compat import OpOverload, TorchDispatchMode, fake_mode, without_modes
-from ..devices import renamed
-from ..graphs import called
+from autopar._compat import OpOverload, TorchDispatchMode, fake_mode, without_modes
+from autopar.devices import renamed
+from autopar.graphs import called
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default  # keeps no scores

@@ -12,13 +12,13 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..program import Program
-from ..spans import COMPUTE, WAITS, Seen, Span
-from ..world import World
-from . import buckets
-from .events import Events
-from .links import Event
-from .simulate import Run, in_order, overlapped
+from autopar.cost import buckets
+from autopar.cost.events import Events
+from autopar.cost.links import Event
+from autopar.cost.simulate import Run, in_order, overlapped
+from autopar.program import Program
+from autopar.spans import COMPUTE, WAITS, Seen, Span
+from autopar.world import World
 
 
 @dataclass(frozen=True)

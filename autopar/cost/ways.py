@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..world import Device, Measured, World
-from .load import load
-from .pattern import Pattern, halves, size
+from autopar.cost.load import load
+from autopar.cost.pattern import Pattern, halves, size
+from autopar.world import Device, Measured, World
 
 
 class Way(NamedTuple):

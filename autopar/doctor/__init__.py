@@ -4,9 +4,9 @@
 JSON file and one page. `examples/first_gpu_run.py` calls the same checks one by one.
 """
 
-from .examination import Examination
-from .machine import facts
-from .result import Absent, Finding, Result
-from .session import Session
+from autopar.doctor.examination import Examination
+from autopar.doctor.machine import facts
+from autopar.doctor.result import Absent, Finding, Result
+from autopar.doctor.session import Session
 
 __all__ = ["Absent", "Examination", "Finding", "Result", "Session", "facts"]

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _compat, devices, ranks, store
-from ..cost import measure
-from ..cost.comm import flat_price
-from ..cost.pattern import pattern
-from ..mesh import Mesh, connect, group_ranks
-from ..world.calibrated import running_world
-from . import machine
-from .models import grid_4d, parallel
-from .result import Absent, Finding
-from .session import Session
+from autopar import _compat, devices
+from autopar.cost import measure
+from autopar.cost.comm import flat_price
+from autopar.cost.pattern import pattern
+from autopar.doctor import machine
+from autopar.doctor.models import grid_4d, parallel
+from autopar.doctor.result import Absent, Finding
+from autopar.doctor.session import Session
+from autopar.mesh import Mesh, connect, group_ranks
+from autopar.world import ranks, store
+from autopar.world.world import running_world
 
 LINK_BYTES = 4 * 2**20
 LARGE_BYTES = 256 * 2**20  # on GPUs, too

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ..report import terminal
-from . import basics, dropout, exchanges, kernels, parity, training
-from .examination import Examination
+from autopar.doctor import basics, dropout, exchanges, kernels, parity, training
+from autopar.doctor.examination import Examination
+from autopar.report import terminal
 
 SEVERAL = "torchrun --standalone --nproc-per-node 4 -m autopar doctor"
 

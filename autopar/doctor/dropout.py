@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import api, ranks, sharded
-from ..sharded.attention import seed_at
-from .models import Dropped, multiple
-from .result import Finding
-from .session import Session
+from autopar import api, sharded
+from autopar.doctor.models import Dropped, multiple
+from autopar.doctor.result import Finding
+from autopar.doctor.session import Session
+from autopar.sharded.attention import seed_at
+from autopar.world import ranks
 
 P = 0.2
 SIGMAS = 5.0  # by chance, one of 1.7 million runs is further off

@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import documents, store
-from ..errors import RankError
-from ..report import terminal
-from . import machine
-from .page import page
-from .result import Finding, Result, found_by, merged
-from .session import Session
+from autopar.doctor import machine
+from autopar.doctor.page import page
+from autopar.doctor.result import Finding, Result, found_by, merged
+from autopar.doctor.session import Session
+from autopar.errors import RankError
+from autopar.report import terminal
+from autopar.world import json_file, store
 
 Check = Callable[[Session], Finding]
 COLOURS = {"ok": "green", "failed": "bold red", "not here": "yellow", "under way": "cyan"}
@@ -157,8 +157,8 @@ class Examination:
         if self.out is None:
             return
         facts = self.to_json()
-        documents.write(self.out / "doctor.json", _json(facts))
-        documents.write(self.out / "doctor.html", page(facts))
+        json_file.write(self.out / "doctor.json", _json(facts))
+        json_file.write(self.out / "doctor.html", page(facts))
 
     def _say_files(self, out: Console) -> None:
         counts = self.to_json()["counts"]

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .. import joint, ranks, wire
-from ..cost.derived import collective_of
-from ..graphs import ordered
-from ..mesh import Mesh, connect, group_ranks
-from .result import Absent, Finding
-from .session import Session
+from autopar import joint, wire
+from autopar.cost.derived import collective_of
+from autopar.doctor.result import Absent, Finding
+from autopar.doctor.session import Session
+from autopar.graphs import ordered
+from autopar.mesh import Mesh, connect, group_ranks
+from autopar.world import ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
 JOINED = ("all_gather", "reduce_scatter", "all_reduce")  # what the bucket pass joins

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import api
-from .models import Attended
-from .result import Absent, Finding
-from .session import Session
+from autopar import api
+from autopar.doctor.models import Attended
+from autopar.doctor.result import Absent, Finding
+from autopar.doctor.session import Session
 
 # The names of torch.nn.attention.SDPBackend, and what autograd calls the op of each.
 KERNELS = {

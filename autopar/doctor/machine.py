@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import WorldError
-from ..world import Device, World
-from ..world.calibrated import CALIBRATED, calibrated
-from ..world.gpus import known
+from autopar.errors import WorldError
+from autopar.world import Device, World
+from autopar.world.presets import known
+from autopar.world.world import CALIBRATED, calibrated
 
 LEAST_TORCH = (2, 11)  # as pyproject.toml says
 SHARED_BYTES = 2**30  # of /dev/shm that NCCL and loaders of data get along with

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import api
-from ..layouts import Grid, Grid4D
-from ..targets import Gpt, GptAttention, Sizes
-from .session import Session
+from autopar import api
+from autopar.doctor.session import Session
+from autopar.layouts import Grid, Grid4D
+from autopar.targets import Gpt, GptAttention, Sizes
 
 Inputs = tuple[Tensor, Tensor]
 

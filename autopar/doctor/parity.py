@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..errors import LayoutError, PlanError
-from ..layouts import Grid, Grid25D
-from .models import grid_4d, parallel, small
-from .result import Absent, Finding
-from .session import Session
+from autopar.doctor.models import grid_4d, parallel, small
+from autopar.doctor.result import Absent, Finding
+from autopar.doctor.session import Session
+from autopar.errors import LayoutError, PlanError
+from autopar.layouts import Grid, Grid25D
 
 LIMIT = 1e-4  # of the loss, and of the norm of each gradient's difference
 # A gradient that is smaller than this part of the largest is held against this part of it: the

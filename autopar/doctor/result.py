@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..ranks import named
+from autopar.world.ranks import named
 
 Status = Literal["ok", "failed", "not here", "under way"]
 _LINES = 12  # calls of a traceback, the innermost

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _compat, mesh, ranks
+from autopar import _compat, mesh
+from autopar.world import ranks
 
 TIMEOUT = timedelta(seconds=60)  # of one collective: a rank that stays away is waited for so long
 

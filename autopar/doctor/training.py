@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import api, ranks
-from ..cost import measure
-from ..module import ParallelModule
-from ..plan import Plan
-from .models import timed
-from .result import Absent, Finding
-from .session import Session
+from autopar import api
+from autopar.cost import measure
+from autopar.doctor.models import timed
+from autopar.doctor.result import Absent, Finding
+from autopar.doctor.session import Session
+from autopar.module import ParallelModule
+from autopar.plan import Plan
+from autopar.world import ranks
 
 WARM_STEPS = 4  # the first derives the graphs and makes the optimizer's states
 ROUNDS = 7

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..rules import Spec, shape_of, value_of
-from .common import aten, named, spec, unsplit
+from autopar.ops.common import aten, named, spec, unsplit
+from autopar.rules import Spec, shape_of, value_of
 
 FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from ..rules import Attends, Dims, Spec, bound, operands_of, rule, shape_of, value_of
-from .common import aten, named, operand_shape, spec, unsplit
+from autopar.ops.common import aten, named, operand_shape, spec, unsplit
+from autopar.rules import Attends, Dims, Spec, bound, operands_of, rule, shape_of, value_of
 
 rule(
     aten.linear.default,

@@ -1,8 +1,8 @@
 """The passes: each takes a Program and returns a new one; none imports another."""
 
-from ..program import Program
-from ..world import World
-from . import emit, forms, pipeline, rewrite, route
+from autopar.passes import emit, forms, pipeline, rewrite, route
+from autopar.program import Program
+from autopar.world import World
 
 
 def emitted(program: Program, world: World) -> Program:

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ..errors import PlanError
-from ..function_rules import function_spec
-from ..functions import is_custom
-from ..graphs import producer, where
-from ..ops import spec_of, unsplit
-from ..probe import probe, unrepeatable
-from ..program import Annotations, Atom, Program, Value
-from ..rules import Dims, Spec, bound, operands_of, results_of, shape_of
+from autopar.errors import PlanError
+from autopar.function_rules import function_spec
+from autopar.functions import is_custom
+from autopar.graphs import producer, where
+from autopar.ops import spec_of, unsplit
+from autopar.probe import probe, unrepeatable
+from autopar.program import Annotations, Atom, Program, Value
+from autopar.rules import Dims, Spec, bound, operands_of, results_of, shape_of
 
 aten = torch.ops.aten
 _RANDOM = {

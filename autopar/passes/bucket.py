@@ -16,9 +16,9 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import fx
 
-from .. import joint, summa
-from ..cost import buckets
-from ..cost.derived import (
+from autopar import joint, summa
+from autopar.cost import buckets
+from autopar.cost.derived import (
     Listed,
     Phase,
     collective_of,
@@ -27,9 +27,9 @@ from ..cost.derived import (
     lead_to_products,
     listed_seconds,
 )
-from ..cost.simulate import overlapped
-from ..graphs import copied, ordered
-from ..world import World
+from autopar.cost.simulate import overlapped
+from autopar.graphs import copied, ordered
+from autopar.world import World
 
 
 def bucket(
@@ -45,7 +45,7 @@ def bucket(
     if not most:
         return graph
     sizes = [size for size in buckets.SIZES if size <= most] or [int(most)]
-    form, listed = _form(graph, world, stored, phase, most)
+    form, listed = _kind_of_bucket(graph, world, stored, phase, most)
     best, least = form, listed_seconds(listed, world)
     for several in choices(listed, sizes):
         found = joined(form, several)
@@ -57,7 +57,7 @@ def bucket(
     return best
 
 
-def _form(
+def _kind_of_bucket(
     graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
 ) -> tuple[fx.Graph, Listed]:
     """The graph with its panels in the form that is modelled to be the fastest, and its events."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..graphs import chain_name
-from ..program import Chain, Program
+from autopar.graphs import chain_name
+from autopar.program import Chain, Program
 
 
 def chains(program: Program) -> Program:

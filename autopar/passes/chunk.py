@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..cost.compute import product_seconds
-from ..cost.derived import (
+from autopar.cost.compute import product_seconds
+from autopar.cost.derived import (
     Listed,
     Phase,
     bytes_of,
@@ -34,10 +34,10 @@ from ..cost.derived import (
     off_path,
     op_seconds,
 )
-from ..cost.simulate import Run, overlapped
-from ..cuts import PRODUCTS, Unit, units, value_of
-from ..cutting import cut
-from ..world import World
+from autopar.cost.simulate import Run, overlapped
+from autopar.cuts import PRODUCTS, Unit, units, value_of
+from autopar.cutting import cut
+from autopar.world import World
 
 PIECES = (2, 4, 8)  # that are tried
 WORTH = 0.01  # of the simulated seconds: what pieces must gain
@@ -160,7 +160,7 @@ def _alone(unit: Unit, world: World) -> _Alone:
             side = value_of(node).shape[unit.cuts[node].dim] / pieces
             if side < _LEAST_SIDE or flops(node) / pieces < _LEAST_FLOPS:
                 return _Alone(0.0, 0.0)
-    whole, part = [_stages(unit, work, world, count) for count in (1, pieces)]
+    whole, part = [_stage_seconds(unit, work, world, count) for count in (1, pieces)]
     longer = part[0] * pieces - whole[0]
     saved = sum(whole) - sum(part) - (pieces - 1) * max(part) + longer
     out = [n for n in nodes if not unit.cuts.keys() >= n.users.keys()]
@@ -170,7 +170,7 @@ def _alone(unit: Unit, world: World) -> _Alone:
     return _Alone(saved, longer + side_by_side + meetings)
 
 
-def _stages(unit: Unit, work: Sequence[fx.Node], world: World, pieces: int) -> list[float]:
+def _stage_seconds(unit: Unit, work: Sequence[fx.Node], world: World, pieces: int) -> list[float]:
     """Seconds of one piece: computing, then what each link carries."""
     links: dict[int, float] = defaultdict(float)
     for node in unit.collectives:

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import fx
 
-from .. import collectives
-from ..program import Input, Program, same_inputs
+from autopar import collectives
+from autopar.program import Input, Program, same_inputs
 
 aten = torch.ops.aten
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..graphs import computed, made
+from autopar.graphs import computed, made
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.view, aten.reshape, aten._unsafe_view, aten.t, aten.transpose, aten.permute)
+_RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.t, aten.transpose, aten.permute)
 
 
 def fill(graph: fx.Graph, room: float = math.inf) -> int:
@@ -42,7 +42,7 @@ def fill(graph: fx.Graph, room: float = math.inf) -> int:
 def _product(part: fx.Node) -> fx.Node | None:
     """The product whose numbers a part of a bucket is, in their order, if nothing else reads it."""
     node = part
-    while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _VIEWS:
+    while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _RESHAPES:
         shown = node.all_input_nodes[0]
         if node.target is aten.reshape.default and not shown.meta["val"].is_contiguous():
             return None  # a copy in another order

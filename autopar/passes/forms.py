@@ -10,9 +10,9 @@ import math
 import torch
 from torch import fx
 
-from .. import sharded
-from ..program import Program, same_inputs
-from ..world import Copied, Device, World
+from autopar import sharded
+from autopar.program import Program, same_inputs
+from autopar.world import Copied, Device, World
 
 aten = torch.ops.aten
 _Three = tuple[Copied, Copied, Copied]

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._compat import OpOverload
-from ..cost.buckets import SIZES
-from ..cost.derived import collective_of, is_wait, writes
-from ..graphs import made
+from autopar._compat import OpOverload
+from autopar.cost.buckets import SIZES
+from autopar.cost.derived import collective_of, is_wait, writes
+from autopar.graphs import made
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 

@@ -10,10 +10,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..cost.derived import Listed, Phase, collective_of, graph_events, group_of, lead_to_products
-from ..cost.links import Event
-from ..cost.simulate import overlapped
-from ..world import World
+from autopar.cost.derived import (
+    Listed,
+    Phase,
+    collective_of,
+    graph_events,
+    group_of,
+    lead_to_products,
+)
+from autopar.cost.links import Event
+from autopar.cost.simulate import overlapped
+from autopar.world import World
 
 LANE = "/lane1"  # what mesh.group_name adds to the name of a group
 WORTH = 0.01  # of the simulated seconds: what a second group must gain

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import fx
 
-from ..cost.derived import collective_of, fetchable, keeps_place
-from ..cost.live import Lives, Staging, StepMemory, live_bytes
-from ..graphs import reorder
+from autopar.cost.derived import collective_of, fetchable, keeps_place
+from autopar.cost.live import Lives, Staging, StepMemory, live_bytes
+from autopar.graphs import reorder
 
 _WINDOW = 64  # of what comes next in a schedule, where room is looked for
 

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import fx
 
-from .. import collectives, sharded
-from ..cost.inside import Part, moving
-from ..layout import Layout
-from ..program import Program, same_inputs
+from autopar import collectives, sharded
+from autopar.cost.inside import Part, moving
+from autopar.layout import Layout
+from autopar.program import Program, same_inputs
 
 aten = torch.ops.aten
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..errors import PlanError
-from ..graphs import block_of, blocks, stored
-from ..plan import Plan
-from ..program import Program, same_inputs
-from ..recomputed import recomputed, regathered
-from ..rules import Spec
+from autopar.errors import PlanError
+from autopar.graphs import block_of, blocks, stored
+from autopar.plan import Plan
+from autopar.program import Program, same_inputs
+from autopar.recomputed import recomputed, regathered
+from autopar.rules import Spec
 
 _FETCHING = ("all_gather", "all_to_all")  # of a weight: what makes other memory than the stored one
 

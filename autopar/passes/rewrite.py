@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..changes import steps
-from ..conversion import emit_step
-from ..cost.comm import levels, path_seconds
-from ..cost.inside import inside
-from ..graphs import chain_name, producer
-from ..layout import Element, Layout, R, State
-from ..local import Call, emit_local
-from ..plan import Plan
-from ..program import Annotations, Input, Program, Value
-from ..pushback import pushed_back
-from ..rules import operands_of, results_of, shape_of, value_of
-from ..world import World
+from autopar.changes import steps
+from autopar.conversion import emit_step
+from autopar.cost.comm import levels, path_seconds
+from autopar.cost.inside import inside
+from autopar.graphs import chain_name, producer
+from autopar.layout import Element, Layout, R, State
+from autopar.local import Call, emit_local
+from autopar.plan import Plan
+from autopar.program import Annotations, Input, Program, Value
+from autopar.pushback import pushed_back
+from autopar.rules import operands_of, results_of, shape_of, value_of
+from autopar.world import World
 
 aten = torch.ops.aten
 

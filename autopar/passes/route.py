@@ -13,13 +13,13 @@ from collections.abc import Hashable, Iterator
 
 from torch import fx
 
-from ..conversion import set_levels
-from ..cost.buckets import SIZES
-from ..cost.comm import fastest_levels
-from ..cost.moves import Move, moves
-from ..graphs import copied, stored
-from ..program import Program, same_inputs
-from ..world import World
+from autopar.conversion import set_levels
+from autopar.cost.buckets import SIZES
+from autopar.cost.comm import fastest_levels
+from autopar.cost.moves import Move, moves
+from autopar.graphs import copied, stored
+from autopar.program import Program, same_inputs
+from autopar.world import World
 
 
 def route(program: Program, world: World) -> Program:

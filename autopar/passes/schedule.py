@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..cost.derived import Phase, collective_of, graph_events, group_of, is_wait
-from ..cost.links import Event
-from ..cost.simulate import Run, overlapped
-from ..world import World
+from autopar.cost.derived import Phase, collective_of, graph_events, group_of, is_wait
+from autopar.cost.links import Event
+from autopar.cost.simulate import Run, overlapped
+from autopar.world import World
 
 
 class Freedom(NamedTuple):

@@ -81,7 +81,7 @@ def trace(
         fixed=fixed,
         training=model.training,
         forward=signature_of(model),
-        autocast=autocast.around(_device_types(graph)),
+        autocast=autocast.under_autocast(_device_types(graph)),
     )
     return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._compat import OpOverload
-from ..cost.derived import carries_on, collective_of, is_wait, writes
-from ..graphs import made
+from autopar._compat import OpOverload
+from autopar.cost.derived import carries_on, collective_of, is_wait, writes
+from autopar.graphs import made
 
 aten = torch.ops.aten
 

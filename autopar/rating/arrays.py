@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .frame import FIRST_SLOT
-from .prices import Meshes
+from autopar.rating.frame import FIRST_SLOT
+from autopar.rating.prices import Meshes
 
 
 def along(column: NDArray[Any], axis: int, count: int) -> NDArray[Any]:

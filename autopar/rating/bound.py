@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .frame import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
-from .joint import least, only, spread
-from .moves import Moves
-from .options import Floats, OptionCosts, Rated
-from .prices import BIG, HALF
+from autopar.rating.frame import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
+from autopar.rating.joint import least, only, spread
+from autopar.rating.moves import Moves
+from autopar.rating.options import Floats, OptionCosts, Rated
+from autopar.rating.prices import BIG, HALF
 
 _ALIKE = 1e-3  # of the bound: what all replaced messages together may take from it
 _REMEMBERED = 40  # messages of a kind that a new one is compared with

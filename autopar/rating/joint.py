@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .options import Floats
-from .prices import BIG
+from autopar.rating.options import Floats
+from autopar.rating.prices import BIG
 
 
 def spread(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:

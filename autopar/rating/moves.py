@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import ORDER, TRAFFIC
-from .frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
-from .prices import BIG, Meshes
+from autopar.layout import ORDER, TRAFFIC
+from autopar.rating.frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
+from autopar.rating.prices import BIG, Meshes
 
 Floats = NDArray[np.float32]
 Places = tuple[int, ...]

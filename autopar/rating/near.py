@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from ..layout import I, R
-from ..strategies import Choice, Slot
-from .bound import Bound, Joint
-from .frame import FIRST_SLOT, WHOLE, Variable
+from autopar.layout import I, R
+from autopar.rating.bound import Bound, Joint
+from autopar.rating.frame import FIRST_SLOT, WHOLE, Variable
+from autopar.strategies import Choice, Slot
 
 Choices = tuple[tuple[Choice, ...], ...]
 

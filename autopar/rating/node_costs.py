@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from ..cost.compute import spec_seconds
-from ..cost.inside import HAVE_INSIDE, inside
-from ..cost.kept import Price
-from ..graphs import carries_gradient
-from ..layout import Digit
-from ..program import Annotations
-from ..rules import operands_of, results_of, shape_of, value_of
-from ..strategies import Slot
-from .arrays import local, parts
-from .frame import FIRST_SLOT, AxisOption, Frame
-from .prices import Meshes
+from autopar.cost.compute import spec_seconds
+from autopar.cost.inside import HAVE_INSIDE, inside
+from autopar.cost.kept import Price
+from autopar.graphs import carries_gradient
+from autopar.layout import Digit
+from autopar.program import Annotations
+from autopar.rating.arrays import local, parts
+from autopar.rating.frame import FIRST_SLOT, AxisOption, Frame
+from autopar.rating.prices import Meshes
+from autopar.rules import operands_of, results_of, shape_of, value_of
+from autopar.strategies import Slot
 
 
 class NodeCosts:

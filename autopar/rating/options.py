@@ -9,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from ..constraint import Constraint, goes_with_weight, has_weight, letter
-from ..cost.compute import optimizer_seconds_of
-from ..cost.kept import Price
-from ..graphs import module_path
-from ..mesh import Mesh
-from ..program import Annotations
-from ..rules import Spec
-from ..strategies import Choice, Slot
-from .arrays import along, local, over_axes, parts
-from .frame import FIRST_SLOT, AxisOption, Frame, Kind, Variable
-from .node_costs import NodeCosts
-from .prices import BIG, HALF, Meshes
+from autopar.constraint import Constraint, goes_with_weight, has_weight, letter
+from autopar.cost.compute import optimizer_seconds_of
+from autopar.cost.kept import Price
+from autopar.graphs import module_path
+from autopar.mesh import Mesh
+from autopar.program import Annotations
+from autopar.rating.arrays import along, local, over_axes, parts
+from autopar.rating.frame import FIRST_SLOT, AxisOption, Frame, Kind, Variable
+from autopar.rating.node_costs import NodeCosts
+from autopar.rating.prices import BIG, HALF, Meshes
+from autopar.rules import Spec
+from autopar.strategies import Choice, Slot
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]

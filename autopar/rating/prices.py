@@ -8,10 +8,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.pattern import pattern
-from ..cost.ways import flat_ways, in_step, ways
-from ..mesh import Mesh
-from ..world import World
+from autopar.cost.pattern import pattern
+from autopar.cost.ways import flat_ways, in_step, ways
+from autopar.mesh import Mesh
+from autopar.world import World
 
 Array = NDArray[np.float64]
 BIG = np.float32(1e6)  # seconds: what is not allowed

@@ -12,20 +12,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..constraint import Constraint
-from ..cost.kept import Price
-from ..errors import PlanError
-from ..mesh import Mesh
-from ..plan import Plan
-from ..program import Program
-from ..search import search
-from ..world import World
-from .bound import Bound
-from .frame import Frame, frame
-from .near import near
-from .options import OptionCosts
-from .prices import Meshes
-from .repeats import shortened
+from autopar.constraint import Constraint
+from autopar.cost.kept import Price
+from autopar.errors import PlanError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.rating.bound import Bound
+from autopar.rating.frame import Frame, frame
+from autopar.rating.near import near
+from autopar.rating.options import OptionCosts
+from autopar.rating.prices import Meshes
+from autopar.rating.repeats import shortened
+from autopar.search import search
+from autopar.world import World
 
 Candidate = tuple[Mesh, Constraint]
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 
-from ..graphs import alike
-from .frame import Edge, Frame, Variable
+from autopar.graphs import alike
+from autopar.rating.frame import Edge, Frame, Variable
 
 _KEPT = 2  # equal blocks that stay at either end
 

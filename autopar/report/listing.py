@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from .._compat import OpOverload
-from ..graphs import called
+from autopar._compat import OpOverload
+from autopar.graphs import called
 
 _HIDDEN = ("mesh", "coordinate")
 

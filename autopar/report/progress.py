@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from .terminal import console as terminal
+from autopar.report.terminal import console as terminal
 
 T = TypeVar("T")
 

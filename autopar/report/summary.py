@@ -12,18 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ..cost.comm import collective_cost
-from ..cost.compute import node_seconds
-from ..cost.moves import moves
-from ..cost.timeline import Timeline
-from ..cost.ways import flat_ways, ways
-from ..figures import Collective, Row
-from ..graphs import every_node
-from ..plan import Plan
-from ..program import Program
-from ..rules import results_of
-from ..strategies import Strategy
-from ..world import World
+from autopar.cost.comm import collective_cost
+from autopar.cost.compute import node_seconds
+from autopar.cost.moves import moves
+from autopar.cost.timeline import Timeline
+from autopar.cost.ways import flat_ways, ways
+from autopar.figures import Collective, Row
+from autopar.graphs import every_node
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.rules import results_of
+from autopar.strategies import Strategy
+from autopar.world import World
 
 _NOTICEABLE = 0.02  # of the summed step: what resharding weights may take without a word
 _SHORT = {

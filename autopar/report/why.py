@@ -17,22 +17,22 @@ from rich.console import Group
 from rich.table import Table
 from torch import fx
 
-from ..constraint import Constraint
-from ..cost.peak import peak
-from ..errors import PlanError
-from ..graphs import module_path, where
-from ..layouts import Layouts, candidates
-from ..passes import emitted, recompute
-from ..plan import Plan
-from ..price import Terms, terms
-from ..program import Program
-from ..rating.bound import Bound
-from ..rating.near import near
-from ..rating.rate import bound_on
-from ..search import Near, search
-from ..strategies import Choice, split_of
-from .summary import letter_of
-from .terminal import duration, memory
+from autopar.constraint import Constraint
+from autopar.cost.peak import peak
+from autopar.errors import PlanError
+from autopar.graphs import module_path, where
+from autopar.layouts import Layouts, candidates
+from autopar.passes import emitted, recompute
+from autopar.plan import Plan
+from autopar.price import Terms, terms
+from autopar.program import Program
+from autopar.rating.bound import Bound
+from autopar.rating.near import near
+from autopar.rating.rate import bound_on
+from autopar.report.summary import letter_of
+from autopar.report.terminal import duration, memory
+from autopar.search import Near, search
+from autopar.strategies import Choice, split_of
 
 _AROUND = (8, 4, 2)  # options of everything else; fewer where tables outgrow
 _READ = (4, 8, 16, 32, 64, 128)  # options among which runners-up are looked for

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from autopar._compat import recording_again
 from autopar.devices import filled
-
-from .dropout import dropout
-from .index import Digit
+from autopar.sharded.dropout import dropout
+from autopar.sharded.index import Digit
 
 _ODD = 0x9E3779B97F4A7C15  # seeds of one step lie that far apart
 

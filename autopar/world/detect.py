@@ -10,10 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..ranks import backends as running_backends
-from .gpus import GPUS, LIKE, PEER_BYTES_PER_S, known, pcie_bytes_per_s
-from .hardware import Device, Level
-from .presets import (
+from autopar.world.hardware import Device, Level
+from autopar.world.presets import (
     CPU_BYTES_PER_S,
     CPU_FLOP_PER_S,
     CPU_LAUNCH_S,
@@ -21,11 +19,17 @@ from .presets import (
     GLOO_LAUNCH_S,
     GLOO_NETWORK_S,
     GLOO_S,
+    GPUS,
     LAUNCH_S,
+    LIKE,
     NETWORK_S,
     NVLINK_S,
     PCIE_S,
+    PEER_BYTES_PER_S,
+    known,
+    pcie_bytes_per_s,
 )
+from autopar.world.ranks import backends as running_backends
 
 # Nothing tells of the network between nodes: one 200 Gb/s card a GPU, 10 Gb/s Ethernet a CPU node.
 _GPU_NETWORK = Level(1, 25e9, NETWORK_S, per="rank")

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from pydantic import ConfigDict
 
-from ..documents import shown
-from ..errors import WorldError
+from autopar.errors import WorldError
+from autopar.world.json_file import shown
 
 T = TypeVar("T")
 

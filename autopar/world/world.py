@@ -1,21 +1,29 @@
-"""The world: devices and the links between them."""
+"""The world: devices and the links between them.
+
+Worlds as JSON: one object, fields as in World; units stand in the names.
+
+The world that `autopar calibrate` has measured here, for calls that name none.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import networkx as nx
+from pydantic import TypeAdapter
 
-from ..documents import shown
-from ..errors import WorldError
-from . import detect as detection
-from . import files
-from .hardware import (
+from autopar.errors import WorldError
+from autopar.world import detect as detection
+from autopar.world import json_file
+from autopar.world.hardware import (
     MOST_RANKS,
     MOST_SHARE,
     STRICT,
@@ -28,7 +36,56 @@ from .hardware import (
     check_number,
     check_seconds,
 )
-from .presets import preset
+from autopar.world.json_file import shown
+from autopar.world.presets import preset
+
+T = TypeVar("T")
+
+# Worlds written before files had a version have all the fields of version 1 that they name.
+WORLD = json_file.Kind(
+    "world",
+    "describes no world",
+    WorldError,
+    version=1,
+    remedy="calibrate again, or write it anew with World.save",
+    unversioned=True,
+)
+
+
+def read(kind: type[T], path: str | os.PathLike[str]) -> T:
+    """Raises WorldError that names the file, every field that is wrong, and what it holds."""
+    return parsed(kind, json_file.read(path, WORLD), str(path))
+
+
+def parsed(kind: type[T], text: str, where: str) -> T:
+    """From JSON. Raises WorldError that names `where` it stands and every field that is wrong."""
+    found: T = json_file.checked(_adapter(kind), text, where, WORLD)
+    return found
+
+
+def parsed_inside(kind: type[T], data: Any, where: str) -> T:
+    """The same from the objects, lists and numbers of JSON."""
+    found: T = json_file.checked_inside(_adapter(kind), data, where, WORLD)
+    return found
+
+
+def write(kind: type[T], value: T, path: str | os.PathLike[str]) -> None:
+    json_file.write(path, _adapter(kind).dump_json(value, indent=1).decode() + "\n")
+
+
+def to_json(kind: type[T], value: T) -> Any:
+    """As the objects, lists and numbers of JSON."""
+    return _adapter(kind).dump_python(value, mode="json")
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    """Made once: pydantic builds a validator out of the types of all fields."""
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
+
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -188,20 +245,20 @@ class World:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> World:
         """The world in a JSON file. Raises WorldError with the fields that are wrong."""
-        return files.read(World, path)
+        return read(World, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the world as JSON, for `load`, and to edit by hand."""
-        files.write(World, self, path)
+        write(World, self, path)
 
     def to_json(self) -> Any:
         """The world as it stands inside another file, for `from_json`."""
-        return files.to_json(World, self)
+        return to_json(World, self)
 
     @staticmethod
     def from_json(data: Any, where: str) -> World:
         """Raises WorldError that names `where` this stands, and the fields that are wrong."""
-        return files.parsed_inside(World, data, where)
+        return parsed_inside(World, data, where)
 
 
 def _parts(found: detection.Found) -> tuple[Any, ...]:
@@ -238,3 +295,46 @@ def _check_measured(measured: tuple[Measured, ...], ranks: int) -> None:
         if (one.kind, one.pattern, one.together) in seen:
             raise WorldError(f"{what} is there twice: keep one")
         seen.add((one.kind, one.pattern, one.together))
+
+
+CALIBRATED = "world.json"  # in the folder that a program runs in
+
+
+def calibrated(ranks: int | None) -> tuple[World | None, str]:
+    """The world of this folder's file if it has so many ranks (None: any); else None, and what is
+    wrong with it, "" where there is no file. Raises WorldError for a file that cannot be read.
+    """
+    if not Path(CALIBRATED).is_file():
+        return None, ""
+    world = World.load(CALIBRATED)
+    if ranks not in (None, world.ranks):
+        return None, f"{CALIBRATED} is of {world.ranks} ranks and does not count for {ranks}"
+    return dataclasses.replace(world, name=CALIBRATED), ""
+
+
+def running_world() -> tuple[World, str]:
+    """What runs, as it was calibrated here, else as far as this process can see; and what the user
+    is to know of that, in one line.
+    """
+    seen = World.detect()
+    if seen.ranks == 1:
+        return seen, ""
+    found, wrong = calibrated(seen.ranks)
+    if found is not None and (found.device.name, found.backend) == (seen.device.name, seen.backend):
+        return found, f"the world is {CALIBRATED}, which was calibrated"
+    if found is not None:
+        wrong = (
+            f"{CALIBRATED} is of {found.device.name} with {found.backend}, here is "
+            f"{seen.device.name} with {seen.backend}: it does not count"
+        )
+    assumed = (
+        f"links are assumed, not measured ({seen}): `torchrun … -m autopar calibrate` takes two "
+        f"minutes and writes {CALIBRATED}, which is used from then on"
+    )
+    return seen, f"{wrong}; {assumed}" if wrong else assumed
+
+
+@cache
+def say_once(line: str) -> None:
+    """On stderr, once in a process."""
+    print(f"autopar: {line}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from .errors import AutoparError
+from autopar.errors import AutoparError
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import RankError
+from autopar.errors import RankError
 
 T = TypeVar("T")
 _SHOWN = 8  # ranks that a message lists
