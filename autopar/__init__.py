@@ -13,9 +13,9 @@ from autopar.errors import (
     VerificationError,
     WorldError,
 )
+from autopar.ir.plan import Plan
 from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.module import ParallelModule
-from autopar.plan import Plan
 from autopar.verify import Check
 from autopar.world import Device, Level, World
 

@@ -22,13 +22,13 @@ from autopar.cost.kept import Kept, Middle, Price, Stored, bytes_kept, regatheri
 from autopar.cost.memory import Budget
 from autopar.depth import Deep
 from autopar.dropping import Estimated, Ladder, Rungs, Tried
-from autopar.figures import Memory
 from autopar.hiding import by_step
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Program
 from autopar.layouts import NAMES, Layouts, candidates
 from autopar.passes import choose, emitted
-from autopar.plan import Plan
 from autopar.price import terms
-from autopar.program import Program
 from autopar.rating.frame import frame
 from autopar.rating.rate import GAP, Candidate, bounded, bounds_of, promising
 from autopar.shallow import Shallow

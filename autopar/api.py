@@ -25,14 +25,15 @@ from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.deferred import Deferred
 from autopar.errors import InputError, PlanError, WorldError
 from autopar.held import current, held
+from autopar.ir.plan import Plan
+from autopar.ir.plan import reduce_dtype as read_reduce_dtype
+from autopar.ir.program import Program
 from autopar.layouts import Layouts, candidates
-from autopar.mesh import connect, undone_on_failure
 from autopar.module import ParallelModule
+from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.original import compare_original
 from autopar.passes import choose
 from autopar.pipeline import Pipeline, Progress
-from autopar.plan import Plan
-from autopar.plan import reduce_dtype as read_reduce_dtype
 from autopar.planning import (
     Asked,
     Inputs,
@@ -45,7 +46,6 @@ from autopar.planning import (
     traced,
 )
 from autopar.price import terms
-from autopar.program import Program
 from autopar.ready import Ready, fingerprint
 from autopar.verify import Check, compare
 from autopar.widened import widened

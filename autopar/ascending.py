@@ -9,11 +9,11 @@ import numpy as np
 from autopar.constraint import Constraint
 from autopar.cost.kept import Kept, bytes_of
 from autopar.elimination import Table
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.sharding_rule import value_of
 from autopar.ranking import ranked
-from autopar.rules import value_of
 from autopar.search import Search
 from autopar.world import World
 

@@ -47,10 +47,10 @@ from autopar.cost.memory import no_room
 from autopar.cost.simulate import Run
 from autopar.errors import PlanError
 from autopar.faults import guarded
-from autopar.graphs import copied, reorder
-from autopar.mesh import connect, undone_on_failure
+from autopar.ir.graph import copied, reorder
+from autopar.ir.program import Program
+from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.passes import bucket, chunk, fill, inplace, lanes, limit_memory, schedule, views
-from autopar.program import Program
 from autopar.recomputed import spread, tagged
 from autopar.sharded.dropout import FORMULAS
 from autopar.world import World, ranks

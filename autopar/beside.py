@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.graphs import copied
-from autopar.program import Program
+from autopar.ir.graph import copied
+from autopar.ir.program import Program
 
 Gradients = tuple[Tensor | None, ...]
 Asked = Callable[[int, Tensor, Sequence[Tensor]], Gradients]

@@ -18,9 +18,9 @@ from autopar._compat import pytree
 from autopar.cost.attention import Attended
 from autopar.cost.calibrate import calibrate, local_products
 from autopar.cost.rounds import Progress
+from autopar.ir.sharding_rule import Spec, results_of
 from autopar.passes import annotate, trace
 from autopar.planning import Inputs, arguments
-from autopar.rules import Spec, results_of
 from autopar.world import World, ranks
 
 Whole = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a product on one device

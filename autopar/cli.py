@@ -46,9 +46,9 @@ from autopar.cost.memory import Recompute, limit_text
 from autopar.doctor import command as doctoring
 from autopar.doctor import facts as facts_of_machine
 from autopar.errors import AutoparError, PlanError, WorldError
+from autopar.ir import show as ir_show
+from autopar.ir.plan import Plan
 from autopar.options import read_layout, read_memory, read_optimizer
-from autopar.plan import Plan
-from autopar.report import terminal
 from autopar.report.progress import bar, watched
 from autopar.report.terminal import console, line
 from autopar.report.why import Why
@@ -285,8 +285,8 @@ def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
     if step > ABSURD_S:
         faults.append(f"takes {step:,.0f} s")
     if made.peak_bytes > has:
-        needs = terminal.memory(made.peak_bytes)
-        faults.append(f"needs {needs} on each device, which has {terminal.memory(has)}")
+        needs = ir_show.memory(made.peak_bytes)
+        faults.append(f"needs {needs} on each device, which has {ir_show.memory(has)}")
     if faults:
         name = "other machines" if named else "the machines, as --world dgx-h100 does,"
         whose = "" if named else ", machines like this one"
@@ -319,11 +319,11 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     line(out, "world", str(made.world if world is None else world))
     line(out, "layout", made.layout)
     out.print(made.table())
-    moved = f"{terminal.amount(made.comm_bytes)}B"
+    moved = f"{ir_show.amount(made.comm_bytes)}B"
     line(out, "modelled", f"{_step(made)}; a rank sends {moved}")
     if made.groups:
         line(out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}")
-    memory = f"{terminal.memory(made.peak_bytes)} at the peak on each device"
+    memory = f"{ir_show.memory(made.peak_bytes)} at the peak on each device"
     if made.memory is not None:
         memory = f"{made.memory} at the peak on each device"
     if made.device_limit is not None:
@@ -331,19 +331,19 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     for names, what in made.dropped:
         memory += escape(f"; {what} again in the backward: {names}")
     if world is not None and made.peak_bytes > world.device.memory_bytes:
-        memory += f", [red]which has {terminal.memory(world.device.memory_bytes)}: too little[/]"
+        memory += f", [red]which has {ir_show.memory(world.device.memory_bytes)}: too little[/]"
     out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
 
 
 def _model(target: Target) -> str:
-    return f"{target.name}: {terminal.count(target.parameters)} parameters"
+    return f"{target.name}: {ir_show.count(target.parameters)} parameters"
 
 
 def _step(made: Plan) -> str:
-    summed = terminal.duration(made.seconds)
+    summed = ir_show.duration(made.seconds)
     if made.overlapped is None:
         return f"{summed} a step"
-    return f"{terminal.duration(made.overlapped)} a step with communication hidden, {summed} summed"
+    return f"{ir_show.duration(made.overlapped)} a step with communication hidden, {summed} summed"
 
 
 def _facts(made: Plan) -> dict[str, Any]:

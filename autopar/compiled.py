@@ -18,7 +18,6 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
-from autopar import autocast
 from autopar._compat import dynamo_sources, pytree
 from autopar.api import NUMBERS, agreed, running, shared_plan
 from autopar.backends import OVERLAP, Backend, Overlap
@@ -26,8 +25,9 @@ from autopar.cost.memory import Limit, Optimizer, Recompute
 from autopar.devices import CPU, filled
 from autopar.errors import RankError
 from autopar.functions import Captured
+from autopar.ir import program as ir_program
+from autopar.ir.program import Input
 from autopar.layouts import Layouts
-from autopar.program import Input
 from autopar.ready import Ready
 from autopar.sharded.attention import seed_at
 from autopar.sharded.dropout import next_seed
@@ -219,7 +219,7 @@ class _Planned:
         whole = [x for x in given if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)]
         self.watch.called(whole)
         signature = self.program.signature
-        with autocast.without_autocast(signature.autocast):
+        with ir_program.without_autocast(signature.autocast):
             results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
         leaves = []
         for output in signature.outputs:

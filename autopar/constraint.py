@@ -5,23 +5,19 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import fx
 
-from autopar.graphs import producer
-from autopar.layout import Layout, State
-from autopar.mesh import Mesh
-from autopar.program import Annotations, Atom, Program
-from autopar.rules import Spec, operands_of
-from autopar.strategies import Choice, Shapes, Slot, Strategy, Through, strategies
+from autopar.ir.dim_roles import Factors, Kinds, has_weight, letter
+from autopar.ir.layout import Layout, State
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding_rule import Spec
+from autopar.ir.strategy import Choice, Shapes, Slot, Strategy, Through, strategies
 
 aten = torch.ops.aten
-Factors = dict[str, tuple[Atom, ...]]
-_CARRY_ON = (aten._to_copy.default, aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 @dataclass(frozen=True)
@@ -57,34 +53,6 @@ class Role:
         if self.stored in ("n", "k") and any(letters):
             return [letter == self.stored for letter in letters]
         return [True] * len(letters)
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """Which atoms of a model are its batch, its sequence, and its residual stream: read off inputs
-    and parameters.
-    """
-
-    batch: frozenset[int] = frozenset()
-    sequence: frozenset[int] = frozenset()
-    residual: frozenset[int] = frozenset()
-
-    def allowed(self, splits: str, atom: Atom) -> bool:
-        number = atom.number
-        match splits:
-            case "batch":
-                return number in self.batch
-            case "sequence":
-                return number in self.sequence
-            case "residual":
-                return number in self.residual
-            case "features":
-                return number not in self.batch | self.sequence
-            case "unsequenced":
-                return number not in self.sequence
-            case "inner":
-                return number not in self.batch | self.sequence | self.residual
-        return True
 
 
 @dataclass(frozen=True)
@@ -230,104 +198,5 @@ class Offered(NamedTuple):
         ]
 
 
-def goes_with_weight(notes: Annotations, node: fx.Node) -> bool:
-    """Whether a node casts or transposes a parameter: it is laid out as the parameter's use wants
-    it, whatever a layout asks of its module.
-    """
-    return node.target in _CARRY_ON and (node.name, 0) in notes.weights
-
-
-def has_weight(spec: Spec) -> bool:
-    """Whether a product has an operand without any dim of m: a weight."""
-    if spec.product is None or not spec.product[1]:
-        return False
-    rows = spec.product[0]
-    return any(
-        dims is not None
-        and not any(f in rows for dim in dims for f in dim)
-        and any(f in spec.product[1] for dim in dims for f in dim)
-        for dims in spec.operands
-    )
-
-
-def letter(spec: Spec, factor: str) -> str:
-    """The loop dim that a factor of a product belongs to."""
-    assert spec.product is not None
-    return next((x for x, role in zip("mnk", spec.product, strict=True) if factor in role), "")
-
-
 def fits(path: str, pattern: str) -> bool:
     return pattern == "*" or fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}.*")
-
-
-# -- facts about a model ---------------------------------------------------------------------------
-def weighted(program: Program) -> Iterator[tuple[fx.Node, Spec]]:
-    """The products with a weight, in the order of the graph."""
-    assert program.annotations is not None
-    for node in program.module.graph.nodes:
-        spec = program.annotations.specs.get(node.name)
-        if spec is not None and has_weight(spec):
-            yield node, spec
-
-
-def atoms_of(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...]]:
-    """What the loop dims m, n and k of a product are made of."""
-    assert program.annotations is not None
-    spec, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
-    assert spec.product is not None
-    return {
-        letter: tuple(atom for factor in role for atom in factors[factor])
-        for letter, role in zip("mnk", spec.product, strict=True)
-    }
-
-
-def kinds_of(program: Program) -> Kinds:
-    """Batch: the outermost atom of the first input's first dim. Sequence: the second dim of token
-    ids. Residual: see `_residual`.
-    """
-    notes = program.annotations
-    assert notes is not None
-    sequence: set[int] = set()
-    for entry in program.signature.inputs:
-        dims = notes.dims.get((entry.node, 0), ())
-        node = next(n for n in program.module.graph.nodes if n.name == entry.node)
-        if entry.kind == "user" and len(dims) > 1 and not node.meta["val"].dtype.is_floating_point:
-            sequence |= {atom.number for atom in dims[1]}
-    batch = frozenset() if notes.batch is None else frozenset({notes.batch.number})
-    residual = _residual(program)
-    return Kinds(batch, frozenset(sequence) - residual, residual)
-
-
-def _residual(program: Program) -> frozenset[int]:
-    """Every second width in the chains of products, from the input of the first one on: that of the
-    residual stream, where there is one. A product that has the same kind of width on both sides
-    (BERT's head) changes nothing.
-    """
-    residual: set[int] = set()
-    inner: set[int] = set()
-    for node, _ in weighted(program):
-        sides = atoms_of(program, node)
-        far, near = ({atom.number for atom in sides[letter]} for letter in "nk")
-        if near & inner or (far & residual and not near & residual):
-            near, far = far, near
-        residual |= near - inner
-        inner |= far - residual
-    return frozenset(residual)
-
-
-def letters_of(program: Program) -> dict[str, tuple[str, ...]]:
-    """For every parameter that is the weight of a product: the loop dim of each of its dims."""
-    found: dict[str, tuple[str, ...]] = {}
-    parameters = {entry.node for entry in program.signature.inputs if entry.kind == "parameter"}
-    for node, spec in weighted(program):
-        for operand, dims in zip(operands_of(node), spec.operands, strict=True):
-            if (
-                operand is not None
-                and dims is not None
-                and producer(operand)[0] in parameters
-                and len(dims) > 1
-            ):
-                found[producer(operand)[0]] = tuple(
-                    letter(spec, dim[0]) if dim else "" for dim in dims
-                )
-    return found

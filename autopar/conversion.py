@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from autopar import collectives, wire
-from autopar.graphs import every_node
-from autopar.layout import SUMS, TRAFFIC, Step
+from autopar.ir.graph import every_node
+from autopar.ir.layout import SUMS, TRAFFIC, Step
 
 Levels = tuple[int, ...]
 _LEVELS = "inside", "backward_inside"  # what says so of a change, forward and backward

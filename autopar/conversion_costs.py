@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.changes import steps
 from autopar.cost.comm import path_seconds
 from autopar.elimination import LARGEST, too_large
-from autopar.layout import Element, Layout
+from autopar.ir.layout import Element, Layout
+from autopar.ir.reshard import steps
 from autopar.regions import Array, Known
 from autopar.world import World
 

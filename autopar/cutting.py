@@ -17,7 +17,7 @@ from torch import fx
 
 from autopar.cost.derived import collective_of
 from autopar.cuts import SHAPED, Cut, Unit, operand, shape_of, value_of
-from autopar.graphs import copied, made, ordered
+from autopar.ir.graph import copied, made, ordered
 
 aten = torch.ops.aten
 

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar._compat import pytree
-from autopar.graphs import alike, block_name, blocks, module_path, numbered_block
-from autopar.layout import Layout
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.ir.graph import alike, block_name, blocks, module_path, numbered_block
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 
 _EDGE, _MORE = 1, 1
 

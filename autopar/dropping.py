@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
 from autopar.depth import Deep
-from autopar.figures import Memory
-from autopar.graphs import blocks
+from autopar.ir.graph import blocks
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Program
 from autopar.passes import emitted, recompute
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.report.summary import twice_seconds
 from autopar.world import World
 

@@ -10,16 +10,16 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import fx
 
-from autopar.constraint import letter
 from autopar.errors import PlanError
-from autopar.graphs import blocks, carries_gradient, producer, where
-from autopar.layout import I, Layout, R, State
-from autopar.mesh import Axis, Mesh
-from autopar.plan import Choice, Plan
-from autopar.program import Annotations, Program
-from autopar.rules import operands_of, results_of, shape_of, value_of
-from autopar.strategies import Choice as AxisChoice
-from autopar.strategies import (
+from autopar.ir.dim_roles import letter
+from autopar.ir.graph import blocks, carries_gradient, producer, where
+from autopar.ir.layout import I, Layout, R, State
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.plan import Choice, Plan
+from autopar.ir.program import Annotations, Program
+from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
+from autopar.ir.strategy import Choice as AxisChoice
+from autopar.ir.strategy import (
     Slot,
     Strategy,
     axis_choices,

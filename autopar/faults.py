@@ -15,8 +15,8 @@ from torch.distributed import DistError
 
 from autopar._compat import OpOverload, takes_a_list
 from autopar.errors import RankError
-from autopar.graphs import module_path
-from autopar.mesh import axes_of_group
+from autopar.ir.graph import module_path
+from autopar.ir.mesh import axes_of_group
 from autopar.world.store import FAILED, Pulse, missing, positions, pulse
 
 # What gloo and NCCL say of a peer that is gone, or that did not come in time.

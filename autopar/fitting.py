@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from autopar.cost.memory import Budget, refusal
 from autopar.dropping import Rungs
-from autopar.figures import Memory
-from autopar.graphs import blocks
+from autopar.ir.graph import blocks
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Program
 from autopar.passes import recompute
-from autopar.program import Program
 from autopar.world import World
 
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
+from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of, value_of
 from autopar.probe import probe
-from autopar.rules import Spec, operands_of, results_of, shape_of, value_of
 from autopar.trials import spec_by_trial
 
 _ELEMENTS_AS_THEY_ARE = 1 << 16  # of tensors that are tried as they are

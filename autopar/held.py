@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.program import Input, Program
+from autopar.ir.program import Input, Program
 
 
 def held(model: nn.Module) -> dict[str, torch.Tensor]:

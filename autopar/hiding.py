@@ -21,11 +21,11 @@ from autopar.cost.kept import Middle, bytes_kept
 from autopar.cost.memory import Budget
 from autopar.cost.timeline import bucket_seconds
 from autopar.depth import Deep
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.layouts import NAMES, Layouts, candidates
 from autopar.passes import choose, emitted
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.rating.rate import Candidate, bounds_of, promising
 from autopar.shallow import Shallow, summed
 from autopar.world import World

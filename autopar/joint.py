@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar.cost.derived import carries_on, collective_of, group_of, is_wait
 from autopar.cost.events import ROOTED
-from autopar.graphs import computed, made
+from autopar.ir.graph import computed, made
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 

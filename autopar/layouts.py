@@ -12,20 +12,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.constraint import (
-    Constraint,
-    Kinds,
-    Role,
-    atoms_of,
-    fits,
-    kinds_of,
-    letters_of,
-    weighted,
-)
+from autopar.constraint import Constraint, Role, fits
 from autopar.errors import LayoutError
-from autopar.graphs import module_path
-from autopar.mesh import Axis, Mesh
-from autopar.program import Atom, Program
+from autopar.ir.dim_roles import Kinds, atoms_of, kinds_of, letters_of, weighted
+from autopar.ir.graph import module_path
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.program import Atom, Program
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from autopar import sharded
-from autopar.layout import Digit, Layout
+from autopar.ir.layout import Digit, Layout
+from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import FILLS, NEW_FILLS, slice_extent
-from autopar.rules import arguments_of, bound, operands_of, shape_of, value_of
 
 aten = torch.ops.aten
 

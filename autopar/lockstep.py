@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autopar import wire
 from autopar.errors import RankError
-from autopar.mesh import Mesh, group_ranks
+from autopar.ir.mesh import Mesh, group_ranks
 
 T = TypeVar("T")
 _RANKS_LIMIT = 64

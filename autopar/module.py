@@ -11,17 +11,17 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar import autocast
 from autopar._compat import pytree
 from autopar.binding import NO_GENERATION, as_planned
 from autopar.devices import filled
 from autopar.errors import InputError, PlanError
-from autopar.layout import Layout
+from autopar.ir import program as ir_program
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Input, Program
 from autopar.measured import Measured, backward, measured, phase, untouched
-from autopar.mesh import Mesh
 from autopar.placement import local_parts, placements
-from autopar.plan import Plan
-from autopar.program import Input, Program
 from autopar.sharded.attention import seed_at
 from autopar.sharded.dropout import next_seed
 from autopar.watch import Watch
@@ -164,7 +164,7 @@ class ParallelModule(nn.Module):
         values, cast = self._begun(args, kwargs), self._program.signature.autocast
         if not cast:
             return self._run(*values)
-        with autocast.without_autocast(cast):
+        with ir_program.without_autocast(cast):
             return self._run(*values)
 
     @torch.compiler.disable
@@ -197,11 +197,11 @@ class ParallelModule(nn.Module):
 
     def _refuse_autocast(self) -> None:
         planned = self._program.signature.autocast
-        now = autocast.under_autocast((self._device.type, *(kind for kind, _ in planned)))
+        now = ir_program.under_autocast((self._device.type, *(kind for kind, _ in planned)))
         if now != planned:
             raise InputError(
-                f"the model was planned under {autocast.autocast_text(planned)} and is called under "
-                f"{autocast.autocast_text(now)}, but its casts are part of the graph: plan (or parallelize) "
+                f"the model was planned under {ir_program.autocast_text(planned)} and is called under "
+                f"{ir_program.autocast_text(now)}, but its casts are part of the graph: plan (or parallelize) "
                 "and call it under the same one"
             )
 
@@ -237,7 +237,7 @@ class ParallelModule(nn.Module):
         self.zero_grad()
         with phase("forward"):
             values = self._values(args, kwargs)
-            with autocast.without_autocast(self._program.signature.autocast):
+            with ir_program.without_autocast(self._program.signature.autocast):
                 found = self._returned(run(*values))
         with phase("backward"):
             backward(found)

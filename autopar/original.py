@@ -18,8 +18,8 @@ from autopar._compat import FakeTensor, TorchDispatchMode, pytree
 from autopar.capture import borrowed
 from autopar.devices import CPU, on_device
 from autopar.errors import VerificationError
+from autopar.ir.program import Program
 from autopar.passes.trace import bind
-from autopar.program import Program
 
 FLOPS = 1e11  # of a step: a model that takes more is not run on one device
 _SEED = 40_009

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from autopar.program import Program
+from autopar.ir.program import Program
 
 Progress = Callable[[str], None]
 T = TypeVar("T")

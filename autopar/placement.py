@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from autopar._compat import changes_in_place, from_part, local_of, placing_of
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:

@@ -19,20 +19,20 @@ from autopar.conversion import groups_of
 from autopar.cost.memory import Budget, with_flight
 from autopar.cost.timeline import Timeline, timeline
 from autopar.errors import InputError
-from autopar.figures import Memory
 from autopar.fitting import fitted as made_to_fit
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Program
+from autopar.ir.sharding_rule import shape_of
 from autopar.layouts import Layouts
-from autopar.mesh import Mesh
 from autopar.passes import annotate, chains, choose, emit, forms, rewrite, route, trace
 from autopar.passes import pipeline as panels
 from autopar.passes import recompute as recomputing
 from autopar.pipeline import Pipeline
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.ready import Ready, fingerprint
 from autopar.report.summary import summarised
-from autopar.rules import shape_of
 from autopar.world import World
 
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor

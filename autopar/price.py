@@ -11,17 +11,17 @@ from functools import partial
 import torch
 from torch import fx
 
-from autopar.changes import steps
 from autopar.cost.comm import Cost, costs, inside_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.cost.inside import inside
-from autopar.graphs import producer
-from autopar.layout import Element, Layout
-from autopar.plan import Plan
-from autopar.program import Annotations, Program, Value
+from autopar.ir.graph import producer
+from autopar.ir.layout import Element, Layout
+from autopar.ir.plan import Plan
+from autopar.ir.program import Annotations, Program, Value
+from autopar.ir.reshard import steps
+from autopar.ir.sharding_rule import operands_of, results_of, value_of
+from autopar.ir.strategy import Strategy
 from autopar.regions import Known, Region, Regions
-from autopar.rules import operands_of, results_of, value_of
-from autopar.strategies import Strategy
 from autopar.world import World
 
 Terms = dict[str, float]  # seconds of a training step, by what they are spent on

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.rules import Spec, bound, operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import Spec, bound, operands_of, results_of, shape_of, value_of
 from autopar.trials import Call, differing_results, spec_by_trial
 
 _ELEMENTS = 1 << 20  # larger tensors are not probed: the op then runs unsplit, and is listed

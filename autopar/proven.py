@@ -17,9 +17,9 @@ from autopar.cost.kept import Middle, Stored
 from autopar.cost.memory import Budget
 from autopar.dropping import Rungs, Tried
 from autopar.errors import PlanError
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.passes import choose, emitted
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.rating.frame import frame
 from autopar.rating.rate import Candidate
 from autopar.world import World

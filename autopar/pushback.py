@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 
-from autopar.layout import Layout, R, S, State
-from autopar.rules import Dims, Spec
+from autopar.ir.layout import Layout, R, S, State
+from autopar.ir.sharding_rule import Dims, Spec
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 

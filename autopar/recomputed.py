@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import OpOverload
-from autopar.graphs import inlined
+from autopar.ir.graph import inlined
 
 
 def recomputed(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:

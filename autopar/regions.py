@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.layout import Layout
-from autopar.program import Annotations, Value
-from autopar.strategies import Strategy
+from autopar.ir.layout import Layout
+from autopar.ir.program import Annotations, Value
+from autopar.ir.strategy import Strategy
 
 Array = NDArray[np.float64]
 

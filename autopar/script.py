@@ -17,7 +17,7 @@ from torch import fx
 from autopar._compat import OpOverload, TorchDispatchMode, autograd_step, next_autograd_step, pytree
 from autopar.cost.derived import KINDS, bytes_sent, collective_named, group_pattern, origin
 from autopar.cost.pattern import size
-from autopar.graphs import module_path
+from autopar.ir.graph import module_path
 
 GRAPH = "autopar graph"  # what marks the run of a module in a profile
 WAIT = torch.ops._c10d_functional.wait_tensor.default

@@ -16,22 +16,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.constraint import Constraint, Offered, goes_with_weight
+from autopar.constraint import Constraint, Offered
 from autopar.conversion_costs import Conversions, Want
 from autopar.cost.comm import inside_costs
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.cost.inside import HAVE_INSIDE, inside
 from autopar.cost.kept import Price, bytes_of
 from autopar.elimination import Memo, Table, minimise
-from autopar.graphs import carries_gradient, module_path, producer
-from autopar.layout import I, Layout, R
-from autopar.mesh import Mesh
-from autopar.plan import Choice, Plan
-from autopar.program import Annotations, Program, Value
+from autopar.ir.dim_roles import goes_with_weight
+from autopar.ir.graph import carries_gradient, module_path, producer
+from autopar.ir.layout import I, Layout, R
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Choice, Plan
+from autopar.ir.program import Annotations, Program, Value
+from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of, value_of
+from autopar.ir.strategy import Choice as AxisChoice
+from autopar.ir.strategy import Strategy, axis_choices, placements, spec_look, split_of
 from autopar.regions import Known, Options, Region, Regions
-from autopar.rules import Spec, operands_of, results_of, shape_of, value_of
-from autopar.strategies import Choice as AxisChoice
-from autopar.strategies import Strategy, axis_choices, placements, spec_look, split_of
 from autopar.unsplit import unsplit
 from autopar.world import World
 

@@ -17,11 +17,11 @@ from autopar.cost.kept import Price, bytes_kept
 from autopar.cost.memory import Budget
 from autopar.depth import Deep
 from autopar.errors import LayoutError
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.layouts import candidates
 from autopar.passes import choose
-from autopar.plan import Plan
 from autopar.price import terms
-from autopar.program import Program
 from autopar.rating.frame import Frame, frame
 from autopar.rating.rate import Best, Candidate, again, best, bounded, promising, with_bounds
 from autopar.unsplit import unsplit

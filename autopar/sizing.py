@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from autopar.cost.kept import Kept, Price
 from autopar.cost.memory import Budget
 from autopar.errors import LayoutError, PlanError
-from autopar.figures import Memory
 from autopar.fitting import effort
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Program
 from autopar.layouts import Layouts, candidates
 from autopar.passes import emitted
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.rating.frame import frame
 from autopar.rating.rate import Candidate, best, bounded, exact
 from autopar.report.summary import summarised

@@ -34,7 +34,7 @@ from autopar.cost.derived import (
 )
 from autopar.cost.events import ROOTED
 from autopar.cost.pattern import size
-from autopar.graphs import computed, copied, ordered
+from autopar.ir.graph import computed, copied, ordered
 from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.mesh import group_ranks
+from autopar.ir.mesh import group_ranks
 
 _GLOO = "gloo:"
 _THREADS = (1, 2)  # that work for one group

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from autopar._compat import FakeTensorMode, strict_fake_mode
-from autopar.rules import Dims, Spec, shape_of
+from autopar.ir.sharding_rule import Dims, Spec, shape_of
 
 _COMBINATIONS = 256  # of operands' dims of one size
 _PRIMES = (2, 3, 5, 7)

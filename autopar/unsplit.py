@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from autopar.graphs import where
-from autopar.mesh import Mesh
-from autopar.plan import Choice
-from autopar.program import Program
-
-IDLE = ("I", "R", "P")  # of Choice.splits: the axis splits nothing
+from autopar.ir.graph import where
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Choice
+from autopar.ir.program import Program
+from autopar.ir.strategy import IDLE
 
 
 def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from autopar.program import Program
+from autopar.ir.program import Program
 from autopar.widened import is_inexact
 
 aten = torch.ops.aten

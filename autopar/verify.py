@@ -19,11 +19,11 @@ from torch import Tensor, fx
 from autopar import lockstep
 from autopar.conversion import groups_of
 from autopar.errors import VerificationError
-from autopar.graphs import where
 from autopar.interpret import Visit, interpret
+from autopar.ir.graph import where
+from autopar.ir.layout import Layout
+from autopar.ir.program import Input, Program
 from autopar.known import Known, Observed, known
-from autopar.layout import Layout
-from autopar.program import Input, Program
 from autopar.unwritten import filled, poison, tame
 from autopar.widened import double_by_default, to_double
 

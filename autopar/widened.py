@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.devices import CPU, on_device
-from autopar.program import Program
+from autopar.ir.program import Program
 
 
 def widened(program: Program) -> Program:

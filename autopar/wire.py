@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import _compat, faults
-from autopar.mesh import Mesh, Within, axes_of_group, group_name
+from autopar.ir.mesh import Mesh, Within, axes_of_group, group_name
 
 Axes = str | Sequence[str]
 Levels = int | Sequence[int]  # ranks inside, level by level from the innermost on; () is flat

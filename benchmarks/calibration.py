@@ -43,7 +43,7 @@ from autopar.cost.fit import fitted
 from autopar.cost.measure import Case, actual_bytes
 from autopar.cost.pattern import Pattern
 from autopar.cost.ways import flat_ways
-from autopar.rules import Attends
+from autopar.ir.sharding_rule import Attends
 from autopar.world import KINDS, Device, World, ranks
 
 UNSEEN = 12

@@ -36,8 +36,9 @@ from torch import fx
 from autopar import World, _compat
 from autopar.cost.derived import collective_cost, collective_of, graph_seconds, op_seconds
 from autopar.cost.meeting import meeting_s
-from autopar.graphs import computed, copied
-from autopar.mesh import Mesh, connect, group_name
+from autopar.ir.graph import computed, copied
+from autopar.ir.mesh import Mesh, group_name
+from autopar.ops.process_groups import connect
 from autopar.passes import chunk, inplace, schedule
 from benchmarks import cells, worlds
 from benchmarks.cluster import Shape, launch, network, stop_on_signals

@@ -26,8 +26,8 @@ from autopar.cost.timeline import timeline
 from autopar.depth import Deep
 from autopar.dropping import Estimated, Rung, Rungs
 from autopar.hiding import simulated
+from autopar.ir.program import Program
 from autopar.passes import annotate, chains, choose, emitted, trace
-from autopar.program import Program
 from autopar.targets import NAMED, Batch, resolve
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from autopar import Grid2D, Grid25D, World
 from autopar.cost.formula import ELEMENT
-from autopar.mesh import Axis, Mesh
+from autopar.ir.mesh import Axis, Mesh
 from autopar.targets import Sizes
 from benchmarks.steps import (
     ALPS,

@@ -31,9 +31,9 @@ from autopar import _compat
 from autopar.backends import PASSES, Scheduled
 from autopar.cost.derived import Phase
 from autopar.cost.memory import Budget
+from autopar.ir.program import Input, Program
 from autopar.pipeline import Pipeline
 from autopar.planning import Asked, analysed, chosen, finished, traced
-from autopar.program import Input, Program
 from benchmarks import cells
 from benchmarks.planning import named
 

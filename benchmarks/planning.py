@@ -33,9 +33,9 @@ from autopar import World
 from autopar.affordable import affordable
 from autopar.constraint import Constraint
 from autopar.cost.memory import Budget
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.passes import annotate, chains, choose, emitted, recompute, trace
-from autopar.program import Program
 from autopar.rating.rate import best
 from autopar.report.summary import twice_seconds
 from autopar.targets import NAMED, Batch, Sizes, resolve

@@ -42,11 +42,11 @@ from autopar.cost.moves import Move, moves
 from autopar.cost.pattern import halves, pattern, size
 from autopar.cost.ways import flat_ways
 from autopar.hiding import by_step, simulated
-from autopar.layout import SUMS
-from autopar.mesh import Mesh
+from autopar.ir.layout import SUMS
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, Value
 from autopar.passes import annotate, chains, emitted, trace
-from autopar.plan import Plan
-from autopar.program import Program, Value
 from autopar.report.summary import summarised
 from autopar.shallow import Shallow
 from autopar.world import Device, Level, Measured

@@ -27,8 +27,8 @@ import autopar
 from autopar import Grid2D, Grid4D, Plan, World
 from autopar.cost.comm import collective_cost
 from autopar.cost.formula import Formula, Term
-from autopar.layout import Traffic
-from autopar.mesh import Axis, Mesh
+from autopar.ir.layout import Traffic
+from autopar.ir.mesh import Axis, Mesh
 from autopar.targets import NAMED, Gpt, Sizes
 
 # 1T: arXiv 2104.04473, table 1

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from autopar.changes import steps
-from autopar.layout import I, Layout, P, R, S, Step
-from autopar.mesh import Mesh
+from autopar.ir.layout import I, Layout, P, R, S, Step
+from autopar.ir.mesh import Mesh
+from autopar.ir.reshard import steps
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
     python -m docs.make_layout_pictures [FOLDER]
 
-Nothing is placed by hand: the owners come from cutting an index tensor with `autopar.layout.Layout`
-at the coordinate of every rank, the collectives from `autopar.changes.steps`. Only CHAINS in
+Nothing is placed by hand: the owners come from cutting an index tensor with `autopar.ir.layout.Layout`
+at the coordinate of every rank, the collectives from `autopar.ir.reshard.steps`. Only CHAINS in
 docs/layout_chains.py says what a layout is. The files are plain SVG and the same on every run.
 """
 
@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 from docs.layout_chains import CHAINS, Block, Chain, Matrix, Placed, blocks, collectives, place
 
 SIDE, GAP, LEFT = 132, 66, 92

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar import WorldError, mesh, replicas, watch
+from autopar import WorldError, replicas, watch
+from autopar.ir import mesh
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 WIDTH = 12

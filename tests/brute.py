@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.changes import steps
 from autopar.cost.comm import inside_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.cost.inside import inside
-from autopar.graphs import producer
-from autopar.layout import Element, I, Layout, R
-from autopar.mesh import Mesh
-from autopar.plan import Choice, Plan
-from autopar.program import Program, Value
+from autopar.ir.graph import producer
+from autopar.ir.layout import Element, I, Layout, R
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Choice, Plan
+from autopar.ir.program import Program, Value
+from autopar.ir.reshard import steps
+from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
+from autopar.ir.strategy import Choice as AxisChoice
+from autopar.ir.strategy import Strategy, axis_choices, placements, split_of, strategies
 from autopar.rating.frame import carries_gradient
-from autopar.rules import operands_of, results_of, shape_of, value_of
-from autopar.strategies import Choice as AxisChoice
-from autopar.strategies import Strategy, axis_choices, placements, split_of, strategies
 from autopar.world import World
 
 Layouts = tuple[Layout, ...]

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar import _compat, mesh
+from autopar import _compat
+from autopar.ir import mesh
+from autopar.ops import process_groups
 
 RANK, STORE, END = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 
@@ -20,7 +22,7 @@ RANK, STORE, END = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 def main() -> None:
     global held
     dist.init_process_group("gloo", init_method=f"file://{STORE}", rank=RANK, world_size=2)
-    device_mesh = mesh.connect(mesh.Mesh.parse("x2"), "cpu")
+    device_mesh = process_groups.connect(mesh.Mesh.parse("x2"), "cpu")
     held = DTensor.from_local(torch.ones(3), device_mesh, [Shard(0)])  # as a module's parameters
     group = _compat.process_group(mesh.group_name("x2", ["x"]))
     if RANK == 1:

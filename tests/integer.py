@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from autopar.cost.compute import optimizer_seconds
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.program import Program, Value
-from autopar.rules import results_of
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program, Value
+from autopar.ir.sharding_rule import results_of
 from autopar.world import World
 from brute import Objective, _shared, _Uses
 

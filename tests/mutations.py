@@ -15,8 +15,8 @@ from torch import fx
 
 from autopar import collectives as c
 from autopar import sharded
-from autopar.layout import Digit
-from autopar.program import Program
+from autopar.ir.layout import Digit
+from autopar.ir.program import Program
 
 aten = torch.ops.aten
 Mutation = Callable[[fx.Node], bool]  # breaks a node of a copied graph; False: it cannot be

@@ -15,10 +15,10 @@ from autopar import LayoutError, planning, search
 from autopar._compat import pytree
 from autopar.constraint import Constraint
 from autopar.conversion_costs import Conversions
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.passes import choose, trace
 from autopar.pipeline import Pipeline
-from autopar.program import Program
 from autopar.verify import Check, compare
 from autopar.widened import widened
 from autopar.world import World

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autopar.cost.comm import Price, collective_cost
-from autopar.layout import Traffic
-from autopar.mesh import Mesh
+from autopar.ir.layout import Traffic
+from autopar.ir.mesh import Mesh
 from autopar.world import Device, Level, World
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.passes import annotate, chains, trace
-from autopar.program import Program
 from autopar.world import World
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, fx
 from autopar import lockstep
 from autopar._compat import pytree
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, P, R, S, State
+from autopar.ir.layout import I, Layout, P, R, S, State
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Atom, Input, Program, Signature
+from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of
+from autopar.ir.strategy import Strategy, axis_choices, strategies
 from autopar.local import Call, emit_local
-from autopar.mesh import Mesh
 from autopar.passes.annotate import annotate
-from autopar.program import Atom, Input, Program, Signature
-from autopar.rules import Spec, operands_of, results_of, shape_of
-from autopar.strategies import Strategy, axis_choices, strategies
 
 SEED = 20_011
 _GRADIENT = {"I": I, "R": P, "P": R}  # the state of the gradient of a value in this state

@@ -27,9 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 from autopar.layouts import candidates
-from autopar.mesh import Mesh, connect
+from autopar.ops.process_groups import connect
 from autopar.passes import annotate, trace
 from autopar.placement import placements
 from autopar.search import Search

@@ -21,10 +21,10 @@ from autopar.cost.kept import Kept, Price
 from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
 from autopar.elimination import Table
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.layouts import candidates
 from autopar.passes import emitted
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.ranking import ranked
 from autopar.rating.rate import best
 from autopar.world import World

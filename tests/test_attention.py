@@ -30,12 +30,12 @@ from autopar.cost.compute import (
 from autopar.cost.derived import flops, graph_events, op_seconds
 from autopar.cost.measure import Product
 from autopar.errors import WorldError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, Spec
+from autopar.ir.strategy import Strategy
 from autopar.price import COMPUTE, terms
 from autopar.rating.rate import best, bound_on
-from autopar.rules import ATTENTION_BACKWARD, Attends, Spec
 from autopar.search import search
-from autopar.strategies import Strategy
 from autopar.world import Attention, Device, World
 from random_nets import analysed
 from test_chunk import WORLD, derived_from, graph_of

@@ -15,9 +15,9 @@ import models
 from autopar import hiding
 from autopar.errors import LayoutError
 from autopar.hiding import simulated
+from autopar.ir.program import Program
 from autopar.layouts import NAMES
 from autopar.passes import choose
-from autopar.program import Program
 from autopar.shallow import Shallow
 from autopar.world import World
 from random_nets import analysed

@@ -19,10 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 import models
-from autopar import _compat, backends, mesh
+from autopar import _compat, backends
 from autopar.backends import Scheduled
 from autopar.cost.derived import carries_on, collective_of, is_wait
 from autopar.cost.peak import Lives, highest
+from autopar.ops import process_groups
 from derived import value_of
 from test_training import LIMIT, launched
 
@@ -35,7 +36,7 @@ def groups() -> Iterator[None]:
     """Process groups that exist but join nobody: a compiler only asks whether they do."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
-    mesh.disconnect()
+    process_groups.disconnect()
     dist.destroy_process_group()
 
 
@@ -45,7 +46,7 @@ def derived(layout: Any, backend: Any, passes: tuple[str, ...] = backends.PASSES
     model, args, _ = models.gpt()
     world = autopar.World.of(RANKS)
     program = autopar.plan(model, world, args, layout=layout, smaller=False).ready.program
-    mesh.connect(program.plan.mesh, "cpu")
+    process_groups.connect(program.plan.mesh, "cpu")
     run = Scheduled(program, world, passes, backend)
     with _compat.fake_mode():
         run.derived([value_of(entry, program) for entry in program.signature.inputs])

@@ -11,8 +11,8 @@ from autopar.cost import comm
 from autopar.cost.pattern import pattern
 from autopar.cost.ways import Way, _best, flat_ways, ways
 from autopar.errors import WorldError
-from autopar.layout import Traffic
-from autopar.mesh import Mesh
+from autopar.ir.layout import Traffic
+from autopar.ir.mesh import Mesh
 from autopar.rating.prices import Meshes
 from autopar.world import Device, Level, Measured, World
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 import autopar
 from autopar.cost import buckets
 from autopar.cost.derived import Phase, collective_of, graph_events
-from autopar.graphs import ordered
+from autopar.ir.graph import ordered
 from autopar.passes import bucket
 from derived import arrived, called, derived, placed, ran, scheduled
 

@@ -23,8 +23,8 @@ from autopar.cost.comm import collective_cost
 from autopar.cost.measure import Case, Product, actual_bytes
 from autopar.cost.ways import flat_ways, formula
 from autopar.errors import WorldError
-from autopar.layout import Traffic
-from autopar.mesh import Mesh
+from autopar.ir.layout import Traffic
+from autopar.ir.mesh import Mesh
 from autopar.world import KINDS, Device, Level, Measured, World
 from gpt import GPT
 

@@ -22,8 +22,8 @@ from autopar.backends import Scheduled
 from autopar.cost.derived import Phase, collective_of, flops, graph_seconds, group_of, is_wait
 from autopar.cuts import units
 from autopar.cutting import cut
-from autopar.graphs import copied
-from autopar.mesh import group_ranks
+from autopar.ir.graph import copied
+from autopar.ir.mesh import group_ranks
 from autopar.passes import bucket, chunk, inplace, schedule
 from derived import called, value_of
 from test_schedule import PRODUCTS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autopar import collectives as c
 from autopar import lockstep, wire
 from autopar.errors import RankError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 SEED = 20261
 

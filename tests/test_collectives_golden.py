@@ -20,9 +20,9 @@ import models
 from autopar import lockstep
 from autopar._compat import pytree
 from autopar.cost import ways
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
 from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
-from autopar.plan import Plan
 from autopar.rating.options import OptionCosts
 from autopar.verify import _Rank
 from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, h, i, m, v

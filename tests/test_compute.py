@@ -10,10 +10,10 @@ import torch
 
 from autopar.cost.compute import efficiency, node_seconds, product_seconds
 from autopar.errors import WorldError
-from autopar.layout import Layout, R
-from autopar.mesh import Mesh
-from autopar.rules import Spec
-from autopar.strategies import Strategy
+from autopar.ir.layout import Layout, R
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding_rule import Spec
+from autopar.ir.strategy import Strategy
 from autopar.world import Device, Level, World
 
 POINTS = ((1e6, 0.01), (1e8, 0.1), (1e9, 0.8))

@@ -17,8 +17,9 @@ import autopar
 import models
 from autopar import api, collectives, report, sharded
 from autopar.conversion import set_levels
-from autopar.layout import I, Layout, P, R
-from autopar.mesh import Mesh
+from autopar.ir.layout import I, Layout, P, R
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.passes import (
     annotate,
     chains,
@@ -31,7 +32,6 @@ from autopar.passes import (
     route,
     trace,
 )
-from autopar.program import Program
 from autopar.world import World
 
 aten = torch.ops.aten

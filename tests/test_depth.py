@@ -16,12 +16,12 @@ from autopar.cost.memory import Budget, Recompute
 from autopar.cost.timeline import timeline
 from autopar.depth import Deep
 from autopar.dropping import Estimated, Rung, Rungs
-from autopar.figures import Memory
 from autopar.fitting import fitted
 from autopar.hiding import simulated
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Program
 from autopar.passes import annotate, chains, choose, emitted, trace
-from autopar.plan import Plan
-from autopar.program import Program
 
 LAYERS = 6
 TWO = World.preset("dgx-h100", ranks=2)

@@ -18,7 +18,7 @@ from autopar.calibration import whole_work
 from autopar.cost.calibrate import local_products
 from autopar.cost.measure import COPIES
 from autopar.errors import WorldError
-from autopar.plan import Plan
+from autopar.ir.plan import Plan
 from autopar.sharded.products import other_order
 from autopar.world import Copied, Forms, World
 

@@ -13,7 +13,7 @@ import autopar
 import autopar.sharded.attention
 import models
 from autopar import lockstep, sharded
-from autopar.program import Program
+from autopar.ir.program import Program
 from autopar.sharded.attention import seed_at
 from autopar.verify import _Rank
 from derived import derived

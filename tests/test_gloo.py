@@ -15,7 +15,8 @@ import autopar
 from autopar import Device, Level, World, lockstep, sharded, wire
 from autopar import collectives as c
 from autopar.errors import WorldError
-from autopar.mesh import Mesh, connect, disconnect
+from autopar.ir.mesh import Mesh
+from autopar.ops.process_groups import connect, disconnect
 from test_collectives import CHANGES, deal, own, random, same
 
 MESH = Mesh.parse("data2.x2")

@@ -13,7 +13,7 @@ import models
 from autopar import RankError, collectives, lockstep, wire
 from autopar.conversion import groups_of
 from autopar.cost import peak as peaks
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 LAYOUTS = ("fsdp", "megatron-sp", "4d", "2.5d")
 

@@ -14,10 +14,10 @@ from autopar import Plan, hiding
 from autopar.cost.kept import Middle, bytes_kept
 from autopar.cost.memory import Budget
 from autopar.depth import Deep
+from autopar.ir.program import Program
 from autopar.layouts import candidates
 from autopar.passes import annotate, chains, choose, trace
 from autopar.price import terms
-from autopar.program import Program
 from autopar.rating.rate import best
 from autopar.search import search
 from autopar.shallow import Shallow

@@ -45,12 +45,14 @@ def test_a_file_outside_the_order_is_reported() -> None:
 
 def test_an_upward_import_is_reported_with_its_line() -> None:
     upward = {"mesh": "import math\n\ndef f():\n    from autopar.plan import Plan\n", "plan": ""}
-    assert violations(upward) == ["autopar.mesh line 4 imports autopar.plan, which stands above it"]
+    assert violations(upward) == [
+        "autopar.ir.mesh line 4 imports autopar.plan, which stands above it"
+    ]
 
 
 def test_the_face_is_above_everything() -> None:
     (message,) = violations({"": "from autopar import mesh", "mesh": "from . import Mesh"})
-    assert message == "autopar.mesh line 1 imports autopar, which stands above it"
+    assert message == "autopar.ir.mesh line 1 imports autopar, which stands above it"
 
 
 def test_passes_are_strangers() -> None:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import autopar
 import models
 from autopar import search
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 from autopar.passes import trace
-from autopar.plan import Plan
-from autopar.program import Program
 from test_training import launched, one_layout
 
 LIMIT = 1e-9

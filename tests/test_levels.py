@@ -15,16 +15,16 @@ import autopar
 import models
 from autopar import collectives as c
 from autopar import levels, lockstep, wire
-from autopar.changes import steps
 from autopar.conversion import emit_step, groups_of
 from autopar.cost.comm import collective_cost, flat_price, sent
 from autopar.cost.comm import levels as levels_of
 from autopar.cost.moves import moves
 from autopar.cost.ways import stages, ways
-from autopar.graphs import stored
-from autopar.layout import Element, I, Layout, P, R, S, State
+from autopar.ir.graph import stored
+from autopar.ir.layout import Element, I, Layout, P, R, S, State
+from autopar.ir.mesh import Mesh
+from autopar.ir.reshard import steps
 from autopar.layouts import Grid4D
-from autopar.mesh import Mesh
 from autopar.world import Device, Level, World
 from test_collectives import CHANGES, deal, own, random, same
 

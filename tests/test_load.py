@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.cost.load import Load, _counted, load
 from autopar.cost.pattern import halves, members, pattern, within
 from autopar.errors import WorldError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.world import KINDS, Level, World
 from priced import CORE, EMULATED, GPU, price
 

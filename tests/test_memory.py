@@ -22,7 +22,7 @@ from autopar.cost.memory import (
 )
 from autopar.cost.peak import Lives, highest
 from autopar.errors import LayoutError
-from autopar.figures import Memory
+from autopar.ir.plan_table import Memory
 from autopar.layouts import NAMES
 from autopar.world import World
 from benchmarks.memory import CASES, Case, counted, is_good

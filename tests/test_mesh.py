@@ -4,7 +4,8 @@ import math
 import pytest
 
 from autopar.errors import WorldError
-from autopar.mesh import Axis, Mesh, Within, connect, group_name, group_ranks
+from autopar.ir.mesh import Axis, Mesh, Within, group_name, group_ranks
+from autopar.ops.process_groups import connect
 
 
 def test_reads_back_what_it_writes():

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from autopar import World
-from autopar.changes import steps
 from autopar.cost.comm import path_seconds
-from autopar.layout import I, Layout, P, R, S
-from autopar.mesh import Mesh
+from autopar.ir.layout import I, Layout, P, R, S
+from autopar.ir.mesh import Mesh
+from autopar.ir.reshard import steps
 from autopar.rating import joint
 from autopar.rating.frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
 from autopar.rating.moves import Moves

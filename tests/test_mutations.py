@@ -18,12 +18,12 @@ import models
 from autopar import VerificationError, World, adjoints, levels, planning, sharded
 from autopar import collectives as c
 from autopar._compat import pytree
-from autopar.layout import S
-from autopar.mesh import Mesh
+from autopar.ir.layout import S
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.ir.sharding_rule import TABLE, Spec
 from autopar.ops import pointwise
 from autopar.pipeline import Pipeline
-from autopar.program import Program
-from autopar.rules import TABLE, Spec
 from autopar.verify import Check, compare
 from mutations import (
     Mutation,

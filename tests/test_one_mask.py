@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 import autopar
 from autopar import InputError, PlanError, planning
-from autopar.graphs import every_node
-from autopar.mesh import Mesh
+from autopar.ir.graph import every_node
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.pipeline import Pipeline
-from autopar.program import Program
 from autopar.recomputed import recomputed
 from autopar.sharded.dropout import next_seed
 from dropped import DROPPED, Dropped, dropping

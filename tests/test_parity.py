@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import autopar
 import models
 from autopar import conversion_costs, search
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.layouts import Constraint
-from autopar.mesh import Mesh
 from autopar.passes import choose, trace
-from autopar.plan import Plan
-from autopar.program import Program
 
 LIMIT = 1e-9
 LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]

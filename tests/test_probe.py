@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding_rule import Spec
 from autopar.ops import spec_of
 from autopar.probe import probe
-from autopar.rules import Spec
 from shards import (
     Case,
     call,

@@ -22,14 +22,14 @@ import autopar
 import brute
 import integer
 import models
-from autopar.changes import steps
 from autopar.constraint import Constraint
 from autopar.cost.comm import path_seconds
 from autopar.errors import LayoutError
-from autopar.layout import I, Layout, P, R, S
-from autopar.mesh import Mesh
+from autopar.ir.layout import I, Layout, P, R, S
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.ir.reshard import steps
 from autopar.passes import choose
-from autopar.program import Program
 from autopar.rating.frame import FIRST_SLOT, REPLICATED, WHOLE, Edge, Frame, Kind, Variable, frame
 from autopar.rating.moves import Moves
 from autopar.rating.options import HALF, OptionCosts

@@ -14,7 +14,7 @@ import autopar
 import models
 from autopar import PlanError, collectives, lockstep, report, wire
 from autopar._compat import pytree
-from autopar.graphs import every_node
+from autopar.ir.graph import every_node
 from autopar.layouts import Grid4D
 from autopar.recomputed import recomputed, regathered
 from autopar.verify import _Rank

@@ -15,8 +15,8 @@ import autopar
 from autopar import Plan, collectives, lockstep
 from autopar.cost.moves import Move, moves
 from autopar.errors import PlanError
-from autopar.layout import SUMS
-from autopar.mesh import Mesh
+from autopar.ir.layout import SUMS
+from autopar.ir.mesh import Mesh
 from autopar.price import terms
 from examples.gpt import GPT, Config
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.rules import TABLE
+from autopar.ir.sharding_rule import TABLE
 from rule_cases import CASES, GENERATED
 from shards import Case
 

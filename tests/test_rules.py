@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import autopar.strategies
+import autopar.ir.strategy
 from autopar import lockstep
-from autopar.layout import Layout, R, S
-from autopar.mesh import Mesh
+from autopar.ir.layout import Layout, R, S
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding_rule import TABLE, operands_of, results_of, shape_of
+from autopar.ir.strategy import Strategy
 from autopar.pushback import pushed_back
-from autopar.rules import TABLE, operands_of, results_of, shape_of
-from autopar.strategies import Strategy
 from rule_cases import CASES, DIGITS, GENERATED
 from shards import (
     SEED,

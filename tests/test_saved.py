@@ -13,15 +13,15 @@ import models
 from autopar import PlanError
 from autopar.cost.memory import optimizer_bytes
 from autopar.cost.saved import Saved, SavedOf, inside_bytes, operand_bytes, result_bytes
-from autopar.graphs import producer
-from autopar.layout import I, Layout, S
-from autopar.mesh import Mesh
+from autopar.ir.graph import producer
+from autopar.ir.layout import I, Layout, S
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program, Value
+from autopar.ir.sharding_rule import operands_of, results_of
+from autopar.ir.strategy import Strategy
 from autopar.passes import trace
 from autopar.pipeline import Pipeline
 from autopar.planning import analysed, traced
-from autopar.program import Program, Value
-from autopar.rules import operands_of, results_of
-from autopar.strategies import Strategy
 
 
 def modelled(program: Program) -> float:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autopar.depth import Deep
+from autopar.ir.program import Program
 from autopar.layouts import candidates
 from autopar.passes import choose, emitted
 from autopar.price import terms
-from autopar.program import Program
 from autopar.rating.rate import promising
 from autopar.shallow import Shallow, summed
 from autopar.world import World

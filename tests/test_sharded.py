@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from autopar import lockstep, sharded
 from autopar._compat import compiled_for
 from autopar.errors import LayoutError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.sharded.dropout import FORMULAS
 from autopar.sharded.index import globalize, localize
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import autopar
-from autopar import InputError, autocast
+from autopar import InputError
+from autopar.ir import program as ir_program
 from autopar.passes.trace import run, trace
 from state_ranks import Net, batch
 from test_training import launched
@@ -36,11 +37,11 @@ def test_a_trace_under_autocast_gives_what_eager_gives() -> None:
 
 def test_autocast_is_named() -> None:
     with torch.autocast("cpu", torch.float16):
-        around = autocast.under_autocast(["cpu", "meta"])
-        with autocast.without_autocast(around):
-            assert autocast.under_autocast(["cpu"]) == ()
-    assert autocast.autocast_text(around) == "torch.autocast('cpu', torch.float16)"
-    assert autocast.autocast_text(()) == "no autocast"
+        around = ir_program.under_autocast(["cpu", "meta"])
+        with ir_program.without_autocast(around):
+            assert ir_program.under_autocast(["cpu"]) == ()
+    assert ir_program.autocast_text(around) == "torch.autocast('cpu', torch.float16)"
+    assert ir_program.autocast_text(()) == "no autocast"
 
 
 def test_one_rank_refuses_another_autocast_too() -> None:

@@ -17,16 +17,16 @@ import torch
 import autopar
 from autopar.constraint import Constraint
 from autopar.errors import PlanError
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.ir.strategy import placements
 from autopar.layouts import candidates
-from autopar.mesh import Mesh
 from autopar.passes import annotate, trace
-from autopar.program import Program
 from autopar.rating.frame import FIRST_SLOT, frame
 from autopar.rating.options import OptionCosts
 from autopar.rating.prices import HALF, Meshes
 from autopar.search import Search
-from autopar.strategies import placements
 from fused_models import FUSED
 
 MESHES = ("x2.y2", "x4", "data2.x2.y2", "x2.y4", "x3.y2")

@@ -17,7 +17,7 @@ import models
 from autopar import _compat, backends, joint, summa
 from autopar.backends import Scheduled
 from autopar.cost.derived import collective_of, graph_events, is_wait
-from autopar.graphs import ordered
+from autopar.ir.graph import ordered
 from derived import called, placed, ran, value_of
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

@@ -23,7 +23,7 @@ from autopar.cost.links import Event
 from autopar.cost.pattern import pattern
 from autopar.cost.simulate import in_order, overlapped
 from autopar.cost.timeline import bucket_seconds, simulate
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.spans import Seen
 from autopar.world import Level
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import models
 from autopar.errors import InputError, TraceError
+from autopar.ir.program import Program
 from autopar.passes.trace import run, trace
-from autopar.program import Program
 
 aten = torch.ops.aten
 ALL = [

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.nn.utils import parametrizations, weight_norm
 
 import autopar
-from autopar.rules import Spec
+from autopar.ir.sharding_rule import Spec
 from autopar.trials import spec_by_trial
 
 KERNEL = "autopar_trials"

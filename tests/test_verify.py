@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import VerificationError, World, adjoints, levels, local
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.sharding_rule import TABLE, Spec
 from autopar.rating.options import OptionCosts
-from autopar.rules import TABLE, Spec
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
 

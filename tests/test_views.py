@@ -9,9 +9,9 @@ import random
 import pytest
 import torch
 
-from autopar.layout import Layout, S, State
-from autopar.mesh import Mesh
-from autopar.rules import Dims, view_factors
+from autopar.ir.layout import Layout, S, State
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding_rule import Dims, view_factors
 
 RESHAPES = 3000
 PRIMES = (2, 2, 2, 3, 3, 5)

@@ -12,7 +12,7 @@ import sympy
 import torch
 from sympy import Rational
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from benchmarks import formulas, words
 from docs.layout_chains import CHAINS, Chain, Placed, blocks, place
 from docs.make_layout_pictures import picture

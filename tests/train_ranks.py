@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 import models
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
 from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.passes import schedule
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks

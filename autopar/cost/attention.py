@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autopar.cost import measure
 from autopar.cost.fit import six
-from autopar.rules import ATTENTION_BACKWARD, Attends
+from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends
 from autopar.world import Attention, Device
 
 Attended = tuple[torch.dtype, Attends]  # a model's

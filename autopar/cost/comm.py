@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from autopar.cost.inside import Inside
 from autopar.cost.pattern import Pattern, pattern, size
 from autopar.cost.ways import Way, flat_ways, in_step, ways
-from autopar.layout import Element, Step, Traffic
-from autopar.mesh import Mesh
+from autopar.ir.layout import Element, Step, Traffic
+from autopar.ir.mesh import Mesh
 from autopar.world import World
 
 

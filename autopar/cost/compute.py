@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from autopar.layout import Layout
-from autopar.rules import ATTENTION_BACKWARD, Attends, Spec
-from autopar.strategies import Strategy
+from autopar.ir.layout import Layout
+from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, Spec
+from autopar.ir.strategy import Strategy
 from autopar.world import Device, World
 
 Numbers = TypeVar("Numbers", float, NDArray[np.float64])  # one number, or an array of them

@@ -21,8 +21,8 @@ from autopar.cost.events import ROOTED, link
 from autopar.cost.links import Event
 from autopar.cost.pattern import Pattern, size
 from autopar.cost.simulate import overlapped
-from autopar.mesh import group_ranks
-from autopar.rules import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
+from autopar.ir.mesh import group_ranks
+from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
 from autopar.world import World
 
 Phase = Literal["forward", "backward"]

@@ -24,9 +24,9 @@ from autopar.cost.links import Event
 from autopar.cost.moves import Move, moves
 from autopar.cost.pattern import Pattern, pattern, size, within
 from autopar.cost.ways import Stage, stages
-from autopar.graphs import inlined, stored
-from autopar.program import Program
-from autopar.strategies import Strategy
+from autopar.ir.graph import inlined, stored
+from autopar.ir.program import Program
+from autopar.ir.strategy import Strategy
 from autopar.world import World
 
 ROOTED = ("broadcast", "reduce")  # the panels' collectives

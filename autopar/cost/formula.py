@@ -24,8 +24,8 @@ from autopar.cost.comm import sent
 from autopar.cost.moves import Move, moves
 from autopar.cost.names import Names, meaning
 from autopar.errors import PlanError
-from autopar.layout import Layout
-from autopar.program import Program
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program
 
 Sizes = Mapping[str, Any]
 ELEMENT = Symbol("e", positive=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.layout import Layout, Traffic
+from autopar.ir.layout import Layout, Traffic
 
 aten = torch.ops.aten
 

@@ -18,13 +18,12 @@ from torch import fx
 
 from autopar.cost.memory import STATES, Optimizer
 from autopar.cost.saved import Saved, SavedOf
-from autopar.graphs import block_of, producer
-from autopar.layout import Layout
-from autopar.plan import Plan
-from autopar.program import Program, Value
-from autopar.rules import operands_of, shape_of, value_of
-from autopar.strategies import Strategy
-from autopar.unsplit import IDLE
+from autopar.ir.graph import block_of, producer
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, Value
+from autopar.ir.sharding_rule import operands_of, shape_of, value_of
+from autopar.ir.strategy import IDLE, Strategy
 
 
 class Share(NamedTuple):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.errors import PlanError
-from autopar.figures import STATES, Memory
-from autopar.layout import Layout
+from autopar.ir.layout import Layout
+from autopar.ir.plan_table import STATES, Memory
 from autopar.world import World
 
 # Copies of a parameter that a step makes for a moment: one after the other, and all at once.

@@ -11,9 +11,9 @@ from torch import fx
 
 from autopar.conversion import levels_of
 from autopar.cost.inside import Inside
-from autopar.graphs import every_node
-from autopar.layout import Element, Layout, Step, Traffic
-from autopar.program import Atom, Program
+from autopar.ir.graph import every_node
+from autopar.ir.layout import Element, Layout, Step, Traffic
+from autopar.ir.program import Atom, Program
 
 
 class Move(NamedTuple):

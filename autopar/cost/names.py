@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 
 from sympy import Expr, Integer, Symbol
 
-from autopar.constraint import atoms_of, kinds_of, weighted
-from autopar.program import Atom, Program
-from autopar.rules import Spec
+from autopar.ir.dim_roles import atoms_of, kinds_of, weighted
+from autopar.ir.program import Atom, Program
+from autopar.ir.sharding_rule import Spec
 
 _LITERAL = 4  # a size up to this that plays no role, such as the 3 of a fused qkv, is a number
 _ATTENTION = {"g", "r", "q", "e", "k", "v"}  # the factors of scaled_dot_product_attention

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 Pattern = tuple[tuple[int, int], ...]
 

@@ -21,9 +21,9 @@ from autopar import wire
 from autopar._compat import TorchDispatchMode, pytree
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
 from autopar.cost.stand_ins import META, on_stand_ins
-from autopar.figures import Memory
-from autopar.mesh import group_ranks
-from autopar.program import Input, Program
+from autopar.ir.mesh import group_ranks
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Input, Program
 from autopar.world import World
 
 _NEVER = 1 << 60

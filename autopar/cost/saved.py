@@ -14,13 +14,13 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar._compat import fake_mode, pytree
-from autopar.graphs import producer
-from autopar.layout import Layout
+from autopar.ir.graph import producer
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Value
+from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
+from autopar.ir.strategy import Strategy
 from autopar.local import Call, emit_local
-from autopar.mesh import Mesh
-from autopar.program import Value
-from autopar.rules import operands_of, results_of, shape_of, value_of
-from autopar.strategies import Strategy
 
 aten = torch.ops.aten
 

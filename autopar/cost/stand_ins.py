@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar._compat import OpOverload, TorchDispatchMode, fake_mode, without_modes
 from autopar.devices import renamed
-from autopar.graphs import called
+from autopar.ir.graph import called
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default  # keeps no scores

@@ -16,7 +16,7 @@ from autopar.cost import buckets
 from autopar.cost.events import Events
 from autopar.cost.links import Event
 from autopar.cost.simulate import Run, in_order, overlapped
-from autopar.program import Program
+from autopar.ir.program import Program
 from autopar.spans import COMPUTE, WAITS, Seen, Span
 from autopar.world import World
 

@@ -20,7 +20,8 @@ from autopar.doctor import machine
 from autopar.doctor.models import grid_4d, parallel
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
-from autopar.mesh import Mesh, connect, group_ranks
+from autopar.ir.mesh import Mesh, group_ranks
+from autopar.ops.process_groups import connect
 from autopar.world import ranks, store
 from autopar.world.world import running_world
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from autopar.doctor import basics, dropout, exchanges, kernels, parity, training
 from autopar.doctor.examination import Examination
+from autopar.ir import show
 from autopar.report import terminal
 
 SEVERAL = "torchrun --standalone --nproc-per-node 4 -m autopar doctor"
@@ -77,7 +78,7 @@ def tell(facts: dict[str, Any], out: Console) -> None:
     there = [name for name, is_there in facts["backends"].items() if is_there]
     terminal.line(out, "backends", ", ".join(there) or "none")
     shared = where["shared_memory_bytes"]
-    room = "no /dev/shm" if shared is None else f"/dev/shm {terminal.memory(shared)}"
+    room = "no /dev/shm" if shared is None else f"/dev/shm {show.memory(shared)}"
     omp = os.environ.get("OMP_NUM_THREADS", "not set")
     terminal.line(
         out,
@@ -93,7 +94,7 @@ def tell(facts: dict[str, Any], out: Console) -> None:
 
 def _device(device: dict[str, Any]) -> str:
     name = f"{device['index']}: {device['name']}" if "index" in device else device["name"]
-    text = f"{name}, {terminal.memory(device['memory_bytes'])}"
+    text = f"{name}, {show.memory(device['memory_bytes'])}"
     if "known_as" in device:
         text += f", capability {device['capability']}, planned as "
         text += device["known_as"] or "an A100, as nothing is known of it"

@@ -20,8 +20,9 @@ from autopar import joint, wire
 from autopar.cost.derived import collective_of
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
-from autopar.graphs import ordered
-from autopar.mesh import Mesh, connect, group_ranks
+from autopar.ir.graph import ordered
+from autopar.ir.mesh import Mesh, group_ranks
+from autopar.ops.process_groups import connect
 from autopar.world import ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from autopar.report.terminal import memory
+from autopar.ir.show import memory
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --ok: #2e8b57; --failed: #c62828;

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar import _compat, mesh
+from autopar import _compat
+from autopar.ops import process_groups
 from autopar.world import ranks
 
 TIMEOUT = timedelta(seconds=60)  # of one collective: a rank that stays away is waited for so long
@@ -80,7 +81,7 @@ class Session:
         finally:
             if dist.is_initialized():
                 self.kept.clear()
-                mesh.disconnect()
+                process_groups.disconnect()
                 dist.destroy_process_group()
 
     def reopen(self) -> None:
@@ -93,7 +94,7 @@ class Session:
             return
         self._opened += 1
         store = dist.PrefixStore(f"doctor{self._opened}", _compat.default_store())
-        mesh.disconnect()
+        process_groups.disconnect()
         dist.destroy_process_group()
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.ranks, timeout=self.timeout

@@ -18,8 +18,8 @@ from autopar.cost import measure
 from autopar.doctor.models import timed
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
+from autopar.ir.plan import Plan
 from autopar.module import ParallelModule
-from autopar.plan import Plan
 from autopar.world import ranks
 
 WARM_STEPS = 4  # the first derives the graphs and makes the optimizer's states

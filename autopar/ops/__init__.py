@@ -9,12 +9,12 @@ import dataclasses
 import torch
 from torch import fx
 
+from autopar.ir.sharding_rule import TABLE, Spec, operands_of, results_of, value_of
 from autopar.ops import losses, pieces, products, reductions, views
 from autopar.ops.common import floating, unsplit
 from autopar.ops.made import FILLS, NEW_FILLS
 from autopar.ops.pieces import slice_extent
 from autopar.ops.pointwise import pointwise
-from autopar.rules import TABLE, Spec, operands_of, results_of, value_of
 
 
 def spec_of(node: fx.Node) -> Spec | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.rules import TABLE, Dims, Spec, operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import TABLE, Dims, Spec, operands_of, results_of, shape_of, value_of
 
 aten = torch.ops.aten
 

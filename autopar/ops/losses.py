@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopar.ir.sharding_rule import TABLE, Spec, bound, operands_of, rule, value_of
 from autopar.ops.common import aten, floating, named, operand_shape, spec, unsplit
-from autopar.rules import TABLE, Spec, bound, operands_of, rule, value_of
 
 _NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.sharding_rule import Spec, shape_of, value_of
 from autopar.ops.common import aten, named, spec, unsplit
-from autopar.rules import Spec, shape_of, value_of
 
 FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
 

@@ -6,8 +6,8 @@ import dataclasses
 
 from torch import fx
 
+from autopar.ir.sharding_rule import Dims, Spec, bound, operands_of, results_of, shape_of, value_of
 from autopar.ops.common import aten, floating, named, operand_shape, spec, unsplit
-from autopar.rules import Dims, Spec, bound, operands_of, results_of, shape_of, value_of
 
 _JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from autopar.ir.sharding_rule import (
+    Attends,
+    Dims,
+    Spec,
+    bound,
+    operands_of,
+    rule,
+    shape_of,
+    value_of,
+)
 from autopar.ops.common import aten, named, operand_shape, spec, unsplit
-from autopar.rules import Attends, Dims, Spec, bound, operands_of, rule, shape_of, value_of
 
 rule(
     aten.linear.default,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from autopar.ir.sharding_rule import Spec, bound, operands_of, results_of
 from autopar.ops.common import aten, named, operand_shape, spec, unsplit
 from autopar.ops.pointwise import pointwise
-from autopar.rules import Spec, bound, operands_of, results_of
 
 
 @spec((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))

@@ -1,7 +1,7 @@
 """The passes: each takes a Program and returns a new one; none imports another."""
 
+from autopar.ir.program import Program
 from autopar.passes import emit, forms, pipeline, rewrite, route
-from autopar.program import Program
 from autopar.world import World
 
 

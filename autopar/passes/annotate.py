@@ -14,11 +14,11 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.function_rules import function_spec
 from autopar.functions import is_custom
-from autopar.graphs import producer, where
+from autopar.ir.graph import producer, where
+from autopar.ir.program import Annotations, Atom, Program, Value
+from autopar.ir.sharding_rule import Dims, Spec, bound, operands_of, results_of, shape_of
 from autopar.ops import spec_of, unsplit
 from autopar.probe import probe, unrepeatable
-from autopar.program import Annotations, Atom, Program, Value
-from autopar.rules import Dims, Spec, bound, operands_of, results_of, shape_of
 
 aten = torch.ops.aten
 _RANDOM = {

@@ -28,7 +28,7 @@ from autopar.cost.derived import (
     listed_seconds,
 )
 from autopar.cost.simulate import overlapped
-from autopar.graphs import copied, ordered
+from autopar.ir.graph import copied, ordered
 from autopar.world import World
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.graphs import chain_name
-from autopar.program import Chain, Program
+from autopar.ir.graph import chain_name
+from autopar.ir.program import Chain, Program
 
 
 def chains(program: Program) -> Program:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.cost.memory import Budget
-from autopar.graphs import blocks
+from autopar.ir.graph import blocks
+from autopar.ir.program import Program
 from autopar.layouts import Layouts, candidates
-from autopar.program import Program
 from autopar.rating.rate import best, with_bounds
 from autopar.world import World
 
@@ -63,7 +63,7 @@ def check(program: Program) -> None:
 
 
 def _shapes(program: Program, name: str) -> list[tuple[int, ...]]:
-    from autopar.rules import results_of, shape_of
+    from autopar.ir.sharding_rule import results_of, shape_of
 
     node = next(n for n in program.module.graph.nodes if n.name == name)
     return [shape_of(v) for v in results_of(node) if hasattr(v, "shape")]

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar import collectives
-from autopar.program import Input, Program, same_inputs
+from autopar.ir.program import Input, Program, same_inputs
 
 aten = torch.ops.aten
 

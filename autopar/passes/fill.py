@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autopar.graphs import computed, made
+from autopar.ir.graph import computed, made
 
 aten = torch.ops.aten
 

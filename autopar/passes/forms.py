@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autopar import sharded
-from autopar.program import Program, same_inputs
+from autopar.ir.program import Program, same_inputs
 from autopar.world import Copied, Device, World
 
 aten = torch.ops.aten

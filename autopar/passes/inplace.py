@@ -22,7 +22,7 @@ from torch import fx
 from autopar._compat import OpOverload
 from autopar.cost.buckets import SIZES
 from autopar.cost.derived import collective_of, is_wait, writes
-from autopar.graphs import made
+from autopar.ir.graph import made
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from autopar.cost.derived import collective_of, fetchable, keeps_place
 from autopar.cost.live import Lives, Staging, StepMemory, live_bytes
-from autopar.graphs import reorder
+from autopar.ir.graph import reorder
 
 _WINDOW = 64  # of what comes next in a schedule, where room is looked for
 

@@ -15,8 +15,8 @@ from torch import fx
 
 from autopar import collectives, sharded
 from autopar.cost.inside import Part, moving
-from autopar.layout import Layout
-from autopar.program import Program, same_inputs
+from autopar.ir.layout import Layout
+from autopar.ir.program import Program, same_inputs
 
 aten = torch.ops.aten
 

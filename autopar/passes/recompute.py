@@ -19,11 +19,11 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.graphs import block_of, blocks, stored
-from autopar.plan import Plan
-from autopar.program import Program, same_inputs
+from autopar.ir.graph import block_of, blocks, stored
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program, same_inputs
+from autopar.ir.sharding_rule import Spec
 from autopar.recomputed import recomputed, regathered
-from autopar.rules import Spec
 
 _FETCHING = ("all_gather", "all_to_all")  # of a weight: what makes other memory than the stored one
 

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.changes import steps
 from autopar.conversion import emit_step
 from autopar.cost.comm import levels, path_seconds
 from autopar.cost.inside import inside
-from autopar.graphs import chain_name, producer
-from autopar.layout import Element, Layout, R, State
+from autopar.ir.graph import chain_name, producer
+from autopar.ir.layout import Element, Layout, R, State
+from autopar.ir.plan import Plan
+from autopar.ir.program import Annotations, Input, Program, Value
+from autopar.ir.reshard import steps
+from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.local import Call, emit_local
-from autopar.plan import Plan
-from autopar.program import Annotations, Input, Program, Value
 from autopar.pushback import pushed_back
-from autopar.rules import operands_of, results_of, shape_of, value_of
 from autopar.world import World
 
 aten = torch.ops.aten

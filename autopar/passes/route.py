@@ -17,8 +17,8 @@ from autopar.conversion import set_levels
 from autopar.cost.buckets import SIZES
 from autopar.cost.comm import fastest_levels
 from autopar.cost.moves import Move, moves
-from autopar.graphs import copied, stored
-from autopar.program import Program, same_inputs
+from autopar.ir.graph import copied, stored
+from autopar.ir.program import Program, same_inputs
 from autopar.world import World
 
 

@@ -21,13 +21,13 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from autopar import autocast
 from autopar._compat import pytree
 from autopar.binding import check_call, signature_of
 from autopar.capture import DATA_ADVICE, capture, place, refusal
 from autopar.devices import take_numbers_off
 from autopar.errors import InputError
-from autopar.program import Input, Output, Program, Signature, same_inputs
+from autopar.ir import program as ir_program
+from autopar.ir.program import Input, Output, Program, Signature, same_inputs
 from autopar.side_effects import refuse_side_effects
 from autopar.simplify import detached, simplify
 
@@ -81,7 +81,7 @@ def trace(
         fixed=fixed,
         training=model.training,
         forward=signature_of(model),
-        autocast=autocast.under_autocast(_device_types(graph)),
+        autocast=ir_program.under_autocast(_device_types(graph)),
     )
     return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
 

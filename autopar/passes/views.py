@@ -21,7 +21,7 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.cost.derived import carries_on, collective_of, is_wait, writes
-from autopar.graphs import made
+from autopar.ir.graph import made
 
 aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.layout import ORDER, TRAFFIC
+from autopar.ir.layout import ORDER, TRAFFIC
 from autopar.rating.frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
 from autopar.rating.prices import BIG, Meshes
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-from autopar.layout import I, R
+from autopar.ir.layout import I, R
+from autopar.ir.strategy import Choice, Slot
 from autopar.rating.bound import Bound, Joint
 from autopar.rating.frame import FIRST_SLOT, WHOLE, Variable
-from autopar.strategies import Choice, Slot
 
 Choices = tuple[tuple[Choice, ...], ...]
 

@@ -9,18 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.constraint import Constraint, goes_with_weight, has_weight, letter
+from autopar.constraint import Constraint
 from autopar.cost.compute import optimizer_seconds_of
 from autopar.cost.kept import Price
-from autopar.graphs import module_path
-from autopar.mesh import Mesh
-from autopar.program import Annotations
+from autopar.ir.dim_roles import goes_with_weight, has_weight, letter
+from autopar.ir.graph import module_path
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Annotations
+from autopar.ir.sharding_rule import Spec
+from autopar.ir.strategy import Choice, Slot
 from autopar.rating.arrays import along, local, over_axes, parts
 from autopar.rating.frame import FIRST_SLOT, AxisOption, Frame, Kind, Variable
 from autopar.rating.node_costs import NodeCosts
 from autopar.rating.prices import BIG, HALF, Meshes
-from autopar.rules import Spec
-from autopar.strategies import Choice, Slot
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]

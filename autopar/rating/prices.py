@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.pattern import pattern
 from autopar.cost.ways import flat_ways, in_step, ways
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.world import World
 
 Array = NDArray[np.float64]

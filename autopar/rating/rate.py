@@ -15,9 +15,9 @@ from typing import NamedTuple
 from autopar.constraint import Constraint
 from autopar.cost.kept import Price
 from autopar.errors import PlanError
-from autopar.mesh import Mesh
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.rating.bound import Bound
 from autopar.rating.frame import Frame, frame
 from autopar.rating.near import near

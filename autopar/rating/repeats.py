@@ -6,7 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 
-from autopar.graphs import alike
+from autopar.ir.graph import alike
 from autopar.rating.frame import Edge, Frame, Variable
 
 _KEPT = 2  # equal blocks that stay at either end

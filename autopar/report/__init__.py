@@ -1,5 +1,5 @@
 """What people read: the table of a plan, the listing of a graph."""
 
-from autopar.report.listing import listing
+from autopar.ir.show import listing
 
 __all__ = ["listing"]

@@ -17,12 +17,12 @@ from autopar.cost.compute import node_seconds
 from autopar.cost.moves import moves
 from autopar.cost.timeline import Timeline
 from autopar.cost.ways import flat_ways, ways
-from autopar.figures import Collective, Row
-from autopar.graphs import every_node
-from autopar.plan import Plan
-from autopar.program import Program
-from autopar.rules import results_of
-from autopar.strategies import Strategy
+from autopar.ir.graph import every_node
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Collective, Row
+from autopar.ir.program import Program
+from autopar.ir.sharding_rule import results_of
+from autopar.ir.strategy import Strategy
 from autopar.world import World
 
 _NOTICEABLE = 0.02  # of the summed step: what resharding weights may take without a word

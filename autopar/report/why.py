@@ -20,19 +20,19 @@ from torch import fx
 from autopar.constraint import Constraint
 from autopar.cost.peak import peak
 from autopar.errors import PlanError
-from autopar.graphs import module_path, where
+from autopar.ir.graph import module_path, where
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.show import duration, memory
+from autopar.ir.strategy import Choice, split_of
 from autopar.layouts import Layouts, candidates
 from autopar.passes import emitted, recompute
-from autopar.plan import Plan
 from autopar.price import Terms, terms
-from autopar.program import Program
 from autopar.rating.bound import Bound
 from autopar.rating.near import near
 from autopar.rating.rate import bound_on
 from autopar.report.summary import letter_of
-from autopar.report.terminal import duration, memory
 from autopar.search import Near, search
-from autopar.strategies import Choice, split_of
 
 _AROUND = (8, 4, 2)  # options of everything else; fewer where tables outgrow
 _READ = (4, 8, 16, 32, 64, 128)  # options among which runners-up are looked for

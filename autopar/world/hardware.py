@@ -21,7 +21,7 @@ from autopar.world.json_file import shown
 
 T = TypeVar("T")
 
-# The collectives that cost factors may be given for (autopar.layout.Traffic names the same).
+# The collectives that cost factors may be given for (autopar.ir.layout.Traffic names the same).
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "rccl", "hccl", "fake", "undefined")
 STRICT = ConfigDict(extra="forbid")  # of files: a name that nothing reads is a mistake

@@ -20,8 +20,8 @@ from torch import Tensor
 import autopar
 from autopar import api, errors, lockstep, planning
 from autopar.conversion import groups_of
+from autopar.ir.program import Input, Program
 from autopar.pipeline import Pipeline
-from autopar.program import Input, Program
 from autopar.ready import fingerprint
 from autopar.widened import double_by_default, widened
 from autopar.world import World

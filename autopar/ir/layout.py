@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from autopar.errors import LayoutError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 
 
 class State(NamedTuple):

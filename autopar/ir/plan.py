@@ -13,13 +13,13 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from autopar import plan_file
 from autopar.errors import PlanError
-from autopar.figures import Collective, Memory, Row, summed
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.ir import plan_file
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan_file import digest, write
+from autopar.ir.plan_table import Collective, Memory, Row, summed
 from autopar.world import World, json_file
-from autopar.written import digest, write
 
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
 # Of a step that overlaps, with their headings: short ones, as the collectives want the room.

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from autopar.program import Annotations, Program, Value
-from autopar.rules import operands_of, results_of
+from autopar.ir.program import Annotations, Program, Value
+from autopar.ir.sharding_rule import operands_of, results_of
 
 
 def producer(node: fx.Node) -> Value:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autopar._compat import OpOverload
-from autopar.graphs import called
+from autopar.ir.graph import called
 
 _HIDDEN = ("mesh", "coordinate")
 
@@ -75,3 +75,24 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_text(v) for v in value) + "]"
     return str(value)
+
+
+def count(things: int) -> str:
+    """Parameters, samples: with B for billions."""
+    return amount(things).replace("G", "B").strip()
+
+
+def amount(value: float) -> str:
+    """A number with the prefix of its thousands, as "8.03 G"."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.0f} "
+
+
+def memory(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

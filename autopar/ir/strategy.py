@@ -13,10 +13,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar.layout import I, Layout, P, R, S, State
-from autopar.mesh import Mesh
-from autopar.program import Atom
-from autopar.rules import Dims, Spec
+from autopar.ir.layout import I, Layout, P, R, S, State
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Atom
+from autopar.ir.sharding_rule import Dims, Spec
 
 
 class Slot(NamedTuple):
@@ -297,3 +297,6 @@ def placements(
                 for order in _orders(taken)
             )
     return found
+
+
+IDLE = ("I", "R", "P")  # of Choice.splits: the axis splits nothing

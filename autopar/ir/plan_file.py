@@ -1,11 +1,16 @@
-"""A plan's file: its fields with their types and bounds, and what it is held against as it is read.
+"""Layouts as JSON: {"shape": [8, 6], "states": ["S(0,4)", "I"]}, one state an axis of the mesh.
+
+A plan's file: its fields with their types and bounds, and what it is held against as it is read.
 
 A layout is {"shape": [8, 6], "states": ["S(0,4)", "I"]}, one state an axis of the mesh.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +19,44 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from autopar.errors import LayoutError, PlanError, WorldError
-from autopar.figures import STATES, Amount, Collective, Memory, Row
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.ir.layout import I, Layout, P, R, State
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan_table import STATES, Amount, Collective, Memory, Row
 from autopar.world import World, json_file
 from autopar.world.json_file import shown
-from autopar.written import read
+
+_WHOLE = {"I": I, "R": R, "P": P}
+
+
+def digest(facts: Any) -> str:
+    """Sixteen hexadecimal digits that name facts which JSON can hold."""
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write(layout: Layout) -> dict[str, Any]:
+    states = [f"S({s.dim},{s.stride})" if s.kind == "S" else s.kind for s in layout.states]
+    return {"shape": list(layout.shape), "states": states}
+
+
+def read(mesh: Mesh, shape: tuple[int, ...], texts: tuple[str, ...]) -> Layout:
+    """Raises PlanError or LayoutError where a state is no state, or no layout of this shape."""
+    if len(texts) != len(mesh.axes):
+        raise PlanError(f"{len(texts)} states, the mesh {mesh} has {len(mesh.axes)} axes")
+    return Layout(mesh, shape, tuple(_state(text, shape) for text in texts))
+
+
+def _state(text: str, shape: tuple[int, ...]) -> State:
+    found = re.fullmatch(r"S\(([0-9]{1,18}), ?([0-9]{1,18})\)", text)
+    if found:
+        dim, stride = int(found[1]), int(found[2])
+        if dim >= len(shape) or not stride:
+            raise PlanError(f"state {text!r}: the tensor has {len(shape)} dims, strides are from 1")
+        return State("S", dim, stride)
+    if text not in _WHOLE:
+        raise PlanError(f"state {shown(text)}: it is I, R, P or S(dim,stride), as S(0,4)")
+    return _WHOLE[text]
+
 
 VERSION = 3
 PLAN = json_file.Kind(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from autopar.layout import ORDER, Layout, R, State, Step
-from autopar.mesh import Mesh
+from autopar.ir.layout import ORDER, Layout, R, State, Step
+from autopar.ir.mesh import Mesh
 
 _PLACE = {kind: place for place, kind in enumerate(ORDER)}
 # All axes that take one of these take it together; of digits, those that are one digit jointly.
