@@ -15,12 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import devices, editing, replicas, sizing
+from autopar import editing, replicas, sizing
 from autopar._compat import pytree
 from autopar.agreement import same_request
 from autopar.arguments import check, check_room, check_together, warn_alone
 from autopar.backends import OVERLAP, Backend, Overlap, runner
-from autopar.conversion import groups_of
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.deferred import Deferred
 from autopar.errors import InputError, PlanError, WorldError
@@ -30,7 +29,9 @@ from autopar.ir.plan import reduce_dtype as read_reduce_dtype
 from autopar.ir.program import Program
 from autopar.layouts import Layouts, candidates
 from autopar.module import ParallelModule
+from autopar.ops import devices
 from autopar.ops.process_groups import connect, undone_on_failure
+from autopar.ops.reshard_nodes import groups_of
 from autopar.original import compare_original
 from autopar.passes import choose
 from autopar.pipeline import Pipeline, Progress

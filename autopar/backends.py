@@ -46,13 +46,13 @@ from autopar.cost.live import StepMemory, live_bytes, saved_by
 from autopar.cost.memory import no_room
 from autopar.cost.simulate import Run
 from autopar.errors import PlanError
-from autopar.faults import guarded
 from autopar.ir.graph import copied, reorder
 from autopar.ir.program import Program
+from autopar.ops.failures import guarded
 from autopar.ops.process_groups import connect, undone_on_failure
+from autopar.ops.recomputation import spread, tagged
+from autopar.ops.sharded.dropout import FORMULAS
 from autopar.passes import bucket, chunk, fill, inplace, lanes, limit_memory, schedule, views
-from autopar.recomputed import spread, tagged
-from autopar.sharded.dropout import FORMULAS
 from autopar.world import World, ranks
 
 Backend = str | Callable[..., Any] | None

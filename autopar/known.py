@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from autopar import rounding
 from autopar.errors import VerificationError
-from autopar.interpret import Visit, unchanged
 from autopar.ir.graph import where
 from autopar.ir.program import Program, Value
+from autopar.ops.recomputation import Visit, unchanged
 from autopar.unwritten import differing, filled, poison, tame, unwritten
 from autopar.widened import is_inexact
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from autopar import wire
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh, group_ranks
+from autopar.ops import comm
 
 T = TypeVar("T")
 _RANKS_LIMIT = 64
@@ -48,13 +48,13 @@ def run(mesh: Mesh, rank_fn: Callable[[int], T], groups: frozenset[str] | None =
         )
     if mesh.size > _RANKS_LIMIT:
         raise RankError(f"mesh {mesh} has {mesh.size} ranks; lockstep runs at most {_RANKS_LIMIT}")
-    threads, simulator = torch.get_num_threads(), wire.simulator
-    _run = wire.simulator = current = _Run(mesh, groups)
+    threads, simulator = torch.get_num_threads(), comm.simulator
+    _run = comm.simulator = current = _Run(mesh, groups)
     torch.set_num_threads(1)  # every thread that calls torch would start a pool of its own
     try:
         return current.execute(rank_fn)
     finally:
-        _run, wire.simulator = None, simulator
+        _run, comm.simulator = None, simulator
         torch.set_num_threads(threads)
 
 

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.binding import NO_GENERATION, as_planned
-from autopar.devices import filled
 from autopar.errors import InputError, PlanError
 from autopar.ir import program as ir_program
 from autopar.ir.layout import Layout
@@ -21,9 +20,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
 from autopar.measured import Measured, backward, measured, phase, untouched
+from autopar.ops.devices import filled
+from autopar.ops.sharded.attention import seed_at
+from autopar.ops.sharded.dropout import next_seed
 from autopar.placement import local_parts, placements
-from autopar.sharded.attention import seed_at
-from autopar.sharded.dropout import next_seed
 from autopar.watch import Watch
 from autopar.world import ranks
 

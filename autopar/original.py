@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from autopar._compat import FakeTensor, TorchDispatchMode, pytree
 from autopar.capture import borrowed
-from autopar.devices import CPU, on_device
 from autopar.errors import VerificationError
 from autopar.ir.program import Program
+from autopar.ops.devices import CPU, on_device
 from autopar.passes.trace import bind
 
 FLOPS = 1e11  # of a step: a model that takes more is not run on one device

@@ -15,7 +15,6 @@ from torch import nn
 from autopar import sizing
 from autopar.affordable import affordable
 from autopar.arguments import without_cache
-from autopar.conversion import groups_of
 from autopar.cost.memory import Budget, with_flight
 from autopar.cost.timeline import Timeline, timeline
 from autopar.errors import InputError
@@ -27,6 +26,7 @@ from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
 from autopar.layouts import Layouts
+from autopar.ops.reshard_nodes import groups_of
 from autopar.passes import annotate, chains, choose, emit, forms, rewrite, route, trace
 from autopar.passes import pipeline as panels
 from autopar.passes import recompute as recomputing

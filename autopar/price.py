@@ -13,7 +13,6 @@ from torch import fx
 
 from autopar.cost.comm import Cost, costs, inside_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
-from autopar.cost.inside import inside
 from autopar.ir.graph import producer
 from autopar.ir.layout import Element, Layout
 from autopar.ir.plan import Plan
@@ -21,6 +20,7 @@ from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.reshard import steps
 from autopar.ir.sharding_rule import operands_of, results_of, value_of
 from autopar.ir.strategy import Strategy
+from autopar.ops.sharded.inner_collectives import inside
 from autopar.regions import Known, Region, Regions
 from autopar.world import World
 

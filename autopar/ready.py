@@ -11,11 +11,11 @@ from torch import fx
 
 from autopar._compat import pytree
 from autopar.cost.timeline import Timeline, timeline
-from autopar.devices import on_device, without_devices
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.layouts import Layouts
+from autopar.ops.devices import on_device, without_devices
 from autopar.report.why import Why, why
 from autopar.world import World
 

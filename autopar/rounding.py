@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar._compat import TorchDispatchMode, in_backward, pytree
-from autopar.interpret import Visit
+from autopar.ops.recomputation import Visit
 from autopar.widened import is_inexact
 
 Key = TypeVar("Name", bound=Hashable)

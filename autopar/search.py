@@ -20,7 +20,6 @@ from autopar.constraint import Constraint, Offered
 from autopar.conversion_costs import Conversions, Want
 from autopar.cost.comm import inside_costs
 from autopar.cost.compute import node_seconds, optimizer_seconds
-from autopar.cost.inside import HAVE_INSIDE, inside
 from autopar.cost.kept import Price, bytes_of
 from autopar.elimination import Memo, Table, minimise
 from autopar.ir.dim_roles import goes_with_weight
@@ -32,6 +31,7 @@ from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Choice as AxisChoice
 from autopar.ir.strategy import Strategy, axis_choices, placements, spec_look, split_of
+from autopar.ops.sharded.inner_collectives import HAVE_INSIDE, inside
 from autopar.regions import Known, Options, Region, Regions
 from autopar.unsplit import unsplit
 from autopar.world import World

@@ -1,4 +1,4 @@
-"""The panels of SUMMA (sharded/panels.py) in a derived graph: sent once, and together where that is
+"""The panels of SUMMA (ops/sharded/summa.py) in a derived graph: sent once, and together where that is
 faster (passes/bucket.py decides).
 
 Products that take the same X, as those of q, k and v do, send the same panels of it: the graph

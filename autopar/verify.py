@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, fx
 
 from autopar import lockstep
-from autopar.conversion import groups_of
 from autopar.errors import VerificationError
-from autopar.interpret import Visit, interpret
 from autopar.ir.graph import where
 from autopar.ir.layout import Layout
 from autopar.ir.program import Input, Program
 from autopar.known import Known, Observed, known
+from autopar.ops.recomputation import Visit, interpret
+from autopar.ops.reshard_nodes import groups_of
 from autopar.unwritten import filled, poison, tame
 from autopar.widened import double_by_default, to_double
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.devices import CPU, on_device
 from autopar.ir.program import Program
+from autopar.ops.devices import CPU, on_device
 
 
 def widened(program: Program) -> Program:

@@ -19,7 +19,6 @@ from torch import fx
 
 from autopar.cost.comm import inside_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
-from autopar.cost.inside import inside
 from autopar.ir.graph import producer
 from autopar.ir.layout import Element, I, Layout, R
 from autopar.ir.mesh import Mesh
@@ -29,6 +28,7 @@ from autopar.ir.reshard import steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Choice as AxisChoice
 from autopar.ir.strategy import Strategy, axis_choices, placements, split_of, strategies
+from autopar.ops.sharded.inner_collectives import inside
 from autopar.rating.frame import carries_gradient
 from autopar.world import World
 

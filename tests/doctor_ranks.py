@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar import module, wire
+from autopar import module
 from autopar.doctor import Examination, Finding, Session, basics, dropout, exchanges
+from autopar.ops import comm
 
 OUT = Path(sys.argv[1])
 
@@ -34,12 +35,12 @@ def on_rank_1(call: Callable[..., Tensor], broken: Callable[[Tensor], Tensor]) -
 
 def with_broken(name: str, broken: Callable[[Tensor], Tensor], kind: str, session: Session) -> Any:
     """The check of a kind while one function of the wire is wrong on rank 1."""
-    right = getattr(wire, name)
-    setattr(wire, name, on_rank_1(right, broken))
+    right = getattr(comm, name)
+    setattr(comm, name, on_rank_1(right, broken))
     try:
         return exchanges.alone(session, kind)
     finally:
-        setattr(wire, name, right)
+        setattr(comm, name, right)
 
 
 def with_seed(following: Callable[[int], int], session: Session) -> Finding:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar import collectives as c
-from autopar import sharded
 from autopar.ir.layout import Digit
 from autopar.ir.program import Program
+from autopar.ops import collectives as c
+from autopar.ops import sharded
 
 aten = torch.ops.aten
 Mutation = Callable[[fx.Node], bool]  # breaks a node of a copied graph; False: it cannot be

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from argument_cases import ARGUMENTS, MADE_AS
-from autopar import sharded
+from autopar.ops import sharded
 from shards import SEED, Case, call, flags, real, whole_numbers
 
 aten = torch.ops.aten

@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Atom, Input, Program, Signature
 from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of
 from autopar.ir.strategy import Strategy, axis_choices, strategies
-from autopar.local import Call, emit_local
+from autopar.ops.local import Call, emit_local
 from autopar.passes.annotate import annotate
 
 SEED = 20_011

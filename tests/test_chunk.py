@@ -17,13 +17,14 @@ from torch.utils.flop_counter import flop_registry
 
 import autopar
 import models
-from autopar import _compat, wire
+from autopar import _compat
 from autopar.backends import Scheduled
 from autopar.cost.derived import Phase, collective_of, flops, graph_seconds, group_of, is_wait
 from autopar.cuts import units
 from autopar.cutting import cut
 from autopar.ir.graph import copied
 from autopar.ir.mesh import group_ranks
+from autopar.ops import comm
 from autopar.passes import bucket, chunk, inplace, schedule
 from derived import called, value_of
 from test_schedule import PRODUCTS
@@ -72,7 +73,7 @@ def derived_from(plan: autopar.Plan, gloo: bool = True) -> Scheduled:
     run = Scheduled(plan.ready.program, WORLD, (), "aot_eager")  # nothing in place
     program = plan.ready.program
     with pytest.MonkeyPatch.context() as patch, _compat.fake_mode():
-        patch.setattr(wire, "_reduce_scatter_is_slow", lambda *_: gloo)
+        patch.setattr(comm, "_reduce_scatter_is_slow", lambda *_: gloo)
         run.derived([value_of(entry, program) for entry in program.signature.inputs])
     return run
 

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import collectives as c
-from autopar import lockstep, wire
+from autopar import lockstep
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
+from autopar.ops import collectives as c
+from autopar.ops import comm
 
 SEED = 20261
 
@@ -210,7 +211,7 @@ def test_lockstep_names_both_of_two_different_calls():
         RankError, match=r"rank 0 calls all-reduce sum of float32\(2,\).*rank 1 .*\(3,\)"
     ):
         lockstep.run(Mesh.parse("x2"), rank_fn)
-    assert wire.simulator is None
+    assert comm.simulator is None
 
 
 def test_lockstep_refuses_to_hang():
@@ -237,7 +238,7 @@ def test_lockstep_raises_the_first_error_with_its_rank_and_cleans_up():
     with pytest.raises(KeyError, match="broken") as caught:
         lockstep.run(Mesh.parse("x4"), rank_fn)
     assert "rank 2" in caught.value.__notes__[0]
-    assert wire.simulator is None and torch.get_num_threads() == threads
+    assert comm.simulator is None and torch.get_num_threads() == threads
     assert lockstep.run(Mesh.parse("x2"), lambda rank: rank) == [0, 1]
 
 
@@ -300,13 +301,13 @@ def test_complex_numbers_are_sent_as_pairs(monkeypatch: pytest.MonkeyPatch) -> N
             assert not x.is_complex() and x.shape[-1] == 2, kind
             return x
 
-    monkeypatch.setattr(wire, "simulator", Alone())
+    monkeypatch.setattr(comm, "simulator", Alone())
     x = torch.randn(1, 3, dtype=torch.complex64).conj()
     sent = [
-        wire.all_gather(x, 1, "g"), wire.reduce_scatter(x, 1, "g"), wire.all_reduce(x, 1, "g"),
-        wire.all_to_all(x, "g"), *wire.all_reduce_coalesced([x], 1, "g"),
-        *wire.all_gather_coalesced([x], 1, "g"), wire.broadcast(x, 0, 1, "g"),
-        wire.reduce(x, 0, 1, "g"),
+        comm.all_gather(x, 1, "g"), comm.reduce_scatter(x, 1, "g"), comm.all_reduce(x, 1, "g"),
+        comm.all_to_all(x, "g"), *comm.all_reduce_coalesced([x], 1, "g"),
+        *comm.all_gather_coalesced([x], 1, "g"), comm.broadcast(x, 0, 1, "g"),
+        comm.reduce(x, 0, 1, "g"),
     ]  # fmt: skip
     for found in sent:
         assert torch.equal(found, x.resolve_conj())

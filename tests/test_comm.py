@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from autopar.cost.comm import collective_cost, costs, inside_costs, levels, path_seconds, seconds
-from autopar.cost.inside import Part, inside, moving
 from autopar.cost.load import load
 from autopar.cost.pattern import Pattern, pattern, size
 from autopar.cost.ways import ways
 from autopar.ir.layout import Element, I, Layout, P, R, S, Traffic
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps
+from autopar.ops.sharded.inner_collectives import Part, inside, moving
 from autopar.world import KINDS, Level, World
 from priced import CORE, EMULATED, FAR, GPU, NEAR, START, price
 

@@ -15,11 +15,12 @@ from torch import fx
 
 import autopar
 import models
-from autopar import api, collectives, report, sharded
-from autopar.conversion import set_levels
+from autopar import api, report
 from autopar.ir.layout import I, Layout, P, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.ops import collectives, sharded
+from autopar.ops.reshard_nodes import set_levels
 from autopar.passes import (
     annotate,
     chains,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar import WorldError, devices
+from autopar import WorldError
+from autopar.ops import devices
 from autopar.passes import trace
 from autopar.ready import fingerprint
 from autopar.world import ranks, store

@@ -380,14 +380,14 @@ def test_dropout_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dropout, "seed_at", lambda *_: torch.tensor(3))
     assert dropout.attention(alone()).fault == "two seeds drop alike"
     monkeypatch.undo()
-    kernels: Any = sys.modules["autopar.sharded.attention"]
+    kernels: Any = sys.modules["autopar.ops.sharded.attention"]
     monkeypatch.setattr(kernels, "_seeded", lambda device, seed: contextlib.nullcontext())
     fault = dropout.attention(alone()).fault
     assert "a seed drops otherwise a second time; the backward drops others" in fault
 
 
 def test_the_mask_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    formula: Any = sys.modules["autopar.sharded.dropout"]
+    formula: Any = sys.modules["autopar.ops.sharded.dropout"]
     assert dropout._as_on_a_cpu(alone())
     plain, calls = formula._in_blocks, iter((0, 1))
     monkeypatch.setattr(

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import autopar
 import models
-from autopar import sharded
 from autopar.calibration import whole_work
 from autopar.cost.calibrate import local_products
 from autopar.cost.measure import COPIES
 from autopar.errors import WorldError
 from autopar.ir.plan import Plan
-from autopar.sharded.products import other_order
+from autopar.ops import sharded
+from autopar.ops.sharded.linear import other_order
 from autopar.world import Copied, Forms, World
 
 NOTHING: tuple[Copied, Copied, Copied] = ("", "", "")

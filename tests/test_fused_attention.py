@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 import autopar
-import autopar.sharded.attention
+import autopar.ops.sharded.attention
 import models
-from autopar import lockstep, sharded
+from autopar import lockstep
 from autopar.ir.program import Program
-from autopar.sharded.attention import seed_at
+from autopar.ops import sharded
+from autopar.ops.sharded.attention import seed_at
 from autopar.verify import _Rank
 from derived import derived
 
-kernels = sys.modules["autopar.sharded.attention"]
+kernels = sys.modules["autopar.ops.sharded.attention"]
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ import torch.multiprocessing as multiprocessing
 from torch import fx
 
 import autopar
-from autopar import Device, Level, World, lockstep, sharded, wire
-from autopar import collectives as c
+from autopar import Device, Level, World, lockstep
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
+from autopar.ops import collectives as c
+from autopar.ops import comm, sharded
 from autopar.ops.process_groups import connect, disconnect
 from test_collectives import CHANGES, deal, own, random, same
 
@@ -143,22 +144,22 @@ def _gradients_in_levels(rank, backend="eager"):
 
 
 def _many_at_once(rank):
-    size, group = wire.size_of(BOTH, str(MESH)), wire.group_of(BOTH, str(MESH))
+    size, group = comm.size_of(BOTH, str(MESH)), comm.group_of(BOTH, str(MESH))
     tensors = [random((n, 3), rank, n).t() for n in (1, 4, 2)]
-    summed = wire.all_reduce_coalesced(tensors, size, group)
-    gathered = wire.all_gather_coalesced([tensor.t() for tensor in tensors], size, group)
+    summed = comm.all_reduce_coalesced(tensors, size, group)
+    gathered = comm.all_gather_coalesced([tensor.t() for tensor in tensors], size, group)
     return *summed, *gathered
 
 
 def _out_of_order(rank):
     """Two sums that half of the ranks begin in the other order: right only on two lanes."""
-    (_, one), (_, other) = (wire.route(BOTH, str(MESH), (), lane)[0] for lane in (0, 1))
+    (_, one), (_, other) = (comm.route(BOTH, str(MESH), (), lane)[0] for lane in (0, 1))
     large, small = torch.full((1 << 16,), 1.0 + rank), torch.full((3,), 10.0 * rank)
     if rank % 2:
-        b = wire.all_reduce(small, 4, other)
-        return wire.all_reduce(large, 4, one)[:2], b
+        b = comm.all_reduce(small, 4, other)
+        return comm.all_reduce(large, 4, one)[:2], b
     under_way = torch.ops._c10d_functional.all_reduce(large, "sum", one)
-    b = wire.all_reduce(small, 4, other)
+    b = comm.all_reduce(small, 4, other)
     return torch.ops._c10d_functional.wait_tensor(under_way)[:2], b
 
 
@@ -189,7 +190,7 @@ TRAINED = [("ddp", None), ("fsdp", "aot_eager")]
 
 
 def _groups_of_levels():
-    routes = [wire.route(BOTH, str(MESH), inside, lane) for inside in ((), 2) for lane in (0, 1)]
+    routes = [comm.route(BOTH, str(MESH), inside, lane) for inside in ((), 2) for lane in (0, 1)]
     return [group for route in routes for _, group in route]
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 import autopar
 import models
-from autopar import RankError, collectives, lockstep, wire
-from autopar.conversion import groups_of
+from autopar import RankError, lockstep
 from autopar.cost import peak as peaks
 from autopar.ir.mesh import Mesh
+from autopar.ops import collectives, comm
+from autopar.ops.reshard_nodes import groups_of
 
 LAYOUTS = ("fsdp", "megatron-sp", "4d", "2.5d")
 
@@ -47,8 +48,8 @@ def test_levels_and_lanes_are_groups_of_their_own() -> None:
     where = {"axis": ("data", "x"), "mesh": "data2.x4", "inside": 2, "lane": 1}
     graph.output(graph.call_function(collectives.all_reduce, (x,), where))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    there = wire.route(("data", "x"), "data2.x4", 2, 1)
-    back = wire.route(("data", "x"), "data2.x4", (), 1)
+    there = comm.route(("data", "x"), "data2.x4", 2, 1)
+    back = comm.route(("data", "x"), "data2.x4", (), 1)
     assert groups_of(module) == {group for _, group in (*there, *back)}
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from autopar import lockstep
-from autopar.conversion import emit_step
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S, State, Step
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps
+from autopar.ops.reshard_nodes import emit_step
 from shards import compare, deal, gradient_layout, random_layout
 
 XY, XYZ = Mesh.parse("x2.y3"), Mesh.parse("x2.y3.z2")

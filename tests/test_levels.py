@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar import collectives as c
-from autopar import levels, lockstep, wire
-from autopar.conversion import emit_step, groups_of
+from autopar import lockstep
 from autopar.cost.comm import collective_cost, flat_price, sent
 from autopar.cost.comm import levels as levels_of
 from autopar.cost.moves import moves
@@ -25,6 +23,9 @@ from autopar.ir.layout import Element, I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps
 from autopar.layouts import Grid4D
+from autopar.ops import collectives as c
+from autopar.ops import comm
+from autopar.ops.reshard_nodes import emit_step, groups_of
 from autopar.world import Device, Level, World
 from test_collectives import CHANGES, deal, own, random, same
 
@@ -49,14 +50,14 @@ ROUTES: list[tuple[str, Any, Any]] = [
 
 # -- routes ----------------------------------------------------------------------------------------
 def test_a_route_leads_through_neighbours_first() -> None:
-    assert wire.route("x", "x8.y2") == ((8, "autopar/x8.y2/x"),)
-    assert wire.route("x", "x8.y2", 2, lane=1) == (
+    assert comm.route("x", "x8.y2") == ((8, "autopar/x8.y2/x"),)
+    assert comm.route("x", "x8.y2", 2, lane=1) == (
         (2, "autopar/x8.y2/x/2@1/lane1"),
         (4, "autopar/x8.y2/x/4@2/lane1"),
     )
-    assert [ranks for ranks, _ in wire.route(["y", "x"], "x8.y2", (2, 4))] == [2, 4, 2]
+    assert [ranks for ranks, _ in comm.route(["y", "x"], "x8.y2", (2, 4))] == [2, 4, 2]
     with pytest.raises(AssertionError, match="inside of 8 ranks"):
-        wire.route("x", "x8.y2", 3)
+        comm.route("x", "x8.y2", 3)
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -67,9 +68,9 @@ def test_sums_and_gathers_are_those_of_one_level(
 ) -> None:
     """Numbers that the ranks inside do not divide are padded."""
     mesh = Mesh.parse(text)
-    flat, deep = wire.route(axis, text), wire.route(axis, text, inside)
-    ranks = levels.route_size(flat)
-    assert levels.route_size(deep) == ranks and len(deep) > 1
+    flat, deep = comm.route(axis, text), comm.route(axis, text, inside)
+    ranks = comm.route_size(flat)
+    assert comm.route_size(deep) == ranks and len(deep) > 1
 
     def on_rank(rank: int) -> list[Tensor]:
         small, large = random((numbers, 2), rank), random((ranks * numbers, 3), rank)
@@ -77,9 +78,9 @@ def test_sums_and_gathers_are_those_of_one_level(
             found
             for way in (flat, deep)
             for found in (
-                levels.hierarchical_all_reduce(small, way),
-                levels.hierarchical_all_gather(small, way),
-                levels.hierarchical_reduce_scatter(large, way),
+                comm.hierarchical_all_reduce(small, way),
+                comm.hierarchical_all_gather(small, way),
+                comm.hierarchical_reduce_scatter(large, way),
             )
         ]
 

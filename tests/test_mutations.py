@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import models
-from autopar import VerificationError, World, adjoints, levels, planning, sharded
-from autopar import collectives as c
+from autopar import VerificationError, World, planning
 from autopar._compat import pytree
 from autopar.ir.layout import S
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import TABLE, Spec
-from autopar.ops import pointwise
+from autopar.ops import autograd, comm, sharded
+from autopar.ops import collectives as c
+from autopar.ops.rules import pointwise
 from autopar.pipeline import Pipeline
 from autopar.verify import Check, compare
 from mutations import (
@@ -259,42 +260,42 @@ def summed_twice(ctx: Any, grad: Tensor) -> Any:
 def own_part_of_all_gather(ctx: Any, grad: Tensor) -> Any:
     """The first slice of the own gradient instead of the sum over all ranks."""
     dim, inner, back = ctx.facts
-    own = adjoints._expose(grad, dim, inner, levels.route_size(back))[0]
+    own = autograd._expose(grad, dim, inner, comm.route_size(back))[0]
     return own.flatten(dim, dim + 1), *none(6)
 
 
 def scattered_in_another_order(ctx: Any, grad: Tensor) -> Any:
     dim, inner, back = ctx.facts
-    local = grad.shape[dim] // levels.route_size(back)
-    return adjoints._scatter(grad, dim, 1 if inner > 1 else local, back), *none(6)
+    local = grad.shape[dim] // comm.route_size(back)
+    return autograd._scatter(grad, dim, 1 if inner > 1 else local, back), *none(6)
 
 
 def neighbours_slice(ctx: Any, grad: Tensor) -> Any:
     (coordinate,) = ctx.saved_tensors
     dim, inner, size = ctx.facts
-    return adjoints._take(grad, (coordinate + 1) % size, dim, inner, size), *none(5)
+    return autograd._take(grad, (coordinate + 1) % size, dim, inner, size), *none(5)
 
 
 def repeated(ctx: Any, grad: Tensor) -> Any:
     dim, _, back = ctx.facts
-    return torch.cat([grad] * levels.route_size(back), dim), *none(5)
+    return torch.cat([grad] * comm.route_size(back), dim), *none(5)
 
 
 def gathered_in_another_order(ctx: Any, grad: Tensor) -> Any:
     dim, inner, back = ctx.facts
-    return adjoints._gather(grad, dim, 1 if inner > 1 else grad.shape[dim], back), *none(5)
+    return autograd._gather(grad, dim, 1 if inner > 1 else grad.shape[dim], back), *none(5)
 
 
 def padded_elsewhere(ctx: Any, grad: Tensor) -> Any:
     (coordinate,) = ctx.saved_tensors
     size = ctx.facts[2]
-    return adjoints._pad(grad, (coordinate + 1) % size, *ctx.facts), *none(4 + 1)
+    return autograd._pad(grad, (coordinate + 1) % size, *ctx.facts), *none(4 + 1)
 
 
 def placed_back_elsewhere(ctx: Any, grad: Tensor) -> Any:
     (coordinate,) = ctx.saved_tensors
     size = ctx.facts[2]
-    return adjoints._take(grad, (coordinate + 1) % size, *ctx.facts), *none(4 + 1)
+    return autograd._take(grad, (coordinate + 1) % size, *ctx.facts), *none(4 + 1)
 
 
 def undivided_gradient(ctx: Any, grad: Tensor) -> Any:
@@ -303,35 +304,35 @@ def undivided_gradient(ctx: Any, grad: Tensor) -> Any:
 
 def swapped_in_another_order(ctx: Any, grad: Tensor) -> Any:
     gathered, scattered, inner, *rest = ctx.facts
-    return adjoints._swap(grad, gathered, scattered, 1 if inner > 1 else 2, *rest), *none(7)
+    return autograd._swap(grad, gathered, scattered, 1 if inner > 1 else 2, *rest), *none(7)
 
 
 def not_a_number(ctx: Any, grad: Tensor) -> Any:
     """Of one parameter among many: a nan is not larger than the errors of the others."""
     return (
-        torch.where(grad.isnan() | (grad.dim() == 1), torch.nan, adjoints._sum(grad, *ctx.facts)),
+        torch.where(grad.isnan() | (grad.dim() == 1), torch.nan, autograd._sum(grad, *ctx.facts)),
         None,
         None,
     )
 
 
 ADJOINTS: list[tuple[str, type, Callable[..., Any]]] = [
-    ("ddp", adjoints.Replicate, unsummed),
-    ("ddp", adjoints.Replicate, not_a_number),
-    ("fsdp", adjoints.AllGather, own_part_of_all_gather),
-    ("fsdp", adjoints.AllGather, scattered_in_another_order),
-    ("megatron", adjoints.Replicate, unsummed),
-    ("megatron", adjoints.AllReduceToInvariant, summed_twice),
-    ("megatron", adjoints.AllGatherToInvariant, neighbours_slice),
-    ("megatron", adjoints.Place, placed_back_elsewhere),
-    ("megatron-sp", adjoints.ReduceScatter, repeated),
-    ("megatron-sp", adjoints.ReduceScatter, gathered_in_another_order),
-    ("x2.y2 0", adjoints.AllReduce, unsummed_of_all_reduce),
-    ("x2.y2 0", adjoints.Scale, undivided_gradient),
-    ("x2.y2 0", adjoints.SliceOfInvariant, repeated),
-    ("x2.y2 0", adjoints.SliceOfInvariant, gathered_in_another_order),
-    ("x2.y2 0", adjoints.SliceOfReplicated, padded_elsewhere),
-    ("x2.y2 0", adjoints.AllToAll, swapped_in_another_order),
+    ("ddp", autograd.Replicate, unsummed),
+    ("ddp", autograd.Replicate, not_a_number),
+    ("fsdp", autograd.AllGather, own_part_of_all_gather),
+    ("fsdp", autograd.AllGather, scattered_in_another_order),
+    ("megatron", autograd.Replicate, unsummed),
+    ("megatron", autograd.AllReduceToInvariant, summed_twice),
+    ("megatron", autograd.AllGatherToInvariant, neighbours_slice),
+    ("megatron", autograd.Place, placed_back_elsewhere),
+    ("megatron-sp", autograd.ReduceScatter, repeated),
+    ("megatron-sp", autograd.ReduceScatter, gathered_in_another_order),
+    ("x2.y2 0", autograd.AllReduce, unsummed_of_all_reduce),
+    ("x2.y2 0", autograd.Scale, undivided_gradient),
+    ("x2.y2 0", autograd.SliceOfInvariant, repeated),
+    ("x2.y2 0", autograd.SliceOfInvariant, gathered_in_another_order),
+    ("x2.y2 0", autograd.SliceOfReplicated, padded_elsewhere),
+    ("x2.y2 0", autograd.AllToAll, swapped_in_another_order),
 ]
 
 

@@ -17,9 +17,9 @@ from autopar import InputError, PlanError, planning
 from autopar.ir.graph import every_node
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.ops.recomputation import recomputed
+from autopar.ops.sharded.dropout import next_seed
 from autopar.pipeline import Pipeline
-from autopar.recomputed import recomputed
-from autopar.sharded.dropout import next_seed
 from dropped import DROPPED, Dropped, dropping
 from plans import Subject, named_or_refused, random_plan, subject
 from test_training import launched

@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar import lockstep, sharded, wire
+from autopar import lockstep
 from autopar.ir.mesh import Mesh, group_name
+from autopar.ops import comm, sharded
 from autopar.ops.process_groups import connect
 
 MESHES = ["depth1.row2.col2", "depth2.row2.col2", "depth1.row4.col4", "row3.col3"]
@@ -181,7 +182,7 @@ class _Trace:
     """Stands between a lockstep run and its wire; keeps each rank's words, panels and order."""
 
     def __init__(self, mesh):
-        self.mesh, self.simulator, self.own = mesh, wire.simulator, threading.local()
+        self.mesh, self.simulator, self.own = mesh, comm.simulator, threading.local()
         self.words = [0] * mesh.size
         self.panels = [{} for _ in range(mesh.size)]  # by group, those of one pass
         self.peaks = [{} for _ in range(mesh.size)]
@@ -228,7 +229,7 @@ def _traced(mesh, rank_fn):
     traces = []
 
     def start(_):
-        wire.simulator = trace = _Trace(mesh)
+        comm.simulator = trace = _Trace(mesh)
         traces.append(trace)
 
     def on_rank(rank):
@@ -300,10 +301,10 @@ def _rooted(rank, mesh):
     for axis, root in itertools.product(("row", "col"), range(2)):
         group = group_name(str(mesh), (axis,))
         x = _random((3, 4), rank, axis, root).t()
-        found[f"broadcast {axis} {root}"] = wire.broadcast(x, root, 2, group)
-        total = wire.reduce(x, root, 2, group)
+        found[f"broadcast {axis} {root}"] = comm.broadcast(x, root, 2, group)
+        total = comm.reduce(x, root, 2, group)
         assert total.shape == x.shape
-        half = wire.reduce(torch.full((5,), rank + 1.0).bfloat16(), root, 2, group)
+        half = comm.reduce(torch.full((5,), rank + 1.0).bfloat16(), root, 2, group)
         if mesh.coordinate(rank)[axis] == root:
             found[f"reduce {axis} {root}"] = total, half
     return found
@@ -326,14 +327,14 @@ def test_broadcast_and_reduce_by_hand():
 
 def test_a_reduce_spoils_the_result_of_all_but_the_root():
     mesh = Mesh.parse("x3")
-    reduce = wire.reduce
+    reduce = comm.reduce
     found = lockstep.run(mesh, lambda rank: reduce(torch.ones(2), 1, 3, group_name("x3", ("x",))))
     assert found[1].tolist() == [3.0, 3.0]
     assert found[0].isnan().all() and found[2].isnan().all()
 
 
 def test_a_root_outside_the_group_is_refused():
-    for call in (wire.broadcast, wire.reduce):
+    for call in (comm.broadcast, comm.reduce):
         with pytest.raises(AssertionError, match="root 2 of 2 ranks"):
             call(torch.ones(1), 2, 2, "nobody")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import Spec
-from autopar.ops import spec_of
-from autopar.probe import probe
+from autopar.ops.rules import spec_of
+from autopar.ops.rules.probe import probe
 from shards import (
     Case,
     call,

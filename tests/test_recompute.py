@@ -12,11 +12,12 @@ import torch
 
 import autopar
 import models
-from autopar import PlanError, collectives, lockstep, report, wire
+from autopar import PlanError, lockstep, report
 from autopar._compat import pytree
 from autopar.ir.graph import every_node
 from autopar.layouts import Grid4D
-from autopar.recomputed import recomputed, regathered
+from autopar.ops import collectives, comm
+from autopar.ops.recomputation import recomputed, regathered
 from autopar.verify import _Rank
 
 
@@ -148,9 +149,9 @@ def calls(plan: autopar.Plan, inputs: Any) -> int:
 
     def step(rank: int) -> None:
         nonlocal count
-        inner = wire.simulator
+        inner = comm.simulator
         if rank == 0:
-            wire.simulator = Counting()
+            comm.simulator = Counting()
         assert inner is not None
         _Rank(program, plan.mesh.coordinate(rank), leaves)._step()
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import Plan, collectives, lockstep
+from autopar import Plan, lockstep
 from autopar.cost.moves import Move, moves
 from autopar.errors import PlanError
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
+from autopar.ops import collectives
 from autopar.price import terms
 from examples.gpt import GPT, Config
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autopar import lockstep, sharded
+from autopar import lockstep
 from autopar._compat import compiled_for
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
-from autopar.sharded.dropout import FORMULAS
-from autopar.sharded.index import globalize, localize
+from autopar.ops import sharded
+from autopar.ops.sharded.dropout import FORMULAS
+from autopar.ops.sharded.embedding import globalize, localize
 
 MESH = Mesh.parse("a2.b3.z2")
 TEXT = str(MESH)
@@ -381,7 +382,7 @@ def test_dropout_as_a_gpu_runs_it_is_compiled_within_the_op(monkeypatch):
     given = 0.4, torch.tensor(7), [torch.tensor([1])], [(("a", 4, 2),), ()], (8, 8)
     y = sharded.dropout(x, *given)
     (gradient,) = torch.autograd.grad(y.sum(), x)
-    formula = sys.modules["autopar.sharded.dropout"]
+    formula = sys.modules["autopar.ops.sharded.dropout"]
 
     def on_gpu(x, seed, coordinates, how):
         return compiled_for(partial(formula._whole, how=how))(x, seed, *coordinates)

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 import autopar
 from autopar.ir.sharding_rule import Spec
-from autopar.trials import spec_by_trial
+from autopar.ops.rules.trials import spec_by_trial
 
 KERNEL = "autopar_trials"
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar import VerificationError, local, planning, unwritten
+from autopar import VerificationError, planning, unwritten
+from autopar.ops import local
 from autopar.pipeline import Pipeline
 from autopar.world import World
 from odd_models import Simple, rows

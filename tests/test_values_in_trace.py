@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import sharded
 from autopar.errors import TraceError
+from autopar.ops import sharded
 from autopar.passes.trace import bind, run, trace
 
 

@@ -13,9 +13,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar import VerificationError, World, adjoints, levels, local
+from autopar import VerificationError, World
 from autopar.ir.layout import Layout
 from autopar.ir.sharding_rule import TABLE, Spec
+from autopar.ops import autograd, comm, local
 from autopar.rating.options import OptionCosts
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
@@ -128,7 +129,7 @@ def identity(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def test_a_broken_adjoint_is_found_and_names_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are right, but gradients of the ranks' parts of the batch are not added."""
     model, inputs = normed()
-    monkeypatch.setattr(adjoints.Replicate, "backward", staticmethod(identity))
+    monkeypatch.setattr(autograd.Replicate, "backward", staticmethod(identity))
     message = refused(model, 2, inputs, "ddp")
     assert message.startswith("grad_error is ") and "past the tolerance 1e-09" in message
     assert "on mesh data2 with layout ddp" in message
@@ -142,7 +143,7 @@ def test_a_sum_made_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def summed(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return 2 * grad, None
 
-    monkeypatch.setattr(adjoints.AllReduceToInvariant, "backward", staticmethod(summed))
+    monkeypatch.setattr(autograd.AllReduceToInvariant, "backward", staticmethod(summed))
     model, inputs = normed()
     message = refused(model, 2, inputs, "fsdp")
     assert message.startswith("grad_error is ") and "(data:S(" in message
@@ -154,9 +155,9 @@ def test_gradients_of_inputs_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
     def own_part(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         dim, _, back = ctx.facts
-        return torch.cat([grad] * levels.route_size(back), dim), None, None, None, None, None
+        return torch.cat([grad] * comm.route_size(back), dim), None, None, None, None, None
 
-    monkeypatch.setattr(adjoints.SliceOfInvariant, "backward", staticmethod(own_part))
+    monkeypatch.setattr(autograd.SliceOfInvariant, "backward", staticmethod(own_part))
     message = refused(model, 2, inputs, "ddp")
     assert message.startswith("grad_error is ") and "worst gradients args_0 (whole)" in message
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar import _compat, wire
+from autopar import _compat
 from autopar.cost.pattern import Pattern, members, size
-from autopar.sharded.products import other_order
+from autopar.ops import comm
+from autopar.ops.sharded.linear import other_order
 from autopar.world import Copied, Form, ranks
 
 _WARM_S = 2e-3  # on a GPU, what is shorter is run several times for one measurement
@@ -101,17 +102,17 @@ def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     x = numbers[: part * count * (count if case.kind in WHOLE else 1)]
     match case.kind:
         case "all_gather":
-            return lambda: wire.all_gather(x, count, group)
+            return lambda: comm.all_gather(x, count, group)
         case "reduce_scatter":
-            return lambda: wire.reduce_scatter(x, count, group)
+            return lambda: comm.reduce_scatter(x, count, group)
         case "all_reduce":
-            return lambda: wire.all_reduce(x, count, group)
+            return lambda: comm.all_reduce(x, count, group)
         case "all_to_all":
-            return lambda: wire.all_to_all(x.view(count, part), group)
+            return lambda: comm.all_to_all(x.view(count, part), group)
         case "broadcast":
-            return lambda: [wire.broadcast(x, root, count, group) for root in range(count)]
+            return lambda: [comm.broadcast(x, root, count, group) for root in range(count)]
         case "reduce":
-            return lambda: [wire.reduce(x, root, count, group) for root in range(count)]
+            return lambda: [comm.reduce(x, root, count, group) for root in range(count)]
     raise AssertionError(case.kind)
 
 

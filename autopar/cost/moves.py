@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.conversion import levels_of
-from autopar.cost.inside import Inside
 from autopar.ir.graph import every_node
 from autopar.ir.layout import Element, Layout, Step, Traffic
 from autopar.ir.program import Atom, Program
+from autopar.ops.reshard_nodes import levels_of
+from autopar.ops.sharded.inner_collectives import Inside
 
 
 class Move(NamedTuple):

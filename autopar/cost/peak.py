@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar import wire
 from autopar._compat import TorchDispatchMode, pytree
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
 from autopar.cost.stand_ins import META, on_stand_ins
 from autopar.ir.mesh import group_ranks
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Input, Program
+from autopar.ops import comm
 from autopar.world import World
 
 _NEVER = 1 << 60
@@ -113,12 +113,12 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
 
 
 @contextmanager
-def _simulated(simulator: wire.Simulator) -> Iterator[None]:
-    before, wire.simulator = wire.simulator, simulator
+def _simulated(simulator: comm.Simulator) -> Iterator[None]:
+    before, comm.simulator = comm.simulator, simulator
     try:
         yield
     finally:
-        wire.simulator = before
+        comm.simulator = before
 
 
 class _Step:

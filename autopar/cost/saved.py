@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Strategy
-from autopar.local import Call, emit_local
+from autopar.ops.local import Call, emit_local
 
 aten = torch.ops.aten
 

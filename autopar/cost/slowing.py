@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from autopar import _compat, wire
+from autopar import _compat
 from autopar.cost import measure
 from autopar.cost.comm import sent
 from autopar.cost.fit import six
 from autopar.cost.measure import Case
 from autopar.cost.pattern import Pattern, size
 from autopar.cost.ways import flat_ways
+from autopar.ops import comm
 from autopar.world import Measured, World, ranks
 
 _SMALL, _LARGE = 2**12, 2**21  # bytes: what it takes to start, and to move them
@@ -209,7 +210,7 @@ def _reduce_scatter(x: Tensor, count: int, group: str) -> Started:
 
 
 def _later(x: Tensor) -> Finish:
-    return lambda: wire.wait(x)
+    return lambda: comm.wait(x)
 
 
 _STARTS = {

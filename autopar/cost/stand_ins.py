@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar._compat import OpOverload, TorchDispatchMode, fake_mode, without_modes
-from autopar.devices import renamed
 from autopar.ir.graph import called
+from autopar.ops.devices import renamed
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default  # keeps no scores

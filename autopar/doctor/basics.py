@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar import _compat, devices
+from autopar import _compat
 from autopar.cost import measure
 from autopar.cost.comm import flat_price
 from autopar.cost.pattern import pattern
@@ -21,6 +21,7 @@ from autopar.doctor.models import grid_4d, parallel
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
 from autopar.ir.mesh import Mesh, group_ranks
+from autopar.ops import devices
 from autopar.ops.process_groups import connect
 from autopar.world import ranks, store
 from autopar.world.world import running_world

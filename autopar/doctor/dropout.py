@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar import api, sharded
+from autopar import api
 from autopar.doctor.models import Dropped, multiple
 from autopar.doctor.result import Finding
 from autopar.doctor.session import Session
-from autopar.sharded.attention import seed_at
+from autopar.ops import sharded
+from autopar.ops.sharded.attention import seed_at
 from autopar.world import ranks
 
 P = 0.2

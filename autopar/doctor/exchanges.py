@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar import joint, wire
+from autopar import joint
 from autopar.cost.derived import collective_of
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
 from autopar.ir.graph import ordered
 from autopar.ir.mesh import Mesh, group_ranks
+from autopar.ops import comm
 from autopar.ops.process_groups import connect
 from autopar.world import ranks
 
@@ -106,26 +107,26 @@ def trials(
     match kind:
         case "all_gather":
             whole = torch.cat([moves(rank) for rank in group.ranks])
-            yield Trial(lambda x: wire.all_gather(x, size, name), moves(own), whole)
+            yield Trial(lambda x: comm.all_gather(x, size, name), moves(own), whole)
         case "reduce_scatter":
             part = total.chunk(size)[place]
-            yield Trial(lambda x: wire.reduce_scatter(x, size, name), sums(own), part)
+            yield Trial(lambda x: comm.reduce_scatter(x, size, name), sums(own), part)
         case "all_reduce":
-            yield Trial(lambda x: wire.all_reduce(x, size, name), sums(own), total)
+            yield Trial(lambda x: comm.all_reduce(x, size, name), sums(own), total)
             most = torch.stack([sums(rank) for rank in group.ranks]).amax(0)
-            yield Trial(lambda x: wire.all_reduce(x, size, name, "max"), sums(own), most)
+            yield Trial(lambda x: comm.all_reduce(x, size, name, "max"), sums(own), most)
         case "all_to_all":
             from_each = [moves(rank, size * rows).view(size, rows, -1) for rank in group.ranks]
             arrived = torch.stack([x[place] for x in from_each])
-            yield Trial(lambda x: wire.all_to_all(x, name), from_each[place], arrived)
+            yield Trial(lambda x: comm.all_to_all(x, name), from_each[place], arrived)
         case "broadcast":
             each = [moves(rank) for rank in group.ranks]
             yield from (
-                Trial(_rooted(wire.broadcast, n, group), moves(own), each[n]) for n in places
+                Trial(_rooted(comm.broadcast, n, group), moves(own), each[n]) for n in places
             )
         case "reduce":
             wanted = [total if n == place else None for n in places]
-            yield from (Trial(_rooted(wire.reduce, n, group), sums(own), wanted[n]) for n in places)
+            yield from (Trial(_rooted(comm.reduce, n, group), sums(own), wanted[n]) for n in places)
 
 
 def _groups(session: Session) -> list[Group]:
@@ -137,7 +138,7 @@ def _groups(session: Session) -> list[Group]:
     inner = next((n for n in range(math.isqrt(session.ranks), 1, -1) if not session.ranks % n), 1)
     mesh = Mesh.parse(f"outer{session.ranks // inner}" + (f".inner{inner}" if inner > 1 else ""))
     over = [(axis,) for axis in mesh.names]
-    names = [wire.group_of(axes, str(mesh)) for axes in dict.fromkeys((mesh.names, *over))]
+    names = [comm.group_of(axes, str(mesh)) for axes in dict.fromkeys((mesh.names, *over))]
     ranks.together("opening groups", lambda: connect(mesh, session.device.type, names))
     members = [tuple(group_ranks(name, session.rank)) for name in names]
     return [Group(n, who, who.index(session.rank)) for n, who in zip(names, members, strict=True)]

@@ -12,13 +12,12 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.function_rules import function_spec
 from autopar.functions import is_custom
 from autopar.ir.graph import producer, where
 from autopar.ir.program import Annotations, Atom, Program, Value
 from autopar.ir.sharding_rule import Dims, Spec, bound, operands_of, results_of, shape_of
-from autopar.ops import spec_of, unsplit
-from autopar.probe import probe, unrepeatable
+from autopar.ops.rules import spec_of, unsplit
+from autopar.ops.rules.probe import function_spec, probe, unrepeatable
 
 aten = torch.ops.aten
 _RANDOM = {

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import fx
 
-from autopar import collectives
 from autopar.ir.program import Input, Program, same_inputs
+from autopar.ops import collectives
 
 aten = torch.ops.aten
 

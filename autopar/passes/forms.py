@@ -10,8 +10,8 @@ import math
 import torch
 from torch import fx
 
-from autopar import sharded
 from autopar.ir.program import Program, same_inputs
+from autopar.ops import sharded
 from autopar.world import Copied, Device, World
 
 aten = torch.ops.aten

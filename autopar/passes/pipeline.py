@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 from torch import fx
 
-from autopar import collectives, sharded
-from autopar.cost.inside import Part, moving
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program, same_inputs
+from autopar.ops import collectives, sharded
+from autopar.ops.sharded.inner_collectives import Part, moving
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from autopar.ir.graph import block_of, blocks, stored
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, same_inputs
 from autopar.ir.sharding_rule import Spec
-from autopar.recomputed import recomputed, regathered
+from autopar.ops.recomputation import recomputed, regathered
 
 _FETCHING = ("all_gather", "all_to_all")  # of a weight: what makes other memory than the stored one
 

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.conversion import emit_step
 from autopar.cost.comm import levels, path_seconds
-from autopar.cost.inside import inside
 from autopar.ir.graph import chain_name, producer
 from autopar.ir.layout import Element, Layout, R, State
 from autopar.ir.plan import Plan
 from autopar.ir.program import Annotations, Input, Program, Value
 from autopar.ir.reshard import steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
-from autopar.local import Call, emit_local
+from autopar.ops.local import Call, emit_local
+from autopar.ops.reshard_nodes import emit_step
+from autopar.ops.sharded.inner_collectives import inside
 from autopar.pushback import pushed_back
 from autopar.world import World
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar.cost.inside import HAVE_INSIDE
 from autopar.ir.graph import carries_gradient, module_path, numbered_block, producer
 from autopar.ir.layout import Element
 from autopar.ir.program import Annotations, Atom, Program, Value
 from autopar.ir.sharding_rule import Dims, Spec, operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Choice, Slot, Through, free_choices, spec_look
+from autopar.ops.sharded.inner_collectives import HAVE_INSIDE
 from autopar.regions import Known, Region, Regions
 
 WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots count on

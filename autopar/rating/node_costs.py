@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cost.compute import spec_seconds
-from autopar.cost.inside import HAVE_INSIDE, inside
 from autopar.cost.kept import Price
 from autopar.ir.graph import carries_gradient
 from autopar.ir.layout import Digit
 from autopar.ir.program import Annotations
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Slot
+from autopar.ops.sharded.inner_collectives import HAVE_INSIDE, inside
 from autopar.rating.arrays import local, parts
 from autopar.rating.frame import FIRST_SLOT, AxisOption, Frame
 from autopar.rating.prices import Meshes

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from .source import Built
 
 # the function of that name hides the module
-dropping = importlib.import_module("autopar.sharded.dropout")
+dropping = importlib.import_module("autopar.ops.sharded.dropout")
 STEPS, RATE, MOMENTUM = 2, 0.05, 0.9
 _PERMUTED = 3  # draws whose order is tried in every way
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import autopar
 from autopar import api, errors, lockstep, planning
-from autopar.conversion import groups_of
 from autopar.ir.program import Input, Program
+from autopar.ops.reshard_nodes import groups_of
 from autopar.pipeline import Pipeline
 from autopar.ready import fingerprint
 from autopar.widened import double_by_default, widened

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from autopar import levels, wire
-from autopar.wire import Route
+from autopar.ops import comm
+from autopar.ops.comm import Route
 
 Wide = torch.dtype | None  # what a gradient is added up in; None: its own
 
@@ -40,7 +40,7 @@ class AllGatherToInvariant(Function):
     def forward(
         ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, there: Route
     ) -> Tensor:
-        ctx.facts = dim, inner, levels.route_size(there)
+        ctx.facts = dim, inner, comm.route_size(there)
         ctx.save_for_backward(coordinate)
         return _gather(x, dim, inner, there)
 
@@ -67,7 +67,7 @@ class AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Route, back: Route, wide: Wide) -> Tensor:
         ctx.facts = back, wide
-        return levels.hierarchical_all_reduce(x, there)
+        return comm.hierarchical_all_reduce(x, there)
 
     @staticmethod
     @once_differentiable
@@ -78,7 +78,7 @@ class AllReduce(Function):
 class AllReduceToInvariant(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Route) -> Tensor:
-        return levels.hierarchical_all_reduce(x, there)
+        return comm.hierarchical_all_reduce(x, there)
 
     @staticmethod
     @once_differentiable
@@ -179,7 +179,7 @@ class AllToAll(Function):
 
 
 def _sum(grad: Tensor, route: Route, wide: Wide) -> Tensor:
-    return levels.hierarchical_all_reduce(widened(grad, wide), route).to(grad.dtype)
+    return comm.hierarchical_all_reduce(widened(grad, wide), route).to(grad.dtype)
 
 
 def widened(grad: Tensor, wide: Wide) -> Tensor:
@@ -201,19 +201,19 @@ def _absorb(x: Tensor, dim: int, inner: int) -> Tensor:
 
 
 def _gather(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
-    return _absorb(levels.hierarchical_all_gather(x.unsqueeze(0), route), dim, inner)
+    return _absorb(comm.hierarchical_all_gather(x.unsqueeze(0), route), dim, inner)
 
 
 def _scatter(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
-    exposed = _expose(x, dim, inner, levels.route_size(route))
-    return levels.hierarchical_reduce_scatter(exposed, route).squeeze(0).flatten(dim, dim + 1)
+    exposed = _expose(x, dim, inner, comm.route_size(route))
+    return comm.hierarchical_reduce_scatter(exposed, route).squeeze(0).flatten(dim, dim + 1)
 
 
 def _swap(
     x: Tensor, from_dim: int, to_dim: int, from_inner: int, to_inner: int, size: int, group: str
 ) -> Tensor:
     outgoing = _expose(x, to_dim, to_inner, size).flatten(to_dim + 1, to_dim + 2)
-    return _absorb(wire.all_to_all(outgoing, group), from_dim, from_inner)
+    return _absorb(comm.all_to_all(outgoing, group), from_dim, from_inner)
 
 
 def _take(x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:

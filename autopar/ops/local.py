@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar import sharded
 from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
-from autopar.ops import FILLS, NEW_FILLS, slice_extent
+from autopar.ops import sharded
+from autopar.ops.rules import FILLS, NEW_FILLS, slice_extent
 
 aten = torch.ops.aten
 

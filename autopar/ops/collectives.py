@@ -31,11 +31,11 @@ Arguments that mean the same everywhere:
     coordinate  the rank's own place on the axis: int64 of shape (1,), a tensor so that graphs are
                 the same on all ranks; for several axes one of each, in mesh order
     inside      the collective goes in two levels, so many ranks (neighbours on the axis) inside, or
-                in more of them: see autopar/levels.py. `backward_inside`: that of the backward
+                in more of them: see autopar/ops/comm.py. `backward_inside`: that of the backward
     reduce_dtype  what the gradient is added up in, if that is wider than its own dtype
     lane        which of the process groups carries it: what waits in one lane holds up no other
 
-Every communication goes through `autopar.wire`.
+Every communication goes through `autopar.ops.comm`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from autopar import adjoints, wire
-from autopar.wire import Axes, Levels, Route
+from autopar.ops import autograd, comm
+from autopar.ops.comm import Axes, Levels, Route
 
 Coordinate = Tensor | Sequence[Tensor]
 
@@ -77,12 +77,12 @@ def all_gather(
     dim = dim % x.dim()
     inner = x.shape[dim] if inner is None else inner
     if to == "R":
-        return adjoints.AllGather.apply(x, dim, inner, there, back, reduce_dtype)
+        return autograd.AllGather.apply(x, dim, inner, there, back, reduce_dtype)
     assert coordinate is not None, (
         "all_gather to I takes its own slice in the backward: pass `coordinate`"
     )
     place = _joint(coordinate, axis, mesh)
-    return adjoints.AllGatherToInvariant.apply(x, place, dim, inner, there)
+    return autograd.AllGatherToInvariant.apply(x, place, dim, inner, there)
 
 
 def reduce_scatter(
@@ -100,8 +100,8 @@ def reduce_scatter(
     """
     there, back = _both_ways(axis, mesh, inside, backward_inside, lane)
     dim = dim % x.dim()
-    inner = x.shape[dim] // wire.size_of(axis, mesh) if inner is None else inner
-    return adjoints.ReduceScatter.apply(x, dim, inner, there, back)
+    inner = x.shape[dim] // comm.size_of(axis, mesh) if inner is None else inner
+    return autograd.ReduceScatter.apply(x, dim, inner, there, back)
 
 
 def all_reduce(
@@ -119,8 +119,8 @@ def all_reduce(
     """
     there, back = _both_ways(axis, mesh, inside, backward_inside, lane)
     if to == "R":
-        return adjoints.AllReduce.apply(x, there, back, reduce_dtype)
-    return adjoints.AllReduceToInvariant.apply(x, there)
+        return autograd.AllReduce.apply(x, there, back, reduce_dtype)
+    return autograd.AllReduceToInvariant.apply(x, there)
 
 
 def replicate(
@@ -134,20 +134,20 @@ def replicate(
     """I → R: the value stays; the ranks' gradients are summed, over several axes at once where
     `axis` is a tuple.
     """
-    return adjoints.Replicate.apply(x, wire.route(axis, mesh, backward_inside, lane), reduce_dtype)
+    return autograd.Replicate.apply(x, comm.route(axis, mesh, backward_inside, lane), reduce_dtype)
 
 
 def invariant(x: Tensor, axis: Axes, mesh: str) -> Tensor:
     """R → I: the value stays; every rank keeps its part, gradient / size, of the whole gradient."""
-    return adjoints.Scale.apply(x, 1, wire.size_of(axis, mesh))
+    return autograd.Scale.apply(x, 1, comm.size_of(axis, mesh))
 
 
 def partial(x: Tensor, axis: Axes, mesh: str, of: Literal["I", "R"] = "I") -> Tensor:
     """I or R → P: every rank holds x / size; the gradient of I passes as it is, that of R is
     divided too.
     """
-    size = wire.size_of(axis, mesh)
-    return adjoints.Scale.apply(x, size, 1 if of == "I" else size)
+    size = comm.size_of(axis, mesh)
+    return autograd.Scale.apply(x, size, 1 if of == "I" else size)
 
 
 def take_slice(
@@ -164,13 +164,13 @@ def take_slice(
     """I or R → S: the own slice; the dim is read as (outer, axis, inner), so `inner` counts AFTER
     the slicing.
     """
-    size, dim = wire.size_of(axis, mesh), dim % x.dim()
+    size, dim = comm.size_of(axis, mesh), dim % x.dim()
     inner = x.shape[dim] // size if inner is None else inner
     own = _joint(coordinate, axis, mesh)
     if of == "I":
-        back = wire.route(axis, mesh, backward_inside, lane)
-        return adjoints.SliceOfInvariant.apply(x, own, dim, inner, size, back)
-    return adjoints.SliceOfReplicated.apply(x, own, dim, inner, size)
+        back = comm.route(axis, mesh, backward_inside, lane)
+        return autograd.SliceOfInvariant.apply(x, own, dim, inner, size, back)
+    return autograd.SliceOfReplicated.apply(x, own, dim, inner, size)
 
 
 def place(
@@ -182,7 +182,7 @@ def place(
     dim = dim % x.dim()
     inner = x.shape[dim] if inner is None else inner
     own = _joint(coordinate, axis, mesh)
-    return adjoints.Place.apply(x, own, dim, inner, wire.size_of(axis, mesh))
+    return autograd.Place.apply(x, own, dim, inner, comm.size_of(axis, mesh))
 
 
 def all_to_all(
@@ -200,19 +200,19 @@ def all_to_all(
 
     `from_inner` is `inner` as for `all_gather`, `to_inner` as for `reduce_scatter`.
     """
-    ((size, group),) = wire.route(axis, mesh, (), lane)
+    ((size, group),) = comm.route(axis, mesh, (), lane)
     from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
     assert from_dim != to_dim, f"all_to_all within dim {from_dim}"
     from_inner = x.shape[from_dim] if from_inner is None else from_inner
     to_inner = x.shape[to_dim] // size if to_inner is None else to_inner
-    return adjoints.AllToAll.apply(x, from_dim, to_dim, from_inner, to_inner, size, group)
+    return autograd.AllToAll.apply(x, from_dim, to_dim, from_inner, to_inner, size, group)
 
 
 def _both_ways(
     axis: Axes, mesh: str, inside: Levels, backward_inside: Levels, lane: int
 ) -> tuple[Route, Route]:
-    there = wire.route(axis, mesh, inside, lane)
-    return there, wire.route(axis, mesh, backward_inside, lane)
+    there = comm.route(axis, mesh, inside, lane)
+    return there, comm.route(axis, mesh, backward_inside, lane)
 
 
 def _joint(coordinate: Coordinate, axis: Axes, mesh: str) -> Tensor:
@@ -220,6 +220,6 @@ def _joint(coordinate: Coordinate, axis: Axes, mesh: str) -> Tensor:
     if isinstance(coordinate, Tensor):
         return coordinate
     own, *others = coordinate
-    for place, size in zip(others, wire.sizes_of(axis, mesh)[1:], strict=True):
+    for place, size in zip(others, comm.sizes_of(axis, mesh)[1:], strict=True):
         own = own * size + place
     return own

@@ -7,8 +7,8 @@ import dataclasses
 from torch import fx
 
 from autopar.ir.sharding_rule import Dims, Spec, bound, operands_of, results_of, shape_of, value_of
-from autopar.ops.common import aten, named, operand_shape, spec, unsplit
-from autopar.ops.pointwise import expand_like_identity
+from autopar.ops.rules.pointwise import expand_like_identity
+from autopar.ops.rules.registry import aten, named, operand_shape, spec, unsplit
 
 
 def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, int], Dims, Dims]:

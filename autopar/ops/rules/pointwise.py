@@ -7,7 +7,7 @@ import dataclasses
 from torch import fx
 
 from autopar.ir.sharding_rule import Dims, Spec, bound, operands_of, results_of, shape_of, value_of
-from autopar.ops.common import aten, floating, named, operand_shape, spec, unsplit
+from autopar.ops.rules.registry import aten, floating, named, operand_shape, spec, unsplit
 
 _JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 

@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 class Inside(NamedTuple):
     """One collective inside an op: what moves, over which axes, forward or backward, and which part
-    of an operand that is. Sharded ops reckon in float32 (sharded/precision.py): 4 bytes an element.
+    of an operand that is. Sharded ops reckon in float32 (ops/sharded/norms.py): 4 bytes an element.
     """
 
     traffic: Traffic

@@ -1,12 +1,15 @@
-"""Rules of views: the same entries in another shape or order."""
+"""Rules of views: the same entries in another shape or order.
+
+Rules of tensors that are made from nothing.
+"""
 
 from __future__ import annotations
 
 from torch import fx
 
 from autopar.ir.sharding_rule import Spec, bound, operands_of, shape_of, value_of, view_factors
-from autopar.ops.common import aten, named, operand_shape, spec, unsplit
-from autopar.ops.pointwise import pointwise
+from autopar.ops.rules.pointwise import pointwise
+from autopar.ops.rules.registry import aten, named, operand_shape, spec, unsplit
 
 
 @spec(
@@ -57,3 +60,39 @@ def expand(node: fx.Node) -> Spec:
     made = pointwise(node)
     rest = (None,) * (len(made.operands) - 1)
     return Spec((made.operands[0], *rest), made.results, made.sizes, linear=(frozenset({0}),))
+
+
+FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
+
+
+MADE = (
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.scalar_tensor.default,
+    aten.eye.default,
+    aten.empty.memory_format,
+)
+
+
+NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+
+
+@spec(FILLS)
+def fill(node: fx.Node) -> Spec:
+    sizes: dict[str, int] = {}
+    return Spec((), (tuple(named(shape_of(value_of(node)), sizes)),), sizes)
+
+
+@spec(MADE)
+def made_whole(node: fx.Node) -> Spec:
+    """Small tensors that come from nothing: made whole, then sliced."""
+    return unsplit(node, found="rule")
+
+
+@spec(NEW_FILLS)
+def new_fill(node: fx.Node) -> Spec:
+    made = unsplit(node)
+    sizes = dict(made.sizes)
+    result = tuple(named(shape_of(value_of(node)), sizes))
+    return Spec(made.operands, (result,), sizes, whole=made.whole)

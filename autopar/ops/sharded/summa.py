@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from autopar import wire
-from autopar.adjoints import widened
+from autopar.ops import comm
+from autopar.ops.autograd import widened
 
 
 def panel_linear(
@@ -56,9 +56,9 @@ def panel_linear(
     On "row2.column2", x (6, 8) and weight (10, 8) in all: a rank has x (3, 4), weight (5, 4) and
     gets (3, 5).
     """
-    size = wire.size_of(column, mesh)
-    assert wire.size_of(row, mesh) == size, f"panels need {row} and {column} of one size: {mesh}"
-    groups = wire.group_of(row, mesh), wire.group_of(column, mesh)
+    size = comm.size_of(column, mesh)
+    assert comm.size_of(row, mesh) == size, f"panels need {row} and {column} of one size: {mesh}"
+    groups = comm.group_of(row, mesh), comm.group_of(column, mesh)
     facts = size, *groups, transposed, reduce_dtype
     return _PanelLinear.apply(x, weight, bias, *coordinates, *facts)
 
@@ -130,7 +130,7 @@ def _multiply(
 def _add_product(
     y: Tensor | None, panels: list[Tensor], bias: Tensor | None, transposed: bool
 ) -> Tensor:
-    x, weight = [wire.wait(panel) for panel in panels]
+    x, weight = [comm.wait(panel) for panel in panels]
     weight = weight if transposed else weight.t()
     if y is not None:
         return y.addmm_(x, weight)
@@ -147,8 +147,8 @@ def _gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool) -> l
         panels = coming
         coming = _issue(blocks, t + 1, size)
         parts = [
-            wire.issue_reduce(
-                widened(lane.multiply(dy, wire.wait(panel), transposed), lane.wide),
+            comm.issue_reduce(
+                widened(lane.multiply(dy, comm.wait(panel), transposed), lane.wide),
                 t,
                 size,
                 lane.outgoing,
@@ -164,7 +164,7 @@ def _keep(lanes: list[_Lane], own: list[Tensor], leaving: list[Tensor], t: int) 
     """`own`, or the sums that leave for place t, on the ranks that stand there. What else a rank
     holds at t = 0 is undefined, and replaced when its turn comes.
     """
-    arrived = [wire.wait(part) for part in leaving]
+    arrived = [comm.wait(part) for part in leaving]
     if t == 0:
         return arrived
     return [
@@ -177,7 +177,7 @@ def _issue(blocks: list[tuple[Tensor, str]], t: int, size: int) -> list[Tensor]:
     """Panel t of each (own block, group), under way; after the last one there is none."""
     if t == size:
         return []
-    return [wire.issue_broadcast(block, t, size, group) for block, group in blocks]
+    return [comm.issue_broadcast(block, t, size, group) for block, group in blocks]
 
 
 def _x_part(dy: Tensor, weight: Tensor, transposed: bool) -> Tensor:

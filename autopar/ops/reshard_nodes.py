@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar import collectives, wire
 from autopar.ir.graph import every_node
 from autopar.ir.layout import SUMS, TRAFFIC, Step
+from autopar.ops import collectives, comm
 
 Levels = tuple[int, ...]
 _LEVELS = "inside", "backward_inside"  # what says so of a change, forward and backward
@@ -78,7 +78,7 @@ def _of_change(node: fx.Node) -> set[str]:
     both = node.kwargs.get("to") != "I"
     keys = [key for key in _LEVELS[: 1 + both] if key in taken] or [""]
     ways: list[Any] = [node.kwargs.get(key, ()) for key in keys]
-    return {group for way in ways for _, group in wire.route(axis, mesh, way, lane)}
+    return {group for way in ways for _, group in comm.route(axis, mesh, way, lane)}
 
 
 def _of_sharded(node: fx.Node) -> set[str]:
@@ -88,7 +88,7 @@ def _of_sharded(node: fx.Node) -> set[str]:
         return set()
     sets = [given[key] for key in ("axes", "token_axes", "row", "column") if key in given]
     sets.append([axis for axis, *_ in given.get("digits", ())])
-    return {wire.group_of(axes, given["mesh"]) for axes in sets if axes}
+    return {comm.group_of(axes, given["mesh"]) for axes in sets if axes}
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]

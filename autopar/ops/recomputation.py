@@ -1,5 +1,7 @@
 """Parts of a graph whose values, or whose gathered weights, are not kept for the backward but made
 again there.
+
+Run an emitted graph node by node, with somebody looking on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def recomputed(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:
     """What `block` gives for these inputs, its collectives included; the backward runs it again.
 
     `draws`: it draws random numbers from torch's generators, which must be the same again. Our own
-    dropout (autopar/sharded/dropout.py) does not.
+    dropout (autopar/ops/sharded/dropout.py) does not.
     """
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
@@ -157,3 +159,32 @@ def _returns(target: OpOverload) -> Sequence[Any]:
 
 
 _COPIES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten._unsafe_view)
+
+
+Visit = Callable[[fx.Node, Any], Any]  # (node, what it gave) -> what the graph goes on with
+
+
+def interpret(module: fx.GraphModule, inputs: list[Any], visit: Visit) -> Any:
+    """Return what the graph returns; `visit` is called at every node, within blocks too."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in module.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "output":
+            return args[0]
+        if node.op == "placeholder":
+            result = next(given)
+        elif node.op == "get_attr":
+            result = getattr(module, str(node.target))
+        elif node.target in (recomputed, regathered):
+            block, _, *values = args
+            result = interpret(block, values, visit)
+        else:
+            result = node.target(*args, **kwargs)
+        env[node] = visit(node, result)
+    raise AssertionError("a graph has an output")
+
+
+def unchanged(_: fx.Node, result: Any) -> Any:
+    """The visit that does nothing."""
+    return result

@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from autopar.errors import LayoutError
-from autopar.sharded.index import Digit, localize
-from autopar.sharded.precision import widen
-from autopar.wire import total
+from autopar.ops.comm import total
+from autopar.ops.sharded.embedding import Digit, localize
+from autopar.ops.sharded.norms import widen
 
 
 def cross_entropy(

@@ -7,14 +7,13 @@ Where a dim lies on several axes, each holds one digit of its index: `digits` is
 the same order. Digits may come in any order; nothing here takes mesh order for stride order.
 """
 
-from autopar.sharded.attention import attention
-from autopar.sharded.cross_entropy import cross_entropy
-from autopar.sharded.dropout import dropout
-from autopar.sharded.index import Digit, embedding
-from autopar.sharded.norms import layer_norm, rms_norm
-from autopar.sharded.panels import panel_linear
-from autopar.sharded.products import linear
-from autopar.sharded.softmaxes import log_softmax, softmax
+from autopar.ops.sharded.attention import attention
+from autopar.ops.sharded.cross_entropy import cross_entropy
+from autopar.ops.sharded.dropout import dropout
+from autopar.ops.sharded.embedding import Digit, embedding
+from autopar.ops.sharded.linear import linear
+from autopar.ops.sharded.norms import layer_norm, log_softmax, rms_norm, softmax
+from autopar.ops.sharded.summa import panel_linear
 
 __all__ = [
     "Digit",

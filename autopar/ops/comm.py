@@ -1,9 +1,16 @@
 """The wire: the communications that everything is made of, and who takes part in them: four on the
-leading dim, and for panels (autopar.sharded.panels) the two that have a root.
+leading dim, and for panels (autopar.ops.sharded.summa) the two that have a root.
 
 Nothing here has a gradient. All of it goes through one seam, `simulator`, so that
 `autopar.lockstep` can run all ranks in one process; normally it is None and the calls are torch's
 functional collectives, which graphs show as `_c10d_functional` nodes.
+
+Collectives in several levels: scatter inside, the same collective across on what is left, gather
+inside (see cost/ways.py, which says when that is faster). In one level they are the wire's own.
+
+A route (`wire.route`) has the (ranks, group) of every level, innermost first; a rank's place in the
+whole group is (..., place across, place inside), row-major. Sums are added in another order than in
+one level: equal but for rounding.
 """
 
 from __future__ import annotations
@@ -16,9 +23,11 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from autopar import _compat, faults
+from autopar import _compat
 from autopar.ir.mesh import Mesh, Within, axes_of_group, group_name
+from autopar.ops import failures
 
 Axes = str | Sequence[str]
 Levels = int | Sequence[int]  # ranks inside, level by level from the innermost on; () is flat
@@ -106,7 +115,7 @@ def _wait(x: Tensor, kind: str, group: str = "") -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(x)
     except RuntimeError as error:
         over = f" over {axes_of_group(group)}" if group.startswith("autopar/") else ""
-        faults.explain(error, f"{kind}{over}")
+        failures.explain(error, f"{kind}{over}")
 
 
 def _reals(x: Tensor) -> Tensor:
@@ -253,3 +262,50 @@ def total(x: Tensor, axes: Axes, mesh: str, op: Literal["sum", "max"] = "sum") -
     if not axes:
         return x
     return all_reduce(x, size_of(axes, mesh), group_of(axes, mesh), op)
+
+
+def route_size(route: Route) -> int:
+    """The number of ranks in all."""
+    found = 1
+    for ranks, _ in route:  # a loop, as dynamo traces no generator in an autograd function
+        found *= ranks
+    return found
+
+
+def hierarchical_all_gather(x: Tensor, route: Route) -> Tensor:
+    """x (n, ...) of every rank, one after the other: (size·n, ...)."""
+    if len(route) == 1:
+        return all_gather(x, *route[0])
+    for ranks, group in reversed(route):  # across first: there the part of one rank goes
+        x = all_gather(x.unsqueeze(0), ranks, group)
+    levels = len(route)  # dims (inside, ..., across, n, ...)
+    order = [*reversed(range(levels)), *range(levels, x.dim())]
+    return x.permute(order).flatten(0, levels)
+
+
+def hierarchical_reduce_scatter(x: Tensor, route: Route) -> Tensor:
+    """Slice number (own rank) of the sum of x (size·n, ...): (n, ...)."""
+    if len(route) == 1:
+        return reduce_scatter(x, *route[0])
+    levels = len(route)
+    x = x.unflatten(0, [*[ranks for ranks, _ in reversed(route)], -1])
+    x = x.permute([*reversed(range(levels)), *range(levels, x.dim())])
+    for ranks, group in route:
+        x = reduce_scatter(x, ranks, group).squeeze(0)
+    return x
+
+
+def hierarchical_all_reduce(x: Tensor, route: Route) -> Tensor:
+    """The sum of x over all ranks, same shape."""
+    if len(route) == 1:
+        return all_reduce(x, *route[0])
+    *inside, across = route
+    part = x.reshape(-1)
+    missing = -part.numel() % route_size(tuple(inside))
+    part = functional.pad(part, (0, missing)) if missing else part
+    for level in inside:
+        part = reduce_scatter(part, *level)
+    part = all_reduce(part, *across)
+    for level in reversed(inside):
+        part = all_gather(part, *level)
+    return part[: x.numel()].view(x.shape)

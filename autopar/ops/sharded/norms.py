@@ -3,6 +3,12 @@
 The moments are exact: every rank sums its slice and the ranks of the axes add up, in two steps for
 the variance (centred, as one step of sums and squares would cancel). The backward needs one joint
 all-reduce of the row sums that torch's own kernel has.
+
+In which precision the sharded ops reckon: half types in float32, as torch's own kernels do
+inside.
+
+Softmax and log-softmax over a split dim: the maximum, the sum of exponentials and, backward, one
+row sum are reduced.
 """
 
 from __future__ import annotations
@@ -15,8 +21,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from autopar.sharded.precision import reckoning, widen
-from autopar.wire import total
+from autopar.ops.comm import total
+
+
+def reckoning(dtype: torch.dtype) -> torch.dtype:
+    """float32 for float16 and bfloat16, any other dtype as it is."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in the precision that its dtype is reckoned in."""
+    return x.to(reckoning(x.dtype))
 
 
 def layer_norm(
@@ -124,3 +139,55 @@ def _scaled(x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _row_sum(x: Tensor) -> Tensor:
     return x.flatten(0, -2).sum(0) if x.dim() > 1 else x
+
+
+def softmax(x: Tensor, dim: int, axes: Sequence[str], mesh: str) -> Tensor:
+    """Softmax over `dim`, which is split over `axes` (any digits); the result is split as x is."""
+    return _Softmax.apply(x, dim, tuple(axes), mesh)
+
+
+def log_softmax(x: Tensor, dim: int, axes: Sequence[str], mesh: str) -> Tensor:
+    """The logarithm of `softmax`, without its underflow."""
+    return _LogSoftmax.apply(x, dim, tuple(axes), mesh)
+
+
+class _Softmax(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axes: tuple[str, ...], mesh: str) -> Tensor:
+        wide = widen(x)
+        exp = torch.exp(wide - total(wide.amax(dim, keepdim=True), axes, mesh, "max"))
+        y = (exp / total(exp.sum(dim, keepdim=True), axes, mesh)).to(x.dtype)
+        ctx.save_for_backward(y)
+        ctx.facts = dim, axes, mesh
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        dim, axes, mesh = ctx.facts
+        product = widen(grad) * widen(y)
+        whole = total(product.sum(dim, keepdim=True), axes, mesh)
+        return (product - widen(y) * whole).to(grad.dtype), None, None, None
+
+
+class _LogSoftmax(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, axes: tuple[str, ...], mesh: str) -> Tensor:
+        wide = widen(x)
+        shifted = wide - total(wide.amax(dim, keepdim=True), axes, mesh, "max")
+        y = (shifted - total(torch.exp(shifted).sum(dim, keepdim=True), axes, mesh).log()).to(
+            x.dtype
+        )
+        ctx.save_for_backward(y)
+        ctx.facts = dim, axes, mesh
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        dim, axes, mesh = ctx.facts
+        wide = widen(grad)
+        whole = total(wide.sum(dim, keepdim=True), axes, mesh)
+        return (wide - torch.exp(widen(y)) * whole).to(grad.dtype), None, None, None
