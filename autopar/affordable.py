@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from autopar import proven
-from autopar.cost.kept import Kept, Middle, Price, Stored, bytes_kept, regathering
+from autopar.cost.activations import Kept, Middle, Price, Stored, bytes_kept, regathering
 from autopar.cost.memory import Budget
 from autopar.depth import Deep
 from autopar.dropping import Estimated, Ladder, Rungs, Tried

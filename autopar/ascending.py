@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.constraint import Constraint
-from autopar.cost.kept import Kept, bytes_of
+from autopar.cost.activations import Kept, bytes_of
 from autopar.elimination import Table
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan

@@ -41,10 +41,10 @@ from autopar._compat import (
     takes_a_list,
 )
 from autopar.beside import Gradients, Late, as_constants, beside_the_loss, through
-from autopar.cost.derived import Phase, bytes_of, sent_as_given, writes
-from autopar.cost.live import StepMemory, live_bytes, saved_by
 from autopar.cost.memory import no_room
-from autopar.cost.simulate import Run
+from autopar.cost.simulator.engine import Run
+from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given, writes
+from autopar.cost.simulator.liveness import StepMemory, live_bytes, saved_by
 from autopar.errors import PlanError
 from autopar.ir.graph import copied, reorder
 from autopar.ir.program import Program

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar._compat import pytree
-from autopar.cost.attention import Attended
-from autopar.cost.calibrate import calibrate, local_products
-from autopar.cost.rounds import Progress
+from autopar.cost.calibration.attention import Attended
+from autopar.cost.calibration.measure import Progress
+from autopar.cost.calibration.procedure import calibrate, local_products
 from autopar.ir.sharding_rule import Spec, results_of
 from autopar.passes import annotate, trace
 from autopar.planning import Inputs, arguments

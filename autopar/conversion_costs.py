@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost.comm import path_seconds
+from autopar.cost.communication import path_seconds
 from autopar.elimination import LARGEST, too_large
 from autopar.ir.layout import Element, Layout
 from autopar.ir.reshard import steps

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload
-from autopar.cost.derived import collective_of, group_of, group_pattern, is_wait
-from autopar.cost.pattern import size
+from autopar.cost.network import size
+from autopar.cost.simulator.graph_events import collective_of, group_of, group_pattern, is_wait
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost.derived import collective_of
+from autopar.cost.simulator.graph_events import collective_of
 from autopar.cuts import SHAPED, Cut, Unit, operand, shape_of, value_of
 from autopar.ir.graph import copied, made, ordered
 

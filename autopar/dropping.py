@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
+from autopar.cost.summary import twice_seconds
 from autopar.depth import Deep
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import emitted, recompute
-from autopar.report.summary import twice_seconds
 from autopar.world import World
 
 

@@ -4,7 +4,7 @@ The search adds up seconds, as if nothing ran under anything else. What can wait
 early, gathers of weights and sums of their gradients, may count less in it (`Annotations.share`):
 that gives other plans, which lean on what hides. The best plan of the sum, these, and for "auto"
 those of the named layouts compete: the most promising, and of each name at least one, are emitted
-and run in the simulation that the scheduler goes by (cost/simulate.py); the shortest step comes
+and run in the simulation that the scheduler goes by (cost/simulator/engine.py); the shortest step comes
 first. So the proven gap is one of the summed seconds, not of the simulated ones.
 """
 
@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost.kept import Middle, bytes_kept
+from autopar.cost.activations import Middle, bytes_kept
 from autopar.cost.memory import Budget
-from autopar.cost.timeline import bucket_seconds
+from autopar.cost.simulator.timeline import bucket_seconds
 from autopar.depth import Deep
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan

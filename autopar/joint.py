@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar.cost.derived import carries_on, collective_of, group_of, is_wait
-from autopar.cost.events import ROOTED
+from autopar.cost.simulator.graph_events import carries_on, collective_of, group_of, is_wait
+from autopar.cost.simulator.step_events import ROOTED
 from autopar.ir.graph import computed, made
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

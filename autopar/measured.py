@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from autopar._compat import pytree
 from autopar.backends import Scheduled
+from autopar.cost.simulator.timeline import COMPUTE, WAITS, Seen, Span
 from autopar.errors import PlanError
 from autopar.script import GRAPH, Entry, Script, of_graphs, of_run
-from autopar.spans import COMPUTE, WAITS, Seen, Span
 from autopar.transport import Issued, Lasted, lasted, on_the_wire, ran
 from autopar.world import ranks
 

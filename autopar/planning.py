@@ -16,7 +16,8 @@ from autopar import sizing
 from autopar.affordable import affordable
 from autopar.arguments import without_cache
 from autopar.cost.memory import Budget, with_flight
-from autopar.cost.timeline import Timeline, timeline
+from autopar.cost.simulator.timeline import Timeline, timeline
+from autopar.cost.summary import summarised
 from autopar.errors import InputError
 from autopar.fitting import fitted as made_to_fit
 from autopar.ir.layout import Layout
@@ -32,7 +33,6 @@ from autopar.passes import pipeline as panels
 from autopar.passes import recompute as recomputing
 from autopar.pipeline import Pipeline
 from autopar.ready import Ready, fingerprint
-from autopar.report.summary import summarised
 from autopar.world import World
 
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor

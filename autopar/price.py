@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from autopar.cost.comm import Cost, costs, inside_costs, path_seconds
+from autopar.cost.communication import Cost, costs, inside_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.ir.graph import producer
 from autopar.ir.layout import Element, Layout

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from autopar.ascending import Cap, ascending
-from autopar.cost.kept import Middle, Stored
+from autopar.cost.activations import Middle, Stored
 from autopar.cost.memory import Budget
 from autopar.dropping import Rungs, Tried
 from autopar.errors import PlanError

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autopar._compat import pytree
-from autopar.cost.timeline import Timeline, timeline
+from autopar.cost.simulator.timeline import Timeline, timeline
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program

@@ -15,8 +15,14 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload, TorchDispatchMode, autograd_step, next_autograd_step, pytree
-from autopar.cost.derived import KINDS, bytes_sent, collective_named, group_pattern, origin
-from autopar.cost.pattern import size
+from autopar.cost.network import size
+from autopar.cost.simulator.graph_events import (
+    KINDS,
+    bytes_sent,
+    collective_named,
+    group_pattern,
+    origin,
+)
 from autopar.ir.graph import module_path
 
 GRAPH = "autopar graph"  # what marks the run of a module in a profile

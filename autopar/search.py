@@ -18,9 +18,9 @@ from torch import fx
 
 from autopar.constraint import Constraint, Offered
 from autopar.conversion_costs import Conversions, Want
-from autopar.cost.comm import inside_costs
+from autopar.cost.activations import Price, bytes_of
+from autopar.cost.communication import inside_costs
 from autopar.cost.compute import node_seconds, optimizer_seconds
-from autopar.cost.kept import Price, bytes_of
 from autopar.elimination import Memo, Table, minimise
 from autopar.ir.dim_roles import goes_with_weight
 from autopar.ir.graph import carries_gradient, module_path, producer

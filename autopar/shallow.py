@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from autopar.cost.kept import Price, bytes_kept
+from autopar.cost.activations import Price, bytes_kept
 from autopar.cost.memory import Budget
 from autopar.depth import Deep
 from autopar.errors import LayoutError

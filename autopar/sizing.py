@@ -9,8 +9,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from autopar.cost.kept import Kept, Price
+from autopar.cost.activations import Kept, Price
 from autopar.cost.memory import Budget
+from autopar.cost.summary import summarised
 from autopar.errors import LayoutError, PlanError
 from autopar.fitting import effort
 from autopar.ir.plan import Plan
@@ -20,7 +21,6 @@ from autopar.layouts import Layouts, candidates
 from autopar.passes import emitted
 from autopar.rating.frame import frame
 from autopar.rating.rate import Candidate, best, bounded, exact
-from autopar.report.summary import summarised
 from autopar.world import World
 
 _AS_FAST = 1.01  # times the seconds of the plan

@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from autopar import joint
-from autopar.cost.derived import (
+from autopar.cost.network import size
+from autopar.cost.simulator.graph_events import (
     Phase,
     bytes_of,
     carries_on,
@@ -32,8 +33,7 @@ from autopar.cost.derived import (
     is_wait,
     off_path,
 )
-from autopar.cost.events import ROOTED
-from autopar.cost.pattern import size
+from autopar.cost.simulator.step_events import ROOTED
 from autopar.ir.graph import computed, copied, ordered
 from autopar.world import World
 

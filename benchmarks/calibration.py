@@ -26,9 +26,12 @@ import numpy as np
 import torch
 
 from autopar import calibration
-from autopar.cost import measure
-from autopar.cost.attention import CPU_KEYS, GPU_KEYS, HEAD_SIZES, Attending, attention
-from autopar.cost.calibrate import (
+from autopar.cost.algorithms import flat_ways
+from autopar.cost.calibration import measure
+from autopar.cost.calibration.attention import CPU_KEYS, GPU_KEYS, HEAD_SIZES, Attending, attention
+from autopar.cost.calibration.fit import fitted
+from autopar.cost.calibration.measure import Case, actual_bytes
+from autopar.cost.calibration.procedure import (
     CPU_SIZES,
     GPU_SIZES,
     Times,
@@ -39,10 +42,7 @@ from autopar.cost.calibrate import (
     timed_collectives,
 )
 from autopar.cost.compute import attention_seconds
-from autopar.cost.fit import fitted
-from autopar.cost.measure import Case, actual_bytes
-from autopar.cost.pattern import Pattern
-from autopar.cost.ways import flat_ways
+from autopar.cost.network import Pattern
 from autopar.ir.sharding_rule import Attends
 from autopar.world import KINDS, Device, World, ranks
 

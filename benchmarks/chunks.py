@@ -34,8 +34,13 @@ from rich.table import Table
 from torch import fx
 
 from autopar import World, _compat
-from autopar.cost.derived import collective_cost, collective_of, graph_seconds, op_seconds
-from autopar.cost.meeting import meeting_s
+from autopar.cost.calibration.contention import meeting_s
+from autopar.cost.simulator.graph_events import (
+    collective_cost,
+    collective_of,
+    graph_seconds,
+    op_seconds,
+)
 from autopar.ir.graph import computed, copied
 from autopar.ir.mesh import Mesh, group_name
 from autopar.ops.process_groups import connect

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from autopar import World
 from autopar.cost.memory import Budget
-from autopar.cost.timeline import timeline
+from autopar.cost.simulator.timeline import timeline
 from autopar.depth import Deep
 from autopar.dropping import Estimated, Rung, Rungs
 from autopar.hiding import simulated

@@ -5,7 +5,7 @@ What is counted:
 
 - Words that ONE rank receives (a rank sends as many), by ring collectives. With B the words of the
   whole value on the axes of the collective and p their ranks: all-gather and reduce-scatter
-  (p-1)/p · B, all-reduce twice that (autopar.cost.comm.sent). Broadcasts of q panels,
+  (p-1)/p · B, all-reduce twice that (autopar.cost.communication.sent). Broadcasts of q panels,
   each from another root, move what an all-gather of them moves; reductions to q roots what a
   reduce-scatter moves.
 - From X, W, Y as stored to X, W, Y as stored: Y ends as the next product's input lies, dX as X
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import sympy
 from sympy import Expr, Integer, Rational, symbols
 
-from autopar.cost.comm import sent
+from autopar.cost.communication import sent
 
 m, k, n = symbols("m k n", positive=True)
 P, d1, d2, x, y, z, data, q, d = symbols("P d1 d2 x y z data q d", positive=True)

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from autopar.cost.links import Event
+from autopar.cost.simulator.links import Event
+from autopar.cost.simulator.timeline import COMPUTE, WAITS
 from autopar.measured import Measured
-from autopar.spans import COMPUTE, WAITS
 from benchmarks.traces import merged, total
 
 

@@ -29,8 +29,8 @@ from torch import fx
 import autopar
 from autopar import _compat
 from autopar.backends import PASSES, Scheduled
-from autopar.cost.derived import Phase
 from autopar.cost.memory import Budget
+from autopar.cost.simulator.graph_events import Phase
 from autopar.ir.program import Input, Program
 from autopar.pipeline import Pipeline
 from autopar.planning import Asked, analysed, chosen, finished, traced

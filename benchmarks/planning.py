@@ -33,11 +33,11 @@ from autopar import World
 from autopar.affordable import affordable
 from autopar.constraint import Constraint
 from autopar.cost.memory import Budget
+from autopar.cost.summary import twice_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes import annotate, chains, choose, emitted, recompute, trace
 from autopar.rating.rate import best
-from autopar.report.summary import twice_seconds
 from autopar.targets import NAMED, Batch, Sizes, resolve
 from benchmarks import cells
 

@@ -37,17 +37,17 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import World
-from autopar.cost.kept import regathering
-from autopar.cost.moves import Move, moves
-from autopar.cost.pattern import halves, pattern, size
-from autopar.cost.ways import flat_ways
+from autopar.cost.activations import regathering
+from autopar.cost.algorithms import flat_ways
+from autopar.cost.network import halves, pattern, size
+from autopar.cost.summary import summarised
+from autopar.cost.traffic import Move, moves
 from autopar.hiding import by_step, simulated
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
 from autopar.passes import annotate, chains, emitted, trace
-from autopar.report.summary import summarised
 from autopar.shallow import Shallow
 from autopar.world import Device, Level, Measured
 from autopar.world.presets import (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost.comm import inside_costs, path_seconds
+from autopar.cost.communication import inside_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.ir.graph import producer
 from autopar.ir.layout import Element, I, Layout, R

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.cost.comm import Price, collective_cost
+from autopar.cost.communication import Price, collective_cost
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Mesh
 from autopar.world import Device, Level, World

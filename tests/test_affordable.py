@@ -17,7 +17,7 @@ import models
 from autopar import affordable as affordable_module
 from autopar.affordable import affordable
 from autopar.ascending import ascending
-from autopar.cost.kept import Kept, Price
+from autopar.cost.activations import Kept, Price
 from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
 from autopar.elimination import Table

@@ -18,8 +18,9 @@ import autopar
 import models
 from autopar import calibration
 from autopar.constraint import Constraint
-from autopar.cost import attention as timing
-from autopar.cost.calibrate import timed_computing
+from autopar.cost.calibration import attention as timing
+from autopar.cost.calibration.measure import Product
+from autopar.cost.calibration.procedure import timed_computing
 from autopar.cost.compute import (
     attention_seconds,
     attention_share,
@@ -27,8 +28,7 @@ from autopar.cost.compute import (
     product_seconds,
     spec_seconds,
 )
-from autopar.cost.derived import flops, graph_events, op_seconds
-from autopar.cost.measure import Product
+from autopar.cost.simulator.graph_events import flops, graph_events, op_seconds
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, Spec

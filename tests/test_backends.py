@@ -21,8 +21,8 @@ import autopar
 import models
 from autopar import _compat, backends
 from autopar.backends import Scheduled
-from autopar.cost.derived import carries_on, collective_of, is_wait
 from autopar.cost.peak import Lives, highest
+from autopar.cost.simulator.graph_events import carries_on, collective_of, is_wait
 from autopar.ops import process_groups
 from derived import value_of
 from test_training import LIMIT, launched

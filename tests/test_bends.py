@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cost import comm
-from autopar.cost.pattern import pattern
-from autopar.cost.ways import Way, _best, flat_ways, ways
+from autopar.cost import communication
+from autopar.cost.algorithms import Way, _best, flat_ways, ways
+from autopar.cost.network import pattern
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Mesh
@@ -74,9 +74,11 @@ def test_every_reader_says_the_same(kind: str, meeting: float) -> None:
         rated = Meshes(meshes, world).seconds(kind, axes, whole)
         for mesh, row in zip(meshes, rated, strict=True):
             names = tuple(mesh.axes[a].name for a in axes)
-            array = comm.seconds(world, pattern(mesh, names), kind, SIZES)
+            array = communication.seconds(world, pattern(mesh, names), kind, SIZES)
             one = [
-                comm.collective_cost(Traffic(kind, int(size)), names, mesh, 1, world).seconds
+                communication.collective_cost(
+                    Traffic(kind, int(size)), names, mesh, 1, world
+                ).seconds
                 for size in SIZES
             ]
             assert row == pytest.approx(array) and one == pytest.approx(array)
@@ -87,10 +89,12 @@ def test_a_step_pays_for_meeting_once_a_collective() -> None:
     world, mesh = replace(WORLD, meeting_s=4e-3), Mesh.parse("a4.b1")
     for size in (10, 10**6):
         traffic = Traffic("all_reduce", size)
-        plain, met = (comm.collective_cost(traffic, ("a",), mesh, 1, w) for w in (WORLD, world))
+        plain, met = (
+            communication.collective_cost(traffic, ("a",), mesh, 1, w) for w in (WORLD, world)
+        )
         assert met.seconds == pytest.approx(plain.seconds + 4e-3)
         assert met.way.algorithm == plain.way.algorithm
-        assert comm.collective_cost(traffic, ("b",), mesh, 1, world).seconds == 0
+        assert communication.collective_cost(traffic, ("b",), mesh, 1, world).seconds == 0
 
 
 @pytest.mark.parametrize(

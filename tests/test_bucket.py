@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 import autopar
-from autopar.cost import buckets
-from autopar.cost.derived import Phase, collective_of, graph_events
+from autopar.cost.simulator import buckets
+from autopar.cost.simulator.graph_events import Phase, collective_of, graph_events
 from autopar.ir.graph import ordered
 from autopar.passes import bucket
 from derived import arrived, called, derived, placed, ran, scheduled

@@ -17,11 +17,18 @@ import torch
 from typer.testing import CliRunner
 
 from autopar import calibration, cli
-from autopar.cost import calibrate, fit, measure, rounds
-from autopar.cost.calibrate import Times, cases, lines, local_products, patterns, with_products
-from autopar.cost.comm import collective_cost
-from autopar.cost.measure import Case, Product, actual_bytes
-from autopar.cost.ways import flat_ways, formula
+from autopar.cost.algorithms import flat_ways, formula
+from autopar.cost.calibration import fit, measure, procedure
+from autopar.cost.calibration.measure import Case, Product, actual_bytes
+from autopar.cost.calibration.procedure import (
+    Times,
+    cases,
+    lines,
+    local_products,
+    patterns,
+    with_products,
+)
+from autopar.cost.communication import collective_cost
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Mesh
@@ -38,7 +45,7 @@ def made_up(world: World, factors: dict[str, float], noise: float = 0.0) -> Time
     """What calibration would measure if the formulas were true, with relative noise."""
     rng = np.random.default_rng(0)
     seconds: dict[Case | Product, float] = {}
-    for case in cases(world.ranks, calibrate.CPU_SIZES):
+    for case in cases(world.ranks, procedure.CPU_SIZES):
         way = formula(world, case.kind, case.pattern)
         exact = factors.get(case.kind, 1.0) * way.seconds(actual_bytes(case))
         seconds[case] = exact * float(np.exp(noise * rng.standard_normal()))
@@ -141,7 +148,7 @@ def test_what_was_measured_is_priced_as_measured() -> None:
 
 def test_gloos_scatters_are_exchanges_and_a_sum() -> None:
     exchange = Measured("all_to_all", ((4, 1),), 4, 1e-3, 1e-9, bends=((4096.0, 1e-9),))
-    (found,) = calibrate.scattered([exchange, replace(exchange, kind="broadcast")], GUESS.device)
+    (found,) = procedure.scattered([exchange, replace(exchange, kind="broadcast")], GUESS.device)
     world = replace(GUESS, measured=(exchange, found))
     (scatter,), (whole,) = (
         flat_ways(world, kind, ((4, 1),)) for kind in ("reduce_scatter", "all_to_all")
@@ -165,7 +172,7 @@ def test_efficiencies_of_products() -> None:
 def test_every_pattern_of_a_world() -> None:
     assert patterns(4) == [((2, 1),), ((4, 1),), ((2, 2),)]
     assert len(patterns(8)) == 6 and len(patterns(6)) == 5
-    found = cases(4, calibrate.CPU_SIZES)
+    found = cases(4, procedure.CPU_SIZES)
     assert len({case.whole_bytes for case in found}) >= 5
     assert {case.kind for case in found} == set(KINDS)
     assert {case.pattern for case in found if not case.together} == {((2, 1),), ((2, 2),)}
@@ -208,13 +215,13 @@ def test_operands_are_taken_in_turn() -> None:
 def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:
     case = Case("all_gather", ((2, 1),), True, 4096)
     short, long = measure.Often(3, 1e-4), measure.Often(1, 0.3)
-    assert calibrate._visits(case, short) == 12 and calibrate._visits(case, long) == 1
-    assert calibrate._visits(case._replace(together=False), short) == 3
+    assert procedure._visits(case, short) == 12 and procedure._visits(case, long) == 1
+    assert procedure._visits(case._replace(together=False), short) == 3
 
 
 def test_rounds_visit_each_case_as_often_as_asked() -> None:
     shares: list[float] = []
-    found = rounds.in_rounds([1, 3], lambda index: float(index), 1e-4, shares.append)
+    found = measure.in_rounds([1, 3], lambda index: float(index), 1e-4, shares.append)
     assert len(found[1]) == 3 * len(found[0]) and set(found[1]) == {1.0}
     assert shares == sorted(shares)
 
@@ -222,7 +229,7 @@ def test_rounds_visit_each_case_as_often_as_asked() -> None:
 def test_forms_of_products_are_timed_with_copies() -> None:
     shapes = [Product(torch.float32, 64, 32, 16, form) for form in FORMS]
     shares: list[float] = []
-    found = calibrate.timed_forms(
+    found = procedure.timed_forms(
         shapes, torch.device("cpu"), 0.1, lambda share, doing: shares.append(share)
     )
     assert [(f.m, f.n, f.k, f.form) for f in found] == [(64, 32, 16, f) for f in FORMS]
@@ -240,7 +247,7 @@ def test_a_long_look_at_short_work() -> None:
 
 def test_one_process_calibrates_its_device_alone() -> None:
     shares: list[float] = []
-    world = calibrate.calibrate(
+    world = procedure.calibrate(
         World.of(1), [], seconds=0.2, progress=lambda share, _: shares.append(share)
     )
     assert world.measured == () and world.device.launch_s > 0
@@ -251,7 +258,7 @@ def test_one_process_calibrates_its_device_alone() -> None:
 
 def test_other_ranks_than_the_world_has() -> None:
     with pytest.raises(WorldError, match="has 8 ranks, 1 are running"):
-        calibrate.calibrate(TRUE)
+        procedure.calibrate(TRUE)
 
 
 # -- files -----------------------------------------------------------------------------------------

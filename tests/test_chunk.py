@@ -19,7 +19,14 @@ import autopar
 import models
 from autopar import _compat
 from autopar.backends import Scheduled
-from autopar.cost.derived import Phase, collective_of, flops, graph_seconds, group_of, is_wait
+from autopar.cost.simulator.graph_events import (
+    Phase,
+    collective_of,
+    flops,
+    graph_seconds,
+    group_of,
+    is_wait,
+)
 from autopar.cuts import units
 from autopar.cutting import cut
 from autopar.ir.graph import copied

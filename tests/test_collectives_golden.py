@@ -19,7 +19,7 @@ import autopar
 import models
 from autopar import lockstep
 from autopar._compat import pytree
-from autopar.cost import ways
+from autopar.cost import algorithms
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
@@ -65,7 +65,7 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def in_one_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lists count collectives; test_levels.py counts those in several levels."""
-    monkeypatch.setattr(ways, "_two_level", lambda *_: ())
+    monkeypatch.setattr(algorithms, "_two_level", lambda *_: ())
 
 
 @pytest.fixture(autouse=True)

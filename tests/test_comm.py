@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.comm import collective_cost, costs, inside_costs, levels, path_seconds, seconds
-from autopar.cost.load import load
-from autopar.cost.pattern import Pattern, pattern, size
-from autopar.cost.ways import ways
+from autopar.cost.algorithms import ways
+from autopar.cost.communication import (
+    collective_cost,
+    costs,
+    inside_costs,
+    levels,
+    path_seconds,
+    seconds,
+)
+from autopar.cost.network import Pattern, load, pattern, size
 from autopar.ir.layout import Element, I, Layout, P, R, S, Traffic
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps

@@ -13,7 +13,7 @@ import models
 from autopar import PlanError, World
 from autopar.affordable import _Under, affordable
 from autopar.cost.memory import Budget, Recompute
-from autopar.cost.timeline import timeline
+from autopar.cost.simulator.timeline import timeline
 from autopar.depth import Deep
 from autopar.dropping import Estimated, Rung, Rungs
 from autopar.fitting import fitted

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import autopar
 import models
 from autopar.calibration import whole_work
-from autopar.cost.calibrate import local_products
-from autopar.cost.measure import COPIES
+from autopar.cost.calibration.measure import COPIES
+from autopar.cost.calibration.procedure import local_products
 from autopar.errors import WorldError
 from autopar.ir.plan import Plan
 from autopar.ops import sharded

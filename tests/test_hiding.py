@@ -11,7 +11,7 @@ import torch
 import autopar
 import models
 from autopar import Plan, hiding
-from autopar.cost.kept import Middle, bytes_kept
+from autopar.cost.activations import Middle, bytes_kept
 from autopar.cost.memory import Budget
 from autopar.depth import Deep
 from autopar.ir.program import Program

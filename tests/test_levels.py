@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import autopar
 import models
 from autopar import lockstep
-from autopar.cost.comm import collective_cost, flat_price, sent
-from autopar.cost.comm import levels as levels_of
-from autopar.cost.moves import moves
-from autopar.cost.ways import stages, ways
+from autopar.cost.algorithms import stages, ways
+from autopar.cost.communication import collective_cost, flat_price, sent
+from autopar.cost.communication import levels as levels_of
+from autopar.cost.traffic import moves
 from autopar.ir.graph import stored
 from autopar.ir.layout import Element, I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh

@@ -13,8 +13,8 @@ import autopar
 import models
 from autopar import _compat
 from autopar.backends import Scheduled
-from autopar.cost.derived import bytes_of, collective_of, is_wait
-from autopar.cost.live import StepMemory, live_bytes, saved_by
+from autopar.cost.simulator.graph_events import bytes_of, collective_of, is_wait
+from autopar.cost.simulator.liveness import StepMemory, live_bytes, saved_by
 from autopar.passes.limit_memory import limit_memory
 from derived import called, placed, value_of
 from examples.gpt import GPT, Config

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.load import Load, _counted, load
-from autopar.cost.pattern import halves, members, pattern, within
+from autopar.cost.network import Load, _counted, halves, load, members, pattern, within
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.world import KINDS, Level, World

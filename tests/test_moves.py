@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar import World
-from autopar.cost.comm import path_seconds
+from autopar.cost.communication import path_seconds
 from autopar.ir.layout import I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps

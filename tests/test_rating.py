@@ -23,7 +23,7 @@ import brute
 import integer
 import models
 from autopar.constraint import Constraint
-from autopar.cost.comm import path_seconds
+from autopar.cost.communication import path_seconds
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S
 from autopar.ir.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Plan, lockstep
-from autopar.cost.moves import Move, moves
+from autopar.cost.traffic import Move, moves
 from autopar.errors import PlanError
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import models
 from autopar import PlanError
+from autopar.cost.activations import Saved, SavedOf, inside_bytes, operand_bytes, result_bytes
 from autopar.cost.memory import optimizer_bytes
-from autopar.cost.saved import Saved, SavedOf, inside_bytes, operand_bytes, result_bytes
 from autopar.ir.graph import producer
 from autopar.ir.layout import I, Layout, S
 from autopar.ir.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import fx
 
 import autopar
 from autopar.backends import Scheduled
-from autopar.cost.derived import (
+from autopar.cost.simulator.graph_events import (
     carries_on,
     collective_cost,
     collective_of,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from autopar import World, hiding
-from autopar.cost import slowing
-from autopar.cost.comm import flat_price
-from autopar.cost.slowing import crowded_out, shared_cores
-from autopar.cost.ways import flat_ways
+from autopar.cost.algorithms import flat_ways
+from autopar.cost.calibration import contention
+from autopar.cost.calibration.contention import crowded_out, shared_cores
+from autopar.cost.communication import flat_price
 from autopar.world import Measured, ranks
 
 PAIRS = ((2, 1),)
@@ -72,9 +72,9 @@ def test_what_moves_takes_from_computing_and_starting_does_not() -> None:
 
 def test_a_small_one_says_what_starting_takes_and_a_large_one_what_moving_does() -> None:
     def taken(small_s: float, large_s: float) -> tuple[float, float]:
-        return slowing._by_time(world(0.0), ("all_gather", PAIRS), small_s, large_s)
+        return contention._by_time(world(0.0), ("all_gather", PAIRS), small_s, large_s)
 
-    moving = 1e-9 * slowing._LARGE
+    moving = 1e-9 * contention._LARGE
     assert taken(2e-4, 2e-4 + moving / 2) == pytest.approx((2e-4, 0.5))
     assert taken(2e-4, 1.0) == (2e-4, 1.0)  # never more than all of it
     assert taken(-1e-5, -1e-5) == (0.0, 0.0)  # noise is no gain
@@ -87,13 +87,13 @@ def test_a_byte_is_as_much_work_over_every_pattern() -> None:
     measured = [Measured("all_gather", p, p[0][0], 1e-3, 1e-9) for p in patterns]
     given = replace(World.preset("laptop", ranks=4), measured=tuple(measured))
     kinds = [("all_gather", digits) for digits in patterns]
-    moved = np.array([1 / 2, 1 / 2, 3 / 4]) * (slowing._LARGE - slowing._SMALL)
+    moved = np.array([1 / 2, 1 / 2, 3 / 4]) * (contention._LARGE - contention._SMALL)
     work = start + np.stack([np.zeros(3), rate * moved], axis=1)
     rounds = np.stack([work, work * [[1, 1], [1, 5], [1, 5]], work])
-    found = slowing._by_work(given, kinds, np.full(3, 1e-3), rounds, 0.5)
+    found = contention._by_work(given, kinds, np.full(3, 1e-3), rounds, 0.5)
     assert [takes for takes, _ in found] == pytest.approx([2 * start] * 3)
     assert [slows for _, slows in found] == pytest.approx([0.1, 0.1, 0.15])
-    assert slowing._by_work(given, kinds, np.full(3, 1e-3), -rounds, 0.5) == [(0.0, 0.0)] * 3
+    assert contention._by_work(given, kinds, np.full(3, 1e-3), -rounds, 0.5) == [(0.0, 0.0)] * 3
 
 
 def test_what_hides_counts_at_least_what_it_takes_from_computing() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.cost import stand_ins
+from autopar.cost import peak
 from autopar.cost.peak import Lives
 
 SIZE, WIDTH = 64, 16
@@ -36,7 +36,7 @@ def ran(device: str, run: Any, masked: bool, **more: Any) -> tuple[list[int], in
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_it_makes_and_saves_what_a_cpu_does(masked: bool, dropout: float) -> None:
-    stand_ins._by_flash.cache_clear()
+    peak._by_flash.cache_clear()
     real = ran("cpu", aten.scaled_dot_product_attention.default, masked, dropout_p=dropout)
-    assert ran("meta", stand_ins.attention, masked, dropout_p=dropout) == real
+    assert ran("meta", peak.attention, masked, dropout_p=dropout) == real
     assert (SCORES in real[0]) == (dropout > 0)  # the plain formula makes them

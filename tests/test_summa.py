@@ -16,7 +16,7 @@ import autopar
 import models
 from autopar import _compat, backends, joint, summa
 from autopar.backends import Scheduled
-from autopar.cost.derived import collective_of, graph_events, is_wait
+from autopar.cost.simulator.graph_events import collective_of, graph_events, is_wait
 from autopar.ir.graph import ordered
 from derived import called, placed, ran, value_of
 

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 
 import autopar
 import models
-from autopar.cost import buckets
-from autopar.cost.events import Events, link
-from autopar.cost.links import Event
-from autopar.cost.pattern import pattern
-from autopar.cost.simulate import in_order, overlapped
-from autopar.cost.timeline import bucket_seconds, simulate
+from autopar.cost.network import pattern
+from autopar.cost.simulator import buckets
+from autopar.cost.simulator.engine import in_order, overlapped
+from autopar.cost.simulator.links import Event
+from autopar.cost.simulator.step_events import Events, link
+from autopar.cost.simulator.timeline import Seen, bucket_seconds, simulate
 from autopar.ir.mesh import Mesh
-from autopar.spans import Seen
 from autopar.world import Level
 
 

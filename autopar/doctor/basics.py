@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from autopar import _compat
-from autopar.cost import measure
-from autopar.cost.comm import flat_price
-from autopar.cost.pattern import pattern
+from autopar.cost.calibration import measure
+from autopar.cost.communication import flat_price
+from autopar.cost.network import pattern
 from autopar.doctor import machine
 from autopar.doctor.models import grid_4d, parallel
 from autopar.doctor.result import Absent, Finding

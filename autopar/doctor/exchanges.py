@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import joint
-from autopar.cost.derived import collective_of
+from autopar.cost.simulator.graph_events import collective_of
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
 from autopar.ir.graph import ordered

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar import api
-from autopar.cost import measure
+from autopar.cost.calibration import measure
 from autopar.doctor.models import timed
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session

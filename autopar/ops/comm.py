@@ -6,7 +6,7 @@ Nothing here has a gradient. All of it goes through one seam, `simulator`, so th
 functional collectives, which graphs show as `_c10d_functional` nodes.
 
 Collectives in several levels: scatter inside, the same collective across on what is left, gather
-inside (see cost/ways.py, which says when that is faster). In one level they are the wire's own.
+inside (see cost/algorithms.py, which says when that is faster). In one level they are the wire's own.
 
 A route (`wire.route`) has the (ranks, group) of every level, innermost first; a rank's place in the
 whole group is (..., place across, place inside), row-major. Sums are added in another order than in

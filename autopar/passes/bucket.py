@@ -1,7 +1,7 @@
 """bucket: small collectives of one kind, group and dtype joined into one, where that is modelled to
 be faster.
 
-What is joined is said in cost/buckets.py; up to a size that the simulation chooses, none among
+What is joined is said in cost/simulator/buckets.py; up to a size that the simulation chooses, none among
 them. How the graph is written then is in joint.py. The panels of SUMMA may first become the
 gathers and scatters that they are together (summa.py), which are then joined as others are. On more
 than two ranks a sum may add in another order within a bucket: that is the one thing here that
@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from autopar import joint, summa
-from autopar.cost import buckets
-from autopar.cost.derived import (
+from autopar.cost.simulator import buckets
+from autopar.cost.simulator.engine import overlapped
+from autopar.cost.simulator.graph_events import (
     Listed,
     Phase,
     collective_of,
@@ -27,7 +28,6 @@ from autopar.cost.derived import (
     lead_to_products,
     listed_seconds,
 )
-from autopar.cost.simulate import overlapped
 from autopar.ir.graph import copied, ordered
 from autopar.world import World
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar.cost.compute import product_seconds
-from autopar.cost.derived import (
+from autopar.cost.simulator.engine import Run, overlapped
+from autopar.cost.simulator.graph_events import (
     Listed,
     Phase,
     bytes_of,
@@ -34,7 +35,6 @@ from autopar.cost.derived import (
     off_path,
     op_seconds,
 )
-from autopar.cost.simulate import Run, overlapped
 from autopar.cuts import PRODUCTS, Unit, units, value_of
 from autopar.cutting import cut
 from autopar.world import World

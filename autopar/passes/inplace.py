@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload
-from autopar.cost.buckets import SIZES
-from autopar.cost.derived import collective_of, is_wait, writes
+from autopar.cost.simulator.buckets import SIZES
+from autopar.cost.simulator.graph_events import collective_of, is_wait, writes
 from autopar.ir.graph import made
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

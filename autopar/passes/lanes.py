@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.cost.derived import (
+from autopar.cost.simulator.engine import overlapped
+from autopar.cost.simulator.graph_events import (
     Listed,
     Phase,
     collective_of,
@@ -18,8 +19,7 @@ from autopar.cost.derived import (
     group_of,
     lead_to_products,
 )
-from autopar.cost.links import Event
-from autopar.cost.simulate import overlapped
+from autopar.cost.simulator.links import Event
 from autopar.world import World
 
 LANE = "/lane1"  # what mesh.group_name adds to the name of a group

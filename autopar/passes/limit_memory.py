@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from torch import fx
 
-from autopar.cost.derived import collective_of, fetchable, keeps_place
-from autopar.cost.live import Lives, Staging, StepMemory, live_bytes
+from autopar.cost.simulator.graph_events import collective_of, fetchable, keeps_place
+from autopar.cost.simulator.liveness import Lives, Staging, StepMemory, live_bytes
 from autopar.ir.graph import reorder
 
 _WINDOW = 64  # of what comes next in a schedule, where room is looked for

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost.comm import levels, path_seconds
+from autopar.cost.communication import levels, path_seconds
 from autopar.ir.graph import chain_name, producer
 from autopar.ir.layout import Element, Layout, R, State
 from autopar.ir.plan import Plan

@@ -13,9 +13,9 @@ from collections.abc import Hashable, Iterator
 
 from torch import fx
 
-from autopar.cost.buckets import SIZES
-from autopar.cost.comm import fastest_levels
-from autopar.cost.moves import Move, moves
+from autopar.cost.communication import fastest_levels
+from autopar.cost.simulator.buckets import SIZES
+from autopar.cost.traffic import Move, moves
 from autopar.ir.graph import copied, stored
 from autopar.ir.program import Program, same_inputs
 from autopar.ops.reshard_nodes import set_levels

@@ -1,6 +1,6 @@
 """schedule: the order in which a derived graph computes, issues collectives and waits for them.
 
-The graph is one that AOTAutograd derived, forward or backward. The simulation of cost/simulate.py
+The graph is one that AOTAutograd derived, forward or backward. The simulation of cost/simulator/engine.py
 decides: a collective is issued as soon as its operands are there, or, where it fetches what is
 stored, just before it would be late; it is waited for at its first use, or when it is modelled done
 and another collective hangs on it; a while later where that costs nothing, as ranks drift apart and
@@ -16,9 +16,15 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.cost.derived import Phase, collective_of, graph_events, group_of, is_wait
-from autopar.cost.links import Event
-from autopar.cost.simulate import Run, overlapped
+from autopar.cost.simulator.engine import Run, overlapped
+from autopar.cost.simulator.graph_events import (
+    Phase,
+    collective_of,
+    graph_events,
+    group_of,
+    is_wait,
+)
+from autopar.cost.simulator.links import Event
 from autopar.world import World
 
 

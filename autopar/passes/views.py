@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload
-from autopar.cost.derived import carries_on, collective_of, is_wait, writes
+from autopar.cost.simulator.graph_events import carries_on, collective_of, is_wait, writes
 from autopar.ir.graph import made
 
 aten = torch.ops.aten

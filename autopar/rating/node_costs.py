@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from autopar.cost.activations import Price
 from autopar.cost.compute import spec_seconds
-from autopar.cost.kept import Price
 from autopar.ir.graph import carries_gradient
 from autopar.ir.layout import Digit
 from autopar.ir.program import Annotations

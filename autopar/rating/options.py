@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.constraint import Constraint
+from autopar.cost.activations import Price
 from autopar.cost.compute import optimizer_seconds_of
-from autopar.cost.kept import Price
 from autopar.ir.dim_roles import goes_with_weight, has_weight, letter
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import Mesh

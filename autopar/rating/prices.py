@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.pattern import pattern
-from autopar.cost.ways import flat_ways, in_step, ways
+from autopar.cost.algorithms import flat_ways, in_step, ways
+from autopar.cost.network import pattern
 from autopar.ir.mesh import Mesh
 from autopar.world import World
 

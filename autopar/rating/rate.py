@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from autopar.constraint import Constraint
-from autopar.cost.kept import Price
+from autopar.cost.activations import Price
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan

@@ -19,6 +19,7 @@ from torch import fx
 
 from autopar.constraint import Constraint
 from autopar.cost.peak import peak
+from autopar.cost.summary import letter_of
 from autopar.errors import PlanError
 from autopar.ir.graph import module_path, where
 from autopar.ir.plan import Plan
@@ -31,7 +32,6 @@ from autopar.price import Terms, terms
 from autopar.rating.bound import Bound
 from autopar.rating.near import near
 from autopar.rating.rate import bound_on
-from autopar.report.summary import letter_of
 from autopar.search import Near, search
 
 _AROUND = (8, 4, 2)  # options of everything else; fewer where tables outgrow

@@ -312,7 +312,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Measured:
-    """What calibration found for one collective over the groups of one pattern (cost/pattern.py:
+    """What calibration found for one collective over the groups of one pattern (cost/network.py:
     (size, stride) of each digit, outer first): start_s + s_per_byte · bytes of the whole value on a
     group. `together`: with all groups of the pattern at once, as plans run them; else one alone.
     `bends`: (bytes, how many more seconds a byte takes from there on), with rising bytes.

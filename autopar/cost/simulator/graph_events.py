@@ -14,13 +14,13 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import OpOverload, pytree
-from autopar.cost.buckets import leading
-from autopar.cost.comm import flat_price, sent
+from autopar.cost.communication import flat_price, sent
 from autopar.cost.compute import attention_seconds, product_seconds
-from autopar.cost.events import ROOTED, link
-from autopar.cost.links import Event
-from autopar.cost.pattern import Pattern, size
-from autopar.cost.simulate import overlapped
+from autopar.cost.network import Pattern, size
+from autopar.cost.simulator.buckets import leading
+from autopar.cost.simulator.engine import overlapped
+from autopar.cost.simulator.links import Event
+from autopar.cost.simulator.step_events import ROOTED, link
 from autopar.ir.mesh import group_ranks
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
 from autopar.world import World

@@ -10,15 +10,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from autopar.cost import attention, measure
-from autopar.cost.attention import Attended, Attending
-from autopar.cost.fit import curve, efficiencies, fitted, six
-from autopar.cost.measure import Case, Product
-from autopar.cost.meeting import meeting_s
-from autopar.cost.pattern import Pattern, size
-from autopar.cost.rounds import Progress, after_warming, in_rounds, part, warmed
-from autopar.cost.slowing import slowed
-from autopar.cost.ways import summing_s_per_byte
+from autopar.cost.algorithms import summing_s_per_byte
+from autopar.cost.calibration import attention, measure
+from autopar.cost.calibration.attention import Attended, Attending
+from autopar.cost.calibration.contention import meeting_s, slowed
+from autopar.cost.calibration.fit import curve, efficiencies, fitted, six
+from autopar.cost.calibration.measure import (
+    Case,
+    Product,
+    Progress,
+    after_warming,
+    in_rounds,
+    part,
+    warmed,
+)
+from autopar.cost.network import Pattern, size
 from autopar.errors import WorldError
 from autopar.world import KINDS, Device, Form, Forms, Measured, World, ranks
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.pattern import Pattern
-from autopar.cost.ways import Way, formula
+from autopar.cost.algorithms import Way, formula
+from autopar.cost.network import Pattern
 from autopar.world import Level, Measured, World
 
 _REFERENCE = "all_reduce"  # what levels are fitted to; factors say how the other kinds differ

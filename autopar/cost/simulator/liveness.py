@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar._compat import OpOverload
-from autopar.cost.derived import (
+from autopar.cost.simulator.graph_events import (
     KINDS,
     bytes_of,
     carries_on,

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autopar.cost.comm import collective_cost
+from autopar.cost.algorithms import flat_ways, ways
+from autopar.cost.communication import collective_cost
 from autopar.cost.compute import node_seconds
-from autopar.cost.moves import moves
-from autopar.cost.timeline import Timeline
-from autopar.cost.ways import flat_ways, ways
+from autopar.cost.simulator.timeline import Timeline
+from autopar.cost.traffic import moves
 from autopar.ir.graph import every_node
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Collective, Row

@@ -1,6 +1,10 @@
 """What computing loses to collectives that run beside it, so that what hides is not quite free: on
 CPUs the transport's threads and copies take the cores and caches that products want, on GPUs its
 kernels take multiprocessors.
+
+What ranks that compute lose on coming together for a collective, beyond what it takes where
+nothing else runs: they come at different times, and whoever waits is woken late. On ranks that
+share cores it is milliseconds, the same for small and large values.
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autopar import _compat
-from autopar.cost import measure
-from autopar.cost.comm import sent
-from autopar.cost.fit import six
-from autopar.cost.measure import Case
-from autopar.cost.pattern import Pattern, size
-from autopar.cost.ways import flat_ways
+from autopar.cost.algorithms import flat_ways
+from autopar.cost.calibration import measure
+from autopar.cost.calibration.fit import six
+from autopar.cost.calibration.measure import Case
+from autopar.cost.communication import sent
+from autopar.cost.network import Pattern, size
 from autopar.ops import comm
 from autopar.world import Measured, World, ranks
 
@@ -218,3 +222,44 @@ _STARTS = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
 }
+
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+_BYTES = 2**13  # small: nothing but the meeting shows
+_COMPUTE_S = 1e-2  # between two collectives, about
+_TURNS = 5  # of computing and meeting in one measurement
+
+
+def meeting_s(
+    patterns: list[Pattern], device: torch.device, seconds: float, progress: Callable[[float], None]
+) -> float:
+    """Computing and collectives in turn, less both alone, in the middle over kinds, patterns and
+    rounds; never below 0. Collective.
+    """
+    cases = [Case(kind, digits, True, _BYTES) for digits in patterns for kind in _KINDS]
+    numbers = torch.ones(max(measure.actual_bytes(case) for case in cases) // 4, device=device)
+    multiply = measure.computing(_COMPUTE_S, device)
+    with measure.groups(patterns) as names:
+        works = [measure.collective(case, names[case.pattern], numbers) for case in cases]
+        for work in works:
+            work()
+        rows = measure.rounds(
+            lambda: [_met(work, multiply, device) for work in works], seconds, progress
+        )
+    computing, alone, both = np.moveaxis(np.max(ranks.all_of(rows), axis=0), -1, 0)
+    return max(0.0, float(np.median(both - alone - computing)))
+
+
+def _met(
+    work: Callable[[], object], multiply: Callable[[], None], device: torch.device
+) -> list[float]:
+    """Seconds of one turn: of computing, of the collective, of the collective after computing."""
+
+    def both() -> None:
+        multiply()
+        work()
+
+    found = []
+    for one in (multiply, work, both):
+        measure.barrier()
+        found.append(measure.seconds(one, _TURNS, device))
+    return found

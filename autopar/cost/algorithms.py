@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.load import load
-from autopar.cost.pattern import Pattern, halves, size
+from autopar.cost.network import Pattern, halves, load, size
 from autopar.world import Device, Measured, World
 
 

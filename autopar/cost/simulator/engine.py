@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from autopar.cost.links import Event, Links
+from autopar.cost.simulator.links import Event, Links
 
 _SLACK = 1.0  # a prefetch is issued this many of its own durations before it would be too late
 _DEFER = (0, 2, 8)  # how many products that nothing hangs on may wait for an idle moment

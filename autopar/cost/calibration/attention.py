@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from autopar.cost import measure
-from autopar.cost.fit import six
+from autopar.cost.calibration import measure
+from autopar.cost.calibration.fit import six
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends
 from autopar.world import Attention, Device
 

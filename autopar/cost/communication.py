@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.pattern import Pattern, pattern, size
-from autopar.cost.ways import Way, flat_ways, in_step, ways
+from autopar.cost.algorithms import Way, flat_ways, in_step, ways
+from autopar.cost.network import Pattern, pattern, size
 from autopar.ir.layout import Element, Step, Traffic
 from autopar.ir.mesh import Mesh
 from autopar.ops.sharded.inner_collectives import Inside
