@@ -34,7 +34,7 @@ from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.ops.reshard_nodes import groups_of
 from autopar.original import compare_original
 from autopar.passes import choose
-from autopar.pipeline import Pipeline, Progress
+from autopar.passes.pass_manager import Pipeline, Progress
 from autopar.planning import (
     Asked,
     Inputs,

@@ -40,7 +40,6 @@ from autopar._compat import (
     partition,
     takes_a_list,
 )
-from autopar.beside import Gradients, Late, as_constants, beside_the_loss, through
 from autopar.cost.memory import no_room
 from autopar.cost.simulator.engine import Run
 from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given, writes
@@ -52,7 +51,14 @@ from autopar.ops.failures import guarded
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.ops.recomputation import spread, tagged
 from autopar.ops.sharded.dropout import FORMULAS
-from autopar.passes import bucket, chunk, fill, inplace, lanes, limit_memory, schedule, views
+from autopar.passes.overlap import bucket, chunk, lanes, limit_memory, reinplace, schedule, views
+from autopar.passes.overlap.aux_outputs import (
+    Gradients,
+    Late,
+    as_constants,
+    beside_the_loss,
+    through,
+)
 from autopar.world import World, ranks
 
 Backend = str | Callable[..., Any] | None
@@ -265,12 +271,12 @@ class Scheduled:
         _sweep(module.graph)
         graph, room = self._ordered(module.graph, phase, step)
         if self.backend is None:  # compilers take functional graphs
-            inplace.inplace(graph)
-            inplace.check(graph)
+            reinplace.inplace(graph)
+            reinplace.check(graph)
         views.views(graph, operands=self.backend != "inductor")
         views.check(graph)
         if self.backend is None:
-            fill.fill(graph, room)
+            reinplace.fill(graph, room)
         self._above = max(self._above, self._above_limit(graph, step))
         module.graph = graph  # recompiles
 
@@ -301,7 +307,7 @@ class Scheduled:
         if self.backend is not None:
             return False
         filled = copied(graph)
-        fill.fill(filled)
+        reinplace.fill(filled)
         return live_bytes(filled, step) <= bound
 
     def _bound(self, graph: fx.Graph, step: StepMemory) -> float:

@@ -19,7 +19,8 @@ from autopar.cost.calibration.attention import Attended
 from autopar.cost.calibration.measure import Progress
 from autopar.cost.calibration.procedure import calibrate, local_products
 from autopar.ir.sharding_rule import Spec, results_of
-from autopar.passes import annotate, trace
+from autopar.passes import annotate
+from autopar.passes.trace import trace
 from autopar.planning import Inputs, arguments
 from autopar.world import World, ranks
 

@@ -23,13 +23,13 @@ from autopar.api import NUMBERS, agreed, running, shared_plan
 from autopar.backends import OVERLAP, Backend, Overlap
 from autopar.cost.memory import Limit, Optimizer, Recompute
 from autopar.errors import RankError
-from autopar.functions import Captured
 from autopar.ir import program as ir_program
 from autopar.ir.program import Input
 from autopar.layouts import Layouts
 from autopar.ops.devices import CPU, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
+from autopar.passes.trace.custom_functions import Captured
 from autopar.ready import Ready
 from autopar.watch import Watch
 from autopar.world import World, ranks

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.binding import NO_GENERATION
 from autopar.errors import InputError
+from autopar.passes.trace.signature import NO_GENERATION
 
 
 class Deferred(nn.Module):

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.binding import NO_GENERATION, as_planned
 from autopar.errors import InputError, PlanError
 from autopar.ir import program as ir_program
 from autopar.ir.layout import Layout
@@ -23,6 +22,7 @@ from autopar.measured import Measured, backward, measured, phase, untouched
 from autopar.ops.devices import filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
+from autopar.passes.trace.signature import NO_GENERATION, as_planned
 from autopar.placement import local_parts, placements
 from autopar.watch import Watch
 from autopar.world import ranks

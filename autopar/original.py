@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import FakeTensor, TorchDispatchMode, pytree
-from autopar.capture import borrowed
 from autopar.errors import VerificationError
 from autopar.ir.program import Program
 from autopar.ops.devices import CPU, on_device
-from autopar.passes.trace import bind
+from autopar.passes.trace.export import borrowed
+from autopar.passes.trace.trace import bind
 
 FLOPS = 1e11  # of a step: a model that takes more is not run on one device
 _SEED = 40_009

@@ -28,10 +28,11 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
 from autopar.layouts import Layouts
 from autopar.ops.reshard_nodes import groups_of
-from autopar.passes import annotate, chains, choose, emit, forms, rewrite, route, trace
-from autopar.passes import pipeline as panels
+from autopar.passes import annotate, chains, choose, finalize, hierarchy, kernel_choice, rewrite
 from autopar.passes import recompute as recomputing
-from autopar.pipeline import Pipeline
+from autopar.passes import summa as panels
+from autopar.passes.pass_manager import Pipeline
+from autopar.passes.trace import trace
 from autopar.ready import Ready, fingerprint
 from autopar.world import World
 
@@ -110,10 +111,12 @@ def rewritten(pipeline: Pipeline, program: Program, world: World) -> Program:
 
 def _emitted(pipeline: Pipeline, program: Program, world: World) -> Program:
     program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
-    program = pipeline.run("route", program, lambda p: route.route(p, world), route.check)
+    program = pipeline.run("route", program, lambda p: hierarchy.route(p, world), hierarchy.check)
     program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
-    program = pipeline.run("forms", program, lambda p: forms.forms(p, world), forms.check)
-    return pipeline.run("emit", program, emit.emit, emit.check)
+    program = pipeline.run(
+        "forms", program, lambda p: kernel_choice.forms(p, world), kernel_choice.check
+    )
+    return pipeline.run("emit", program, finalize.emit, finalize.check)
 
 
 def fitted(

@@ -1,4 +1,4 @@
-"""Products in pieces: what `passes/chunk.py` gains on an emulated cluster, by itself.
+"""Products in pieces: what `passes/overlap/chunk.py` gains on an emulated cluster, by itself.
 
     python -m benchmarks.chunks                                   # 2 nodes of one rank, 1 Gbit/s
     python -m benchmarks.chunks --ranks-per-node 2 --rate 400mbit
@@ -44,7 +44,7 @@ from autopar.cost.simulator.graph_events import (
 from autopar.ir.graph import computed, copied
 from autopar.ir.mesh import Mesh, group_name
 from autopar.ops.process_groups import connect
-from autopar.passes import chunk, inplace, schedule
+from autopar.passes.overlap import chunk, reinplace, schedule
 from benchmarks import cells, worlds
 from benchmarks.cluster import Shape, launch, network, stop_on_signals
 from benchmarks.cluster.shape import read_rate
@@ -155,7 +155,7 @@ def prepared(graph: fx.Graph, world: World) -> Callable[..., Any]:
     """Scheduled, what can be in place, ready to be called."""
     graph = copied(graph)
     schedule.schedule(graph, world, frozenset(), "forward")
-    inplace.inplace(graph)
+    reinplace.inplace(graph)
     return fx.GraphModule(torch.nn.Module(), graph).forward
 
 

@@ -27,7 +27,8 @@ from autopar.depth import Deep
 from autopar.dropping import Estimated, Rung, Rungs
 from autopar.hiding import simulated
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, choose, emitted, trace
+from autopar.passes import annotate, chains, choose, emitted
+from autopar.passes.trace import trace
 from autopar.targets import NAMED, Batch, resolve
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")

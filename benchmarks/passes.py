@@ -32,7 +32,7 @@ from autopar.backends import PASSES, Scheduled
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.graph_events import Phase
 from autopar.ir.program import Input, Program
-from autopar.pipeline import Pipeline
+from autopar.passes.pass_manager import Pipeline
 from autopar.planning import Asked, analysed, chosen, finished, traced
 from benchmarks import cells
 from benchmarks.planning import named

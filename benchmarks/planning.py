@@ -36,7 +36,8 @@ from autopar.cost.memory import Budget
 from autopar.cost.summary import twice_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, choose, emitted, recompute, trace
+from autopar.passes import annotate, chains, choose, emitted, recompute
+from autopar.passes.trace import trace
 from autopar.rating.rate import best
 from autopar.targets import NAMED, Batch, Sizes, resolve
 from benchmarks import cells

@@ -47,7 +47,8 @@ from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
-from autopar.passes import annotate, chains, emitted, trace
+from autopar.passes import annotate, chains, emitted
+from autopar.passes.trace import trace
 from autopar.shallow import Shallow
 from autopar.world import Device, Level, Measured
 from autopar.world.presets import (

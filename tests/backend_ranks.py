@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import autopar
 import models
-from autopar.passes import chunk
+from autopar.passes.overlap import chunk
 from on_ranks import Facts, caught, everywhere, run_tasks
 from train_ranks import called, example, joined, worst
 

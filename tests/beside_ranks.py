@@ -15,7 +15,7 @@ import autopar
 import models
 from autopar import backends
 from autopar.backends import Scheduled
-from autopar.beside import through
+from autopar.passes.overlap.aux_outputs import through
 from on_ranks import Facts, run_tasks
 from train_ranks import joined
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import autopar
 import models
-from autopar.passes import lanes
+from autopar.passes.overlap import lanes
 from on_ranks import Facts, everywhere, run_tasks
 
 

@@ -17,8 +17,9 @@ from autopar.constraint import Constraint
 from autopar.conversion_costs import Conversions
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import choose, trace
-from autopar.pipeline import Pipeline
+from autopar.passes import choose
+from autopar.passes.pass_manager import Pipeline
+from autopar.passes.trace import trace
 from autopar.verify import Check, compare
 from autopar.widened import widened
 from autopar.world import World

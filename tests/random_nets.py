@@ -10,7 +10,8 @@ from torch import nn
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, trace
+from autopar.passes import annotate, chains
+from autopar.passes.trace import trace
 from autopar.world import World
 
 

@@ -31,7 +31,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.layouts import candidates
 from autopar.ops.process_groups import connect
-from autopar.passes import annotate, trace
+from autopar.passes import annotate
+from autopar.passes.trace import trace
 from autopar.placement import placements
 from autopar.search import Search
 from fused_models import FUSED

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 import models
-from autopar.beside import beside_the_loss
+from autopar.passes.overlap.aux_outputs import beside_the_loss
 from test_training import launched
 
 

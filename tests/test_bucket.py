@@ -12,7 +12,7 @@ import autopar
 from autopar.cost.simulator import buckets
 from autopar.cost.simulator.graph_events import Phase, collective_of, graph_events
 from autopar.ir.graph import ordered
-from autopar.passes import bucket
+from autopar.passes.overlap import bucket
 from derived import arrived, called, derived, placed, ran, scheduled
 
 aten = torch.ops.aten

@@ -27,12 +27,12 @@ from autopar.cost.simulator.graph_events import (
     group_of,
     is_wait,
 )
-from autopar.cuts import units
-from autopar.cutting import cut
 from autopar.ir.graph import copied
 from autopar.ir.mesh import group_ranks
 from autopar.ops import comm
-from autopar.passes import bucket, chunk, inplace, schedule
+from autopar.passes.overlap import bucket, chunk, reinplace, schedule
+from autopar.passes.overlap.chunk import cut
+from autopar.passes.overlap.chunk_units import units
 from derived import called, value_of
 from test_schedule import PRODUCTS
 from test_training import LIMIT, launched
@@ -193,8 +193,8 @@ def test_pieces_give_the_same_numbers(layout: str) -> None:
         schedule.check(found, before)
         assert same(found, graph)
         found = copied(found)
-        assert inplace.inplace(found)
-        inplace.check(found)
+        assert reinplace.inplace(found)
+        reinplace.check(found)
         assert same(found, graph)
 
 

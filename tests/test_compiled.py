@@ -20,7 +20,7 @@ import autopar
 import models
 from autopar import PlanError, compiled
 from autopar.cost.memory import Budget
-from autopar.pipeline import Pipeline
+from autopar.passes.pass_manager import Pipeline
 from autopar.planning import Asked, analysed, chosen, traced
 from test_training import launched
 

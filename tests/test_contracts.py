@@ -25,14 +25,14 @@ from autopar.passes import (
     annotate,
     chains,
     choose,
-    emit,
-    forms,
-    pipeline,
+    finalize,
+    hierarchy,
+    kernel_choice,
     recompute,
     rewrite,
-    route,
-    trace,
+    summa,
 )
+from autopar.passes.trace import trace
 from autopar.world import World
 
 aten = torch.ops.aten
@@ -42,10 +42,10 @@ PASSES = {
     "chains": chains,
     "choose": choose,
     "rewrite": rewrite,
-    "route": route,
-    "pipeline": pipeline,
-    "forms": forms,
-    "emit": emit,
+    "route": hierarchy,
+    "pipeline": summa,
+    "forms": kernel_choice,
+    "emit": finalize,
     "recompute": recompute,
 }
 
@@ -60,10 +60,10 @@ def programs() -> dict[str, Program]:
     made["chains"] = chains.chains(made["annotate"])
     made["choose"] = choose.choose(made["chains"], world, autopar.Grid25D(q=2, d=1))
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
-    made["route"] = route.route(made["rewrite"], world)
-    made["pipeline"] = pipeline.pipeline(made["route"])
-    made["forms"] = forms.forms(made["pipeline"], world)
-    made["emit"] = emit.emit(made["forms"])
+    made["route"] = hierarchy.route(made["rewrite"], world)
+    made["pipeline"] = summa.pipeline(made["route"])
+    made["forms"] = kernel_choice.forms(made["pipeline"], world)
+    made["emit"] = finalize.emit(made["forms"])
     made["recompute"] = recompute.recompute(planned(made["emit"], recompute=("blocks.1",)))
     return made
 
@@ -325,7 +325,7 @@ def test_passes_do_not_change_what_they_are_given() -> None:
     annotate.annotate(made["trace"])
     chains.chains(made["annotate"])
     rewrite.rewrite(made["choose"], World.of(4))
-    emit.emit(pipeline.pipeline(route.route(made["rewrite"], World.of(4))))
+    finalize.emit(summa.pipeline(hierarchy.route(made["rewrite"], World.of(4))))
     assert before == [str(program.module.graph) for program in made.values()]
     assert api.fingerprint(made["trace"]) == api.fingerprint(trace.trace(*models.gpt()[:2]))
 
@@ -344,7 +344,7 @@ def shared_results() -> fx.Graph:
 def test_results_that_share_memory_keep_their_gradient_in_derived_graphs() -> None:
     """AOTAutograd makes both anew as views of the sum, and leaves out what `invariant` does."""
     graph = shared_results()
-    emit._copy_shared(graph)
+    finalize._copy_shared(graph)
     module = fx.GraphModule(torch.nn.Module(), graph)
     for run in (module, aot_function(module, nop)):
         x = torch.ones(3, requires_grad=True)
@@ -356,5 +356,5 @@ def test_results_of_their_own_are_not_copied() -> None:
     graph = shared_results()
     (output,) = graph.find_nodes(op="output")
     output.args = ((output.args[0][0],),)
-    emit._copy_shared(graph)
+    finalize._copy_shared(graph)
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import fx
 
-from autopar import _compat, cuts
-from autopar.cuts import Cut, through
+from autopar import _compat
+from autopar.passes.overlap import chunk_units
+from autopar.passes.overlap.chunk_units import Cut, through
 from derived import called
 
 aten = torch.ops.aten
@@ -103,5 +104,5 @@ def test_a_residual_stream_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(layers):
             product = called(graph, aten.mm.default, (stream, weight))
             stream = called(graph, aten.add.Tensor, (stream, product))
-        assert not cuts.units(graph, 2, frozenset())
+        assert not chunk_units.units(graph, 2, frozenset())
     assert 0 < steps[1] < 3 * steps[0]

@@ -21,7 +21,8 @@ from autopar.hiding import simulated
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, choose, emitted, trace
+from autopar.passes import annotate, chains, choose, emitted
+from autopar.passes.trace import trace
 
 LAYERS = 6
 TWO = World.preset("dgx-h100", ranks=2)

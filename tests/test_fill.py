@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.passes import fill
+from autopar.passes.overlap import reinplace
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 mm = torch.mm
@@ -24,7 +24,7 @@ def filled(function: Callable[[Tensor], object], room: float = math.inf) -> int:
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["val"] = node.target(*args, **kwargs)
-    count = fill.fill(module.graph, room)
+    count = reinplace.fill(module.graph, room)
     module.graph.lint()
     module.recompile()
     torch.testing.assert_close(module(X), function(X), rtol=0, atol=0)

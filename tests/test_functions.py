@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import compiled
-from autopar.functions import is_custom
-from autopar.passes import annotate, trace
+from autopar.passes import annotate
+from autopar.passes.trace import trace
+from autopar.passes.trace.custom_functions import is_custom
 
 
 class StraightThrough(Function):

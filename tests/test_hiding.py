@@ -16,7 +16,8 @@ from autopar.cost.memory import Budget
 from autopar.depth import Deep
 from autopar.ir.program import Program
 from autopar.layouts import candidates
-from autopar.passes import annotate, chains, choose, trace
+from autopar.passes import annotate, chains, choose
+from autopar.passes.trace import trace
 from autopar.price import terms
 from autopar.rating.rate import best
 from autopar.search import search

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.passes import inplace
+from autopar.passes.overlap import reinplace
 
 functional = torch.ops._c10d_functional
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -20,8 +20,8 @@ def replaced(function: Callable[[Tensor], object], x: Tensor = X) -> list[str]:
     module = make_fx(function)(x)
     for node in module.graph.nodes:
         _describe(node, x)
-    inplace.inplace(module.graph)
-    inplace.check(module.graph)
+    reinplace.inplace(module.graph)
+    reinplace.check(module.graph)
     module.recompile()
     given = x.clone()
     torch.testing.assert_close(module(given), function(x), rtol=0, atol=0)
@@ -143,8 +143,8 @@ def test_sums_over_ranks_are_in_place_where_the_operand_is_our_own(own: bool) ->
     graph.output((first, many))
     for node in graph.nodes:
         node.meta["val"] = torch.empty(3, 3).t() if node is other else torch.empty(3, 3)
-    inplace.inplace(graph)
-    inplace.check(graph)
+    reinplace.inplace(graph)
+    reinplace.check(graph)
     form = functional.all_reduce_ if own else functional.all_reduce
     assert sent.target is form.default
     assert many.target is functional.all_reduce_coalesced_.default
@@ -158,4 +158,4 @@ def test_the_contract_refuses_writing_to_what_comes_in() -> None:
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.ops.aten.exp_.default, (x,)))
     with pytest.raises(AssertionError, match="exp__default writes to x, which is not its own"):
-        inplace.check(graph)
+        reinplace.check(graph)

@@ -10,7 +10,7 @@ from torch import fx
 from autopar import _compat
 from autopar.cost.simulator.engine import overlapped
 from autopar.cost.simulator.graph_events import collective_of, graph_events, group_of
-from autopar.passes import lanes, schedule
+from autopar.passes.overlap import lanes, schedule
 from autopar.world import Device, Level, World
 from derived import called
 from test_training import launched

@@ -26,7 +26,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
-from autopar.passes import trace
+from autopar.passes.trace import trace
 from test_training import launched, one_layout
 
 LIMIT = 1e-9

@@ -24,7 +24,7 @@ from autopar.ir.sharding_rule import TABLE, Spec
 from autopar.ops import autograd, comm, sharded
 from autopar.ops import collectives as c
 from autopar.ops.rules import pointwise
-from autopar.pipeline import Pipeline
+from autopar.passes.pass_manager import Pipeline
 from autopar.verify import Check, compare
 from mutations import (
     Mutation,

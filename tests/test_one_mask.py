@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ops.recomputation import recomputed
 from autopar.ops.sharded.dropout import next_seed
-from autopar.pipeline import Pipeline
+from autopar.passes.pass_manager import Pipeline
 from dropped import DROPPED, Dropped, dropping
 from plans import Subject, named_or_refused, random_plan, subject
 from test_training import launched

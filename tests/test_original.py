@@ -14,16 +14,16 @@ from torch.nn import functional as F
 
 import autopar
 import models
-from autopar import VerificationError, functions, original
+from autopar import VerificationError, original
 from autopar.original import compare_original
-from autopar.passes import trace
+from autopar.passes.trace import custom_functions, trace
 from test_functions import KINDS, Net, rows
 
 
 def test_a_backward_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """`h + f(h)`: every parameter has a gradient, and one is off by half."""
     autopar.verify(Net(KINDS["straight through"]), 2, (rows(),), layout="ddp")
-    monkeypatch.setattr(functions, "_is_recorded", lambda function: True)
+    monkeypatch.setattr(custom_functions, "_is_recorded", lambda function: True)
     with pytest.raises(VerificationError, match=r"Net computes .* gradient of up\.\w+ is off by 5"):
         autopar.verify(Net(KINDS["straight through"]), 2, (rows(),), layout="ddp")
 

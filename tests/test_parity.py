@@ -24,7 +24,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.layouts import Constraint
-from autopar.passes import choose, trace
+from autopar.passes import choose
+from autopar.passes.trace import trace
 
 LIMIT = 1e-9
 LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]

@@ -13,7 +13,7 @@ import mutations
 from autopar import VerificationError, World, planning, rounding
 from autopar._compat import pytree
 from autopar.known import Known, known
-from autopar.pipeline import Pipeline
+from autopar.passes.pass_manager import Pipeline
 from autopar.verify import _Rank, compare
 from autopar.widened import double_by_default, to_double
 from odd_models import Simple, rows

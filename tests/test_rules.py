@@ -15,7 +15,7 @@ from autopar.ir.layout import Layout, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import TABLE, operands_of, results_of, shape_of
 from autopar.ir.strategy import Strategy
-from autopar.pushback import pushed_back
+from autopar.passes.pushback import pushed_back
 from rule_cases import CASES, DIGITS, GENERATED
 from shards import (
     SEED,

@@ -19,8 +19,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
 from autopar.ir.strategy import Strategy
-from autopar.passes import trace
-from autopar.pipeline import Pipeline
+from autopar.passes.pass_manager import Pipeline
+from autopar.passes.trace import trace
 from autopar.planning import analysed, traced
 
 

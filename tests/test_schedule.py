@@ -23,7 +23,7 @@ from autopar.cost.simulator.graph_events import (
     is_wait,
     op_seconds,
 )
-from autopar.passes import schedule
+from autopar.passes.overlap import schedule
 from derived import scheduled
 
 aten = torch.ops.aten

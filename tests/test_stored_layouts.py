@@ -22,7 +22,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.strategy import placements
 from autopar.layouts import candidates
-from autopar.passes import annotate, trace
+from autopar.passes import annotate
+from autopar.passes.trace import trace
 from autopar.rating.frame import FIRST_SLOT, frame
 from autopar.rating.options import OptionCosts
 from autopar.rating.prices import HALF, Meshes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.backends import _overlaps
-from autopar.passes import views
+from autopar.passes.overlap import views
 from derived import arrived, called, placed, ran
 from test_training import launched
 

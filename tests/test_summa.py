@@ -14,10 +14,11 @@ from torch import fx
 
 import autopar
 import models
-from autopar import _compat, backends, joint, summa
+from autopar import _compat, backends
 from autopar.backends import Scheduled
 from autopar.cost.simulator.graph_events import collective_of, graph_events, is_wait
 from autopar.ir.graph import ordered
+from autopar.passes.overlap import bucket, summa_panels
 from derived import called, placed, ran, value_of
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -99,7 +100,7 @@ def reduces(ranks: int = 2) -> fx.Graph:
 
 
 def forms(graph: fx.Graph, most: float = float("inf")) -> list[fx.Graph]:
-    found = list(summa.forms(graph, WORLD, frozenset({"x0"}), "backward", most))
+    found = list(summa_panels.forms(graph, WORLD, frozenset({"x0"}), "backward", most))
     for form in found:
         form.lint()
     return found
@@ -127,7 +128,7 @@ def test_the_same_panel_goes_once() -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_the_parts_of_a_gradient_go_as_one(monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
-    monkeypatch.setattr(joint, "on_cpu", lambda node: on_cpu)
+    monkeypatch.setattr(bucket, "on_cpu", lambda node: on_cpu)
     (found,) = forms(reduces())
     assert sent(found) == ["all_to_all_single" if on_cpu else "reduce_scatter_tensor"]
     assert not any(node.target in (aten.where.self, aten.eq.Scalar) for node in found.nodes)
@@ -153,9 +154,9 @@ def test_panels_from_one_root_are_joined() -> None:
         results.append(waited(graph, functional.broadcast.default, (x, 1, GROUP)))
     graph.output(tuple(results))
     members = [node for node in graph.nodes if collective_of(node) == "broadcast"]
-    assert all(joint.joinable(node) for node in members)
+    assert all(bucket.joinable(node) for node in members)
     with _compat.fake_mode():
-        joint.join(graph, members)
+        bucket.join(graph, members)
     assert ordered(graph)
     (node,) = [n for n in graph.nodes if collective_of(n)]
     assert node.meta["val"].shape == (10,) and node.args[1:] == (1, GROUP)

@@ -11,7 +11,7 @@ from torch import Tensor
 import autopar
 from autopar import VerificationError, planning, unwritten
 from autopar.ops import local
-from autopar.pipeline import Pipeline
+from autopar.passes.pass_manager import Pipeline
 from autopar.world import World
 from odd_models import Simple, rows
 

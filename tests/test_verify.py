@@ -166,7 +166,7 @@ def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch)
     """A detach that is lost on the way."""
     model, inputs, _ = ODD["a_branch_that_is_detached"]()
 
-    emit = autopar.passes.emit.emit
+    emit = autopar.passes.finalize.emit
 
     def only_several(program: Any) -> Any:
         made = emit(program)

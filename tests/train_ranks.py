@@ -24,7 +24,7 @@ import autopar
 import models
 from autopar.ir.layout import Layout
 from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
-from autopar.passes import schedule
+from autopar.passes.overlap import schedule
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar import joint
 from autopar.cost.simulator.graph_events import collective_of
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
@@ -24,6 +23,7 @@ from autopar.ir.graph import ordered
 from autopar.ir.mesh import Mesh, group_ranks
 from autopar.ops import comm
 from autopar.ops.process_groups import connect
+from autopar.passes.overlap import bucket
 from autopar.world import ranks
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
@@ -157,15 +157,15 @@ def _rooted(call: Callable[..., Tensor], root: int, group: Group) -> Callable[[T
 
 
 def _as_one(several: list[Trial], operands: list[Tensor]) -> fx.GraphModule:
-    """A graph of these collectives, joined as passes/bucket.py has it."""
+    """A graph of these collectives, joined as passes/overlap/bucket.py has it."""
 
     def apart(*xs: Tensor) -> list[Tensor]:
         return [trial.run(x) for trial, x in zip(several, xs, strict=True)]
 
     made: fx.GraphModule = make_fx(apart, tracing_mode="fake")(*operands)
-    members = [node for node in made.graph.nodes if joint.joinable(node)]
+    members = [node for node in made.graph.nodes if bucket.joinable(node)]
     assert len(members) == len(several), f"{len(members)} of {len(several)} can be joined"
-    joint.join(made.graph, members)
+    bucket.join(made.graph, members)
     assert ordered(made.graph)
     made.graph.lint()
     made.recompile()

@@ -1,7 +1,7 @@
 """The passes: each takes a Program and returns a new one; none imports another."""
 
 from autopar.ir.program import Program
-from autopar.passes import emit, forms, pipeline, rewrite, route
+from autopar.passes import finalize, hierarchy, kernel_choice, rewrite, summa
 from autopar.world import World
 
 
@@ -9,5 +9,5 @@ def emitted(program: Program, world: World) -> Program:
     """The graph of one rank by the program's plan, as it runs but for what runs again: for those
     who compare plans. (api.py runs the same passes with their contracts.)
     """
-    made = pipeline.pipeline(route.route(rewrite.rewrite(program, world), world))
-    return emit.emit(forms.forms(made, world))
+    made = summa.pipeline(hierarchy.route(rewrite.rewrite(program, world), world))
+    return finalize.emit(kernel_choice.forms(made, world))

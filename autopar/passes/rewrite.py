@@ -27,7 +27,7 @@ from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ops.local import Call, emit_local
 from autopar.ops.reshard_nodes import emit_step
 from autopar.ops.sharded.inner_collectives import inside
-from autopar.pushback import pushed_back
+from autopar.passes.pushback import pushed_back
 from autopar.world import World
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ import autopar
 from autopar import api, errors, lockstep, planning
 from autopar.ir.program import Input, Program
 from autopar.ops.reshard_nodes import groups_of
-from autopar.pipeline import Pipeline
+from autopar.passes.pass_manager import Pipeline
 from autopar.ready import fingerprint
 from autopar.widened import double_by_default, widened
 from autopar.world import World

@@ -1,6 +1,6 @@
 """Small collectives of one kind, group and element type that go as one: which of a step's, in what
 order, up to what size. Of a modelled step here (timeline.py), of the graphs that run in
-passes/bucket.py.
+passes/overlap/bucket.py.
 
 Joined are sums of gradients, on which no product hangs any more, and gathers of what is stored; in
 the order in which they are ready or needed. Collectives in several levels are joined in each as in

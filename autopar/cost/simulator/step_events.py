@@ -233,7 +233,7 @@ class Events:
         )
 
     def _may_join(self, stage: Stage, move: Move, pieces: int, late_s: float) -> None:
-        """The collective that is added next (passes/bucket.py)."""
+        """The collective that is added next (passes/overlap/bucket.py)."""
         kind = stage.kind
         if pieces == 1 and not move.inside and kind in _JOINED:
             copied = self.world.backend == "gloo" and move.traffic.collective != "all_reduce"

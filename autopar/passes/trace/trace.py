@@ -22,14 +22,14 @@ from torch.export.graph_signature import (
 )
 
 from autopar._compat import pytree
-from autopar.binding import check_call, signature_of
-from autopar.capture import DATA_ADVICE, capture, place, refusal
 from autopar.errors import InputError
 from autopar.ir import program as ir_program
 from autopar.ir.program import Input, Output, Program, Signature, same_inputs
 from autopar.ops.devices import take_numbers_off
-from autopar.side_effects import refuse_side_effects
-from autopar.simplify import detached, simplify
+from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
+from autopar.passes.trace.side_effects import refuse_side_effects
+from autopar.passes.trace.signature import check_call, signature_of
+from autopar.passes.trace.simplify import detached, simplify
 
 KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.PARAMETER: "parameter",

@@ -1,4 +1,13 @@
-"""Several collectives of one kind, group and dtype written as one (passes/bucket.py says which).
+"""bucket: small collectives of one kind, group and dtype joined into one, where that is modelled to
+be faster.
+
+What is joined is said in cost/simulator/buckets.py; up to a size that the simulation chooses, none among
+them. How the graph is written then is in joint.py. The panels of SUMMA may first become the
+gathers and scatters that they are together (summa.py), which are then joined as others are. On more
+than two ranks a sum may add in another order within a bucket: that is the one thing here that
+changes bits.
+
+Several collectives of one kind, group and dtype written as one (passes/overlap/bucket.py says which).
 
 On a CPU they go as one tensor: gloo copies what is coalesced into one and out again, and its
 coalesced gathers corrupt memory (`_compat.safe_gathers`). Elsewhere they take their coalesced form,
@@ -10,16 +19,32 @@ together once and nothing after that.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autopar.cost.simulator.graph_events import carries_on, collective_of, group_of, is_wait
+from autopar.cost.simulator import buckets
+from autopar.cost.simulator.engine import overlapped
+from autopar.cost.simulator.graph_events import (
+    Listed,
+    Phase,
+    carries_on,
+    collective_of,
+    graph_events,
+    graph_seconds,
+    group_of,
+    is_wait,
+    lead_to_products,
+    listed_seconds,
+)
 from autopar.cost.simulator.step_events import ROOTED
-from autopar.ir.graph import computed, made
+from autopar.ir.graph import computed, copied, made, ordered
+from autopar.passes.overlap import summa_panels
+from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -261,3 +286,73 @@ def forget(graph: fx.Graph, node: fx.Node) -> None:
         while not operand.users and operand.op == "call_function" and carries_on(operand):
             unused, operand = operand, operand.all_input_nodes[0]
             graph.erase_node(unused)
+
+
+def bucket(
+    graph: fx.Graph,
+    world: World,
+    stored: frozenset[str],
+    phase: Phase,
+    most: float = math.inf,
+) -> fx.Graph:
+    """The graph with the buckets of the size that is modelled to be the fastest, of at most `most`
+    bytes; the graph itself where none is. The same on every rank.
+    """
+    if not most:
+        return graph
+    sizes = [size for size in buckets.SIZES if size <= most] or [int(most)]
+    form, listed = _kind_of_bucket(graph, world, stored, phase, most)
+    best, least = form, listed_seconds(listed, world)
+    for several in choices(listed, sizes):
+        found = joined(form, several)
+        if found is None:
+            continue
+        taken = graph_seconds(found, world, stored, phase)
+        if taken < least:
+            best, least = found, taken
+    return best
+
+
+def _kind_of_bucket(
+    graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
+) -> tuple[fx.Graph, Listed]:
+    """The graph with its panels in the form that is modelled to be the fastest, and its events."""
+    forms = [graph, *summa_panels.forms(graph, world, stored, phase, most)]
+    found = [(form, graph_events(form, world, stored, phase)) for form in forms]
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda each: listed_seconds(each[1], world))
+
+
+def joined(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Graph | None:
+    """A copy of the graph with each bucket as one; None where buckets wait for one another."""
+    found = copied(graph)
+    twins = dict(zip(graph.nodes, found.nodes, strict=True))
+    for members in several:
+        join(found, [twins[node] for node in members])
+    return found if ordered(found) else None
+
+
+def choices(listed: Listed, sizes: Sequence[int]) -> Iterator[list[list[fx.Node]]]:
+    """What is joined into buckets of at most each of these bytes, the same buckets once."""
+    keys = [_key(node) for node in listed.nodes]
+    run, leads = overlapped(listed.events), lead_to_products(listed)
+    known: list[list[buckets.Bucket]] = [[]]
+    for size in sizes:
+        found = buckets.together(listed.events, keys, leads, run, size)
+        if found not in known:
+            known.append(found)
+            yield [[listed.nodes[i] for i in members] for members in found]
+
+
+def _key(node: fx.Node) -> Hashable:
+    """What collectives share that are joined; None for those that are not, and for ops."""
+    if not joinable(node):
+        return None
+    return collective_of(node), _dtype(node), str(node.args[1:])
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value.dtype

@@ -27,9 +27,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensor, changes_in_place, exporting, pytree, without_modes
-from autopar.capture import StandIns, refusal, stand_ins, trail
 from autopar.errors import TraceError
-from autopar.snapshot import Snapshot, snapshot
+from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
+from autopar.passes.trace.snapshot import Snapshot, snapshot
 
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _DRAWS = (

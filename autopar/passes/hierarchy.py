@@ -1,4 +1,4 @@
-"""route: gradients' sums and weights' gathers that may go as one (passes/bucket.py) all go in the
+"""route: gradients' sums and weights' gathers that may go as one (passes/overlap/bucket.py) all go in the
 levels that are the fastest for all of them together.
 
 rewrite.py takes for each the levels that are the fastest for it alone. A bias may then go in others

@@ -29,11 +29,10 @@ from autopar._compat import (
     taken_apart,
 )
 from autopar.errors import TraceError
-from autopar.functions import Refused, honoured
-from autopar.hooks import Watch, refuse_held
-from autopar.secret_writes import secretly_written
-from autopar.simplify import inline_no_grad
-from autopar.snapshot import snapshot
+from autopar.passes.trace.custom_functions import Refused, honoured
+from autopar.passes.trace.hooks import Watch, refuse_held
+from autopar.passes.trace.simplify import inline_no_grad, secretly_written
+from autopar.passes.trace.snapshot import snapshot
 
 DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
