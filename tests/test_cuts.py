@@ -94,7 +94,7 @@ def test_a_residual_stream_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> 
         steps[-1] += 1
         return through(*given)
 
-    monkeypatch.setattr(cuts, "through", counted)
+    monkeypatch.setattr(chunk_units, "through", counted)
     for layers in (20, 40):
         steps.append(0)
         graph = fx.Graph()
