@@ -14,8 +14,8 @@ from autopar.errors import (
     WorldError,
 )
 from autopar.ir.plan import Plan
-from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.module import ParallelModule
+from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.verify import Check
 from autopar.world import Device, Level, World
 

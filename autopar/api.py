@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,39 +14,39 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import editing, replicas, sizing
+from autopar import replicas
 from autopar._compat import pytree
 from autopar.agreement import same_request
 from autopar.arguments import check, check_room, check_together, warn_alone
 from autopar.backends import OVERLAP, Backend, Overlap, runner
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.deferred import Deferred
-from autopar.errors import InputError, PlanError, WorldError
+from autopar.errors import WorldError
 from autopar.held import current, held
 from autopar.ir.plan import Plan
 from autopar.ir.plan import reduce_dtype as read_reduce_dtype
-from autopar.ir.program import Program
-from autopar.layouts import Layouts, candidates
 from autopar.module import ParallelModule
 from autopar.ops import devices
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.ops.reshard_nodes import groups_of
 from autopar.original import compare_original
-from autopar.passes import choose
 from autopar.passes.pass_manager import Pipeline, Progress
-from autopar.planning import (
+from autopar.planner import choose, edit, world_size
+from autopar.planner.edit import _ready, _same_graph
+from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.planner import (
     Asked,
     Inputs,
+    Ready,
     analysed,
     arguments,
     chosen,
+    fingerprint,
     finished,
     fitted,
     rewritten,
     traced,
 )
-from autopar.price import terms
-from autopar.ready import Ready, fingerprint
 from autopar.verify import Check, compare
 from autopar.widened import widened
 from autopar.world import World, ranks, store
@@ -106,7 +105,7 @@ def plan(
     if not smaller:
         return made
     pipeline.progress("smaller worlds")
-    fewer = sizing.smaller(program, made, layout, redundant, budget)
+    fewer = world_size.smaller(program, made, layout, redundant, budget)
     return dataclasses.replace(made, smaller=fewer)
 
 
@@ -207,52 +206,6 @@ def running(
             )
     world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
     return device_mesh, runner(program, world, backend, overlap)
-
-
-def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
-    ready: Ready | None = plan.ready
-    if ready is not None and editing.unchanged(plan, ready.program):
-        return ready
-    if inputs is None:
-        what = "from a file" if ready is None else "that was changed since it was made"
-        raise InputError(
-            f"a plan {what} holds no graph: give apply the inputs too, so that it can trace the "
-            "model again"
-        )
-    made = renewed(model, plan, inputs)
-    for line in made.told:
-        warnings.warn(line, stacklevel=2)
-    assert isinstance(made.ready, Ready)
-    return made.ready
-
-
-def renewed(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
-    """A plan from a file, for this model on the plan's own world: what was edited in the file is
-    held against the rules, and every figure is worked out anew; `told` says which ones differ from
-    the file's. Raises PlanError for another model, and with the node for a choice that cannot be.
-
-    Example: renewed(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
-    """
-    pipeline = Pipeline()
-    source = traced(model, inputs, pipeline)
-    _same_graph(plan, source)
-    program = analysed(pipeline, source, plan.reduce_dtype)
-    checked = editing.checked(program, plan)
-    seconds = sum(terms(program, checked, plan.world).values())
-    checked = dataclasses.replace(checked, seconds=seconds, memory=None)
-    program = dataclasses.replace(program, plan=checked)
-    budget = Budget(None, plan.optimizer, "none")
-    asked = Asked(None, budget, overlap=plan.overlapped is not None)
-    made = finished(pipeline, source, program, plan.world, asked)
-    return editing.compared(plan, made)
-
-
-def _same_graph(plan: Plan, source: Program) -> None:
-    if fingerprint(source) != plan.fingerprint:
-        raise PlanError(
-            f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives "
-            f"{fingerprint(source)}: plan again"
-        )
 
 
 def parallelize(
@@ -416,7 +369,7 @@ def verify(
     flops = sum(spec.flops for spec in program.annotations.specs.values())
     if isinstance(layout, Plan):
         _same_graph(layout, source)
-        program = dataclasses.replace(program, plan=editing.checked(program, layout))
+        program = dataclasses.replace(program, plan=edit.checked(program, layout))
     else:
         budget = Budget.of(found, "auto", "adamw", recompute)
         program = chosen(pipeline, program, found, Asked(layout, budget, redundant))

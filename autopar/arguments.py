@@ -22,8 +22,8 @@ from autopar.cost.memory import STATES, Budget, limit_text, text_of
 from autopar.deferred import Deferred
 from autopar.errors import AutoparError, InputError, LayoutError, PlanError
 from autopar.ir.plan import Plan
-from autopar.layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.module import ParallelModule
+from autopar.planner.named_layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.world import World, ranks
 
 _GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D)

@@ -21,7 +21,7 @@ from autopar.cost.calibration.procedure import calibrate, local_products
 from autopar.ir.sharding_rule import Spec, results_of
 from autopar.passes import annotate
 from autopar.passes.trace import trace
-from autopar.planning import Inputs, arguments
+from autopar.planner.planner import Inputs, arguments
 from autopar.world import World, ranks
 
 Whole = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a product on one device

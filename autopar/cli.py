@@ -49,9 +49,9 @@ from autopar.errors import AutoparError, PlanError, WorldError
 from autopar.ir import show as ir_show
 from autopar.ir.plan import Plan
 from autopar.options import read_layout, read_memory, read_optimizer
+from autopar.planner.why import Why
 from autopar.report.progress import bar, watched
 from autopar.report.terminal import console, line
-from autopar.report.why import Why
 from autopar.targets import Batch, Target, resolve
 from autopar.world import World
 from autopar.world import ranks as running

@@ -25,12 +25,12 @@ from autopar.cost.memory import Limit, Optimizer, Recompute
 from autopar.errors import RankError
 from autopar.ir import program as ir_program
 from autopar.ir.program import Input
-from autopar.layouts import Layouts
 from autopar.ops.devices import CPU, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.custom_functions import Captured
-from autopar.ready import Ready
+from autopar.planner.named_layouts import Layouts
+from autopar.planner.planner import Ready
 from autopar.watch import Watch
 from autopar.world import World, ranks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError
-from autopar.layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.planner.named_layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 
 GRIDS = {"atp": Grid2D, "3d": Grid3D, "4d": Grid4D, "2.5d": Grid25D}
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}

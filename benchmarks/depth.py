@@ -1,4 +1,4 @@
-"""What is said of deep models by shorter ones (autopar/depth.py), held against the whole.
+"""What is said of deep models by shorter ones (autopar/planner/deep_models.py), held against the whole.
 
     python -m benchmarks.depth                      # about a minute of one core
     python -m benchmarks.depth --model llama3-8b --layers 8 --layouts fsdp --json depth.json
@@ -23,12 +23,13 @@ from rich.table import Table
 from autopar import World
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import timeline
-from autopar.depth import Deep
-from autopar.dropping import Estimated, Rung, Rungs
-from autopar.hiding import simulated
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, choose, emitted
+from autopar.passes import annotate, chains, emitted
 from autopar.passes.trace import trace
+from autopar.planner import choose
+from autopar.planner.deep_models import Deep
+from autopar.planner.overlap_search import simulated
+from autopar.planner.rematerialize import Estimated, Rung, Rungs
 from autopar.targets import NAMED, Batch, resolve
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")

@@ -33,7 +33,7 @@ from autopar.cost.memory import Budget
 from autopar.cost.simulator.graph_events import Phase
 from autopar.ir.program import Input, Program
 from autopar.passes.pass_manager import Pipeline
-from autopar.planning import Asked, analysed, chosen, finished, traced
+from autopar.planner.planner import Asked, analysed, chosen, finished, traced
 from benchmarks import cells
 from benchmarks.planning import named
 

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.backends import BY_NAME, Overlap
-from autopar.layouts import Layouts
+from autopar.planner.named_layouts import Layouts
 from benchmarks.forced import FORCED
 from benchmarks.models import Llama
 

@@ -30,15 +30,16 @@ from rich.table import Table
 from torch import nn
 
 from autopar import World
-from autopar.affordable import affordable
-from autopar.constraint import Constraint
 from autopar.cost.memory import Budget
 from autopar.cost.summary import twice_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, choose, emitted, recompute
+from autopar.passes import annotate, chains, emitted, recompute
 from autopar.passes.trace import trace
-from autopar.rating.rate import best
+from autopar.planner import choose
+from autopar.planner.constraint import Constraint
+from autopar.planner.memory_search import affordable
+from autopar.planner.mesh_search import best
 from autopar.targets import NAMED, Batch, Sizes, resolve
 from benchmarks import cells
 

@@ -42,14 +42,14 @@ from autopar.cost.algorithms import flat_ways
 from autopar.cost.network import halves, pattern, size
 from autopar.cost.summary import summarised
 from autopar.cost.traffic import Move, moves
-from autopar.hiding import by_step, simulated
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
 from autopar.passes import annotate, chains, emitted
 from autopar.passes.trace import trace
-from autopar.shallow import Shallow
+from autopar.planner.deep_models import Shallow
+from autopar.planner.overlap_search import by_step, simulated
 from autopar.world import Device, Level, Measured
 from autopar.world.presets import (
     CPU_BYTES_PER_S,

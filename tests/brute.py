@@ -29,7 +29,7 @@ from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Choice as AxisChoice
 from autopar.ir.strategy import Strategy, axis_choices, placements, split_of, strategies
 from autopar.ops.sharded.inner_collectives import inside
-from autopar.rating.frame import carries_gradient
+from autopar.planner.bounds.factor_graph import carries_gradient
 from autopar.world import World
 
 Layouts = tuple[Layout, ...]

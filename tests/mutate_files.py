@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import api, cli
+from autopar.planner import edit
 from autopar.world import World
 from autopar.world.hardware import Attention, Device, Forms, Level, Link, Measured
 
@@ -136,7 +137,7 @@ class Trial:
         assert shown.exit_code == 0, "show refuses what load takes"
         assert autopar.Plan.from_json(plan.to_json()) == plan
         try:
-            made = api.renewed(self.model, plan, self.inputs)
+            made = edit.renewed(self.model, plan, self.inputs)
         except autopar.AutoparError as error:
             return refusal(error)
         _assert_finite(made.seconds, made.comm_bytes, made.peak_bytes)

@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.layouts import candidates
 from autopar.ops.process_groups import connect
 from autopar.passes import annotate
 from autopar.passes.trace import trace
 from autopar.placement import placements
-from autopar.search import Search
+from autopar.planner.exact_search import Search
+from autopar.planner.named_layouts import candidates
 from fused_models import FUSED
 from on_ranks import Facts, run_tasks
 

@@ -14,19 +14,19 @@ import pytest
 
 import brute
 import models
-from autopar import affordable as affordable_module
-from autopar.affordable import affordable
-from autopar.ascending import ascending
 from autopar.cost.activations import Kept, Price
 from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
-from autopar.elimination import Table
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.layouts import candidates
 from autopar.passes import emitted
-from autopar.ranking import ranked
-from autopar.rating.rate import best
+from autopar.planner import memory_search as affordable_module
+from autopar.planner.ascending import ascending
+from autopar.planner.elimination import Table
+from autopar.planner.memory_search import affordable
+from autopar.planner.mesh_search import best
+from autopar.planner.named_layouts import candidates
+from autopar.planner.ranking import ranked
 from autopar.world import World
 from random_nets import analysed, random_problem
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import autopar
 import models
 from autopar import calibration
-from autopar.constraint import Constraint
 from autopar.cost.calibration import attention as timing
 from autopar.cost.calibration.measure import Product
 from autopar.cost.calibration.procedure import timed_computing
@@ -33,9 +32,10 @@ from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, Spec
 from autopar.ir.strategy import Strategy
-from autopar.price import COMPUTE, terms
-from autopar.rating.rate import best, bound_on
-from autopar.search import search
+from autopar.planner.constraint import Constraint
+from autopar.planner.exact_search import search
+from autopar.planner.mesh_search import best, bound_on
+from autopar.planner.objective import COMPUTE, terms
 from autopar.world import Attention, Device, World
 from random_nets import analysed
 from test_chunk import WORLD, derived_from, graph_of

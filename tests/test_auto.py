@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import models
-from autopar import hiding
 from autopar.errors import LayoutError
-from autopar.hiding import simulated
 from autopar.ir.program import Program
-from autopar.layouts import NAMES
-from autopar.passes import choose
-from autopar.shallow import Shallow
+from autopar.planner import choose, overlap_search
+from autopar.planner.deep_models import Shallow
+from autopar.planner.named_layouts import NAMES
+from autopar.planner.overlap_search import simulated
 from autopar.world import World
 from random_nets import analysed
 
@@ -64,7 +63,7 @@ def summed(program: Program, world: World, layout: str) -> float:
 
 def by_step(program: Program, world: World, layout: str) -> float:
     """With communication under computation."""
-    return simulated(hiding.by_step(Shallow(program, world), layout, None)[0], world)
+    return simulated(overlap_search.by_step(Shallow(program, world), layout, None)[0], world)
 
 
 def combinations() -> list[Any]:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from autopar import cli
 from autopar.errors import LayoutError, WorldError
-from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.report import progress
 from autopar.targets import NAMED, Batch, TargetError, resolve
 from autopar.world import Level, World

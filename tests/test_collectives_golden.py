@@ -22,8 +22,8 @@ from autopar._compat import pytree
 from autopar.cost import algorithms
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
-from autopar.rating.options import OptionCosts
+from autopar.planner.bounds.option_costs import OptionCosts
+from autopar.planner.named_layouts import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.verify import _Rank
 from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, h, i, m, v
 

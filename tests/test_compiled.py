@@ -21,7 +21,7 @@ import models
 from autopar import PlanError, compiled
 from autopar.cost.memory import Budget
 from autopar.passes.pass_manager import Pipeline
-from autopar.planning import Asked, analysed, chosen, traced
+from autopar.planner.planner import Asked, analysed, chosen, traced
 from test_training import launched
 
 LOSS, GRADIENTS = 1e-5, 1e-4  # relative, over four steps

@@ -24,7 +24,6 @@ from autopar.ops.reshard_nodes import set_levels
 from autopar.passes import (
     annotate,
     chains,
-    choose,
     finalize,
     hierarchy,
     kernel_choice,
@@ -33,6 +32,7 @@ from autopar.passes import (
     summa,
 )
 from autopar.passes.trace import trace
+from autopar.planner import choose
 from autopar.world import World
 
 aten = torch.ops.aten

@@ -11,18 +11,18 @@ from torch import nn
 
 import models
 from autopar import PlanError, World
-from autopar.affordable import _Under, affordable
 from autopar.cost.memory import Budget, Recompute
 from autopar.cost.simulator.timeline import timeline
-from autopar.depth import Deep
-from autopar.dropping import Estimated, Rung, Rungs
-from autopar.fitting import fitted
-from autopar.hiding import simulated
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, choose, emitted
+from autopar.passes import annotate, chains, emitted
 from autopar.passes.trace import trace
+from autopar.planner import choose
+from autopar.planner.deep_models import Deep
+from autopar.planner.memory_search import _Under, affordable
+from autopar.planner.overlap_search import simulated
+from autopar.planner.rematerialize import Estimated, Rung, Rungs, fitted
 
 LAYERS = 6
 TWO = World.preset("dgx-h100", ranks=2)

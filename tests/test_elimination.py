@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autopar import elimination
-from autopar.elimination import Memo, Table, minimise
 from autopar.errors import PlanError
+from autopar.planner import elimination
+from autopar.planner.elimination import Memo, Table, minimise
 
 
 def random_problem(draw: random.Random) -> tuple[list[int], list[Table]]:

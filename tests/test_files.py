@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 import autopar
-from autopar.api import renewed
 from autopar.cli import app
+from autopar.planner.edit import renewed
 from autopar.world import World, json_file
 from models import mlp
 

@@ -10,18 +10,18 @@ import torch
 
 import autopar
 import models
-from autopar import Plan, hiding
+from autopar import Plan
 from autopar.cost.activations import Middle, bytes_kept
 from autopar.cost.memory import Budget
-from autopar.depth import Deep
 from autopar.ir.program import Program
-from autopar.layouts import candidates
-from autopar.passes import annotate, chains, choose
+from autopar.passes import annotate, chains
 from autopar.passes.trace import trace
-from autopar.price import terms
-from autopar.rating.rate import best
-from autopar.search import search
-from autopar.shallow import Shallow
+from autopar.planner import choose, overlap_search
+from autopar.planner.deep_models import Deep, Shallow
+from autopar.planner.exact_search import search
+from autopar.planner.mesh_search import best
+from autopar.planner.named_layouts import candidates
+from autopar.planner.objective import terms
 from autopar.world import World
 from benchmarks.quality import cluster, small_gpt
 from random_nets import analysed
@@ -37,18 +37,18 @@ def program() -> Program:
 
 @lru_cache
 def several() -> list[Program]:
-    return hiding.by_step(Shallow(program(), WORLD), "auto", None)
+    return overlap_search.by_step(Shallow(program(), WORLD), "auto", None)
 
 
 def test_the_shortest_step_comes_first() -> None:
-    steps = [hiding.simulated(one, WORLD) for one in several()]
+    steps = [overlap_search.simulated(one, WORLD) for one in several()]
     assert steps == sorted(steps) and len(steps) > 1
 
 
 def test_the_sum_is_not_what_a_step_takes() -> None:
     """On a slow link a plan that gathers and sums more, but where it hides, is a tenth faster."""
     first, summed = several()[0], min(several(), key=lambda one: one.plan.seconds)  # type: ignore[union-attr]
-    assert hiding.simulated(first, WORLD) < 0.9 * hiding.simulated(summed, WORLD)
+    assert overlap_search.simulated(first, WORLD) < 0.9 * overlap_search.simulated(summed, WORLD)
     assert first.plan is not None and summed.plan is not None
     mesh, rules = next(
         one for one in candidates("auto", WORLD.ranks, program()) if one[0] == summed.plan.mesh
@@ -62,7 +62,7 @@ def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
     held = Middle(program(), "adamw")
     sizes = [bytes_kept(held, one.plan) for one in several() if one.plan is not None]
     limit, best = (min(sizes) + max(sizes)) / 2, several()[sizes.index(max(sizes))]
-    others = hiding._Others(best, Shallow(program(), WORLD), Budget(limit))
+    others = overlap_search._Others(best, Shallow(program(), WORLD), Budget(limit))
     for one in several():
         others._enter(Deep(one))
     left = {id(deep.program) for deep in others.near()} - {id(best)}
@@ -71,14 +71,14 @@ def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
 
 
 def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hiding, "_RUN", 1)
+    monkeypatch.setattr(overlap_search, "_RUN", 1)
     best = several()[0]
-    others = hiding._Others(best, Shallow(program(), WORLD), None)
+    others = overlap_search._Others(best, Shallow(program(), WORLD), None)
     for one in several():
         others._enter(Deep(one))
     rated = list(others.found.values())
     for one in rated:
-        summed = hiding._plan(one.deep.program).seconds
+        summed = overlap_search._plan(one.deep.program).seconds
         assert one.middle == pytest.approx(one.light + summed)
     first = {min(rated, key=lambda one: one.light), min(rated, key=lambda one: one.middle)}
     assert len(first) == 2
@@ -87,10 +87,10 @@ def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyP
 
 def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others are more promising; of several plans of it the one that is the most."""
-    monkeypatch.setattr(hiding, "_RUN", 1)
-    monkeypatch.setattr(hiding, "_NEAR", 10.0)
+    monkeypatch.setattr(overlap_search, "_RUN", 1)
+    monkeypatch.setattr(overlap_search, "_NEAR", 10.0)
     best = several()[0]
-    others = hiding._Others(best, Shallow(program(), WORLD), None)
+    others = overlap_search._Others(best, Shallow(program(), WORLD), None)
     for one in several():
         others._enter(Deep(one), "these")
     others.take_named("megatron")
@@ -107,12 +107,14 @@ def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
     given, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
-    others = hiding._Others(choose.choose(given, world, "ddp"), Shallow(given, world), None)
+    others = overlap_search._Others(choose.choose(given, world, "ddp"), Shallow(given, world), None)
     others.take_named("3d")
     seconds = [
-        one.light for one in others.found.values() if hiding._plan(one.deep.program).layout == "3d"
+        one.light
+        for one in others.found.values()
+        if overlap_search._plan(one.deep.program).layout == "3d"
     ]
-    assert min(seconds) < hiding._NEAR * others.least < max(seconds)
+    assert min(seconds) < overlap_search._NEAR * others.least < max(seconds)
 
 
 def test_every_plan_has_its_real_price() -> None:

@@ -59,7 +59,7 @@ def test_passes_are_strangers() -> None:
     files = {"passes": "from . import choose", "passes.choose": "from . import trace"}
     files["passes.trace"] = ""
     (message,) = violations(files)
-    assert message == "autopar.passes.choose line 1 imports autopar.passes.trace: strangers"
+    assert message == "autopar.planner.choose line 1 imports autopar.passes.trace: strangers"
 
 
 def test_a_cycle_within_a_package_is_reported() -> None:

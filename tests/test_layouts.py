@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar import search
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.layouts import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 from autopar.passes.trace import trace
+from autopar.planner import exact_search
+from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 from test_training import launched, one_layout
 
 LIMIT = 1e-9
@@ -307,7 +307,9 @@ def most_digits(plan: Plan) -> int:
 @pytest.mark.parametrize(("name", "layout"), [*(("gpt", one) for one in CROWDED), ("t5", "4d")])
 def test_three_axes_on_one_dim(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage is made dear, so that parameters are split as far as their layout allows."""
-    monkeypatch.setattr(search, "optimizer_seconds", lambda layout, *_: float(layout.local_size))
+    monkeypatch.setattr(
+        exact_search, "optimizer_seconds", lambda layout, *_: float(layout.local_size)
+    )
     ranks = 16 if layout == "4d" else 8
     assert most_digits(planned(name, ranks, CROWDED[layout])) >= 3
     holds(name, ranks, CROWDED[layout])

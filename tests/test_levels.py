@@ -22,10 +22,10 @@ from autopar.ir.graph import stored
 from autopar.ir.layout import Element, I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps
-from autopar.layouts import Grid4D
 from autopar.ops import collectives as c
 from autopar.ops import comm
 from autopar.ops.reshard_nodes import emit_step, groups_of
+from autopar.planner.named_layouts import Grid4D
 from autopar.world import Device, Level, World
 from test_collectives import CHANGES, deal, own, random, same
 

@@ -23,7 +23,7 @@ from autopar.cost.memory import (
 from autopar.cost.peak import Lives, highest
 from autopar.errors import LayoutError
 from autopar.ir.plan_table import Memory
-from autopar.layouts import NAMES
+from autopar.planner.named_layouts import NAMES
 from autopar.world import World
 from benchmarks.memory import CASES, Case, counted, is_good
 

@@ -12,10 +12,10 @@ from autopar.cost.communication import path_seconds
 from autopar.ir.layout import I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps
-from autopar.rating import joint
-from autopar.rating.frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
-from autopar.rating.moves import Moves
-from autopar.rating.prices import Meshes
+from autopar.planner.bounds import arrays
+from autopar.planner.bounds.arrays import Meshes
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
+from autopar.planner.bounds.reshard_costs import Moves
 
 WORLD = World.preset("dgx-h100", ranks=32)
 KIND = Kind((64, 32, 96), ((0, 1, 64), (1, 1, 32), (2, 1, 96)), 2, 2)
@@ -88,6 +88,6 @@ def test_options_and_states(states: tuple[int, ...]) -> None:
     expected = np.full((3, 3, 4), BIG, np.float32)
     for (i, a), (j, b) in itertools.product(enumerate(states), repeat=2):
         expected[a, b] = np.minimum(expected[a, b], seconds[i, j])
-    np.testing.assert_array_equal(joint.least(seconds, states, known), expected)
-    spread = joint.spread(expected, states, known)
+    np.testing.assert_array_equal(arrays.least(seconds, states, known), expected)
+    spread = arrays.spread(expected, states, known)
     np.testing.assert_array_equal(spread, expected[np.ix_(states, states)])

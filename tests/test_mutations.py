@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import models
-from autopar import VerificationError, World, planning
+from autopar import VerificationError, World
 from autopar._compat import pytree
 from autopar.ir.layout import S
 from autopar.ir.mesh import Mesh
@@ -25,6 +25,7 @@ from autopar.ops import autograd, comm, sharded
 from autopar.ops import collectives as c
 from autopar.ops.rules import pointwise
 from autopar.passes.pass_manager import Pipeline
+from autopar.planner import planner
 from autopar.verify import Check, compare
 from mutations import (
     Mutation,
@@ -78,18 +79,18 @@ def planned(name: str) -> Program:
     """Under a named layout, or "x2.y2 3": drawn at random on that mesh with that seed."""
     if name in NAMED:
         world = World.of(NAMED[name])
-        asked = planning.Asked(name)
-        chosen = planning.chosen(Pipeline(), gpt().program, world, asked)
+        asked = planner.Asked(name)
+        chosen = planner.chosen(Pipeline(), gpt().program, world, asked)
     else:
         mesh, seed = name.split()
         world = World.of(Mesh.parse(mesh).size)
         plan = random_plan(gpt().program, mesh, world, int(seed))
         chosen = dataclasses.replace(gpt().program, plan=plan)
-    return planning.rewritten(Pipeline(), chosen, world)
+    return planner.rewritten(Pipeline(), chosen, world)
 
 
 def verified(program: Program) -> Check:
-    leaves = pytree.tree_leaves(planning.arguments(gpt().inputs))
+    leaves = pytree.tree_leaves(planner.arguments(gpt().inputs))
     return compare(program, gpt().single, leaves, 1e-9)
 
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, fx
 
 import autopar
-from autopar import InputError, PlanError, planning
+from autopar import InputError, PlanError
 from autopar.ir.graph import every_node
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ops.recomputation import recomputed
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.pass_manager import Pipeline
+from autopar.planner import planner
 from dropped import DROPPED, Dropped, dropping
 from plans import Subject, named_or_refused, random_plan, subject
 from test_training import launched
@@ -39,7 +40,7 @@ def random_program(name: str, mesh: str, draw: int) -> Program:
     world = autopar.World.of(Mesh.parse(mesh).size)
     plan = random_plan(known(name).program, mesh, world, draw)
     program = dataclasses.replace(known(name).program, plan=plan)
-    return planning.rewritten(Pipeline(), program, world)
+    return planner.rewritten(Pipeline(), program, world)
 
 
 def seeds(module: fx.GraphModule) -> dict[str, list[int]]:

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar import conversion_costs, search
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.layouts import Constraint
-from autopar.passes import choose
 from autopar.passes.trace import trace
+from autopar.planner import choose, exact_search, regions
+from autopar.planner.named_layouts import Constraint
 
 LIMIT = 1e-9
 LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
@@ -229,9 +228,9 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 
         rng = Drawn.draws = random.Random(seed)
         weight = rng.choice([0.02, 0.3, 1.0])  # of conversions: the smaller, the more of them
-        monkeypatch.setattr(search, "node_seconds", lambda *_: rng.random())
-        monkeypatch.setattr(search, "optimizer_seconds", lambda *_: rng.random())
-        monkeypatch.setattr(conversion_costs, "path_seconds", convert)
+        monkeypatch.setattr(exact_search, "node_seconds", lambda *_: rng.random())
+        monkeypatch.setattr(exact_search, "optimizer_seconds", lambda *_: rng.random())
+        monkeypatch.setattr(regions, "path_seconds", convert)
         monkeypatch.setattr(choose, "candidates", candidates)
 
     return from_seed

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.api import renewed
-from autopar.price import terms
+from autopar.planner.edit import renewed
+from autopar.planner.objective import terms
 from models import Example, gpt, mlp
 
 Json = dict[str, Any]

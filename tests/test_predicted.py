@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.layouts import candidates
+from autopar.planner.named_layouts import candidates
 from benchmarks import overhead, predicted
 from benchmarks.cluster import Failed
 from benchmarks.forced import FORCED

@@ -22,20 +22,29 @@ import autopar
 import brute
 import integer
 import models
-from autopar.constraint import Constraint
 from autopar.cost.communication import path_seconds
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.reshard import steps
-from autopar.passes import choose
-from autopar.rating.frame import FIRST_SLOT, REPLICATED, WHOLE, Edge, Frame, Kind, Variable, frame
-from autopar.rating.moves import Moves
-from autopar.rating.options import HALF, OptionCosts
-from autopar.rating.prices import Meshes
-from autopar.rating.rate import best, bound_on
-from autopar.search import search
+from autopar.planner import choose
+from autopar.planner.bounds.arrays import Meshes
+from autopar.planner.bounds.factor_graph import (
+    FIRST_SLOT,
+    REPLICATED,
+    WHOLE,
+    Edge,
+    Frame,
+    Kind,
+    Variable,
+    frame,
+)
+from autopar.planner.bounds.option_costs import HALF, OptionCosts
+from autopar.planner.bounds.reshard_costs import Moves
+from autopar.planner.constraint import Constraint
+from autopar.planner.exact_search import search
+from autopar.planner.mesh_search import best, bound_on
 from autopar.world import World
 from random_nets import analysed, random_problem
 

@@ -15,9 +15,9 @@ import models
 from autopar import PlanError, lockstep, report
 from autopar._compat import pytree
 from autopar.ir.graph import every_node
-from autopar.layouts import Grid4D
 from autopar.ops import collectives, comm
 from autopar.ops.recomputation import recomputed, regathered
+from autopar.planner.named_layouts import Grid4D
 from autopar.verify import _Rank
 
 

@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
-from autopar.price import terms
+from autopar.planner.objective import terms
 from examples.gpt import GPT, Config
 
 CONFIG = Config(vocabulary=64, context=8, width=32, heads=4, layers=1)
@@ -139,7 +139,7 @@ def test_such_plans_are_verified(layout: str) -> None:
 
 # -- files and mistakes ----------------------------------------------------------------------------
 def test_a_file_keeps_it(tmp_path: Path) -> None:
-    from autopar.api import renewed
+    from autopar.planner.edit import renewed
 
     model, inputs = gpt()
     plan = planned("fsdp", **WIDE)

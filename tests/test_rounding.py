@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import autopar
 import mutations
-from autopar import VerificationError, World, planning, rounding
+from autopar import VerificationError, World, rounding
 from autopar._compat import pytree
 from autopar.known import Known, known
 from autopar.passes.pass_manager import Pipeline
+from autopar.planner import planner
 from autopar.verify import _Rank, compare
 from autopar.widened import double_by_default, to_double
 from odd_models import Simple, rows
@@ -58,7 +59,7 @@ def test_what_is_zero_but_for_rounding_raises_no_alarm(body: Any, layout: str) -
 
 # -- nothing else gets more room by that -----------------------------------------------------------
 def known_of(found: Subject) -> Known:
-    leaves = [to_double(leaf) for leaf in pytree.tree_leaves(planning.arguments(found.inputs))]
+    leaves = [to_double(leaf) for leaf in pytree.tree_leaves(planner.arguments(found.inputs))]
     with double_by_default():
         return known(found.single, lambda one, visit: _Rank(one, {}, leaves).observe(visit))
 
@@ -104,9 +105,9 @@ def test_a_mistake_next_to_what_cancels_is_found() -> None:
 
     found = subject(simple(body), (rows(),))
     world = World.of(2)
-    chosen = planning.chosen(Pipeline(), found.program, world, planning.Asked("ddp"))
-    program = planning.rewritten(Pipeline(), chosen, world)
-    leaves = pytree.tree_leaves(planning.arguments(found.inputs))
+    chosen = planner.chosen(Pipeline(), found.program, world, planner.Asked("ddp"))
+    program = planner.rewritten(Pipeline(), chosen, world)
+    leaves = pytree.tree_leaves(planner.arguments(found.inputs))
     compare(program, found.single, leaves, 1e-9)
     small = next(n.name for n in program.module.graph.nodes if 1e-5 in n.args)
     wrong = mutations.broken(program, small, mutations.another_divisor)

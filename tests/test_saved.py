@@ -21,7 +21,7 @@ from autopar.ir.sharding_rule import operands_of, results_of
 from autopar.ir.strategy import Strategy
 from autopar.passes.pass_manager import Pipeline
 from autopar.passes.trace import trace
-from autopar.planning import analysed, traced
+from autopar.planner.planner import analysed, traced
 
 
 def modelled(program: Program) -> float:

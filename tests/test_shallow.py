@@ -8,13 +8,13 @@ from functools import lru_cache
 import pytest
 import torch
 
-from autopar.depth import Deep
 from autopar.ir.program import Program
-from autopar.layouts import candidates
-from autopar.passes import choose, emitted
-from autopar.price import terms
-from autopar.rating.rate import promising
-from autopar.shallow import Shallow, summed
+from autopar.passes import emitted
+from autopar.planner import choose
+from autopar.planner.deep_models import Deep, Shallow, summed
+from autopar.planner.mesh_search import promising
+from autopar.planner.named_layouts import candidates
+from autopar.planner.objective import terms
 from autopar.world import World
 from models import Gpt
 from random_nets import analysed

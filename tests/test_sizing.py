@@ -8,7 +8,7 @@ import json
 import pytest
 
 import autopar
-from autopar.sizing import _halves, _times
+from autopar.planner.world_size import _halves, _times
 from models import gpt, mlp
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar import World, hiding
+from autopar import World
 from autopar.cost.algorithms import flat_ways
 from autopar.cost.calibration import contention
 from autopar.cost.calibration.contention import crowded_out, shared_cores
 from autopar.cost.communication import flat_price
+from autopar.planner import overlap_search
 from autopar.world import Measured, ranks
 
 PAIRS = ((2, 1),)
@@ -97,6 +98,6 @@ def test_a_byte_is_as_much_work_over_every_pattern() -> None:
 
 
 def test_what_hides_counts_at_least_what_it_takes_from_computing() -> None:
-    assert hiding.shares(World.preset("laptop", ranks=2)) == hiding.SHARES
-    assert hiding.shares(world(0.1, 0.3, 0.2)) == (*hiding.SHARES[:-1], 0.2)
-    assert hiding.shares(world(0.9, 1.0, 0.9)) == (0.9,)
+    assert overlap_search.shares(World.preset("laptop", ranks=2)) == overlap_search.SHARES
+    assert overlap_search.shares(world(0.1, 0.3, 0.2)) == (*overlap_search.SHARES[:-1], 0.2)
+    assert overlap_search.shares(world(0.9, 1.0, 0.9)) == (0.9,)

@@ -15,19 +15,19 @@ import pytest
 import torch
 
 import autopar
-from autopar.constraint import Constraint
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.strategy import placements
-from autopar.layouts import candidates
 from autopar.passes import annotate
 from autopar.passes.trace import trace
-from autopar.rating.frame import FIRST_SLOT, frame
-from autopar.rating.options import OptionCosts
-from autopar.rating.prices import HALF, Meshes
-from autopar.search import Search
+from autopar.planner.bounds.arrays import HALF, Meshes
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, frame
+from autopar.planner.bounds.option_costs import OptionCosts
+from autopar.planner.constraint import Constraint
+from autopar.planner.exact_search import Search
+from autopar.planner.named_layouts import candidates
 from fused_models import FUSED
 
 MESHES = ("x2.y2", "x4", "data2.x2.y2", "x2.y4", "x3.y2")

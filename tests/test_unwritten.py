@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar import VerificationError, planning, unwritten
+from autopar import VerificationError, unwritten
 from autopar.ops import local
 from autopar.passes.pass_manager import Pipeline
+from autopar.planner import planner
 from autopar.world import World
 from odd_models import Simple, rows
 
@@ -115,15 +116,15 @@ def test_what_a_model_gives_may_not_hang_on_it(body: Any, name: str) -> None:
 
 def test_filling_leaves_the_program_as_it_was() -> None:
     pipeline, one = Pipeline(), World.of(1)
-    source = planning.traced(Simple(inverted), (rows(),))
-    program = planning.analysed(pipeline, source)
-    chosen = planning.chosen(pipeline, program, one, planning.Asked("ddp"))
-    program = planning.rewritten(pipeline, chosen, one)
+    source = planner.traced(Simple(inverted), (rows(),))
+    program = planner.analysed(pipeline, source)
+    chosen = planner.chosen(pipeline, program, one, planner.Asked("ddp"))
+    program = planner.rewritten(pipeline, chosen, one)
     before = str(program.module.graph)
     (node,) = unwritten.unwritten(program)
     filled = unwritten.filled(program, unwritten.poison)
     assert str(program.module.graph) == before and "poison" in filled.module.code
     tamed = unwritten.filled(program, unwritten.poison, only=f"not {node.name}")
     assert "poison" not in tamed.module.code and "tame" in tamed.module.code
-    source = planning.traced(Simple(lambda m, x: m.up(x).sum()), (rows(),))
+    source = planner.traced(Simple(lambda m, x: m.up(x).sum()), (rows(),))
     assert unwritten.filled(source, unwritten.poison) is source

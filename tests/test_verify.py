@@ -17,7 +17,7 @@ from autopar import VerificationError, World
 from autopar.ir.layout import Layout
 from autopar.ir.sharding_rule import TABLE, Spec
 from autopar.ops import autograd, comm, local
-from autopar.rating.options import OptionCosts
+from autopar.planner.bounds.option_costs import OptionCosts
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import cli
-from autopar.api import renewed
-from autopar.price import terms
-from autopar.report.why import Why
+from autopar.planner.edit import renewed
+from autopar.planner.objective import terms
+from autopar.planner.why import Why
 from models import gpt, mlp
 
 WORLD = autopar.World.preset("dgx-h100", 16)

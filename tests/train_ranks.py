@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 import autopar
 import models
 from autopar.ir.layout import Layout
-from autopar.layouts import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.passes.overlap import schedule
+from autopar.planner.named_layouts import Grid2D, Grid4D, Grid25D, Layouts
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from autopar import api
 from autopar.doctor.session import Session
-from autopar.layouts import Grid, Grid4D
+from autopar.planner.named_layouts import Grid, Grid4D
 from autopar.targets import Gpt, GptAttention, Sizes
 
 Inputs = tuple[Tensor, Tensor]

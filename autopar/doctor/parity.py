@@ -13,7 +13,7 @@ from autopar.doctor.models import grid_4d, parallel, small
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
 from autopar.errors import LayoutError, PlanError
-from autopar.layouts import Grid, Grid25D
+from autopar.planner.named_layouts import Grid, Grid25D
 
 LIMIT = 1e-4  # of the loss, and of the norm of each gradient's difference
 # A gradient that is smaller than this part of the largest is held against this part of it: the

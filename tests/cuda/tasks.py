@@ -17,8 +17,7 @@ import autopar
 import models
 import readme as program
 from autopar._compat import FakeTensorMode, pytree
-from autopar.planning import traced
-from autopar.ready import fingerprint
+from autopar.planner.planner import fingerprint, traced
 from readme import scalar
 
 Facts = dict[str, Any]

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar import api, errors, lockstep, planning
+from autopar import api, errors, lockstep
 from autopar.ir.program import Input, Program
 from autopar.ops.reshard_nodes import groups_of
 from autopar.passes.pass_manager import Pipeline
-from autopar.ready import fingerprint
+from autopar.planner import planner
+from autopar.planner.planner import fingerprint
 from autopar.widened import double_by_default, widened
 from autopar.world import World
 
@@ -132,8 +133,8 @@ def read_layout(text: str, built: Built, ranks: int) -> tuple[Any, World | None]
     drawn = _PLAN.fullmatch(text)
     if not drawn:
         return eval(text, {"autopar": autopar}), World.of(ranks)
-    source = planning.traced(built.model, built.inputs)
-    program = planning.analysed(Pipeline(), widened(source))
+    source = planner.traced(built.model, built.inputs)
+    program = planner.analysed(Pipeline(), widened(source))
     plan = random_plan(program, drawn[1], World.of(ranks), int(drawn[2]))
     return dataclasses.replace(plan, fingerprint=fingerprint(source)), None
 

@@ -12,12 +12,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.constraint import Constraint, Role, fits
 from autopar.errors import LayoutError
 from autopar.ir.dim_roles import Kinds, atoms_of, kinds_of, letters_of, weighted
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
+from autopar.planner.constraint import Constraint, Role, fits
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""choose: the mesh and a layout for every node, of least modelled time (rating/rate.py)."""
+"""choose: the mesh and a layout for every node, of least modelled time (planner/mesh_search.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import dataclasses
 from autopar.cost.memory import Budget
 from autopar.ir.graph import blocks
 from autopar.ir.program import Program
-from autopar.layouts import Layouts, candidates
-from autopar.rating.rate import best, with_bounds
+from autopar.planner.mesh_search import best, with_bounds
+from autopar.planner.named_layouts import Layouts, candidates
 from autopar.world import World
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.elimination import Table, order_of, spread
+from autopar.planner.elimination import Table, order_of, spread
 
 Array = NDArray[np.float64]
 _TINY = 1e-9  # of a cap: what rounding may add to a total that meets it

@@ -13,14 +13,14 @@ from autopar.cost.activations import Kept, Price
 from autopar.cost.memory import Budget
 from autopar.cost.summary import summarised
 from autopar.errors import LayoutError, PlanError
-from autopar.fitting import effort
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.layouts import Layouts, candidates
 from autopar.passes import emitted
-from autopar.rating.frame import frame
-from autopar.rating.rate import Candidate, best, bounded, exact
+from autopar.planner.bounds.factor_graph import frame
+from autopar.planner.mesh_search import Candidate, best, bounded, exact
+from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.rematerialize import effort
 from autopar.world import World
 
 _AS_FAST = 1.01  # times the seconds of the plan

@@ -20,14 +20,14 @@ import numpy as np
 from autopar.cost.activations import Middle, bytes_kept
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import bucket_seconds
-from autopar.depth import Deep
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.layouts import NAMES, Layouts, candidates
-from autopar.passes import choose, emitted
-from autopar.rating.rate import Candidate, bounds_of, promising
-from autopar.shallow import Shallow, summed
+from autopar.passes import emitted
+from autopar.planner import choose
+from autopar.planner.deep_models import Deep, Shallow, summed
+from autopar.planner.mesh_search import Candidate, bounds_of, promising
+from autopar.planner.named_layouts import NAMES, Layouts, candidates
 from autopar.world import World
 
 SHARES = (0.7, 0.4, 0.1)  # of the seconds of what can hide

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.constraint import Constraint
 from autopar.cost.activations import Kept, bytes_of
-from autopar.elimination import Table
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import value_of
-from autopar.ranking import ranked
-from autopar.search import Search
+from autopar.planner.constraint import Constraint
+from autopar.planner.elimination import Table
+from autopar.planner.exact_search import Search
+from autopar.planner.ranking import ranked
 from autopar.world import World
 
 Cap = tuple[Kept, float]  # a count of bytes, and the most of them that a plan may need

@@ -17,21 +17,20 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from autopar import proven
 from autopar.cost.activations import Kept, Middle, Price, Stored, bytes_kept, regathering
 from autopar.cost.memory import Budget
-from autopar.depth import Deep
-from autopar.dropping import Estimated, Ladder, Rungs, Tried
-from autopar.hiding import by_step
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.layouts import NAMES, Layouts, candidates
-from autopar.passes import choose, emitted
-from autopar.price import terms
-from autopar.rating.frame import frame
-from autopar.rating.rate import GAP, Candidate, bounded, bounds_of, promising
-from autopar.shallow import Shallow
+from autopar.passes import emitted
+from autopar.planner import choose, proven
+from autopar.planner.bounds.factor_graph import frame
+from autopar.planner.deep_models import Deep, Shallow
+from autopar.planner.mesh_search import GAP, Candidate, bounded, bounds_of, promising
+from autopar.planner.named_layouts import NAMES, Layouts, candidates
+from autopar.planner.objective import terms
+from autopar.planner.overlap_search import by_step
+from autopar.planner.rematerialize import Estimated, Ladder, Rungs, Tried
 from autopar.world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn

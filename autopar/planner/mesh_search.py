@@ -2,30 +2,69 @@
 
 All meshes are bounded at once (bound.py); then the most promising one is searched exactly among
 the options that its bound leaves, then the next, until none promises more than what was found.
+
+From the options that a bound leaves on one mesh to the joint choices that search.py takes.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from autopar.constraint import Constraint
 from autopar.cost.activations import Price
 from autopar.errors import PlanError
+from autopar.ir.layout import I, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.rating.bound import Bound
-from autopar.rating.frame import Frame, frame
-from autopar.rating.near import near
-from autopar.rating.options import OptionCosts
-from autopar.rating.prices import Meshes
-from autopar.rating.repeats import shortened
-from autopar.search import search
+from autopar.ir.strategy import Choice, Slot
+from autopar.planner.bounds.arrays import Meshes
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, WHOLE, Frame, Variable, frame, shortened
+from autopar.planner.bounds.message_passing import Bound, Joint
+from autopar.planner.bounds.option_costs import OptionCosts
+from autopar.planner.constraint import Constraint
+from autopar.planner.exact_search import search
 from autopar.world import World
+
+Choices = tuple[tuple[Choice, ...], ...]
+
+
+def near(bound: Bound, margin: float, most: int) -> Mapping[str, Choices]:
+    """Of every node and stored tensor: the joint choices whose bound is at most `margin` seconds
+    above the least, of every region at most so many.
+    """
+    left = bound.near(margin, most)
+    found: dict[str, Choices] = {}
+    known: dict[Hashable, Choices] = {}
+    for variable in bound.frame.variables:
+        if variable.name not in left:
+            continue
+        names = [variable.name] if variable.region is None else variable.region.nodes
+        for position, name in enumerate(names):
+            key = (variable.look, left[variable.name], position)
+            if key not in known:
+                known[key] = _choices(variable, left[variable.name], position)
+            found[name] = known[key]
+    return found
+
+
+def _choices(variable: Variable, left: Joint, position: int) -> Choices:
+    if variable.region is not None:
+        single = [option[position].choice for option in variable.options]
+    else:
+        single = [_stored(variable, state) for state in variable.options]
+    return tuple(dict.fromkeys(tuple(single[i] for i in each) for each in sorted(left)))
+
+
+def _stored(variable: Variable, state: int) -> Choice:
+    if state < FIRST_SLOT:
+        return I if state == WHOLE else R
+    dim, place = variable.slots[state - FIRST_SLOT]
+    return Slot(str(dim), place)
+
 
 Candidate = tuple[Mesh, Constraint]
 

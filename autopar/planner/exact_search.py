@@ -5,36 +5,59 @@ strategies), and per value with several consumers (a second layout in which it m
 consumers that want the same one share its conversion). Costs are tables over one to three
 variables; what looks alike shares its tables, which elimination.py turns into working each layer
 out once.
+
+Which matrix products a plan computes whole on an axis, and why, in sentences for people.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.constraint import Constraint, Offered
-from autopar.conversion_costs import Conversions, Want
 from autopar.cost.activations import Price, bytes_of
 from autopar.cost.communication import inside_costs
 from autopar.cost.compute import node_seconds, optimizer_seconds
-from autopar.elimination import Memo, Table, minimise
 from autopar.ir.dim_roles import goes_with_weight
-from autopar.ir.graph import carries_gradient, module_path, producer
+from autopar.ir.graph import carries_gradient, module_path, producer, where
 from autopar.ir.layout import I, Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of, value_of
+from autopar.ir.strategy import IDLE, Strategy, axis_choices, placements, spec_look, split_of
 from autopar.ir.strategy import Choice as AxisChoice
-from autopar.ir.strategy import Strategy, axis_choices, placements, spec_look, split_of
 from autopar.ops.sharded.inner_collectives import HAVE_INSIDE, inside
-from autopar.regions import Known, Options, Region, Regions
-from autopar.unsplit import unsplit
+from autopar.planner.constraint import Constraint, Offered
+from autopar.planner.elimination import Memo, Table, minimise
+from autopar.planner.regions import Conversions, Known, Options, Region, Regions, Want
 from autopar.world import World
+
+
+def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:
+    """One sentence for each axis on which a matrix product is computed whole."""
+    found: list[str] = []
+    for node in program.module.graph.nodes:
+        if node.name in choices:
+            found.extend(_of(program, node, mesh, choices[node.name]))
+    return tuple(dict.fromkeys(found))
+
+
+def _of(program: Program, node: fx.Node, mesh: Mesh, choice: Choice) -> Iterator[str]:
+    assert program.annotations is not None
+    spec, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
+    if spec.product is None:
+        return
+    able = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
+    sizes = ", ".join(f"{f} = {' × '.join(str(a.size) for a in able[f])}" for f in able)
+    for axis, split in zip(mesh.axes, choice.splits, strict=True):
+        fits = any(a.size % axis.size == 0 for atoms in able.values() for a in atoms)
+        why = f"may split none of {sizes} here" if fits else f"divides none of {sizes}"
+        if split in IDLE:
+            yield f"{where(node)}: axis {axis.name} of {axis.size} {why}"
 
 
 def search(

@@ -20,11 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.rating.frame import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
-from autopar.rating.joint import least, only, spread
-from autopar.rating.moves import Moves
-from autopar.rating.options import Floats, OptionCosts, Rated
-from autopar.rating.prices import BIG, HALF
+from autopar.planner.bounds.arrays import BIG, HALF, Floats, Rated, least, only, spread
+from autopar.planner.bounds.factor_graph import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
+from autopar.planner.bounds.option_costs import OptionCosts
+from autopar.planner.bounds.reshard_costs import Moves
 
 _ALIKE = 1e-3  # of the bound: what all replaced messages together may take from it
 _REMEMBERED = 40  # messages of a kind that a new one is compared with

@@ -22,9 +22,8 @@ from autopar.ir.program import Annotations
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Slot
 from autopar.ops.sharded.inner_collectives import HAVE_INSIDE, inside
-from autopar.rating.arrays import local, parts
-from autopar.rating.frame import FIRST_SLOT, AxisOption, Frame
-from autopar.rating.prices import Meshes
+from autopar.planner.bounds.arrays import Meshes, local, parts
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame
 
 
 class NodeCosts:

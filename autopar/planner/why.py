@@ -17,7 +17,6 @@ from rich.console import Group
 from rich.table import Table
 from torch import fx
 
-from autopar.constraint import Constraint
 from autopar.cost.peak import peak
 from autopar.cost.summary import letter_of
 from autopar.errors import PlanError
@@ -26,13 +25,13 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.show import duration, memory
 from autopar.ir.strategy import Choice, split_of
-from autopar.layouts import Layouts, candidates
 from autopar.passes import emitted, recompute
-from autopar.price import Terms, terms
-from autopar.rating.bound import Bound
-from autopar.rating.near import near
-from autopar.rating.rate import bound_on
-from autopar.search import Near, search
+from autopar.planner.bounds.message_passing import Bound
+from autopar.planner.constraint import Constraint
+from autopar.planner.exact_search import Near, search
+from autopar.planner.mesh_search import bound_on, near
+from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.objective import Terms, terms
 
 _AROUND = (8, 4, 2)  # options of everything else; fewer where tables outgrow
 _READ = (4, 8, 16, 32, 64, 128)  # options among which runners-up are looked for

@@ -1,40 +1,120 @@
 """What is asked for, and the steps from a model to a plan, in reading order: trace, annotate,
 chains, choose, rewrite, route, pipeline, forms, emit, recompute. Each runs with its contract.
+
+What a plan carries along in the process that made it: graphs to read formulas and times off.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from autopar import sizing
-from autopar.affordable import affordable
+from autopar._compat import pytree
 from autopar.arguments import without_cache
 from autopar.cost.memory import Budget, with_flight
 from autopar.cost.simulator.timeline import Timeline, timeline
 from autopar.cost.summary import summarised
-from autopar.errors import InputError
-from autopar.fitting import fitted as made_to_fit
+from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
-from autopar.layouts import Layouts
+from autopar.ops.devices import on_device, without_devices
 from autopar.ops.reshard_nodes import groups_of
-from autopar.passes import annotate, chains, choose, finalize, hierarchy, kernel_choice, rewrite
+from autopar.passes import annotate, chains, finalize, hierarchy, kernel_choice, rewrite
 from autopar.passes import recompute as recomputing
 from autopar.passes import summa as panels
 from autopar.passes.pass_manager import Pipeline
 from autopar.passes.trace import trace
-from autopar.ready import Ready, fingerprint
+from autopar.planner import choose, world_size
+from autopar.planner.memory_search import affordable
+from autopar.planner.named_layouts import Layouts
+from autopar.planner.rematerialize import fitted as made_to_fit
+from autopar.planner.why import Why, why
 from autopar.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """What a plan made in this process carries along: the rewritten program, the graph after every
+    pass, and the annotated program that was planned.
+    """
+
+    program: Program
+    graphs: dict[str, fx.GraphModule]
+    world: World
+    source: Program
+    layout: Layouts | None = None  # that was asked for; None for a plan from a file
+    redundant: bool = False
+
+    def kept(self) -> Plan:
+        """The plan as a parallel module keeps it: it can be asked all, and holds no tensor."""
+        assert self.program.plan is not None
+        programs = (dataclasses.replace(p, tensors={}) for p in (self.program, self.source))
+        program, source = programs
+        ready = dataclasses.replace(self, program=program, source=source)
+        return dataclasses.replace(self.program.plan, ready=ready)
+
+    def on_device(self, device: torch.device) -> Ready:
+        """Its graph with the tensors that it makes on the device of a rank."""
+        module = on_device(self.program.module, device)
+        return dataclasses.replace(self, program=dataclasses.replace(self.program, module=module))
+
+    def why(self, pattern: str) -> Why:
+        """See Plan.why."""
+        plan = self.program.plan
+        assert plan is not None
+        if self.layout is None:
+            raise PlanError(
+                "a plan from a file does not know what it was chosen from: plan again in this "
+                "process, with autopar.plan(model, world, inputs, layout)"
+            )
+        return why(self.source, plan, self.layout, self.redundant, pattern)
+
+    def timeline(self, overlap: bool) -> Timeline:
+        """See Plan.timeline."""
+        return timeline(self.program, self.world, overlap)
+
+    def formula(self, pattern: str) -> Any:
+        """See Plan.formula."""
+        from autopar.cost.formula import formula  # sympy: only where it is asked for
+
+        own = tuple(
+            e for e in self.program.signature.inputs if e.kind not in ("coordinate", "seed")
+        )
+        signature = dataclasses.replace(self.program.signature, inputs=own)
+        traced = dataclasses.replace(
+            self.program, module=self.graphs["annotate"], signature=signature
+        )
+        return formula(traced, self.program, pattern)
+
+
+def fingerprint(program: Program) -> str:
+    """Names a traced graph: its nodes with shapes and dtypes, and what feeds them; not the device,
+    as a plan from the meta device is for any.
+    """
+    lines = [
+        f"{n.name} {n.op} {n.target} {without_devices(n.args)} {without_devices(n.kwargs)} "
+        + str(
+            [
+                (tuple(v.shape), v.dtype)
+                for v in pytree.tree_leaves(n.meta.get("val"))
+                if isinstance(v, torch.Tensor)
+            ]
+        )
+        for n in program.module.graph.nodes
+    ]
+    lines.extend(f"{e.kind} {e.node} {e.target}" for e in program.signature.inputs)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
 
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
 
@@ -128,7 +208,7 @@ def fitted(
     def larger(needs: Memory) -> str:
         assert asked.budget is not None and chosen.plan is not None
         how = asked.layout or "auto", asked.redundant, asked.budget
-        return sizing.larger(chosen, chosen.plan, *how, needs)
+        return world_size.larger(chosen, chosen.plan, *how, needs)
 
     def step(program: Program) -> Program:
         return made_to_fit(program, world, asked.budget, larger)

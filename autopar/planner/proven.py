@@ -12,16 +12,17 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
-from autopar.ascending import Cap, ascending
 from autopar.cost.activations import Middle, Stored
 from autopar.cost.memory import Budget
-from autopar.dropping import Rungs, Tried
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes import choose, emitted
-from autopar.rating.frame import frame
-from autopar.rating.rate import Candidate
+from autopar.passes import emitted
+from autopar.planner import choose
+from autopar.planner.ascending import Cap, ascending
+from autopar.planner.bounds.factor_graph import frame
+from autopar.planner.mesh_search import Candidate
+from autopar.planner.rematerialize import Rungs, Tried
 from autopar.world import World
 
 _VARIABLES, _MESHES, _AXES = 16, 6, 2  # of a graph that counts as small

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
+import warnings
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from autopar.errors import PlanError
+from autopar.cost.memory import Budget
+from autopar.errors import InputError, PlanError
 from autopar.ir.dim_roles import letter
 from autopar.ir.graph import blocks, carries_gradient, producer, where
 from autopar.ir.layout import I, Layout, R, State
@@ -28,6 +30,9 @@ from autopar.ir.strategy import (
     split_of,
     strategies,
 )
+from autopar.passes.pass_manager import Pipeline
+from autopar.planner.objective import terms
+from autopar.planner.planner import Asked, Inputs, Ready, analysed, fingerprint, finished, traced
 
 _SHOWN = 12  # ways that a refusal lists
 _DECIDED = (
@@ -354,3 +359,49 @@ def _ways_text(ways: list[Strategy]) -> str:
 
 def _shapes_text(layouts: Iterable[Layout | None]) -> str:
     return ", ".join("None" if x is None else str(x.shape) for x in layouts)
+
+
+def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
+    ready: Ready | None = plan.ready
+    if ready is not None and unchanged(plan, ready.program):
+        return ready
+    if inputs is None:
+        what = "from a file" if ready is None else "that was changed since it was made"
+        raise InputError(
+            f"a plan {what} holds no graph: give apply the inputs too, so that it can trace the "
+            "model again"
+        )
+    made = renewed(model, plan, inputs)
+    for line in made.told:
+        warnings.warn(line, stacklevel=2)
+    assert isinstance(made.ready, Ready)
+    return made.ready
+
+
+def renewed(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
+    """A plan from a file, for this model on the plan's own world: what was edited in the file is
+    held against the rules, and every figure is worked out anew; `told` says which ones differ from
+    the file's. Raises PlanError for another model, and with the node for a choice that cannot be.
+
+    Example: renewed(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
+    """
+    pipeline = Pipeline()
+    source = traced(model, inputs, pipeline)
+    _same_graph(plan, source)
+    program = analysed(pipeline, source, plan.reduce_dtype)
+    checked = checked(program, plan)
+    seconds = sum(terms(program, checked, plan.world).values())
+    checked = dataclasses.replace(checked, seconds=seconds, memory=None)
+    program = dataclasses.replace(program, plan=checked)
+    budget = Budget(None, plan.optimizer, "none")
+    asked = Asked(None, budget, overlap=plan.overlapped is not None)
+    made = finished(pipeline, source, program, plan.world, asked)
+    return compared(plan, made)
+
+
+def _same_graph(plan: Plan, source: Program) -> None:
+    if fingerprint(source) != plan.fingerprint:
+        raise PlanError(
+            f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives "
+            f"{fingerprint(source)}: plan again"
+        )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.constraint import Constraint
 from autopar.cost.activations import Price
 from autopar.cost.compute import optimizer_seconds_of
 from autopar.ir.dim_roles import goes_with_weight, has_weight, letter
@@ -18,23 +17,21 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Annotations
 from autopar.ir.sharding_rule import Spec
 from autopar.ir.strategy import Choice, Slot
-from autopar.rating.arrays import along, local, over_axes, parts
-from autopar.rating.frame import FIRST_SLOT, AxisOption, Frame, Kind, Variable
-from autopar.rating.node_costs import NodeCosts
-from autopar.rating.prices import BIG, HALF, Meshes
-
-Floats = NDArray[np.float32]
-Bools = NDArray[np.bool_]
-
-
-class Rated(NamedTuple):
-    """The options of a variable that some mesh allows, and the seconds of every joint one: [mesh,
-    option of axis 0, option of axis 1, …], BIG where it is not allowed. `number`: an identity.
-    """
-
-    number: int
-    options: tuple[int, ...]
-    seconds: Floats
+from autopar.planner.bounds.arrays import (
+    BIG,
+    HALF,
+    Bools,
+    Floats,
+    Meshes,
+    Rated,
+    along,
+    local,
+    over_axes,
+    parts,
+)
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame, Kind, Variable
+from autopar.planner.bounds.node_costs import NodeCosts
+from autopar.planner.constraint import Constraint
 
 
 class OptionCosts:

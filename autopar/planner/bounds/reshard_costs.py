@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.layout import ORDER, TRAFFIC
-from autopar.rating.frame import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
-from autopar.rating.prices import BIG, Meshes
+from autopar.planner.bounds.arrays import BIG, Meshes
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
 
 Floats = NDArray[np.float32]
 Places = tuple[int, ...]

@@ -21,7 +21,7 @@ from autopar.ir.reshard import steps
 from autopar.ir.sharding_rule import operands_of, results_of, value_of
 from autopar.ir.strategy import Strategy
 from autopar.ops.sharded.inner_collectives import inside
-from autopar.regions import Known, Region, Regions
+from autopar.planner.regions import Known, Region, Regions
 from autopar.world import World
 
 Terms = dict[str, float]  # seconds of a training step, by what they are spent on
