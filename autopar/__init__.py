@@ -2,7 +2,6 @@
 
 from autopar import report
 from autopar.api import apply, parallelize, plan, verify
-from autopar.compiled import backend
 from autopar.errors import (
     AutoparError,
     InputError,
@@ -14,9 +13,10 @@ from autopar.errors import (
     WorldError,
 )
 from autopar.ir.plan import Plan
-from autopar.module import ParallelModule
 from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D
-from autopar.verify import Check
+from autopar.runtime.dynamo_backend import backend
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.verify.verify import Check
 from autopar.world import Device, Level, World
 
 __all__ = [

@@ -6,51 +6,42 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from autopar import replicas
 from autopar._compat import pytree
-from autopar.agreement import same_request
-from autopar.arguments import check, check_room, check_together, warn_alone
-from autopar.backends import OVERLAP, Backend, Overlap, runner
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
-from autopar.deferred import Deferred
-from autopar.errors import WorldError
-from autopar.held import current, held
 from autopar.ir.plan import Plan
 from autopar.ir.plan import reduce_dtype as read_reduce_dtype
-from autopar.module import ParallelModule
 from autopar.ops import devices
-from autopar.ops.process_groups import connect, undone_on_failure
-from autopar.ops.reshard_nodes import groups_of
-from autopar.original import compare_original
 from autopar.passes.pass_manager import Pipeline, Progress
 from autopar.planner import choose, edit, world_size
 from autopar.planner.edit import _ready, _same_graph
-from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.named_layouts import Layouts
 from autopar.planner.planner import (
     Asked,
     Inputs,
-    Ready,
     analysed,
     arguments,
     chosen,
-    fingerprint,
     finished,
-    fitted,
     rewritten,
     traced,
 )
-from autopar.verify import Check, compare
-from autopar.widened import widened
-from autopar.world import World, ranks, store
-from autopar.world.world import running_world, say_once
+from autopar.runtime import agreement
+from autopar.runtime.agreement import same_request
+from autopar.runtime.apply import agreed, current, held, running, shared_plan
+from autopar.runtime.arguments import check, check_room, check_together, warn_alone
+from autopar.runtime.backends import OVERLAP, Backend, Overlap
+from autopar.runtime.module import Deferred, ParallelModule
+from autopar.runtime.verify.original import compare_original
+from autopar.runtime.verify.reference import widened
+from autopar.runtime.verify.verify import Check, compare
+from autopar.world import World, ranks
 
 NUMBERS = itertools.count()  # of the modules of this process
 
@@ -169,7 +160,7 @@ def _applied(
     ready = ready.on_device(place)
     program = ready.program
     device_mesh, run = running(ready, place.type, backend, overlap)
-    replicas.same(tensors, sync_parameters)
+    agreement.same(tensors, sync_parameters)
     program = dataclasses.replace(program, plan=ready.kept())
     order = list(held(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
@@ -178,34 +169,6 @@ def _applied(
     return ranks.together(
         "placing the parameters", lambda: ParallelModule(*placed, tensors=tensors, device=place)
     )
-
-
-def running(
-    ready: Ready, device_type: str, backend: Backend, overlap: Overlap
-) -> tuple[DeviceMesh | None, Callable[..., Any]]:
-    """The mesh of the running ranks (None for one rank), with the process groups that the planned
-    graph names, and what runs the graph. Collective. Raises WorldError where the plan is for
-    another number of ranks.
-    """
-    program = ready.program
-    assert program.plan is not None
-    mesh = program.plan.mesh
-    if ranks.running() != max(1, mesh.size):
-        raise WorldError(
-            f"the plan is for {mesh.size} ranks (mesh {str(mesh) or 'of one rank'}), "
-            f"{ranks.running()} are running: plan for "
-            f"{ranks.running()}, or start {mesh.size} with torchrun and call "
-            "torch.distributed.init_process_group"
-        )
-    groups = groups_of(program.module)
-    device_mesh = None
-    if mesh.axes:
-        with undone_on_failure():
-            device_mesh = ranks.together(
-                "opening process groups", lambda: connect(mesh, device_type, groups)
-            )
-    world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
-    return device_mesh, runner(program, world, backend, overlap)
 
 
 def parallelize(
@@ -267,72 +230,6 @@ def _planned_and_applied(
     ranks.together("reading the limits", lambda: check_room(model, found, asked.budget))
     plan = shared_plan(model, found, inputs, asked)
     return _applied(model, plan, None, backend, overlap, sync_parameters, place)
-
-
-def agreed(
-    world: World | int | Any | None,
-    layout: Layouts,
-    limits: tuple[Limit, Optimizer, Recompute],
-    redundant: bool,
-    reduce_dtype: torch.dtype | str | None,
-    overlap: Overlap,
-    whole: bool = False,
-    inputs: Inputs | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> tuple[World, Asked]:
-    """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError, and
-    RankError where the ranks ask for something else.
-    """
-    ranks.together("reading the world", lambda: World.of(world))  # each rank's own, or it says why
-    memory, optimizer, recompute = limits
-    told: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
-    told |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
-    same_request(world, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
-    found = ranks.together(
-        "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
-    )
-    found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
-    budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
-    summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    return found, Asked(layout, budget, redundant, summed, bool(overlap), whole)
-
-
-def _named_or_running(world: World | int | Any | None) -> World:
-    """The world that is named; else what runs, as it was calibrated here or is assumed, which is
-    said.
-    """
-    if world is not None:
-        return World.of(world)
-    found, told = running_world()
-    if told:
-        say_once(told)
-    return found
-
-
-def shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) -> Plan:
-    """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
-    never one inside another.
-    """
-    assert asked.layout is not None
-    layout, pipeline = asked.layout, Pipeline()
-    source = ranks.together("tracing", lambda: traced(model, inputs, pipeline))
-    ranks.agree("model", fingerprint(source))
-    program = ranks.together(
-        "annotating", lambda: analysed(pipeline, source, asked.reduce_dtype, asked.whole)
-    )
-    ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
-
-    def search() -> Plan | None:
-        best = chosen(pipeline, program, world, asked)
-        return fitted(pipeline, source, best, world, asked).plan
-
-    found = ranks.together("searching", lambda: store.done_on_rank_0(search))
-    data = ranks.from_rank_0(found.to_json() if found is not None else None)
-    program = dataclasses.replace(program, plan=Plan.from_json(data))
-    made_to_fit = dataclasses.replace(asked, budget=None)
-    return ranks.together(
-        "rewriting", lambda: finished(pipeline, source, program, world, made_to_fit)
-    )
 
 
 def verify(

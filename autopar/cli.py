@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch import nn
 
-from autopar import api, calibration
-from autopar.backends import OVERLAP
+from autopar import api
 from autopar.cli_options import (
     MODEL_HELP,
     AnywayOption,
@@ -52,6 +51,8 @@ from autopar.options import read_layout, read_memory, read_optimizer
 from autopar.planner.why import Why
 from autopar.report.progress import bar, watched
 from autopar.report.terminal import console, line
+from autopar.runtime import calibrate_on_ranks
+from autopar.runtime.backends import OVERLAP
 from autopar.targets import Batch, Target, resolve
 from autopar.world import World
 from autopar.world import ranks as running
@@ -190,7 +191,7 @@ def calibrate(
 
     Example: torchrun --nproc-per-node 4 -m autopar calibrate
     """
-    with calibration.joined(), _reporting(as_json=False, quiet=running.rank() > 0):
+    with calibrate_on_ranks.joined(), _reporting(as_json=False, quiet=running.rank() > 0):
         running.together("looking for the folder", lambda: _folder(save, "--save"))
 
         def build() -> tuple[nn.Module, Any]:
@@ -198,7 +199,7 @@ def calibrate(
             return made.model, made.inputs
 
         with _bar() as progress, redirect_stdout(sys.stderr):
-            world = calibration.calibrated(build if target else None, seconds, progress)
+            world = calibrate_on_ranks.calibrated(build if target else None, seconds, progress)
         if running.rank() == 0:
             world.save(save)
             line(console(), "world", str(world))

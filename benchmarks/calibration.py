@@ -25,7 +25,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from autopar import calibration
 from autopar.cost.algorithms import flat_ways
 from autopar.cost.calibration import measure
 from autopar.cost.calibration.attention import CPU_KEYS, GPU_KEYS, HEAD_SIZES, Attending, attention
@@ -44,6 +43,7 @@ from autopar.cost.calibration.procedure import (
 from autopar.cost.compute import attention_seconds
 from autopar.cost.network import Pattern
 from autopar.ir.sharding_rule import Attends
+from autopar.runtime import calibrate_on_ranks
 from autopar.world import KINDS, Device, World, ranks
 
 UNSEEN = 12
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--interleaved", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    with calibration.joined():
+    with calibrate_on_ranks.joined():
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         sizes = GPU_SIZES if gpu else CPU_SIZES

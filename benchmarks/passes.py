@@ -28,12 +28,12 @@ from torch import fx
 
 import autopar
 from autopar import _compat
-from autopar.backends import PASSES, Scheduled
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.graph_events import Phase
 from autopar.ir.program import Input, Program
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner.planner import Asked, analysed, chosen, finished, traced
+from autopar.runtime.backends import PASSES, Scheduled
 from benchmarks import cells
 from benchmarks.planning import named
 

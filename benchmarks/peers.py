@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.backends import BY_NAME, Overlap
 from autopar.planner.named_layouts import Layouts
+from autopar.runtime.backends import BY_NAME, Overlap
 from benchmarks.forced import FORCED
 from benchmarks.models import Llama
 

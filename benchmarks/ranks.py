@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar.backends import Scheduled
-from autopar.calibration import calibrated
+from autopar.runtime.backends import Scheduled
+from autopar.runtime.calibrate_on_ranks import calibrated
 from autopar.world import ranks as autopar_ranks
 from benchmarks import hidden, peers, worlds
 from benchmarks.cluster import sent_bytes

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar import WorldError, replicas, watch
+from autopar import WorldError
 from autopar.ir import mesh
+from autopar.runtime import agreement
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 WIDTH = 12
@@ -93,7 +94,7 @@ def kinds() -> Facts:
     """Tensors of all kinds, in buckets of a few bytes and in one."""
     facts: Facts = {}
     for bucket in (1, 40, 1 << 20):
-        replicas.BUCKET = bucket
+        agreement.BUCKET = bucket
         torch.manual_seed(dist.get_rank())
         tensors = {
             "matrix": torch.randn(5, 7),
@@ -107,7 +108,7 @@ def kinds() -> Facts:
             "empty": torch.empty(0),
             "meta": torch.empty(3, device="meta"),
         }
-        _, said = warned(lambda given=tensors: replicas.same(given, True))
+        _, said = warned(lambda given=tensors: agreement.same(given, True))
         real = {n: t.detach() for n, t in tensors.items() if n != "meta"}
         facts[str(bucket)] = {
             "alike": all(
@@ -162,7 +163,7 @@ def inputs() -> Facts:
     parts = [par.shard(rows(seed=7 * rank + n)) for n in range(4)]  # as a loader of its own reads
     facts["parts"] = everywhere(caught(lambda: [par(part) for part in parts]))
 
-    watch.FIRST = 1
+    agreement.FIRST = 1
     par = autopar.parallelize(net(), None, (rows(),), "ddp")
     seen, call = "", 0
     while not seen and call < 3000:
@@ -170,7 +171,7 @@ def inputs() -> Facts:
         seen = caught(lambda n=call: par(rows(rank if n == 2 and rank < 2 else 5)))
     facts["once"] = everywhere([seen, call])
 
-    watch.FIRST = 3
+    agreement.FIRST = 3
     par = autopar.parallelize(net(), None, (rows(),), "ddp")
     seen = caught(lambda: par(rows(count=24 if rank == 1 else 12)))
     facts["refused"] = everywhere(seen)

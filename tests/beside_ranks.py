@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar import backends
-from autopar.backends import Scheduled
 from autopar.passes.overlap.aux_outputs import through
+from autopar.runtime import backends
+from autopar.runtime.backends import Scheduled
 from on_ranks import Facts, run_tasks
 from train_ranks import joined
 

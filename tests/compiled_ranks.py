@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 import models
-from autopar import compiled
+from autopar.runtime import dynamo_backend
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 STEPS = 4
@@ -26,13 +26,15 @@ STEPS = 4
 def planned() -> Callable[[], list[Any]]:
     """From now on, the plans that the backend makes."""
     found: list[Any] = []
-    own = compiled.shared_plan
+    own = dynamo_backend.shared_plan
 
     def keep(*given: Any) -> Any:
         found.append(own(*given))
         return found[-1]
 
-    mock.patch.object(compiled, "shared_plan", keep).start()  # for as long as the process runs
+    mock.patch.object(
+        dynamo_backend, "shared_plan", keep
+    ).start()  # for as long as the process runs
     return lambda: found
 
 

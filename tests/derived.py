@@ -13,7 +13,7 @@ from torch import Tensor, fx
 import autopar
 import models
 from autopar import _compat
-from autopar.backends import Scheduled
+from autopar.runtime.backends import Scheduled
 
 
 @functools.cache

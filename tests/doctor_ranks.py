@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar import module
 from autopar.doctor import Examination, Finding, Session, basics, dropout, exchanges
 from autopar.ops import comm
+from autopar.runtime import module
 
 OUT = Path(sys.argv[1])
 

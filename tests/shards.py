@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar import lockstep
 from autopar._compat import pytree
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S, State
@@ -22,6 +21,7 @@ from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of
 from autopar.ir.strategy import Strategy, axis_choices, strategies
 from autopar.ops.local import Call, emit_local
 from autopar.passes.annotate import annotate
+from autopar.runtime.verify import lockstep
 
 SEED = 20_011
 _GRADIENT = {"I": I, "R": P, "P": R}  # the state of the gradient of a value in this state

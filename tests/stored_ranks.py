@@ -32,9 +32,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ops.process_groups import connect
 from autopar.passes import annotate
 from autopar.passes.trace import trace
-from autopar.placement import placements
 from autopar.planner.exact_search import Search
 from autopar.planner.named_layouts import candidates
+from autopar.runtime.dtensor import placements
 from fused_models import FUSED
 from on_ranks import Facts, run_tasks
 

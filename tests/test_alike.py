@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from alike_ranks import TASKS
-from autopar.digest import digest
+from autopar.runtime.agreement import digest
 from test_training import launched
 
 SCRIPT = "alike_ranks.py"

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import autopar
 import models
-from autopar import calibration
 from autopar.cost.calibration import attention as timing
 from autopar.cost.calibration.measure import Product
 from autopar.cost.calibration.procedure import timed_computing
@@ -36,6 +35,7 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
 from autopar.planner.mesh_search import best, bound_on
 from autopar.planner.objective import COMPUTE, terms
+from autopar.runtime import calibrate_on_ranks
 from autopar.world import Attention, Device, World
 from random_nets import analysed
 from test_chunk import WORLD, derived_from, graph_of
@@ -220,7 +220,7 @@ def test_shares_are_what_was_measured_of_the_rate() -> None:
 def test_a_models_own_attention() -> None:
     """Every block has the same."""
     model, args, _ = models.gpt()
-    assert calibration.whole_work(model, args).attended == [(FLOAT, Attends(16, 8.0, True))]
+    assert calibrate_on_ranks.whole_work(model, args).attended == [(FLOAT, Attends(16, 8.0, True))]
 
 
 # -- files -----------------------------------------------------------------------------------------

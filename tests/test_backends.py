@@ -19,11 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 import models
-from autopar import _compat, backends
-from autopar.backends import Scheduled
+from autopar import _compat
 from autopar.cost.peak import Lives, highest
 from autopar.cost.simulator.graph_events import carries_on, collective_of, is_wait
 from autopar.ops import process_groups
+from autopar.runtime import backends
+from autopar.runtime.backends import Scheduled
 from derived import value_of
 from test_training import LIMIT, launched
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autopar import calibration, cli
+from autopar import cli
 from autopar.cost.algorithms import flat_ways, formula
 from autopar.cost.calibration import fit, measure, procedure
 from autopar.cost.calibration.measure import Case, Product, actual_bytes
@@ -32,6 +32,7 @@ from autopar.cost.communication import collective_cost
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Mesh
+from autopar.runtime import calibrate_on_ranks
 from autopar.world import KINDS, Device, Level, Measured, World
 from gpt import GPT
 
@@ -353,7 +354,9 @@ def test_a_models_own_products() -> None:
     """qkv, out, up, down, head: as (rows, columns, inner) of one device; attention's are none."""
     with torch.device("meta"):
         model, tokens = GPT(), torch.zeros(2, 8, dtype=torch.int64)
-    found = {(m, n, k) for _, m, n, k in calibration.whole_work(model, (tokens, tokens)).products}
+    found = {
+        (m, n, k) for _, m, n, k in calibrate_on_ranks.whole_work(model, (tokens, tokens)).products
+    }
     width = model.head.in_features
     assert (16, 3 * width, width) in found and (16, width, 4 * width) in found
     assert all(m == 16 for m, _, _ in found)

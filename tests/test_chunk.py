@@ -18,7 +18,6 @@ from torch.utils.flop_counter import flop_registry
 import autopar
 import models
 from autopar import _compat
-from autopar.backends import Scheduled
 from autopar.cost.simulator.graph_events import (
     Phase,
     collective_of,
@@ -33,6 +32,7 @@ from autopar.ops import comm
 from autopar.passes.overlap import bucket, chunk, reinplace, schedule
 from autopar.passes.overlap.chunk import cut
 from autopar.passes.overlap.chunk_units import units
+from autopar.runtime.backends import Scheduled
 from derived import called, value_of
 from test_schedule import PRODUCTS
 from test_training import LIMIT, launched

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import lockstep
 from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives as c
 from autopar.ops import comm
+from autopar.runtime.verify import lockstep
 
 SEED = 20261
 

@@ -18,10 +18,11 @@ import torch
 
 import autopar
 import models
-from autopar import PlanError, compiled
+from autopar import PlanError
 from autopar.cost.memory import Budget
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner.planner import Asked, analysed, chosen, traced
+from autopar.runtime import dynamo_backend
 from test_training import launched
 
 LOSS, GRADIENTS = 1e-5, 1e-4  # relative, over four steps
@@ -129,7 +130,7 @@ def test_the_entry_point_is_installed_and_is_the_one_of_the_project_file() -> No
     found = [point.value for point in installed if point.name == "autopar"]
     assert found == [target], "install again: make install"
     module, name = target.split(":")
-    assert getattr(import_module(module), name) is compiled.by_name
+    assert getattr(import_module(module), name) is dynamo_backend.by_name
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import autopar
 import models
-from autopar.calibration import whole_work
 from autopar.cost.calibration.measure import COPIES
 from autopar.cost.calibration.procedure import local_products
 from autopar.errors import WorldError
 from autopar.ir.plan import Plan
 from autopar.ops import sharded
 from autopar.ops.sharded.linear import other_order
+from autopar.runtime.calibrate_on_ranks import whole_work
 from autopar.world import Copied, Forms, World
 
 NOTHING: tuple[Copied, Copied, Copied] = ("", "", "")

@@ -14,10 +14,10 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar import compiled
 from autopar.passes import annotate
 from autopar.passes.trace import trace
 from autopar.passes.trace.custom_functions import is_custom
+from autopar.runtime import dynamo_backend
 
 
 class StraightThrough(Function):
@@ -199,7 +199,7 @@ def test_what_dynamo_captures_has_the_gradient_too(kind: str) -> None:
 
     def backend(graph: fx.GraphModule, values: Any) -> Any:
         names = {i: f"p{i}" for i, v in enumerate(values) if isinstance(v, nn.Parameter)}
-        piece = compiled._Graph(graph, names, values)
+        piece = dynamo_backend._Graph(graph, names, values)
         rest = tuple(v for i, v in enumerate(values) if i not in names)
         (loss,) = trace.run(trace.trace(piece, rest), rest)
         loss.backward()

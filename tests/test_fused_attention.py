@@ -12,11 +12,11 @@ from torch import Tensor
 import autopar
 import autopar.ops.sharded.attention
 import models
-from autopar import lockstep
 from autopar.ir.program import Program
 from autopar.ops import sharded
 from autopar.ops.sharded.attention import seed_at
-from autopar.verify import _Rank
+from autopar.runtime.verify import lockstep
+from autopar.runtime.verify.verify import _Rank
 from derived import derived
 
 kernels = sys.modules["autopar.ops.sharded.attention"]

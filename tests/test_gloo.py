@@ -12,12 +12,13 @@ import torch.multiprocessing as multiprocessing
 from torch import fx
 
 import autopar
-from autopar import Device, Level, World, lockstep
+from autopar import Device, Level, World
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives as c
 from autopar.ops import comm, sharded
 from autopar.ops.process_groups import connect, disconnect
+from autopar.runtime.verify import lockstep
 from test_collectives import CHANGES, deal, own, random, same
 
 MESH = Mesh.parse("data2.x2")

@@ -10,11 +10,12 @@ from torch import Tensor
 
 import autopar
 import models
-from autopar import RankError, lockstep
+from autopar import RankError
 from autopar.cost import peak as peaks
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives, comm
 from autopar.ops.reshard_nodes import groups_of
+from autopar.runtime.verify import lockstep
 
 LAYOUTS = ("fsdp", "megatron-sp", "4d", "2.5d")
 

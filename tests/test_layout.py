@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autopar import lockstep
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S, State, Step
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps
 from autopar.ops.reshard_nodes import emit_step
+from autopar.runtime.verify import lockstep
 from shards import compare, deal, gradient_layout, random_layout
 
 XY, XYZ = Mesh.parse("x2.y3"), Mesh.parse("x2.y3.z2")

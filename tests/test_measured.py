@@ -12,9 +12,9 @@ import torch
 
 import autopar
 import models
-from autopar.measured import Measured, read, timeline
-from autopar.script import Entry, Script
-from autopar.transport import Issued, ran
+from autopar.runtime.profile.gloo_threads import Issued, ran
+from autopar.runtime.profile.op_log import Entry, Script
+from autopar.runtime.profile.profiler import Measured, read, timeline
 from test_timeline import shows
 from test_training import launched
 

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 
 import autopar
 import models
-from autopar import VerificationError, original
-from autopar.original import compare_original
+from autopar import VerificationError
 from autopar.passes.trace import custom_functions, trace
+from autopar.runtime.verify import original
+from autopar.runtime.verify.original import compare_original
 from test_functions import KINDS, Net, rows
 
 

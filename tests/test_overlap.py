@@ -10,7 +10,7 @@ from hypothesis import given
 from autopar.cost.simulator.engine import overlapped
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.timeline import Span
-from autopar.measured import Measured
+from autopar.runtime.profile.profiler import Measured
 from benchmarks.hidden import Account, account, could_be, least_exposed, usual
 from benchmarks.overlap import gains, parse, sentence, table
 from test_timeline import op, programs, sent

@@ -12,13 +12,14 @@ import torch
 
 import autopar
 import models
-from autopar import PlanError, lockstep, report
+from autopar import PlanError, report
 from autopar._compat import pytree
 from autopar.ir.graph import every_node
 from autopar.ops import collectives, comm
 from autopar.ops.recomputation import recomputed, regathered
 from autopar.planner.named_layouts import Grid4D
-from autopar.verify import _Rank
+from autopar.runtime.verify import lockstep
+from autopar.runtime.verify.verify import _Rank
 
 
 def example(name: str, **changes: Any) -> tuple[torch.nn.Module, Any]:

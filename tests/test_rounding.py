@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import autopar
 import mutations
-from autopar import VerificationError, World, rounding
+from autopar import VerificationError, World
 from autopar._compat import pytree
-from autopar.known import Known, known
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner import planner
-from autopar.verify import _Rank, compare
-from autopar.widened import double_by_default, to_double
+from autopar.runtime.verify import reference
+from autopar.runtime.verify.reference import Known, double_by_default, known, to_double
+from autopar.runtime.verify.verify import _Rank, compare
 from odd_models import Simple, rows
 from plans import Subject, subject
 
@@ -92,7 +92,7 @@ def test_a_choice_that_was_made_stays_made() -> None:
 
 def test_a_jump_hides_nothing_larger_than_a_millionth() -> None:
     plain = {"jumps": torch.tensor([0.0, 1.0])}
-    floor = rounding.floors(plain, [{"jumps": torch.tensor([1.0, 1.0])}])["jumps"]
+    floor = reference.floors(plain, [{"jumps": torch.tensor([1.0, 1.0])}])["jumps"]
     assert 1e-9 * floor < 2e-6
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import autopar.ir.strategy
-from autopar import lockstep
 from autopar.ir.layout import Layout, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import TABLE, operands_of, results_of, shape_of
 from autopar.ir.strategy import Strategy
 from autopar.passes.pushback import pushed_back
+from autopar.runtime.verify import lockstep
 from rule_cases import CASES, DIGITS, GENERATED
 from shards import (
     SEED,

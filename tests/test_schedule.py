@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 import autopar
-from autopar.backends import Scheduled
 from autopar.cost.simulator.graph_events import (
     carries_on,
     collective_cost,
@@ -24,6 +23,7 @@ from autopar.cost.simulator.graph_events import (
     op_seconds,
 )
 from autopar.passes.overlap import schedule
+from autopar.runtime.backends import Scheduled
 from derived import scheduled
 
 aten = torch.ops.aten

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from autopar import lockstep
 from autopar._compat import compiled_for
 from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ops import sharded
 from autopar.ops.sharded.dropout import FORMULAS
 from autopar.ops.sharded.embedding import globalize, localize
+from autopar.runtime.verify import lockstep
 
 MESH = Mesh.parse("a2.b3.z2")
 TEXT = str(MESH)

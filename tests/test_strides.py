@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autopar.backends import _overlaps
 from autopar.passes.overlap import views
+from autopar.runtime.backends import _overlaps
 from derived import arrived, called, placed, ran
 from test_training import launched
 

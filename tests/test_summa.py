@@ -14,11 +14,12 @@ from torch import fx
 
 import autopar
 import models
-from autopar import _compat, backends
-from autopar.backends import Scheduled
+from autopar import _compat
 from autopar.cost.simulator.graph_events import collective_of, graph_events, is_wait
 from autopar.ir.graph import ordered
 from autopar.passes.overlap import bucket, summa_panels
+from autopar.runtime import backends
+from autopar.runtime.backends import Scheduled
 from derived import called, placed, ran, value_of
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar import VerificationError, unwritten
+from autopar import VerificationError
 from autopar.ops import local
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner import planner
+from autopar.runtime.verify import reference
 from autopar.world import World
 from odd_models import Simple, rows
 
@@ -121,10 +122,10 @@ def test_filling_leaves_the_program_as_it_was() -> None:
     chosen = planner.chosen(pipeline, program, one, planner.Asked("ddp"))
     program = planner.rewritten(pipeline, chosen, one)
     before = str(program.module.graph)
-    (node,) = unwritten.unwritten(program)
-    filled = unwritten.filled(program, unwritten.poison)
+    (node,) = reference.unwritten(program)
+    filled = reference.filled(program, reference.poison)
     assert str(program.module.graph) == before and "poison" in filled.module.code
-    tamed = unwritten.filled(program, unwritten.poison, only=f"not {node.name}")
+    tamed = reference.filled(program, reference.poison, only=f"not {node.name}")
     assert "poison" not in tamed.module.code and "tame" in tamed.module.code
     source = planner.traced(Simple(lambda m, x: m.up(x).sum()), (rows(),))
-    assert unwritten.filled(source, unwritten.poison) is source
+    assert reference.filled(source, reference.poison) is source

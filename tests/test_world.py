@@ -12,8 +12,8 @@ import networkx as nx
 import pytest
 import torch
 
-from autopar import api
 from autopar.errors import WorldError
+from autopar.runtime import apply
 from autopar.world import PRESETS, Device, Level, Link, World
 from autopar.world.presets import GPUS, known
 from autopar.world.world import running_world
@@ -307,9 +307,9 @@ def test_what_was_calibrated_here_is_what_runs(
     found, told = running_world()
     assert found == dataclasses.replace(measured, name="world.json")
     assert told == "the world is world.json, which was calibrated"
-    assert api._named_or_running(None) == found  # what parallelize takes
+    assert apply._named_or_running(None) == found  # what parallelize takes
     assert f"autopar: {told}\n" in capsys.readouterr().err
-    assert api._named_or_running(8).name == ""
+    assert apply._named_or_running(8).name == ""
     monkeypatch.setenv("WORLD_SIZE", "8")
     found, told = running_world()
     assert found == World.detect()

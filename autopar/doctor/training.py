@@ -19,7 +19,7 @@ from autopar.doctor.models import timed
 from autopar.doctor.result import Absent, Finding
 from autopar.doctor.session import Session
 from autopar.ir.plan import Plan
-from autopar.module import ParallelModule
+from autopar.runtime.module import ParallelModule
 from autopar.world import ranks
 
 WARM_STEPS = 4  # the first derives the graphs and makes the optimizer's states
@@ -27,7 +27,7 @@ ROUNDS = 7
 STEPS_OF_A_ROUND = {"cuda": 5, "cpu": 1}  # between two waits for the device
 WITHIN = 0.1  # by what part a measured peak may be above the planned one
 SYNC_STEPS, SYNC_WARM = 10, 2
-_BY_DESIGN = "autopar/watch.py"  # compares the ranks' inputs from time to time, and waits for that
+_BY_DESIGN = "autopar/runtime/agreement.py"  # compares the ranks' inputs from time to time, and waits for that
 
 
 class Trained:

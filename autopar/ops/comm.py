@@ -2,7 +2,7 @@
 leading dim, and for panels (autopar.ops.sharded.summa) the two that have a root.
 
 Nothing here has a gradient. All of it goes through one seam, `simulator`, so that
-`autopar.lockstep` can run all ranks in one process; normally it is None and the calls are torch's
+`autopar.runtime.verify.lockstep` can run all ranks in one process; normally it is None and the calls are torch's
 functional collectives, which graphs show as `_c10d_functional` nodes.
 
 Collectives in several levels: scatter inside, the same collective across on what is left, gather

@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 
 from autopar._compat import pytree
-from autopar.arguments import without_cache
 from autopar.cost.memory import Budget, with_flight
 from autopar.cost.simulator.timeline import Timeline, timeline
 from autopar.cost.summary import summarised
@@ -39,6 +38,7 @@ from autopar.planner.memory_search import affordable
 from autopar.planner.named_layouts import Layouts
 from autopar.planner.rematerialize import fitted as made_to_fit
 from autopar.planner.why import Why, why
+from autopar.runtime.arguments import without_cache
 from autopar.world import World
 
 

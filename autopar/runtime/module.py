@@ -1,4 +1,7 @@
-"""ParallelModule: the distributed graph, its parameters DTensors under their original names."""
+"""ParallelModule: the distributed graph, its parameters DTensors under their original names.
+
+A model that waits for its first batch.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
-from autopar.measured import Measured, backward, measured, phase, untouched
 from autopar.ops.devices import filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import NO_GENERATION, as_planned
-from autopar.placement import local_parts, placements
-from autopar.watch import Watch
+from autopar.runtime.agreement import Watch
+from autopar.runtime.dtensor import local_parts, placements
+from autopar.runtime.profile.profiler import Measured, backward, measured, phase, untouched
 from autopar.world import ranks
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -353,3 +356,40 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(unit)
         unit *= size
     return tuple(reversed(strides))
+
+
+class Deferred(nn.Module):
+    """A model that is planned at its first call, with that call's inputs."""
+
+    def __init__(self, make: Callable[[Any], nn.Module]) -> None:
+        super().__init__()
+        self._make = make
+        self.made: nn.Module | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._planned(args, kwargs)(*args, **kwargs)
+
+    def timeline(self, *args: Any, **kwargs: Any) -> Any:
+        """See ParallelModule.timeline; counts as the first call."""
+        return self._planned(args, kwargs).timeline(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises InputError, as that of a ParallelModule does."""
+        raise InputError(NO_GENERATION)
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.made is None:
+            if args and kwargs:
+                raise InputError(
+                    "the first call takes all inputs by position or all by name; or give `inputs` "
+                    "to parallelize"
+                )
+            self.made = self._make(kwargs or args)
+        return self.made
+
+    def parameters(self, recurse: bool = True) -> Any:
+        if self.made is None:
+            raise InputError(
+                "the parameters are known after the first call; or give `inputs` to parallelize"
+            )
+        return self.made.parameters(recurse)

@@ -19,8 +19,7 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from autopar._compat import dynamo_sources, pytree
-from autopar.api import NUMBERS, agreed, running, shared_plan
-from autopar.backends import OVERLAP, Backend, Overlap
+from autopar.api import NUMBERS
 from autopar.cost.memory import Limit, Optimizer, Recompute
 from autopar.errors import RankError
 from autopar.ir import program as ir_program
@@ -31,7 +30,9 @@ from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.custom_functions import Captured
 from autopar.planner.named_layouts import Layouts
 from autopar.planner.planner import Ready
-from autopar.watch import Watch
+from autopar.runtime.agreement import Watch
+from autopar.runtime.apply import agreed, running, shared_plan
+from autopar.runtime.backends import OVERLAP, Backend, Overlap
 from autopar.world import World, ranks
 
 Run = Callable[..., Any]

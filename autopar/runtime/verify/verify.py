@@ -16,16 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar import lockstep
 from autopar.errors import VerificationError
 from autopar.ir.graph import where
 from autopar.ir.layout import Layout
 from autopar.ir.program import Input, Program
-from autopar.known import Known, Observed, known
 from autopar.ops.recomputation import Visit, interpret
 from autopar.ops.reshard_nodes import groups_of
-from autopar.unwritten import filled, poison, tame
-from autopar.widened import double_by_default, to_double
+from autopar.runtime.verify import lockstep
+from autopar.runtime.verify.reference import (
+    Known,
+    Observed,
+    double_by_default,
+    filled,
+    known,
+    poison,
+    tame,
+    to_double,
+)
 
 STEPS = 3
 _OUTPUT = "output {}"

@@ -17,13 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import named_backend
-from autopar.backends import BY_NAME
 from autopar.cost.memory import STATES, Budget, limit_text, text_of
-from autopar.deferred import Deferred
 from autopar.errors import AutoparError, InputError, LayoutError, PlanError
 from autopar.ir.plan import Plan
-from autopar.module import ParallelModule
 from autopar.planner.named_layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.runtime.backends import BY_NAME
+from autopar.runtime.module import Deferred, ParallelModule
 from autopar.world import World, ranks
 
 _GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D)

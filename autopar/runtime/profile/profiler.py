@@ -17,11 +17,11 @@ from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autopar._compat import pytree
-from autopar.backends import Scheduled
 from autopar.cost.simulator.timeline import COMPUTE, WAITS, Seen, Span
 from autopar.errors import PlanError
-from autopar.script import GRAPH, Entry, Script, of_graphs, of_run
-from autopar.transport import Issued, Lasted, lasted, on_the_wire, ran
+from autopar.runtime.backends import Scheduled
+from autopar.runtime.profile.gloo_threads import Issued, Lasted, lasted, on_the_wire, ran
+from autopar.runtime.profile.op_log import GRAPH, Entry, Script, of_graphs, of_run
 from autopar.world import ranks
 
 STEP, PHASES = "autopar step", ("forward", "backward")

@@ -1,0 +1,330 @@
+"""What every rank must ask for alike, in words that can be compared over ranks and shown.
+
+A number that stands for a tensor's bytes, worked out on the tensor's own device without waiting
+for it.
+
+The ranks' copies of a model: compared, and made equal to rank 0's.
+
+Whether all ranks call a model with the same inputs.
+
+A checksum of all that a rank was given since they compared last goes along on its device. At the
+first calls, and then so seldom that it costs next to nothing, the ranks compare theirs in the store
+of torch.distributed: that is no collective, so it cannot come between those of the model, and a
+rank that never comes leaves nobody waiting for longer than a collective would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar._compat import pytree
+from autopar.errors import RankError
+from autopar.world import World, ranks
+from autopar.world.store import PATIENCE, Pulse, came, missing, positions, pulse
+
+_SHORT = 60  # characters of a value that is no tensor
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def same_request(world: Any, inputs: Any, **options: Any) -> None:
+    """Raise a RankError on every rank unless all ask for the same: it says what differs, and which
+    ranks ask for what. Collective. `world` None: what runs, which rank 0 says.
+
+    Example: same_request(World.of(4), (tokens,), layout="ddp", memory="auto")
+    """
+    asked = {name: _text_of(value) for name, value in options.items()}
+    asked["world"] = _world(World.detect() if world is None else World.of(world))
+    if inputs is not None:
+        asked["inputs"] = _shapes(inputs)
+    ranks.agree_on(asked)
+
+
+def _text_of(value: Any) -> str:
+    """A value as a user writes it; a function by its name, without its address in memory."""
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _world(world: World) -> str:
+    """Nodes may differ in what they detect, such as a few bytes of memory: rank 0's counts."""
+    if world == World.detect():
+        return f"the {world.ranks} ranks that run"
+    name = hashlib.sha256(repr(world).encode()).hexdigest()[:8]
+    return f"{world.name or world.device.name} of {world.ranks} ranks (figures {name})"
+
+
+def _shapes(inputs: Any) -> str:
+    """
+    >>> _shapes((torch.ones(2, 3), 0.5))
+    '[0]: (2, 3) float32, [1]: 0.5'
+    """
+    leaves, _ = pytree.tree_flatten_with_path(inputs)
+    return ", ".join(f"{pytree.keystr(path)}: {_leaf(value)}" for path, value in leaves)
+
+
+def _leaf(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return repr(value)[:_SHORT] if isinstance(value, _PLAIN) else type(value).__name__
+
+
+# Prime, so that rows of a usual length never start at the same column: two rows that change places
+# change the number.
+_COLUMNS = 8191
+_WORD = 8  # bytes
+
+
+@torch.no_grad()
+def digest(x: torch.Tensor) -> torch.Tensor:
+    """An int64 scalar on x's device: equal for equal bytes, and for others equal by chance alone.
+
+    The bytes are read once, as 64-bit words in rows of 8,191; the sums of the columns are weighed
+    by odd numbers and added up, all of it modulo 2^64. No more than one row is allocated, unless
+    the tensor is not contiguous.
+    """
+    words, rest = _words(x)
+    weights = _weights(x.device)
+    full = words.numel() // _COLUMNS * _COLUMNS
+    columns = words[:full].view(-1, _COLUMNS).sum(0) if full else words[:0]
+    found = (columns * weights[: columns.numel()]).sum()
+    found = found + (words[full:] * weights[: words.numel() - full]).sum()
+    return found + (rest * weights[-rest.numel() :]).sum() if rest.numel() else found
+
+
+def _words(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of x as 64-bit words, and those that are left over."""
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % _WORD:
+        flat = flat.clone()  # a view as words must begin at one
+    octets = flat.view(torch.uint8)
+    whole = octets.numel() // _WORD * _WORD
+    return octets[:whole].view(torch.int64), octets[whole:]
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Odd numbers without a pattern (the finalizer of splitmix64), the same on every device."""
+    x = torch.arange(1, _COLUMNS + 1, device=device) * -0x61C8864680B583EB  # 2^64 over golden ratio
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return (x ^ (x >> 31)) | 1
+
+
+BUCKET = 25 << 20  # bytes that are sent at once: what DDP takes
+
+
+def same(tensors: Mapping[str, torch.Tensor], synchronise: bool) -> None:
+    """Make every rank's parameters and buffers rank 0's. Collective.
+
+    Digests are compared, so ranks that agree send nothing else. Where they differ, rank 0's tensors
+    are written into the model's own, as DistributedDataParallel does, and a warning says so;
+    `synchronise=False` raises a RankError on every rank instead. Both name the first that differs
+    and the ranks that hold it otherwise.
+    """
+    if not ranks.others():
+        return
+    own = ranks.together("reading the parameters", lambda: _digests(tensors))
+    everyones = ranks.all_of(_joint(own))
+    if len(set(everyones)) == 1:
+        return
+    first = ranks.from_rank_0(own)
+    odd = ranks.all_of([name for name in tensors if own[name] != first.get(name)])
+    different = [name for name in tensors if any(name in of_rank for of_rank in odd)]
+    line = _told(different, odd)
+    if not synchronise:
+        raise RankError(
+            f"{line}: call torch.manual_seed before the model is made, load the same checkpoint on "
+            "every rank, or leave sync_parameters on, which takes rank 0's"
+        )
+    ranks.together("taking rank 0's parameters", lambda: _refuse_meta(tensors, different))
+    _broadcast([tensors[name] for name in different])
+    if ranks.rank() == 0:
+        warnings.warn(f"{line}: all take rank 0's (sync_parameters)", stacklevel=3)
+
+
+def _told(different: Sequence[str], odd: Sequence[Sequence[str]]) -> str:
+    first = different[0]
+    which = [number for number, names in enumerate(odd) if first in names]
+    more = f", the first of {len(different)}" if len(different) > 1 else ""
+    who = ranks.named(which)
+    return f"the ranks hold different parameters: {first}{more}, on {who} is not what rank 0 holds"
+
+
+def _refuse_meta(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+    meta = [name for name in names if tensors[name].is_meta]
+    if meta:
+        raise RankError(
+            f"{meta[0]} is on the meta device on rank {ranks.rank()}, and not on others: give it "
+            "memory on every rank (model.to_empty(device=...)); rank 0's numbers are taken"
+        )
+
+
+def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The digest of every tensor; of one without numbers, on the meta device, it is 0."""
+    real = {name: x for name, x in tensors.items() if not x.is_meta}
+    found: dict[str, int] = dict.fromkeys(tensors, 0)
+    for device in dict.fromkeys(x.device for x in real.values()):
+        names = [name for name, x in real.items() if x.device == device]
+        numbers = torch.stack([digest(real[name]) for name in names]).tolist()  # one wait a device
+        found.update(zip(names, numbers, strict=True))
+    return found
+
+
+def _joint(digests: Mapping[str, int]) -> str:
+    return hashlib.sha256(repr(list(digests.items())).encode()).hexdigest()
+
+
+@torch.no_grad()
+def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
+    """Write rank 0's numbers into these tensors, a bucket of them at a time."""
+    for bucket in _buckets(tensors):
+        device = ranks.device_of_collectives(bucket[0].device)
+        parts = [_octets(x).to(device) for x in bucket]
+        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+        dist.broadcast(sent, src=0)
+        for x, part in zip(bucket, sent.split([part.numel() for part in parts]), strict=True):
+            if part.data_ptr() != x.data_ptr():  # a clone, as a view as numbers must begin at one
+                x.copy_(part.clone().view(x.dtype).view(x.shape))
+
+
+def _octets(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of x, in its own memory where that is contiguous."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours on one device, together no more than a bucket; what is larger goes by itself."""
+    bucket: list[torch.Tensor] = []
+    for x in tensors:
+        full = sum(y.nbytes for y in bucket) + x.nbytes > BUCKET
+        if bucket and (full or x.device != bucket[0].device):
+            yield bucket
+            bucket = []
+        bucket.append(x)
+    if bucket:
+        yield bucket
+
+
+FIRST = 3  # calls that are all compared
+SHARE = 5e-4  # of the time of all calls that comparing may take
+MOST = 10_000  # calls from one comparison to the next
+_ODD = 0x2545F4914F6CDD1D
+
+
+class Watch:
+    """The inputs of one module. `number` tells modules apart: the same on all ranks."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._calls, self._next = number, 0, 1
+        self._sums: dict[torch.device, torch.Tensor] = {}
+        self._since = time.perf_counter()
+        self._compared = 0  # the call that was compared last
+
+    def called(self, tensors: Sequence[torch.Tensor], error: Exception | None = None) -> None:
+        """One more call, with these tensors; or one that this rank refused with an error. Raises a
+        RankError on every rank where their inputs, this time or before, were not the same.
+        """
+        beating = pulse()
+        if beating is None:
+            return
+        beating.step()
+        self._calls += 1
+        for x in tensors:
+            before, added = self._sums.get(x.device), digest(x)
+            self._sums[x.device] = added if before is None else before * _ODD + added
+        if self._calls == self._next:
+            self._compare(beating, error)
+
+    def _compare(self, beating: Pulse, error: Exception | None) -> None:
+        own = [x.item() for x in self._sums.values()]  # waits for the device
+        self._sums.clear()
+        told = f"error {type(error).__name__}: {error}" if error else f"inputs {own}"
+        began = time.perf_counter()
+        verdict = self._verdict(beating, told, began)
+        self._next = self._calls + (1 if self._calls < FIRST else verdict["stride"])
+        self._since, since = time.perf_counter(), self._compared + 1
+        self._compared = self._calls
+        if error is None and verdict["odd"]:
+            raise RankError(_refusal(verdict, since, self._calls))
+
+    def _verdict(self, beating: Pulse, told: str, began: float) -> dict[str, Any]:
+        """What the rank that comes last finds in what all have told. It deletes what the ranks have
+        written before, which all of them have left behind by then.
+        """
+        store, key = beating.store, f"autopar/inputs/{self._number}/{self._calls}"
+        store.set(f"{key}/{beating.rank}", told)
+        if store.add(f"{key}/come", 1) < beating.size:
+            self._wait(beating, key)
+            found: dict[str, Any] = json.loads(store.get(f"{key}/verdict"))
+            return found
+        everyones = store.multi_get([f"{key}/{number}" for number in range(beating.size)])
+        found = _judged([one.decode() for one in everyones])
+        calls = self._calls - self._compared
+        each = max(1e-9, (began - self._since) / calls)
+        found["stride"] = min(MOST, math.ceil((time.perf_counter() - began) / (SHARE * each)))
+        store.set(f"{key}/verdict", json.dumps(found))
+        old = f"autopar/inputs/{self._number}/{self._compared}"
+        for name in ("come", "verdict", *map(str, range(beating.size))) if self._compared else ():
+            store.delete_key(f"{old}/{name}")
+        return found
+
+    def _wait(self, beating: Pulse, key: str) -> None:
+        """For the verdict: as long as a collective would, less where a rank is gone."""
+        until = time.monotonic() + beating.timeout.total_seconds()
+        while True:
+            before, left = beating.signs(), until - time.monotonic()
+            if came(beating, f"{key}/verdict", min(PATIENCE, left)):
+                return
+            gone = beating.silent_since(before) if left > PATIENCE else beating.silent()
+            if gone or left <= PATIENCE:
+                raise RankError(self._who_stays_away(beating, key, gone))
+
+    def _who_stays_away(self, beating: Pulse, key: str, gone: Sequence[int]) -> str:
+        come = [beating.store.check([f"{key}/{number}"]) for number in range(beating.size)]
+        away = ranks.named([number for number, is_here in enumerate(come) if not is_here])
+        where = positions(beating.signs())
+        if gone:
+            return (
+                f"{away} did not come to call {self._calls}: {missing(gone)}. Last heard: {where}"
+            )
+        return (
+            f"{away} did not come to call {self._calls} of this model within "
+            f"{beating.timeout.total_seconds():g} s. Calls of all models: {where}. Every rank must "
+            "make the same calls: look for a loader that gives one of them more batches, or a call "
+            "that only one makes"
+        )
+
+
+def _judged(told: Sequence[str]) -> dict[str, Any]:
+    """Which ranks told something else than most did; and what the first refused, if one did."""
+    usual = max(dict.fromkeys(told), key=told.count)
+    errors = [(number, one) for number, one in enumerate(told) if one.startswith("error ")]
+    odd = [number for number, one in enumerate(told) if one != usual]
+    if errors:
+        return {"odd": [n for n, _ in errors], "error": errors[0][1].removeprefix("error ")}
+    return {"odd": odd, "others": [n for n in range(len(told)) if n not in odd], "error": ""}
+
+
+def _refusal(verdict: dict[str, Any], since: int, until: int) -> str:
+    odd = ranks.named(verdict["odd"])
+    if verdict["error"]:
+        return f"{odd} refused call {until}: {verdict['error']}"
+    calls = f"call {until}" if since == until else f"calls {since} to {until}"
+    return (
+        f"the ranks are called with different inputs: in {calls} {odd} got other numbers than "
+        f"{ranks.named(verdict['others'])}. Every rank takes the same global batch and cuts out "
+        "its own part: take the DistributedSampler out and shuffle with the same seed on all "
+        "ranks; or give each rank its own part only, as the DTensors that `par.shard` makes"
+    )

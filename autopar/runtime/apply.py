@@ -1,0 +1,173 @@
+"""What a model holds when a plan is applied, against what it held when it was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
+from autopar.errors import PlanError, WorldError
+from autopar.ir.plan import Plan
+from autopar.ir.plan import reduce_dtype as read_reduce_dtype
+from autopar.ir.program import Input, Program
+from autopar.ops.process_groups import connect, undone_on_failure
+from autopar.ops.reshard_nodes import groups_of
+from autopar.passes.pass_manager import Pipeline
+from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.planner import (
+    Asked,
+    Inputs,
+    Ready,
+    analysed,
+    chosen,
+    fingerprint,
+    finished,
+    fitted,
+    traced,
+)
+from autopar.runtime.agreement import same_request
+from autopar.runtime.backends import Backend, Overlap, runner
+from autopar.world import World, ranks, store
+from autopar.world.world import running_world, say_once
+
+
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters, then its buffers, by every name."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def current(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
+    """The model's parameters and buffers as they are now. Raises PlanError where one is gone or has
+    another shape.
+    """
+    now_held = held(model)
+    tensors = dict(program.tensors)
+    for entry in program.signature.inputs:
+        if entry.kind not in ("parameter", "buffer"):
+            continue
+        now = now_held.get(entry.target)
+        planned = _facts(program.layouts[entry.node].shape, program.dtypes[entry.node], entry)
+        found = "gone" if now is None else _facts(tuple(now.shape), now.dtype, entry, now)
+        if now is None or found != planned:
+            raise PlanError(
+                f"{entry.kind} {entry.target} was {planned} when the model was planned and is "
+                f"{found} now: plan again"
+            )
+        if any(now_held.get(name) is not now for name in entry.names):
+            raise PlanError(
+                f"{', '.join(entry.names)} were one tensor when the model was planned and are no "
+                "longer: plan again"
+            )
+        tensors[entry.target] = now
+    return tensors
+
+
+def _facts(
+    shape: tuple[int, ...], dtype: torch.dtype, entry: Input, now: torch.Tensor | None = None
+) -> str:
+    """What the graph was made for, in words; of a parameter also whether it is trained."""
+    trained = entry.trainable if now is None else now.requires_grad
+    frozen = ", frozen" if entry.kind == "parameter" and not trained else ""
+    return f"{shape} {dtype}{frozen}"
+
+
+def running(
+    ready: Ready, device_type: str, backend: Backend, overlap: Overlap
+) -> tuple[DeviceMesh | None, Callable[..., Any]]:
+    """The mesh of the running ranks (None for one rank), with the process groups that the planned
+    graph names, and what runs the graph. Collective. Raises WorldError where the plan is for
+    another number of ranks.
+    """
+    program = ready.program
+    assert program.plan is not None
+    mesh = program.plan.mesh
+    if ranks.running() != max(1, mesh.size):
+        raise WorldError(
+            f"the plan is for {mesh.size} ranks (mesh {str(mesh) or 'of one rank'}), "
+            f"{ranks.running()} are running: plan for "
+            f"{ranks.running()}, or start {mesh.size} with torchrun and call "
+            "torch.distributed.init_process_group"
+        )
+    groups = groups_of(program.module)
+    device_mesh = None
+    if mesh.axes:
+        with undone_on_failure():
+            device_mesh = ranks.together(
+                "opening process groups", lambda: connect(mesh, device_type, groups)
+            )
+    world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
+    return device_mesh, runner(program, world, backend, overlap)
+
+
+def agreed(
+    world: World | int | Any | None,
+    layout: Layouts,
+    limits: tuple[Limit, Optimizer, Recompute],
+    redundant: bool,
+    reduce_dtype: torch.dtype | str | None,
+    overlap: Overlap,
+    whole: bool = False,
+    inputs: Inputs | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[World, Asked]:
+    """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError, and
+    RankError where the ranks ask for something else.
+    """
+    ranks.together("reading the world", lambda: World.of(world))  # each rank's own, or it says why
+    memory, optimizer, recompute = limits
+    told: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
+    told |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
+    same_request(world, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
+    found = ranks.together(
+        "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
+    )
+    found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
+    budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
+    summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
+    return found, Asked(layout, budget, redundant, summed, bool(overlap), whole)
+
+
+def _named_or_running(world: World | int | Any | None) -> World:
+    """The world that is named; else what runs, as it was calibrated here or is assumed, which is
+    said.
+    """
+    if world is not None:
+        return World.of(world)
+    found, told = running_world()
+    if told:
+        say_once(told)
+    return found
+
+
+def shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) -> Plan:
+    """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
+    never one inside another.
+    """
+    assert asked.layout is not None
+    layout, pipeline = asked.layout, Pipeline()
+    source = ranks.together("tracing", lambda: traced(model, inputs, pipeline))
+    ranks.agree("model", fingerprint(source))
+    program = ranks.together(
+        "annotating", lambda: analysed(pipeline, source, asked.reduce_dtype, asked.whole)
+    )
+    ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
+
+    def search() -> Plan | None:
+        best = chosen(pipeline, program, world, asked)
+        return fitted(pipeline, source, best, world, asked).plan
+
+    found = ranks.together("searching", lambda: store.done_on_rank_0(search))
+    data = ranks.from_rank_0(found.to_json() if found is not None else None)
+    program = dataclasses.replace(program, plan=Plan.from_json(data))
+    made_to_fit = dataclasses.replace(asked, budget=None)
+    return ranks.together(
+        "rewriting", lambda: finished(pipeline, source, program, world, made_to_fit)
+    )
