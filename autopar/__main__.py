@@ -1,6 +1,6 @@
 """`python -m autopar` is the command line."""
 
-from autopar.cli import main
+from autopar.cli.main import main
 
 if __name__ == "__main__":
     main()

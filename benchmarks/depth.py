@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import World
+from autopar.cli.models import NAMED
+from autopar.cli.targets import Batch, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import timeline
 from autopar.ir.program import Program
@@ -30,7 +32,6 @@ from autopar.planner import choose
 from autopar.planner.deep_models import Deep
 from autopar.planner.overlap_search import simulated
 from autopar.planner.rematerialize import Estimated, Rung, Rungs
-from autopar.targets import NAMED, Batch, resolve
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0}

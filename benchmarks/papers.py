@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import Grid2D, Grid25D, World
+from autopar.cli.models import Sizes
 from autopar.cost.formula import ELEMENT
 from autopar.ir.mesh import Axis, Mesh
-from autopar.targets import Sizes
 from benchmarks.steps import (
     ALPS,
     DGX_A100,

@@ -30,6 +30,8 @@ from rich.table import Table
 from torch import nn
 
 from autopar import World
+from autopar.cli.models import NAMED, Sizes
+from autopar.cli.targets import Batch, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.summary import twice_seconds
 from autopar.ir.mesh import Mesh
@@ -40,7 +42,6 @@ from autopar.planner import choose
 from autopar.planner.constraint import Constraint
 from autopar.planner.memory_search import affordable
 from autopar.planner.mesh_search import best
-from autopar.targets import NAMED, Batch, Sizes, resolve
 from benchmarks import cells
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]

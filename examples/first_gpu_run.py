@@ -17,17 +17,7 @@ from pathlib import Path
 
 import torch
 
-from autopar.doctor import (
-    Examination,
-    Finding,
-    Session,
-    basics,
-    dropout,
-    exchanges,
-    kernels,
-    parity,
-    training,
-)
+from autopar.cli.doctor import Examination, Finding, Session, exchanges, kernels, training
 
 LEAST_FREE = 0.5  # of a GPU's memory
 
@@ -57,10 +47,10 @@ def main() -> int:
     # From here on the process group is open: NCCL where every rank has a GPU, else gloo.
     with examination.ranks():
         # 2. What runs: versions, devices, links beside what the cost model assumes, groups.
-        check("versions", basics.versions)
-        check("devices", basics.devices_of_ranks)
-        check("links", basics.links)
-        check("groups", basics.groups)
+        check("versions", exchanges.versions)
+        check("devices", exchanges.devices_of_ranks)
+        check("links", exchanges.links)
+        check("groups", exchanges.groups)
 
         # 3. Every collective that graphs use, alone, and several joined into one.
         for kind in exchanges.KINDS:
@@ -69,12 +59,12 @@ def main() -> int:
             check(f"{kind} joined", partial(exchanges.joined, kind=kind))
 
         # 4. Five layouts against one device: the loss and every gradient of a small GPT.
-        for title, layout in parity.layouts(examination.session.ranks).items():
-            check(f"parity {title}", partial(parity.parity, layout=layout))
+        for title, layout in training.layouts(examination.session.ranks).items():
+            check(f"parity {title}", partial(training.parity, layout=layout))
 
         # 5. Dropout has one mask, whatever the layout; attention's kernel drops by its seed.
-        check("dropout", dropout.dropout)
-        check("dropout of attention", dropout.attention)
+        check("dropout", kernels.dropout)
+        check("dropout of attention", kernels.attention)
 
         # 6. A step as planned and as measured, and ten in which no rank may wait for its GPU.
         check("step", training.step)

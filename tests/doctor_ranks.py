@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.doctor import Examination, Finding, Session, basics, dropout, exchanges
+from autopar.cli.doctor import Examination, Finding, Session, exchanges, kernels
 from autopar.ops import comm
 from autopar.runtime import module
 
@@ -48,7 +48,7 @@ def with_seed(following: Callable[[int], int], session: Session) -> Finding:
     right = module.next_seed
     module.next_seed = following
     try:
-        return dropout.dropout(session)
+        return kernels.dropout(session)
     finally:
         module.next_seed = right
 
@@ -69,16 +69,16 @@ def main() -> int:
     check("before", lambda session: Finding(str(dist.is_initialized())))
     with examination.ranks():
         check("leaves", leaves)
-        check("versions", basics.versions)
-        check("devices", basics.devices_of_ranks)
-        check("links", basics.links)
+        check("versions", exchanges.versions)
+        check("devices", exchanges.devices_of_ranks)
+        check("links", exchanges.links)
         for kind in exchanges.KINDS:
             check(f"{kind} alone", partial(exchanges.alone, kind=kind))
         for kind in exchanges.JOINED:
             check(f"{kind} joined", partial(exchanges.joined, kind=kind))
         turned = partial(torch.flip, dims=(0,))
         check("one more", partial(with_broken, "all_reduce", lambda x: x + 1, "all_reduce"))
-        check("dropout", dropout.dropout)
+        check("dropout", kernels.dropout)
         check("one seed", partial(with_seed, lambda seed: seed))
         check("two seeds", partial(with_seed, lambda seed: seed + 1 + dist.get_rank()))
         check("turned", partial(with_broken, "all_gather", turned, "all_gather"))

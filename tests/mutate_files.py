@@ -29,7 +29,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar import api, cli
+from autopar import api
+from autopar.cli import main as cli_main
 from autopar.planner import edit
 from autopar.world import World
 from autopar.world.hardware import Attention, Device, Forms, Level, Link, Measured
@@ -124,7 +125,7 @@ class Trial:
 
     def plan(self, data: bytes) -> str:
         self.path.write_bytes(data)
-        shown = CliRunner().invoke(cli.app, ["show", str(self.path)])
+        shown = CliRunner().invoke(cli_main.app, ["show", str(self.path)])
         clean = shown.exception is None or isinstance(shown.exception, SystemExit)
         if not clean:
             assert shown.exception is not None
@@ -154,7 +155,7 @@ class Trial:
     def world(self, data: bytes) -> str:
         self.path.write_bytes(data)
         try:
-            world = cli.read_world(str(self.path), None)
+            world = cli_main.read_world(str(self.path), None)
         except autopar.AutoparError as error:
             return refusal(error, str(self.path))
         world.save(self.path)

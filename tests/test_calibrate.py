@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autopar import cli
+from autopar.cli import main
 from autopar.cost.algorithms import flat_ways, formula
 from autopar.cost.calibration import fit, measure, procedure
 from autopar.cost.calibration.measure import Case, Product, actual_bytes
@@ -306,23 +306,23 @@ def test_plan_takes_the_world_that_calibrate_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(cli.app, ["calibrate", "--seconds", "1"])
+    made = CliRunner().invoke(main.app, ["calibrate", "--seconds", "1"])
     assert made.exit_code == 0, made.output
     assert "saved    as world.json" in made.stdout and "products … " in made.stderr
     world = World.load("world.json")
-    assert cli.read_world(None, None) == replace(world, name="world.json")
-    assert cli.read_world(None, 2) == World.of(2)
+    assert main.read_world(None, None) == replace(world, name="world.json")
+    assert main.read_world(None, 2) == World.of(2)
 
 
 def test_a_folder_that_is_not_there_is_said_before_measuring(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.app, ["calibrate", "--save", str(tmp_path / "no" / "w.json")])
+    result = CliRunner().invoke(main.app, ["calibrate", "--save", str(tmp_path / "no" / "w.json")])
     assert result.exit_code == 2 and "there is no folder" in result.stderr
 
 
 def launched(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", "-m", "autopar", "calibrate", *arguments]
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(cli.__file__).parent.parent)])
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(main.__file__).parent.parent)])
     environment = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240

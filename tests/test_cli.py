@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from autopar import cli
+from autopar.cli import main, terminal
+from autopar.cli.models import NAMED
+from autopar.cli.targets import Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
 from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D
-from autopar.report import progress
-from autopar.targets import NAMED, Batch, TargetError, resolve
 from autopar.world import Level, World
 from models import Mlp as MseMlp
 
@@ -58,7 +58,7 @@ def no_pair() -> nn.Module:
 
 
 def run(*arguments: str, status: int = 0) -> Any:
-    result = CliRunner().invoke(cli.app, list(arguments))
+    result = CliRunner().invoke(main.app, list(arguments))
     assert result.exit_code == status, (result.exception, result.output)
     return result
 
@@ -181,7 +181,7 @@ def test_a_mistake_is_one_clean_message(arguments: tuple[str, ...], message: str
 
 def test_a_message_is_red_on_a_terminal() -> None:
     environment = {"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": ""}
-    result = CliRunner().invoke(cli.app, ["plan", "gpt9"], env=environment, color=True)
+    result = CliRunner().invoke(main.app, ["plan", "gpt9"], env=environment, color=True)
     assert result.exit_code == 2
     assert RED in result.stderr
 
@@ -203,13 +203,13 @@ def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
 # -- the world -------------------------------------------------------------------------------------
 def test_a_world_by_name_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.read_world("dgx-h100", 16).ranks == 16
-    assert cli.read_world("dgx-h100", None).ranks == 8
-    assert cli.read_world(None, 8) == World.of(8)
+    assert main.read_world("dgx-h100", 16).ranks == 16
+    assert main.read_world("dgx-h100", None).ranks == 8
+    assert main.read_world(None, 8) == World.of(8)
     World.of(6).save("own.json")
-    assert cli.read_world("own.json", None) == cli.read_world("own.json", 6) == World.of(6)
+    assert main.read_world("own.json", None) == main.read_world("own.json", 6) == World.of(6)
     with pytest.raises(WorldError, match="--ranks 8: the world of own"):
-        cli.read_world("own.json", 8)
+        main.read_world("own.json", 8)
 
 
 def test_world_json_is_read_where_none_is_named(
@@ -217,8 +217,8 @@ def test_world_json_is_read_where_none_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     World.of(6).save("world.json")
-    assert cli.read_world(None, None).ranks == cli.read_world(None, 6).ranks == 6
-    assert cli.read_world(None, 8) == World.of(8)
+    assert main.read_world(None, None).ranks == main.read_world(None, 6).ranks == 6
+    assert main.read_world(None, 8) == World.of(8)
     assert "world.json is of 6 ranks and does not count for 8" in capsys.readouterr().err
 
 
@@ -237,7 +237,7 @@ def test_world_json_is_read_where_none_is_named(
     ],
 )
 def test_layouts_as_text(text: str, layout: Any) -> None:
-    assert cli.read_layout(text) == layout
+    assert main.read_layout(text) == layout
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_layouts_as_text(text: str, layout: Any) -> None:
 )
 def test_layouts_that_are_none(text: str, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        cli.read_layout(text)
+        main.read_layout(text)
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ def test_batches_as_text() -> None:
 def test_progress_after_two_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert progress.PATIENCE_S == 2.0
-    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+    assert terminal.PATIENCE_S == 2.0
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0.05)
 
     def work(report: Callable[[str], None]) -> int:
         for name in ("first", "second"):
@@ -329,9 +329,9 @@ def test_progress_after_two_seconds(
             time.sleep(0.4)
         return 3
 
-    assert progress.watched("counting", work) == 3
-    assert progress.watched("resting", lambda report: 4) == 4
-    assert progress.watched("counting", work, quiet=True) == 3
+    assert terminal.watched("counting", work) == 3
+    assert terminal.watched("resting", lambda report: 4) == 4
+    assert terminal.watched("counting", work, quiet=True) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "counting: first … 0 s\ncounting: second … 0 s\n"

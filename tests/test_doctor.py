@@ -18,22 +18,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autopar import cli
-from autopar.doctor import (
-    Absent,
-    Examination,
-    Finding,
-    Session,
-    command,
-    dropout,
-    kernels,
-    machine,
-    parity,
-    training,
-)
-from autopar.doctor.models import Attended
-from autopar.doctor.page import page
-from autopar.doctor.result import found_by, merged
+from autopar.cli import main
+from autopar.cli.doctor import Absent, Examination, Finding, Session, machine, training
+from autopar.cli.doctor import command as doctor_command
+from autopar.cli.doctor import kernels as doctor_kernels
+from autopar.cli.doctor.examination import page
+from autopar.cli.doctor.models import Attended
+from autopar.cli.doctor.session import found_by, merged
 
 HERE = Path(__file__).parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -51,14 +42,14 @@ def alone(device: torch.device = CPU) -> Session:
 
 # -- what is here ----------------------------------------------------------------------------------
 def test_it_says_what_is_here() -> None:
-    result = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    result = CliRunner().invoke(main.app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["environment"]["cores"] == os.cpu_count()
     assert facts["backends"]["gloo"] is True
     assert facts["world"]["ranks"] == 1 and facts["world"]["device"]["flop_per_s"]["float32"] > 0
-    printed = CliRunner().invoke(cli.app, ["doctor"])
+    printed = CliRunner().invoke(main.app, ["doctor"])
     assert printed.exit_code == 0
     for word in (f"torch {torch.__version__}", "gloo", "OMP_NUM_THREADS", "-m autopar doctor"):
         assert word in printed.stdout
@@ -177,11 +168,11 @@ def test_the_command_runs_every_check(
     monkeypatch.setattr(command, "one_rank", lambda examination: examination.check("one", check))
     monkeypatch.setattr(command, "all_ranks", lambda examination: examination.check("two", warned))
     more = ("--out", str(tmp_path / "reports" / "here"))
-    printed = CliRunner().invoke(cli.app, ["doctor", "--run", *more])
+    printed = CliRunner().invoke(main.app, ["doctor", "--run", *more])
     assert printed.exit_code == status, printed.output
-    assert "1 ok" in printed.stdout and command.SEVERAL in printed.stdout
+    assert "1 ok" in printed.stdout and doctor_command.SEVERAL in printed.stdout
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun does
-    told = CliRunner().invoke(cli.app, ["doctor", "--json", *more])
+    told = CliRunner().invoke(main.app, ["doctor", "--json", *more])
     assert told.exit_code == status
     facts = json.loads(told.stdout)
     assert [one["name"] for one in facts["checks"]] == ["one", "two"]
@@ -219,25 +210,25 @@ def test_ranks_that_differ_are_named() -> None:
 
 
 # -- checks, and what they must find ---------------------------------------------------------------
-@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("dtype", doctor_kernels.DTYPES)
 def test_kernels(dtype: torch.dtype) -> None:
     session = alone()
     for name in ("MATH", "FLASH_ATTENTION"):
-        found = kernels.kernel(session, name, dtype)
+        found = doctor_kernels.kernel(session, name, dtype)
         assert found.fault == "" and found.facts["errors"].keys() > {"result"}
     assert "Flash" in found.facts["ran"]
     with pytest.raises(Absent, match="No viable backend"):
-        kernels.kernel(session, "CUDNN_ATTENTION", dtype)
+        doctor_kernels.kernel(session, "CUDNN_ATTENTION", dtype)
     module, x, expected = session.kept[f"attended {dtype}"]
     worse = {**expected, "attention.out.bias": expected["attention.out.bias"] * 1.1}
     session.kept[f"attended {dtype}"] = module, x, worse
-    found = kernels.kernel(session, "MATH", dtype)
+    found = doctor_kernels.kernel(session, "MATH", dtype)
     assert found.fault.startswith("attention.out.bias is off by 9.1e-02")
 
 
 def test_another_kernel_than_wanted_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(kernels.KERNELS, "FLASH_ATTENTION", "EfficientAttention")
-    found = kernels.kernel(alone(), "FLASH_ATTENTION", torch.float32)
+    monkeypatch.setitem(doctor_kernels.KERNELS, "FLASH_ATTENTION", "EfficientAttention")
+    found = doctor_kernels.kernel(alone(), "FLASH_ATTENTION", torch.float32)
     assert (
         "FlashAttentionForCpu" in found.fault.replace("_", "") and "in place of it" in found.fault
     )
@@ -245,34 +236,37 @@ def test_another_kernel_than_wanted_is_a_failure(monkeypatch: pytest.MonkeyPatch
 
 def test_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     session = alone()
-    assert parity.parity(session, "auto").fault == ""
-    single = parity._single
+    assert training.parity(session, "auto").fault == ""
+    single = training._single
 
     def wrong(*args: Any) -> Any:
         loss, gradients = single(*args)
-        return loss, {**gradients, "head.weight": gradients["head.weight"] * (1 + 2 * parity.LIMIT)}
+        return loss, {
+            **gradients,
+            "head.weight": gradients["head.weight"] * (1 + 2 * training.LIMIT),
+        }
 
-    monkeypatch.setattr(parity, "_single", wrong)
-    assert parity.parity(session, "auto").fault == (
+    monkeypatch.setattr(training, "_single", wrong)
+    assert training.parity(session, "auto").fault == (
         "head.weight is off by 2.0e-04 relative, the limit is 1e-04"
     )
-    assert parity.LIMIT == 1e-4
+    assert training.LIMIT == 1e-4
 
 
 def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dropout.dropout(alone()).fault == ""
-    masks = dropout._masks(alone(), "auto")
+    assert doctor_kernels.dropout(alone()).fault == ""
+    masks = doctor_kernels._masks(alone(), "auto")
     first, _, gradient = masks
     for wrong, fault in (
         ((first, first, first.sum(0)), "two steps have one mask"),
         ((*masks[:2], gradient.flip(0)), "the gradient has another mask"),
         (tuple(x * 0.8 for x in masks), "what is kept is not divided by 0.8"),
     ):
-        monkeypatch.setattr(dropout, "_masks", lambda *_, wrong=wrong: wrong)
-        assert dropout.dropout(alone()).fault == fault
-    monkeypatch.setattr(dropout, "_masks", lambda *_: masks)
-    monkeypatch.setattr(dropout, "P", 0.21)
-    assert " sigma" in dropout.dropout(alone()).fault
+        monkeypatch.setattr(doctor_kernels, "_masks", lambda *_, wrong=wrong: wrong)
+        assert doctor_kernels.dropout(alone()).fault == fault
+    monkeypatch.setattr(doctor_kernels, "_masks", lambda *_: masks)
+    monkeypatch.setattr(doctor_kernels, "P", 0.21)
+    assert " sigma" in doctor_kernels.dropout(alone()).fault
 
 
 class Steps:
@@ -376,24 +370,24 @@ def test_two_real_ranks(script: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_dropout_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dropout.attention(alone()).fault == ""
-    monkeypatch.setattr(dropout, "seed_at", lambda *_: torch.tensor(3))
-    assert dropout.attention(alone()).fault == "two seeds drop alike"
+    assert doctor_kernels.attention(alone()).fault == ""
+    monkeypatch.setattr(doctor_kernels, "seed_at", lambda *_: torch.tensor(3))
+    assert doctor_kernels.attention(alone()).fault == "two seeds drop alike"
     monkeypatch.undo()
     kernels: Any = sys.modules["autopar.ops.sharded.attention"]
     monkeypatch.setattr(kernels, "_seeded", lambda device, seed: contextlib.nullcontext())
-    fault = dropout.attention(alone()).fault
+    fault = doctor_kernels.attention(alone()).fault
     assert "a seed drops otherwise a second time; the backward drops others" in fault
 
 
 def test_the_mask_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     formula: Any = sys.modules["autopar.ops.sharded.dropout"]
-    assert dropout._as_on_a_cpu(alone())
+    assert doctor_kernels._as_on_a_cpu(alone())
     plain, calls = formula._in_blocks, iter((0, 1))
     monkeypatch.setattr(
         formula, "_in_blocks", lambda x, seed, *more: plain(x, seed + next(calls), *more)
     )
-    assert not dropout._as_on_a_cpu(alone())
+    assert not doctor_kernels._as_on_a_cpu(alone())
 
 
 def test_the_example_makes_the_checks_of_the_command() -> None:

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
+from autopar.cli.main import app
 from autopar.planner.edit import renewed
 from autopar.world import World, json_file
 from models import mlp

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar import AutoparError, Grid2D, InputError, LayoutError, PlanError, World, cli
+from autopar import AutoparError, Grid2D, InputError, LayoutError, PlanError, World
+from autopar.cli import main
 from autopar.cost.memory import with_reserve
 from autopar.world import Level
 from test_errors import two_ranks  # noqa: F401
@@ -244,16 +245,16 @@ def test_a_step_of_hours_is_refused_unless_asked_for(tmp_path: Path) -> None:
     world = slow_world(tmp_path / "slow.json")
     saved = tmp_path / "plan.json"
     command = ["plan", "test_misuse:tiny", "--world", world, "--layout", "ddp"]
-    result = CliRunner().invoke(cli.app, [*command, "--save", str(saved)])
+    result = CliRunner().invoke(main.app, [*command, "--save", str(saved)])
     assert result.exit_code == 2 and result.stdout == "" and not saved.exists()
     assert "a step takes " in result.stderr and "--anyway" in result.stderr
-    assert CliRunner().invoke(cli.app, [*command, "--anyway"]).exit_code == 0
+    assert CliRunner().invoke(main.app, [*command, "--anyway"]).exit_code == 0
 
 
 def test_a_plan_that_does_not_fit_is_refused_unless_asked_for(tmp_path: Path) -> None:
     world = slow_world(tmp_path / "small.json", memory_bytes=100.0)
     command = ["plan", "test_misuse:tiny", "--world", world, "--layout", "ddp", "--json"]
-    result = CliRunner().invoke(cli.app, command)
+    result = CliRunner().invoke(main.app, command)
     assert result.exit_code == 2
     assert "on each device, which has " in json.loads(result.stdout)["message"]
 
@@ -261,5 +262,5 @@ def test_a_plan_that_does_not_fit_is_refused_unless_asked_for(tmp_path: Path) ->
 def test_options_of_the_command_line_that_cannot_be_meant() -> None:
     for option, says in (("--optimizer=-3", "-3"), ("--optimizer=nan", "nan")):
         command = ["plan", "test_misuse:tiny", "--ranks", "2", option]
-        result = CliRunner().invoke(cli.app, command)
+        result = CliRunner().invoke(main.app, command)
         assert result.exit_code == 2 and f"optimizer is '{says}'" in result.stderr

@@ -10,7 +10,7 @@ import rich.console
 from typer.testing import CliRunner
 
 import autopar
-from autopar import cli
+from autopar.cli import main
 from autopar.planner.edit import renewed
 from autopar.planner.objective import terms
 from autopar.planner.why import Why
@@ -92,7 +92,7 @@ def test_what_cannot_be_asked() -> None:
 
 def test_why_on_the_command_line() -> None:
     command = ["plan", "test_cli:tiny", "--ranks", "4", "--why", "up"]
-    printed = CliRunner().invoke(cli.app, command).stdout
+    printed = CliRunner().invoke(main.app, command).stdout
     assert "up: " in printed and "instead" in printed
-    facts = json.loads(CliRunner().invoke(cli.app, [*command, "--json"]).stdout)
+    facts = json.loads(CliRunner().invoke(main.app, [*command, "--json"]).stdout)
     assert facts["why"]["runners"][0]["by_term"]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar import api
-from autopar.doctor.session import Session
+from autopar.cli.doctor.session import Session
+from autopar.cli.models import Gpt, GptAttention, Sizes
 from autopar.planner.named_layouts import Grid, Grid4D
-from autopar.targets import Gpt, GptAttention, Sizes
 
 Inputs = tuple[Tensor, Tensor]
 

@@ -19,7 +19,9 @@ from rich.markup import escape
 from torch import nn
 
 from autopar import api
-from autopar.cli_options import (
+from autopar.cli.doctor import command as doctoring
+from autopar.cli.doctor import facts as facts_of_machine
+from autopar.cli.options import (
     MODEL_HELP,
     AnywayOption,
     BatchOption,
@@ -40,20 +42,19 @@ from autopar.cli_options import (
     TimelineOption,
     WhyOption,
     WorldOption,
+    read_layout,
+    read_memory,
+    read_optimizer,
 )
+from autopar.cli.targets import Batch, Target, resolve
+from autopar.cli.terminal import bar, console, line, watched
 from autopar.cost.memory import Recompute, limit_text
-from autopar.doctor import command as doctoring
-from autopar.doctor import facts as facts_of_machine
 from autopar.errors import AutoparError, PlanError, WorldError
 from autopar.ir import show as ir_show
 from autopar.ir.plan import Plan
-from autopar.options import read_layout, read_memory, read_optimizer
 from autopar.planner.why import Why
-from autopar.report.progress import bar, watched
-from autopar.report.terminal import console, line
 from autopar.runtime import calibrate_on_ranks
 from autopar.runtime.backends import OVERLAP
-from autopar.targets import Batch, Target, resolve
 from autopar.world import World
 from autopar.world import ranks as running
 from autopar.world.world import CALIBRATED, calibrated

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from autopar.doctor import basics, dropout, exchanges, kernels, parity, training
-from autopar.doctor.examination import Examination
+from autopar.cli import terminal
+from autopar.cli.doctor import exchanges, kernels, training
+from autopar.cli.doctor.examination import Examination
 from autopar.ir import show
-from autopar.report import terminal
 
 SEVERAL = "torchrun --standalone --nproc-per-node 4 -m autopar doctor"
 
@@ -50,18 +50,18 @@ def one_rank(examination: Examination) -> None:
 def all_ranks(examination: Examination) -> None:
     """The checks that the ranks do together, what others hang on first."""
     check = examination.check
-    check("versions", basics.versions)
-    check("devices", basics.devices_of_ranks)
-    check("links", basics.links)
-    check("groups", basics.groups)
+    check("versions", exchanges.versions)
+    check("devices", exchanges.devices_of_ranks)
+    check("links", exchanges.links)
+    check("groups", exchanges.groups)
     for kind in exchanges.KINDS:
         check(f"{kind} alone", partial(exchanges.alone, kind=kind))
     for kind in exchanges.JOINED:
         check(f"{kind} joined", partial(exchanges.joined, kind=kind))
-    for name, layout in parity.layouts(examination.session.ranks).items():
-        check(f"parity {name}", partial(parity.parity, layout=layout))
-    check("dropout", dropout.dropout)
-    check("dropout of attention", dropout.attention)
+    for name, layout in training.layouts(examination.session.ranks).items():
+        check(f"parity {name}", partial(training.parity, layout=layout))
+    check("dropout", kernels.dropout)
+    check("dropout of attention", kernels.attention)
     check("step", training.step)
     check("peak", training.peak)
     check("synchronisation", training.synchronisation)

@@ -4,9 +4,8 @@
 JSON file and one page. `examples/first_gpu_run.py` calls the same checks one by one.
 """
 
-from autopar.doctor.examination import Examination
-from autopar.doctor.machine import facts
-from autopar.doctor.result import Absent, Finding, Result
-from autopar.doctor.session import Session
+from autopar.cli.doctor.examination import Examination
+from autopar.cli.doctor.machine import facts
+from autopar.cli.doctor.session import Absent, Finding, Result, Session
 
 __all__ = ["Absent", "Examination", "Finding", "Result", "Session", "facts"]

@@ -1,4 +1,7 @@
-"""Progress on stderr: how far, what is being done, how long it takes."""
+"""The terminal: where lines go, and numbers with their units as people write them.
+
+Progress on stderr: how far, what is being done, how long it takes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from autopar.report.terminal import console as terminal
+WIDTH = 118  # columns of what goes to a file or a pipe
+
+
+def console(stderr: bool = False) -> Console:
+    """On this moment's stdout or stderr (tracing puts another one in its place for a while); a file
+    is given columns enough for the table.
+    """
+    made = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+    if not made.is_terminal:
+        made.width = max(WIDTH, made.width)
+    return made
+
+
+def line(out: Console, name: str, text: str) -> None:
+    out.print(f"[bold]{name:8}[/] {escape(text)}", soft_wrap=True)
+
 
 T = TypeVar("T")
 
@@ -63,7 +81,7 @@ def watched(doing: str, work: Callable[[Callable[[str], None]], T], quiet: bool 
     def report(name: str) -> None:
         now[0] = f"{doing}: {name}"
 
-    arguments = (now, done, terminal(stderr=True))
+    arguments = (now, done, console(stderr=True))
     watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
     if not quiet:
         watcher.start()
