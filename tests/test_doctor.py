@@ -165,8 +165,8 @@ def test_a_failing_check_is_named_and_the_others_go_on(tmp_path: Path, capsys: A
 def test_the_command_runs_every_check(
     check: Any, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "one_rank", lambda examination: examination.check("one", check))
-    monkeypatch.setattr(command, "all_ranks", lambda examination: examination.check("two", warned))
+    monkeypatch.setattr(doctor_command, "one_rank", lambda examination: examination.check("one", check))
+    monkeypatch.setattr(doctor_command, "all_ranks", lambda examination: examination.check("two", warned))
     more = ("--out", str(tmp_path / "reports" / "here"))
     printed = CliRunner().invoke(main.app, ["doctor", "--run", *more])
     assert printed.exit_code == status, printed.output

@@ -50,8 +50,8 @@ from autopar.cli.targets import Batch, Target, resolve
 from autopar.cli.terminal import bar, console, line, watched
 from autopar.cost.memory import Recompute, limit_text
 from autopar.errors import AutoparError, PlanError, WorldError
-from autopar.ir import show as ir_show
 from autopar.ir.plan import Plan
+from autopar.ir.show import amount, count, duration, memory
 from autopar.planner.why import Why
 from autopar.runtime import calibrate_on_ranks
 from autopar.runtime.backends import OVERLAP
@@ -287,8 +287,8 @@ def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
     if step > ABSURD_S:
         faults.append(f"takes {step:,.0f} s")
     if made.peak_bytes > has:
-        needs = ir_show.memory(made.peak_bytes)
-        faults.append(f"needs {needs} on each device, which has {ir_show.memory(has)}")
+        needs = memory(made.peak_bytes)
+        faults.append(f"needs {needs} on each device, which has {memory(has)}")
     if faults:
         name = "other machines" if named else "the machines, as --world dgx-h100 does,"
         whose = "" if named else ", machines like this one"
@@ -321,31 +321,31 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     line(out, "world", str(made.world if world is None else world))
     line(out, "layout", made.layout)
     out.print(made.table())
-    moved = f"{ir_show.amount(made.comm_bytes)}B"
+    moved = f"{amount(made.comm_bytes)}B"
     line(out, "modelled", f"{_step(made)}; a rank sends {moved}")
     if made.groups:
         line(out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}")
-    memory = f"{ir_show.memory(made.peak_bytes)} at the peak on each device"
+    held = f"{memory(made.peak_bytes)} at the peak on each device"
     if made.memory is not None:
-        memory = f"{made.memory} at the peak on each device"
+        held = f"{made.memory} at the peak on each device"
     if made.device_limit is not None:
-        memory += f"; it may take {limit_text(made.device_limit, made.world)}"
+        held += f"; it may take {limit_text(made.device_limit, made.world)}"
     for names, what in made.dropped:
-        memory += escape(f"; {what} again in the backward: {names}")
+        held += escape(f"; {what} again in the backward: {names}")
     if world is not None and made.peak_bytes > world.device.memory_bytes:
-        memory += f", [red]which has {ir_show.memory(world.device.memory_bytes)}: too little[/]"
-    out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
+        held += f", [red]which has {memory(world.device.memory_bytes)}: too little[/]"
+    out.print(f"[bold]memory  [/] {held}", soft_wrap=True)
 
 
 def _model(target: Target) -> str:
-    return f"{target.name}: {ir_show.count(target.parameters)} parameters"
+    return f"{target.name}: {count(target.parameters)} parameters"
 
 
 def _step(made: Plan) -> str:
-    summed = ir_show.duration(made.seconds)
+    summed = duration(made.seconds)
     if made.overlapped is None:
         return f"{summed} a step"
-    return f"{ir_show.duration(made.overlapped)} a step with communication hidden, {summed} summed"
+    return f"{duration(made.overlapped)} a step with communication hidden, {summed} summed"
 
 
 def _facts(made: Plan) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from autopar._compat import dynamo_sources, pytree
 from autopar.api import NUMBERS
 from autopar.cost.memory import Limit, Optimizer, Recompute
 from autopar.errors import RankError
-from autopar.ir import program as ir_program
-from autopar.ir.program import Input
+from autopar.ir.program import Input, without_autocast
 from autopar.ops.devices import CPU, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
@@ -220,7 +219,7 @@ class _Planned:
         whole = [x for x in given if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)]
         self.watch.called(whole)
         signature = self.program.signature
-        with ir_program.without_autocast(signature.autocast):
+        with without_autocast(signature.autocast):
             results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
         leaves = []
         for output in signature.outputs:

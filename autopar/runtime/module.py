@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.errors import InputError, PlanError
-from autopar.ir import program as ir_program
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import Input, Program
+from autopar.ir.program import Input, Program, autocast_text, under_autocast, without_autocast
 from autopar.ops.devices import filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
@@ -167,7 +166,7 @@ class ParallelModule(nn.Module):
         values, cast = self._begun(args, kwargs), self._program.signature.autocast
         if not cast:
             return self._run(*values)
-        with ir_program.without_autocast(cast):
+        with without_autocast(cast):
             return self._run(*values)
 
     @torch.compiler.disable
@@ -200,12 +199,12 @@ class ParallelModule(nn.Module):
 
     def _refuse_autocast(self) -> None:
         planned = self._program.signature.autocast
-        now = ir_program.under_autocast((self._device.type, *(kind for kind, _ in planned)))
+        now = under_autocast((self._device.type, *(kind for kind, _ in planned)))
         if now != planned:
             raise InputError(
-                f"the model was planned under {ir_program.autocast_text(planned)} and is called under "
-                f"{ir_program.autocast_text(now)}, but its casts are part of the graph: plan (or parallelize) "
-                "and call it under the same one"
+                f"the model was planned under {autocast_text(planned)} and is called under "
+                f"{autocast_text(now)}, but its casts are part of the graph: plan (or "
+                "parallelize) and call it under the same one"
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +239,7 @@ class ParallelModule(nn.Module):
         self.zero_grad()
         with phase("forward"):
             values = self._values(args, kwargs)
-            with ir_program.without_autocast(self._program.signature.autocast):
+            with without_autocast(self._program.signature.autocast):
                 found = self._returned(run(*values))
         with phase("backward"):
             backward(found)

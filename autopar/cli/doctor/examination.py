@@ -13,6 +13,7 @@ The page of an examination: one file of HTML that needs no network, to look at a
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import time
@@ -20,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,8 @@ def page(facts: Mapping[str, Any]) -> str:
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>autopar doctor</title>',
         f"<style>{_STYLE}</style></head><body>",
-        f"<h1>autopar doctor: {escape(verdict(facts))}</h1>",
-        f"<p>{escape(_subject(facts))}</p>",
+        f"<h1>autopar doctor: {html.escape(verdict(facts))}</h1>",
+        f"<p>{html.escape(_subject(facts))}</p>",
         "<table><thead><tr><th>check</th><th>result</th><th>figure</th><th>s</th></tr></thead>",
         f"<tbody>\n{rows}\n</tbody></table>",
         _machine(facts["machine"]),
@@ -92,13 +92,13 @@ def _subject(facts: Mapping[str, Any]) -> str:
 
 
 def _row(check: Mapping[str, Any]) -> str:
-    status, figure = check["status"], escape(check["why"] or check["figure"])
+    status, figure = check["status"], html.escape(check["why"] or check["figure"])
     more = ""
     if check["facts"]:
-        text = escape(json.dumps(check["facts"], indent=1, default=str))
+        text = html.escape(json.dumps(check["facts"], indent=1, default=str))
         more = f"<details><summary>all of it</summary><pre>{text}</pre></details>"
     return (
-        f'<tr><td class="name">{escape(check["name"])}</td>'
+        f'<tr><td class="name">{html.escape(check["name"])}</td>'
         f'<td><span class="status {status.replace(" ", "-")}">{status}</span></td>'
         f'<td>{figure}{more}</td><td class="number">{check["seconds"]:.1f}</td></tr>'
     )
@@ -109,11 +109,11 @@ def _machine(found: Mapping[str, Any]) -> str:
     if not found:
         return ""
     devices = "".join(
-        f"<li>{escape(str(one['name']))}, {memory(one['memory_bytes'])}</li>"
+        f"<li>{html.escape(str(one['name']))}, {memory(one['memory_bytes'])}</li>"
         for one in found["devices"]
     )
-    warnings = "".join(f"<li>{escape(line)}</li>" for line in found["warnings"])
-    text = escape(json.dumps(found, indent=1, default=str))
+    warnings = "".join(f"<li>{html.escape(line)}</li>" for line in found["warnings"])
+    text = html.escape(json.dumps(found, indent=1, default=str))
     return (
         f"<h2>Machine of rank 0</h2><ul>{devices}</ul>"
         + (f"<h2>What will not work here</h2><ul>{warnings}</ul>" if warnings else "")

@@ -117,7 +117,8 @@ ROUNDS = 7
 STEPS_OF_A_ROUND = {"cuda": 5, "cpu": 1}  # between two waits for the device
 WITHIN = 0.1  # by what part a measured peak may be above the planned one
 SYNC_STEPS, SYNC_WARM = 10, 2
-_BY_DESIGN = "autopar/runtime/agreement.py"  # compares the ranks' inputs from time to time, and waits for that
+# It compares the ranks' inputs from time to time, and waits for that.
+_BY_DESIGN = "autopar/runtime/agreement.py"
 
 
 class Trained:

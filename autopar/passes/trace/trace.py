@@ -23,8 +23,7 @@ from torch.export.graph_signature import (
 
 from autopar._compat import pytree
 from autopar.errors import InputError
-from autopar.ir import program as ir_program
-from autopar.ir.program import Input, Output, Program, Signature, same_inputs
+from autopar.ir.program import Input, Output, Program, Signature, same_inputs, under_autocast
 from autopar.ops.devices import take_numbers_off
 from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
 from autopar.passes.trace.side_effects import refuse_side_effects
@@ -81,7 +80,7 @@ def trace(
         fixed=fixed,
         training=model.training,
         forward=signature_of(model),
-        autocast=ir_program.under_autocast(_device_types(graph)),
+        autocast=under_autocast(_device_types(graph)),
     )
     return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
 

@@ -161,7 +161,7 @@ def _modules(module: fx.GraphModule) -> list[fx.GraphModule]:
     return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
 
 
-Key = TypeVar("Name", bound=Hashable)
+Key = TypeVar("Key", bound=Hashable)
 
 # Large enough that where a value jumps (a relu at zero) it seems to be made of terms of at most a
 # million times itself, small enough that all else moves in proportion.
