@@ -37,4 +37,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     everything = len({item.path for item in items}) == len(list(HERE.rglob("test_*.py")))
     if everything and (gone := heavy.unmatched(names)):
-        raise pytest.UsageError(f"tests/heavy.txt names tests that are not there: {gone}")
+        raise pytest.UsageError(f"tests/support/heavy.txt names tests that are not there: {gone}")

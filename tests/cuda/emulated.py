@@ -96,8 +96,6 @@ def main() -> None:
     guard, rank, *names = sys.argv[1:]
     load(guard)
     patch()
-    here = Path(__file__).parent
-    sys.path[:0] = [str(here), str(here.parent), str(here.parent.parent)]
     open_group(int(rank))
     import tasks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from launch import environment
 
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
@@ -38,7 +39,7 @@ def emulated(guard: Path, rank: int, *tasks: str) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from launch import launched
 from stream_ranks import LAYOUTS
 
-from test_training import launched
-
 LIMIT = 1e-6
-SCRIPT = "cuda/stream_ranks.py"
+SCRIPT = "stream_ranks.py"
 
 
 def right(facts: dict[str, Any], where: str) -> None:

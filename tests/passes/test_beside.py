@@ -1,0 +1,38 @@
+"""Results beside the loss: their gradients are right when asked for, and cost nothing when not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+import models
+from autopar.passes.overlap.aux_outputs import beside_the_loss
+from launch import launched
+
+
+def test_what_is_beside_the_loss() -> None:
+    model, args, _ = models.gpt()  # returns logits and the loss
+    program = autopar.plan(model, 2, args, layout="ddp", smaller=False).ready.program
+    assert beside_the_loss(program) == {0}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: Any) -> Any:
+    folder: Path = tmp_path_factory.mktemp("beside")
+    return launched(folder, 2, "beside", "no loss", script="beside_ranks.py")
+
+
+def test_a_gradient_of_what_is_beside_the_loss_is_right(facts: Any) -> None:
+    """Where it is asked for first the graph runs once more; then it is part of the backward."""
+    found = facts["beside"]
+    assert max(found["errors"]) < 1e-4, found["errors"]
+    assert (found["derived"], found["again"]) == (2, 1)
+
+
+def test_a_scalar_need_not_be_the_loss(facts: Any) -> None:
+    found = facts["no loss"]
+    assert max(found["errors"]) < 1e-4, found["errors"]
+    assert (found["derived"], found["again"]) == (2, 0)  # the first without any gradient

@@ -1,0 +1,394 @@
+"""chunk: products and their collectives in pieces: on derived graphs by name, in their numbers, and
+where one piece is the answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_schedule import PRODUCTS
+from test_training import LIMIT
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+import autopar
+import models
+from autopar import _compat
+from autopar.cost.simulator.graph_events import (
+    Phase,
+    collective_of,
+    flops,
+    graph_seconds,
+    group_of,
+    is_wait,
+)
+from autopar.ir.graph import copied
+from autopar.ir.mesh import group_ranks
+from autopar.ops import comm
+from autopar.passes.overlap import bucket, chunk, reinplace, schedule
+from autopar.passes.overlap.chunk import cut
+from autopar.passes.overlap.chunk_units import units
+from autopar.runtime.backends import Scheduled
+from derived import called, value_of
+from launch import launched
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+RANKS = 4
+WORLD = autopar.World.of(RANKS)
+CORE = autopar.Device("core", {"float32": 1e12}, 80e9, 1e11)
+# Products and sums of the small GPT take about as long as one another.
+SLOW = autopar.World(
+    (autopar.Level(RANKS, 5e7, 1e-6),),
+    autopar.Device("slow", {"float32": 1e9}, 8e9, 1e10),
+    backend="nccl",
+)
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+LAYOUTS = {
+    "megatron": "megatron",
+    "megatron-sp": "megatron-sp",
+    "atp": autopar.Grid2D(2, 2),
+    "4d": autopar.Grid4D(x=2, z=2),
+    "3d": autopar.Grid3D(2, 2, 1),
+}
+
+
+# Deriving the graphs of one takes seconds.
+CASES = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in ("atp", "3d") else [])
+    for name in LAYOUTS
+]
+
+
+@functools.cache
+def derived(layout: str, gloo: bool = True) -> Scheduled:
+    """The graphs of a GPT of one layer, as AOTAutograd leaves them. On gloo a reduce-scatter is an
+    all-to-all.
+    """
+    model, args = models.Gpt(layers=1), models.gpt()[1]
+    return derived_from(
+        autopar.plan(model, WORLD, args, layout=LAYOUTS[layout], smaller=False), gloo
+    )
+
+
+def derived_from(plan: autopar.Plan, gloo: bool = True) -> Scheduled:
+    """The graphs of a plan."""
+    run = Scheduled(plan.ready.program, WORLD, (), "aot_eager")  # nothing in place
+    program = plan.ready.program
+    with pytest.MonkeyPatch.context() as patch, _compat.fake_mode():
+        patch.setattr(comm, "_reduce_scatter_is_slow", lambda *_: gloo)
+        run.derived([value_of(entry, program) for entry in program.signature.inputs])
+    return run
+
+
+def graph_of(run: Scheduled, phase: Phase) -> fx.Graph:
+    module = run.forward if phase == "forward" else run.backward
+    assert module is not None
+    return module.graph
+
+
+# -- a wire for derived graphs: every rank of the group at once ------------------------------------
+def ran(graph: fx.Graph, given: list[list[Any]]) -> list[Any]:
+    """What the graph gives on every rank, node by node."""
+    envs: list[dict[fx.Node, Any]] = [{} for _ in given]
+    places = iter(range(len(given[0])))
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            place = next(places)
+            for env, values in zip(envs, given, strict=True):
+                env[node] = values[place]
+        elif node.op == "output":
+            return [fx.node.map_arg(node.args[0], env.__getitem__) for env in envs]
+        elif collective_of(node) is not None:
+            sent = [fx.node.map_arg(node.args, env.__getitem__) for env in envs]
+            for rank, env in enumerate(envs):
+                env[node] = received(node, sent, rank)
+        else:
+            for env in envs:
+                args, more = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                env[node] = args[0] if is_wait(node) else node.target(*args, **more)
+    raise AssertionError("no output")
+
+
+def received(node: fx.Node, sent: list[Any], rank: int) -> Any:
+    """What one rank gets of what all sent."""
+    name, ranks = str(collective_of(node)), group_ranks(group_of(node), rank)
+    if isinstance(sent[0][0], list):
+        single = [[(values, *args[1:]) for values in args[0]] for args in sent]
+        pieces = zip(*single, strict=True)
+        return [one(name.removesuffix("_coalesced"), list(p), ranks, rank) for p in pieces]
+    return one(name, sent, ranks, rank)
+
+
+def one(name: str, sent: list[Any], ranks: Any, rank: int) -> Any:
+    values = [sent[other][0] for other in ranks]
+    place = list(ranks).index(rank)
+    if name == "all_reduce":
+        stacked = torch.stack(values)
+        return stacked.amax(0) if sent[0][1] == "max" else stacked.sum(0)
+    if name == "all_gather_into_tensor":
+        return torch.cat(values)
+    if name == "reduce_scatter_tensor":
+        return torch.stack(values).sum(0).chunk(len(values))[place]
+    assert name == "all_to_all_single", name
+    return torch.stack([value[place] for value in values])
+
+
+def inputs(graph: fx.Graph) -> list[list[Any]]:
+    """Some numbers for every rank's placeholders; the coordinates are their own."""
+    found = []
+    for rank in range(RANKS):
+        torch.manual_seed(rank)
+        values: list[Any] = []
+        for node in graph.find_nodes(op="placeholder"):
+            like = node.meta["val"]
+            if like.is_floating_point():
+                value = torch.randn(like.shape, dtype=torch.float64)
+                values.append(torch.empty_strided(like.shape, like.stride(), dtype=torch.float64))
+                values[-1].copy_(value)
+            else:
+                values.append(torch.zeros(like.shape, dtype=like.dtype))
+        found.append(values)
+    return found
+
+
+def widened(graph: fx.Graph) -> fx.Graph:
+    """The graph for numbers in float64."""
+    found = copied(graph)
+    for node in found.nodes:
+        if node.kwargs.get("dtype") is torch.float32:
+            node.kwargs = {**node.kwargs, "dtype": torch.float64}
+        node.args = tuple(torch.float64 if a is torch.float32 else a for a in node.args)
+    return found
+
+
+def same(found: fx.Graph, graph: fx.Graph) -> bool:
+    """Whether two graphs give the same numbers, but for rounding."""
+    given = inputs(graph)
+    pairs = zip(ran(widened(found), given), ran(widened(graph), copy.deepcopy(given)), strict=True)
+    return all(
+        torch.allclose(one, other, rtol=1e-10, atol=1e-10, equal_nan=True)
+        for values in pairs
+        for one, other in zip(*values, strict=True)
+        if isinstance(one, torch.Tensor)
+    )
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("layout", CASES)
+def test_pieces_give_the_same_numbers(layout: str) -> None:
+    """Also in buckets, in the order of the schedule, and written in place."""
+    run = derived(layout)
+    for phase in PHASES:
+        graph = graph_of(run, phase)
+        found = chunk.chunk(graph, WORLD, run.stored, phase, pieces=4)
+        assert found is not graph
+        found = bucket.bucket(found, WORLD, run.stored, phase)
+        before = list(found.nodes)
+        schedule.schedule(found, WORLD, run.stored, phase)
+        schedule.check(found, before)
+        assert same(found, graph)
+        found = copied(found)
+        assert reinplace.inplace(found)
+        reinplace.check(found)
+        assert same(found, graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["megatron-sp", "3d"])
+def test_reduce_scatters_are_cut_beside_what_they_scatter(layout: str) -> None:
+    run = derived(layout, gloo=False)
+    for phase in PHASES:
+        graph = graph_of(run, phase)
+        found = chunk.chunk(graph, WORLD, run.stored, phase, pieces=2)
+        counts = [names(g).count("reduce_scatter_tensor") for g in (graph, found)]
+        assert counts[1] >= counts[0] + 2
+        assert same(found, graph)
+
+
+def names(graph: fx.Graph) -> list[str | None]:
+    return [collective_of(node) for node in graph.nodes]
+
+
+CUT: dict[tuple[str, Phase], dict[str, int]] = {
+    ("megatron", "forward"): {"all_reduce": 2},
+    ("megatron", "backward"): {"all_reduce": 2},
+    ("megatron-sp", "forward"): {"all_gather": 3, "all_to_all": 2},
+    ("megatron-sp", "backward"): {"all_gather": 2, "all_to_all": 2},
+    ("4d", "forward"): {"all_reduce": 3},
+    ("4d", "backward"): {"all_reduce": 2},
+    ("atp", "forward"): {"all_reduce": 5},
+    ("atp", "backward"): {"all_reduce": 4},
+    ("3d", "forward"): {"all_gather": 4, "all_to_all": 5},
+    ("3d", "backward"): {"all_gather": 4, "all_to_all": 3},
+}
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_what_is_cut(layout: str) -> None:
+    """Collectives between products; neither those of norms nor gradients, nor what no product of
+    the backward waits for.
+    """
+    run = derived(layout)
+    for phase in PHASES:
+        graph = graph_of(run, phase)
+        before = names(graph)
+        after = names(chunk.chunk(graph, WORLD, run.stored, phase, pieces=2))
+        more = {str(n): after.count(n) - before.count(n) for n in set(before) - {None}}
+        assert {n[:10]: count for n, count in more.items() if count} == CUT[layout, phase]
+
+
+# -- the order -------------------------------------------------------------------------------------
+def behind(node: Any, targets: frozenset[Any]) -> fx.Node | None:
+    """The nearest node above this one, along first operands, that is one of these."""
+    while isinstance(node, fx.Node) and node.target not in targets:
+        node = node.args[0] if node.args else None
+    return node if isinstance(node, fx.Node) else None
+
+
+def side_by_side(graph: fx.Graph, *targets: frozenset[Any]) -> list[list[tuple[fx.Node, ...]]]:
+    """For every value that is put together from pieces, of every piece the nodes of these targets
+    above it, the last one first.
+    """
+    found = []
+    for node in graph.nodes:
+        if node.target is aten.cat.default:
+            pieces = []
+            for above in node.args[0]:
+                chain = []
+                for wanted in targets:
+                    above = behind(above, wanted)
+                    chain.append(above)
+                    if above is not None:
+                        left = 1 if above.target is aten.addmm.default else 0
+                        above = above.args[left]
+                pieces.append(tuple(chain))
+            if len(set(pieces)) == len(pieces) and all(None not in piece for piece in pieces):
+                found.append(pieces)
+    return found
+
+
+SUM = frozenset({functional.all_reduce.default})
+GATHER = frozenset({functional.all_gather_into_tensor.default})
+PRODUCT = frozenset(PRODUCTS)
+
+
+def scheduled(layout: str, phase: Phase, pieces: int | None) -> fx.Graph:
+    run = derived(layout)
+    found = chunk.chunk(graph_of(run, phase), SLOW, run.stored, phase, pieces)
+    found = bucket.bucket(found, SLOW, run.stored, phase)
+    schedule.schedule(found, SLOW, run.stored, phase)
+    return found
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_piece_is_summed_under_the_product_of_the_next(phase: Phase) -> None:
+    graph = scheduled("megatron", phase, pieces=4)
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    cut = side_by_side(graph, SUM, PRODUCT)
+    assert len(cut) == 2, cut
+    for pairs in cut:
+        assert len(pairs) == 4
+        for (issued, _), (_, product) in itertools.pairwise(pairs):
+            (wait,) = issued.users
+            assert is_wait(wait)
+            assert place[issued] < place[product] < place[wait]
+
+
+def test_a_gathered_piece_is_multiplied_while_the_next_arrives() -> None:
+    graph = scheduled("megatron-sp", "forward", pieces=4)
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    cut = side_by_side(graph, PRODUCT, GATHER)
+    assert len(cut) == 3, cut
+    for pairs in cut:
+        assert all(place[gather] < place[pairs[0][0]] for _, gather in pairs)
+        for (product, _), (_, gather) in itertools.pairwise(pairs):
+            (wait,) = gather.users
+            assert is_wait(wait)
+            assert place[product] < place[wait]
+
+
+def test_the_pass_cuts_by_itself_where_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk, "_LEAST_FLOPS", 0)
+    monkeypatch.setattr(chunk, "_LEAST_SIDE", 0)
+    graph = graph_of(derived("megatron"), "forward")
+    assert side_by_side(scheduled("megatron", "forward", pieces=None), SUM, PRODUCT)
+    seconds = [
+        graph_seconds(g, SLOW, frozenset(), "forward")
+        for g in (chunk.chunk(graph, SLOW, frozenset(), "forward"), graph)
+    ]
+    assert seconds[0] < 0.95 * seconds[1]
+
+
+# -- how many --------------------------------------------------------------------------------------
+def product_and_sum(rows: int) -> fx.Graph:
+    """A product, its sum over the ranks, and another that waits for it."""
+    graph = fx.Graph()
+    with _compat.fake_mode():
+        values = [torch.empty(rows, 1024), torch.empty(1024, 1024), torch.empty(1024, 1024)]
+    x, one, other = (graph.placeholder(name) for name in ("x", "one", "other"))
+    for node, value in zip((x, one, other), values, strict=True):
+        node.meta["val"] = value
+    product = called(graph, aten.mm.default, (x, one))
+    issued = called(graph, functional.all_reduce.default, (product, "sum", "autopar/x4/x"))
+    done = called(graph, functional.wait_tensor.default, (issued,))
+    graph.output((called(graph, aten.mm.default, (done, other)),))
+    return graph
+
+
+def pieces_on(rate: float, rows: int = 8192, latency: float = 1e-6, **more: Any) -> int:
+    """Into how many pieces a product of 1024 x 1024 is cut over links of so many bytes/s."""
+    world = autopar.World((autopar.Level(RANKS, rate, latency),), CORE, backend="nccl", **more)
+    graph = product_and_sum(rows)
+    found = chunk.chunk(graph, world, frozenset(), "forward")
+    if found is graph:
+        return 1
+    seconds = [graph_seconds(g, world, frozenset(), "forward") for g in (found, graph)]
+    assert seconds[0] < seconds[1] * (1 - chunk.WORTH)
+    return names(found).count("all_reduce")
+
+
+def test_one_piece_is_an_answer() -> None:
+    assert pieces_on(3e9) > 1  # as long as the product
+    assert pieces_on(1e13) == 1  # a negligible sum
+    assert pieces_on(1e6) == 1  # nothing that could hide it
+    assert pieces_on(3e9, rows=8) == 1  # pieces too small to be worth it
+    assert pieces_on(3e9, latency=5e-3) == 1  # each collective has a price
+    assert pieces_on(3e9, meeting_s=1e-2) == 1
+    assert pieces_on(3e9, latency=1e-9) >= pieces_on(3e9, latency=2e-4) > 1
+
+
+def test_a_lost_collective_is_reported() -> None:
+    graph = product_and_sum(64)
+    (unit,) = units(graph, 2, set())
+    found = cut(graph, [unit])
+    chunk.check(found, graph, [unit])
+    with pytest.raises(AssertionError, match="2 collectives of 1 and 0"):
+        chunk.check(found, graph, [])
+
+
+def test_products_have_the_flops_that_torch_counts() -> None:
+    graph, seen = graph_of(derived("megatron"), "backward"), 0
+    for node in graph.nodes:
+        if node.target in PRODUCTS:
+            args = fx.node.map_arg(node.args, lambda given: given.meta["val"])
+            count = flop_registry[node.target.overloadpacket]
+            assert flops(node) == count(*args, out_val=node.meta["val"]) > 0
+            seen += 1
+    assert seen > 8
+
+
+# -- on ranks --------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["pieces", "pieces by aot_eager", "pieces by inductor"])
+def test_ranks_give_the_numbers_of_one_device(tmp_path: Path, task: str) -> None:
+    facts = launched(tmp_path, RANKS, task, script="backend_ranks.py", seconds=900)[task]
+    assert len(facts) == 4
+    for layout, found in facts.items():
+        assert found["loss"] < LIMIT and found["gradients"][0] < LIMIT, (layout, found)
+        assert found["runs"] == "Scheduled" and found["cut"] == [True, True], (layout, found)

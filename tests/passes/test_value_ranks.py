@@ -1,0 +1,18 @@
+"""On four gloo ranks: what value_ranks.py trains is what one device trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch import launched
+
+
+@pytest.mark.slow
+def test_modules_that_look_at_values_train_as_on_one_device(tmp_path: Path) -> None:
+    tasks = ("table", "norm", "clipped", "masked")
+    facts = launched(tmp_path, 4, *tasks, script="value_ranks.py")
+    for name in tasks:
+        for layout, error in facts[name].items():
+            assert error < 1e-5, (name, layout, error)

@@ -1,0 +1,204 @@
+"""Measured timelines of real gloo ranks: they say what the plan says, and what the clock says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_timeline import shows
+
+import autopar
+import models
+from autopar.runtime.profile.gloo_threads import Issued, ran
+from autopar.runtime.profile.op_log import Entry, Script
+from autopar.runtime.profile.profiler import Measured, read, timeline
+from launch import launched
+
+
+def test_real_ranks(tmp_path: Path) -> None:
+    tasks = ["fsdp in-order", "4d overlapped"]
+    found = launched(tmp_path, 4, *tasks, "one_fails", script="timeline_ranks.py")
+    for task in tasks:
+        facts = found[task]
+        assert facts["sent"] == facts["planned"], task  # what the graph's collectives send
+        assert all(facts["nodes"]) and all(facts["modules"]), task
+        assert {"blocks.0.up", "blocks.1.attention", "head"} <= set(facts["named products"]), task
+        assert facts["phases"] == ["backward", "forward"], task
+        assert facts["collectives"] == facts["issues"] >= 4, task
+        for what in ("within", "alike on all ranks", "gradients untouched", "hidden and met"):
+            assert facts[what], (task, what)
+        assert sum(facts["parts"]) + facts["skew"] == pytest.approx(facts["seconds"])
+        assert all(part > 0 for part in facts["parts"]), (task, facts["parts"])
+        assert facts["table"] == len(facts["totals"]) + 1
+    assert found["fsdp in-order"]["tracks"] == ["data"]
+    assert {"data", "x"} <= set(found["4d overlapped"]["tracks"])
+    shows_what_it_counted(tmp_path / "fsdp-False.json", found["fsdp in-order"])
+    said = found["one_fails"]["said"]
+    assert all("InputError" in one and "rank 1 of 4" in one for one in said), said
+    assert found["one_fails"]["seconds"] < 20
+
+
+def shows_what_it_counted(path: Path, facts: dict[str, Any]) -> None:
+    entries = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert sum(e["args"].get("bytes", 0) for e in entries) == facts["sent"]
+    computed = sum(e["dur"] for e in entries if e["cat"] == "compute")
+    assert computed == pytest.approx(facts["parts"][0] * 1e6)
+
+
+def test_a_compiled_graph_is_refused() -> None:
+    model, args, _ = models.gpt()
+    par = autopar.parallelize(model, 1, args, backend="aot_eager")
+    with pytest.raises(autopar.PlanError, match="apply the plan with backend=None"):
+        par.timeline(*args)
+
+
+def test_buffers_and_modes_stay(tmp_path: Path) -> None:
+    """Without inputs at first; a second timeline is like the first; eval has no backward."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    x = torch.randn(4, 8)
+    par = autopar.parallelize(model, 1)
+    found = par.timeline(x)
+    assert {span.phase for span in found.spans} == {"forward", "backward"}
+    assert torch.equal(par.made.get_buffer("1.running_mean"), torch.zeros(8))
+    with torch.no_grad():
+        assert {span.phase for span in par.timeline(x).spans} == {"forward"}
+    with pytest.raises(autopar.InputError, match="planned in train mode"):
+        par.made.eval().timeline(x)
+
+
+def test_one_rank_computes_only(tmp_path: Path) -> None:
+    model, args, _ = models.gpt()
+    par = autopar.parallelize(model, 1, args)
+    found = par.timeline(*args)
+    assert not found.totals() and found.communication == found.exposed_seconds == 0
+    assert 0 < found.computing < found.seconds
+    assert {"blocks.0.up", "head"} <= {span.module for span in found.spans}
+    assert {span.phase for span in found.spans} == {"forward", "backward"}
+    assert all(p.grad is None for p in par.parameters())
+    shows(found, tmp_path / "trace.json")
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+def event(name: str, start: float, end: float, *below: Any, **more: Any) -> Any:
+    time = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    facts = {"thread": 1, "input_shapes": [], **more}
+    return SimpleNamespace(name=name, time_range=time, cpu_children=list(below), **facts)
+
+
+SUM, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
+GROUP = "autopar/data4/data"
+SCRIPT = Script(
+    [
+        Entry("aten::mm", "mm", "up"),
+        Entry(SUM, "sum_1", "up", "all_reduce", GROUP, 24.0, 4),
+        Entry(SUM, "sum_2", "up", "all_reduce", GROUP, 48.0, 8),
+        Entry("aten::mm", "mm_1", "down"),
+        Entry(WAIT, "", "", waits_for=1),
+        Entry(WAIT, "", "", waits_for=2),
+    ],
+    ("graph",),
+)
+
+
+def step(*ops: Any) -> list[Any]:
+    graph = event("graph", 0, 100, *ops)
+    whole = event("autopar step", 0, 100, event("autopar forward", 0, 100, graph))
+    carried = {"thread": 2, "input_shapes": [[2, 2]]}, {"thread": 3, "input_shapes": [[8]]}
+    one = event("gloo:all_reduce", 11, 40, **carried[0])
+    other = event("gloo:all_reduce", 13, 60, **carried[1])
+    return [whole, other, one]
+
+
+OPS = (
+    event("aten::mm", 0, 10, event("aten::empty", 1, 2)),
+    event(SUM, 10, 12, event("aten::clone", 10, 11)),
+    event(SUM, 12, 14),
+    event("aten::mm", 14, 30),
+    event(WAIT, 30, 42),
+    event(WAIT, 42, 61),
+)
+
+
+def told(events: list[Any], *others: float) -> Measured:
+    """Of rank 3, beside one on which both sums took so long."""
+    played = read(events, SCRIPT)
+    everywhere = [played.lasted] * 4
+    if others:
+        everywhere[1] = {GROUP: others}
+    return timeline(played, 3, everywhere)
+
+
+def test_what_was_hidden_and_what_was_waited_for() -> None:
+    found = told(step(*OPS))
+    spans = {(span.name, span.kind): span for span in found.spans}
+    assert [round(value * 1e6) for value in (found.seconds, found.computing)] == [100, 26]
+    assert [round(value * 1e6) for value in (found.exposed_seconds, found.issuing)] == [31, 4]
+    one, other = spans["sum_1", "all_reduce"], spans["sum_2", "all_reduce"]
+    assert [round(v * 1e6) for v in (one.start, one.end, one.hidden, one.exposed)] == [
+        11, 40, 19, 12
+    ]  # fmt: skip
+    assert [round(v * 1e6) for v in (other.start, other.end, other.hidden, other.exposed)] == [
+        40, 60, 0, 19
+    ]  # fmt: skip
+    assert (one.track, one.bytes, one.module) == ("data", 24.0, "up")
+    (total,) = found.totals()
+    assert (total.number, total.bytes) == (2, 72.0)
+    assert spans["sum_2", "wait"].start == pytest.approx(42e-6)
+    assert spans["mm_1", "compute"].module == "down"
+
+
+def test_waiting_for_a_late_rank_is_no_communication() -> None:
+    """The first sum took 29 here and 8 on the rank that came last, the second one 20 and 15."""
+    found = told(step(*OPS), 8.0, 15.0)
+    spans = {(span.name, span.kind): span for span in found.spans if span.kind != "skew"}
+    one, other = spans["sum_1", "all_reduce"], spans["sum_2", "all_reduce"]
+    assert [round(v * 1e6) for v in (one.start, one.end, one.hidden, one.exposed)] == [
+        32, 40, 0, 10
+    ]  # fmt: skip
+    assert [round(v * 1e6) for v in (other.start, other.end, other.hidden, other.exposed)] == [
+        45, 60, 0, 16
+    ]  # fmt: skip
+    late = [span for span in found.spans if span.kind == "skew"]
+    assert [(s.name, round(s.start * 1e6), round(s.end * 1e6)) for s in late] == [
+        ("sum_1", 30, 32), ("sum_2", 42, 45)
+    ]  # fmt: skip
+    whole = told(step(*OPS))
+    assert found.exposed_seconds + found.skew_seconds == pytest.approx(whole.exposed_seconds)
+    assert found.other_seconds == pytest.approx(whole.other_seconds)
+    assert found.communication == pytest.approx(23e-6)
+    assert found.trace()["traceEvents"] and found.table().row_count == 2
+
+
+def test_equal_collectives_go_to_the_threads_of_their_group() -> None:
+    """Two groups, two sums each of one size; the first group's second sum ran on a thread of its
+    own before the second group's, which began earlier, had ended.
+    """
+    groups = (GROUP, "autopar/data2.x2/x")
+    issued = [Issued("all_reduce", groups[n % 2], 4, float(n), 50.0 + 10 * n) for n in range(4)]
+    spans = {(2, 11.0): 20.0, (4, 12.0): 48.0, (3, 21.0): 30.0, (4, 49.0): 75.0}
+    events = [
+        event("gloo:all_reduce", start, end, thread=thread, input_shapes=[[4]])
+        for (thread, start), end in spans.items()
+    ]
+    before = event("gloo:all_reduce", -5.0, 1.0, thread=2, input_shapes=[[4]])
+    found = ran(issued, [before, *events], 0.0)
+    assert found == [(11, 20), (12, 48), (21, 30), (49, 75)]
+
+
+@pytest.mark.parametrize("kept", [OPS[:2] + OPS[3:], OPS[:5], (*OPS, OPS[5])])
+def test_another_step_than_the_graphs_is_refused(kept: Any) -> None:
+    with pytest.raises(autopar.PlanError, match="the step that ran is not the one of the graph"):
+        read(step(*kept), SCRIPT)
+
+
+def test_ops_that_the_script_does_not_know_keep_their_own_name() -> None:
+    odd = (event("aten::odd", 0, 0.5), *OPS)
+    found = told(step(*odd))
+    names = [span.name for span in found.spans if span.kind == "compute"]
+    assert names == ["aten::odd", "mm", "mm_1"]
+    assert torch.tensor([span.seconds for span in found.spans]).min() >= 0

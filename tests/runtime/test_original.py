@@ -1,0 +1,108 @@
+"""verify holds the traced graph against the model itself: what a trace loses is lost to both of its
+other sides.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from test_functions import KINDS, Net, rows
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+import models
+from autopar import VerificationError
+from autopar.passes.trace import custom_functions, trace
+from autopar.runtime.verify import original
+from autopar.runtime.verify.original import compare_original
+
+
+def test_a_backward_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`h + f(h)`: every parameter has a gradient, and one is off by half."""
+    autopar.verify(Net(KINDS["straight through"]), 2, (rows(),), layout="ddp")
+    monkeypatch.setattr(custom_functions, "_is_recorded", lambda function: True)
+    with pytest.raises(VerificationError, match=r"Net computes .* gradient of up\.\w+ is off by 5"):
+        autopar.verify(Net(KINDS["straight through"]), 2, (rows(),), layout="ddp")
+
+
+def test_a_model_without_values_or_too_large_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: Any) -> None:
+        raise AssertionError("the model was run")
+
+    model, x = Net(KINDS["straight through"]), rows()
+    program = trace.trace(model, (x,))
+    monkeypatch.setattr(original, "_of_model", run)
+    assert not compare_original(model, program, ((x,), {}), flops=4e10)
+    assert not compare_original(model, program, ((x.to("meta"),), {}), flops=1.0)
+    with pytest.raises(AssertionError):
+        compare_original(model, program, ((x,), {}), flops=3e10)
+
+
+class Odd(nn.Module):
+    """Dropout, a norm with statistics, a counter, an input with a gradient, several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.lstm = nn.LSTM(8, 8, num_layers=2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = F.dropout(self.norm(self.up(x)), 0.4)
+        h = h + F.dropout(self.lstm(h[None])[0][0], 0.1)
+        return {"out": self.down(h), "count": 3, "signs": h > 0}
+
+
+def test_the_model_is_left_as_it_was_and_draws_what_the_graph_draws() -> None:
+    torch.manual_seed(0)
+    model, x = Odd(), rows().requires_grad_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    held = [id(p) for p in model.parameters()]
+    program = trace.trace(model, (x,))
+    state, numbers = torch.get_rng_state(), random.getstate()
+    assert compare_original(model, program, ((x,), {}), flops=1.0)
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == numbers
+    assert held == [id(p) for p in model.parameters()]
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in (*model.parameters(), x))
+
+
+def test_a_buffer_that_the_graph_writes_otherwise_is_found() -> None:
+    model, x = Odd(), rows()
+    program = trace.trace(model, (x,))
+    model.norm.momentum = 0.5
+    with pytest.raises(VerificationError, match=r"buffer norm\.running_\w+ is off by"):
+        compare_original(model, program, ((x,), {}), flops=1.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_false_alarm(name: str, dtype: torch.dtype) -> None:
+    model, args, kwargs = getattr(models, name)()
+    model = model.to(dtype)
+    program = trace.trace(model, args, kwargs)
+    assert compare_original(model, program, (args, kwargs), flops=1.0)
+
+
+class Idle(nn.Module):
+    """Draws once for nothing, which export leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        F.dropout(x, 0.5)
+        return F.dropout(self.up(x) * self.scale, 0.3).square().sum()
+
+
+def test_a_draw_that_nothing_uses_is_no_difference_and_hides_none() -> None:
+    model, x = Idle(), rows()
+    program = trace.trace(model, (x,))
+    assert compare_original(model, program, ((x,), {}), flops=1.0)
+    model.scale = 1.01
+    with pytest.raises(VerificationError, match="result is off by"):
+        compare_original(model, program, ((x,), {}), flops=1.0)

@@ -1,0 +1,126 @@
+"""Real gloo processes in float32 against one device: limits for what train_ranks.py saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import launched
+
+LIMIT = 1e-4  # relative, in L2
+LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> None:
+    facts = launched(tmp_path, ranks, name)[name]
+    assert facts["model untouched"]
+    several = ["4d", "2.5d"] if ranks == 4 and name == "gpt" else []
+    for layout in [*LAYOUTS, *several]:
+        one_layout(facts[layout], f"{name} {layout} on {ranks} ranks: ")
+
+
+def one_layout(facts: dict[str, Any], where: str) -> None:
+    for what in ("loss", "own part's loss", "logits", "full logits", "all parameters"):
+        assert facts[what] < LIMIT, f"{where}{what}"
+    for what in ("gradients", "parameters"):
+        error, name = facts[what]
+        assert error < LIMIT, f"{where}{what} of {name}"
+    for what in ("losses agree", "graphs agree", "plans agree", "own shapes"):
+        assert facts[what], f"{where}{what}"
+    found, expected = facts["names"]
+    assert sorted(found) == sorted(expected), where
+    assert facts["stored as"] == ["DTensor"], where
+
+
+def test_compiled_gradients_equal_one_device(tmp_path: Path) -> None:
+    compiled(launched(tmp_path, 2, "aot_eager")["aot_eager"])
+
+
+def test_weights_gathered_again_equal_one_device(tmp_path: Path) -> None:
+    """The graphs that a compiler derives gather what the plan says, forward and backward."""
+    facts = launched(tmp_path, 2, "regathered", "gathers of graphs")
+    right(facts["regathered"])
+    assert facts["regathered"]["regather"] == ["blocks.0", "blocks.1"]
+    kept, again = facts["gathers of graphs"]["none"], facts["gathers of graphs"]["gathers"]
+    assert kept["graphs"] == kept["planned"] and again["graphs"] == again["planned"]
+    assert again["planned"][1] - kept["planned"][1] == 8  # four products in each of two blocks
+
+
+@pytest.mark.slow
+def test_compiled_weights_gathered_again(tmp_path: Path) -> None:
+    names = ["regathered by aot_eager", "regathered by inductor"]
+    facts = launched(tmp_path, 2, *names)
+    for name in names:
+        right(facts[name])
+
+
+@pytest.mark.slow
+def test_inductor_gradients_equal_one_device(tmp_path: Path) -> None:
+    compiled(launched(tmp_path, 2, "inductor")["inductor"])
+
+
+def compiled(facts: dict[str, Any]) -> None:
+    for layout in ("fsdp", "megatron"):
+        right(facts[layout])
+
+
+def right(facts: dict[str, Any]) -> None:
+    assert facts["loss"] < LIMIT
+    assert facts["gradients"][0] < LIMIT, facts
+    assert facts["parameters"][0] < LIMIT, facts
+
+
+def test_scheduled_graphs_equal_unscheduled_ones_to_the_bit(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 4, "scheduled")["scheduled"]
+    for layout in ("fsdp", "4d"):
+        assert facts[layout]["equal"] and facts[layout]["without gradients"], layout
+        assert facts[layout]["joined"] < 1e-5, layout  # buckets may add in another order
+    start = "RankError: the ranks hold different collective orders: rank 0"
+    assert all(text.startswith(start) for text in facts["orders differ"]), facts["orders differ"]
+
+
+def test_planned_at_the_first_call(tmp_path: Path) -> None:
+    first = launched(tmp_path, 2, "deferred")["deferred"]
+    assert first["early"].startswith("InputError: the parameters are known after the first call")
+    assert first["loss"] < LIMIT and first["gradients"]
+    assert first["count"][0] == first["count"][1]
+
+
+def test_plans_from_files_and_dropout(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 4, "from_file", "dropout")
+    file = facts["from_file"]
+    assert file["loss"] < LIMIT
+    assert file["without inputs"].startswith("InputError: a plan from a file holds no graph")
+    assert file["another model"].startswith("PlanError: the plan is for the graph")
+    losses = [facts["dropout"][layout] for layout in LAYOUTS]
+    for first, second in losses:
+        assert first == pytest.approx(losses[0][0], rel=1e-5)
+        assert second == pytest.approx(losses[0][1], rel=1e-5)
+        assert abs(first - second) > 1e-4
+    assert all(facts["dropout"][f"{layout} agrees"] for layout in LAYOUTS)
+
+
+def test_a_rank_that_fails_is_named_by_all(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 2, "failing")["failing"]
+    alike = {  # what every rank raises, the same on each
+        "another model": "RankError: the ranks hold different models: rank 0",
+        "a broken forward": "RankError: rank 1 of 2 failed while tracing: TraceError",
+        "other inputs": "RankError: the ranks ask for different things: inputs is [0]: (",
+        "a resized parameter": "RankError: rank 1 of 2 failed while taking the parameters: Plan",
+        "another plan": "RankError: the ranks hold different plans: rank 0",
+        "broken on all": "TraceError",
+        "an unknown layout": "LayoutError: unknown layout",
+        "a larger world": "WorldError",
+        "a larger plan": "WorldError: the plan is for 4 ranks (mesh",
+    }
+    for what, start in alike.items():
+        seen = facts[what]["seen"]
+        assert all(text.startswith(start) for text in seen), (what, seen)
+        assert facts[what]["seconds"] < 20, what
+    assert "rank 1 cannot" in facts["a broken forward"]["seen"][0]
+    assert "2 are running" in facts["a larger plan"]["seen"][0]
+    assert facts["afterwards"] < LIMIT
