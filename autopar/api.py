@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,13 +36,11 @@ from autopar.runtime.agreement import same_request
 from autopar.runtime.apply import agreed, current, held, running, shared_plan
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
 from autopar.runtime.backends import OVERLAP, Backend, Overlap
-from autopar.runtime.module import Deferred, ParallelModule
-from autopar.runtime.verify.original import compare_original
-from autopar.runtime.verify.reference import widened
-from autopar.runtime.verify.verify import Check, compare
+from autopar.runtime.module import NUMBERS, Deferred, ParallelModule
+from autopar.runtime.original import compare_original
+from autopar.runtime.reference import widened
+from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks
-
-NUMBERS = itertools.count()  # of the modules of this process
 
 
 def plan(

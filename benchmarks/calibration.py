@@ -27,8 +27,14 @@ import torch
 
 from autopar.cost.algorithms import flat_ways
 from autopar.cost.calibration import measure
-from autopar.cost.calibration.attention import CPU_KEYS, GPU_KEYS, HEAD_SIZES, Attending, attention
-from autopar.cost.calibration.fit import fitted
+from autopar.cost.calibration.fit import (
+    CPU_KEYS,
+    GPU_KEYS,
+    HEAD_SIZES,
+    Attending,
+    attention,
+    fitted,
+)
 from autopar.cost.calibration.measure import Case, actual_bytes
 from autopar.cost.calibration.procedure import (
     CPU_SIZES,

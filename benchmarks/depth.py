@@ -1,4 +1,4 @@
-"""What is said of deep models by shorter ones (autopar/planner/deep_models.py), held against the whole.
+"""What is said of deep models by shorter ones (planner/deep_models.py), held against the whole.
 
     python -m benchmarks.depth                      # about a minute of one core
     python -m benchmarks.depth --model llama3-8b --layers 8 --layouts fsdp --json depth.json

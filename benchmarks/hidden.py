@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.timeline import COMPUTE, WAITS
-from autopar.runtime.profile.profiler import Measured
+from autopar.runtime.profiler import Measured
 from benchmarks.traces import merged, total
 
 

@@ -39,9 +39,9 @@ from rich.table import Table
 from autopar import World
 from autopar.cost.activations import regathering
 from autopar.cost.algorithms import flat_ways
+from autopar.cost.communication import Move, moves
 from autopar.cost.network import halves, pattern, size
 from autopar.cost.summary import summarised
-from autopar.cost.traffic import Move, moves
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan

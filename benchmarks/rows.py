@@ -2,7 +2,7 @@
 
     python -m benchmarks.rows
 
-Two ways to add up what gloo's reduce-scatters bring (`autopar/passes/overlap/reinplace.py`), on one thread,
+Two ways to add up what gloo's reduce-scatters bring (`passes/overlap/reinplace.py`), on one thread,
 in turns, medians. They give the same bits, or this says so and ends with 1.
 """
 

@@ -2,9 +2,10 @@
 
     python -m docs.make_layout_pictures [FOLDER]
 
-Nothing is placed by hand: the owners come from cutting an index tensor with `autopar.ir.layout.Layout`
-at the coordinate of every rank, the collectives from `autopar.ir.reshard.steps`. Only CHAINS in
-docs/layout_chains.py says what a layout is. The files are plain SVG and the same on every run.
+Nothing is placed by hand: the owners come from cutting an index tensor with
+`autopar.ir.layout.Layout` at the coordinate of every rank, the collectives from
+`autopar.ir.reshard.steps`. Only CHAINS in docs/layout_chains.py says what a layout is. The files
+are plain SVG and the same on every run.
 """
 
 from __future__ import annotations

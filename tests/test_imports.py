@@ -1,4 +1,4 @@
-"""Imports point one way: a file of autopar may import only what stands before it in ORDER."""
+"""Imports point one way: a package of autopar imports only what stands before it in ORDER."""
 
 from __future__ import annotations
 
@@ -6,36 +6,34 @@ import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent / "autopar"
+ROOT = Path(__file__).parent.parent
+AUTOPAR = ROOT / "autopar"
 
-# From the ground up. "cost" is the file cost.py or all of the package cost/, whose files may import
-# one another as long as they make no cycle. "" is autopar/__init__.py.
+# From the ground up; "" is autopar/__init__.py.
 ORDER = (
-    "errors", "documents", "ranks", "digest", "replicas", "_compat", "autocast", "pulse", "store",
-    "devices", "watch",
-    "spans", "mesh", "world", "agreement", "layout", "changes", "written", "figures", "plan_file",
-    "plan", "rules", "ops", "trials", "probe", "program", "graphs", "faults", "secret_writes",
-    "simplify", "functions", "hooks", "snapshot", "capture", "function_rules", "binding",
-    "side_effects",
-    "strategies", "pushback", "wire", "levels", "adjoints", "collectives", "conversion",
-    "sharded", "local", "recomputed", "interpret", "constraint", "unsplit", "cost", "joint",
-    "summa",
-    "cuts", "cutting", "layouts", "elimination", "ranking", "regions", "price", "editing",
-    "conversion_costs", "search", "ascending", "rating",
-    "lockstep", "passes", "beside", "backends", "script", "transport", "measured", "placement",
-    "module", "widened", "original", "rounding", "unwritten", "known", "verify", "report",
-    "depth", "shallow", "dropping", "fitting", "hiding", "proven", "affordable", "sizing", "ready",
-    "held", "deferred", "arguments", "pipeline", "planning", "api",
-    "compiled", "calibration",
-    "targets", "doctor", "options", "cli_options", "cli", "__main__", "",
+    "errors", "_compat", "world", "ir", "ops", "cost", "passes", "planner", "runtime", "report",
+    "api", "cli", "__main__", "",
 )  # fmt: skip
 
-# Packages whose files know nothing of one another; the package's own __init__ may list them.
-STRANGERS = ("passes",)
+# A pass knows no other one; its helpers stand in a folder of their own.
+PASSES = ("annotate", "chains", "finalize", "hierarchy", "kernel_choice", "recompute", "rewrite",
+          "summa", "trace")  # fmt: skip
+
+# What talks to other ranks, and who may.
+TALKS = ("world.ranks", "world.store", "ops.process_groups")
+MAY_TALK = ("world", "ops.process_groups", "ops.devices", "ops.failures", "cost.calibration",
+            "runtime", "api", "cli")  # fmt: skip
 
 
 def test_imports_point_one_way() -> None:
-    assert violations(sources(ROOT)) == []
+    assert violations(sources(AUTOPAR)) == []
+
+
+def test_the_top_of_the_tree_shows_passes_and_cost() -> None:
+    for name in ("passes", "cost"):
+        link = ROOT / name
+        assert link.is_symlink() and link.resolve() == AUTOPAR / name
+    assert len([path for path in AUTOPAR.iterdir() if path.name != "__pycache__"]) <= 15
 
 
 def test_a_file_outside_the_order_is_reported() -> None:
@@ -44,22 +42,34 @@ def test_a_file_outside_the_order_is_reported() -> None:
 
 
 def test_an_upward_import_is_reported_with_its_line() -> None:
-    upward = {"mesh": "import math\n\ndef f():\n    from autopar.plan import Plan\n", "plan": ""}
+    upward = {"ir.mesh": "import math\n\ndef f():\n    from autopar.cost import comm\n", "cost": ""}
     assert violations(upward) == [
-        "autopar.ir.mesh line 4 imports autopar.plan, which stands above it"
+        "autopar.ir.mesh line 4 imports autopar.cost, which stands above it"
     ]
 
 
 def test_the_face_is_above_everything() -> None:
-    (message,) = violations({"": "from autopar import mesh", "mesh": "from . import Mesh"})
-    assert message == "autopar.ir.mesh line 1 imports autopar, which stands above it"
+    (message,) = violations({"": "from autopar import world", "world": "from . import World"})
+    assert message == "autopar.world line 1 imports autopar, which stands above it"
 
 
 def test_passes_are_strangers() -> None:
-    files = {"passes": "from . import choose", "passes.choose": "from . import trace"}
-    files["passes.trace"] = ""
+    files = {"passes": "from . import chains", "passes.chains": "from . import annotate"}
+    files |= {"passes.annotate": "from autopar.passes.trace import export", "passes.trace": ""}
+    files |= {"passes.trace.export": ""}
+    first, second = violations(files)
+    assert first == "autopar.passes.chains line 1 imports autopar.passes.annotate, another pass"
+    assert (
+        second == "autopar.passes.annotate line 1 imports autopar.passes.trace.export, another pass"
+    )
+
+
+def test_who_may_not_talk_to_other_ranks_is_reported() -> None:
+    files = {"planner.choose": "from autopar.world import ranks", "world.ranks": "", "world": ""}
     (message,) = violations(files)
-    assert message == "autopar.planner.choose line 1 imports autopar.passes.trace: strangers"
+    assert message == (
+        "autopar.planner.choose line 1 imports autopar.world.ranks: it may not talk to other ranks"
+    )
 
 
 def test_a_cycle_within_a_package_is_reported() -> None:
@@ -70,30 +80,35 @@ def test_a_cycle_within_a_package_is_reported() -> None:
 
 def test_downward_imports_pass() -> None:
     files = {
-        "cost.comm": "from autopar.mesh import Mesh\nimport torch",
+        "cost.comm": "from autopar.ir.mesh import Mesh\nimport torch",
         "cost": "from autopar.cost.comm import ring",
-        "mesh": "from autopar import errors, _compat",
+        "ir.mesh": "from autopar import errors, _compat",
+        "ir": "",
         "errors": "",
         "_compat": "",
-        "passes.choose": "from ..cost import comm\nfrom .. import mesh",
+        "passes": "",
+        "passes.choose": "from ..cost import comm\nfrom ..ir import mesh",
+        "runtime.apply": "from autopar.world import ranks",
+        "world": "",
+        "world.ranks": "",
     }
     assert violations(files) == []
 
 
 def sources(root: Path) -> dict[str, str]:
     """The text of each file by its name: "passes.trace", "passes" for its __init__.py."""
-    found = {}
+    texts = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = path.read_text(encoding="utf-8")
-    return found
+        texts[name] = path.read_text(encoding="utf-8")
+    return texts
 
 
 def violations(files: dict[str, str]) -> list[str]:
     """What is wrong with the imports of these files, one sentence each."""
     unplaced = [name for name in files if top(name) not in ORDER]
-    found = [f"{full(n)} has no place: put {top(n)!r} in ORDER ({__file__})" for n in unplaced]
+    faults = [f"{full(n)} has no place: put {top(n)!r} in ORDER ({__file__})" for n in unplaced]
     edges = {}
     for name, text in files.items():
         imported = imports(name, text, files)
@@ -101,8 +116,8 @@ def violations(files: dict[str, str]) -> list[str]:
         for target, line in imported:
             fault = judge(name, target)
             if fault:
-                found.append(f"{full(name)} line {line} imports {full(target)}{fault}")
-    return found or cycles(edges)
+                faults.append(f"{full(name)} line {line} imports {full(target)}{fault}")
+    return faults or cycles(edges)
 
 
 def judge(name: str, target: str) -> str:
@@ -111,9 +126,17 @@ def judge(name: str, target: str) -> str:
         return ""
     if ORDER.index(top(target)) > ORDER.index(top(name)):
         return ", which stands above it"
-    if top(name) == top(target) and top(name) in STRANGERS and "." in name:
-        return ": strangers"
+    if pass_of(name) and pass_of(target) and pass_of(name) != pass_of(target):
+        return ", another pass"
+    if target in TALKS and not any(f"{name}.".startswith(f"{may}.") for may in MAY_TALK):
+        return ": it may not talk to other ranks"
     return ""
+
+
+def pass_of(name: str) -> str:
+    """The pass that a file is, or belongs to."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "passes" and parts[1] in PASSES else ""
 
 
 def cycles(edges: dict[str, set[str]]) -> list[str]:
@@ -126,7 +149,7 @@ def cycles(edges: dict[str, set[str]]) -> list[str]:
 
 def imports(name: str, text: str, files: dict[str, str]) -> list[tuple[str, int]]:
     """(file of autopar, line) of every import in `text`, those inside functions too."""
-    found = []
+    targets_and_lines = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -136,8 +159,10 @@ def imports(name: str, text: str, files: dict[str, str]) -> list[tuple[str, int]
         else:
             continue
         ours = [t for t in targets if t.split(".")[0] == "autopar"]
-        found += [(t.removeprefix("autopar").lstrip("."), node.lineno) for t in dict.fromkeys(ours)]
-    return found
+        targets_and_lines += [
+            (t.removeprefix("autopar").lstrip("."), node.lineno) for t in dict.fromkeys(ours)
+        ]
+    return targets_and_lines
 
 
 def absolute(node: ast.ImportFrom, name: str, files: dict[str, str]) -> str:

@@ -19,7 +19,7 @@ from rich.markup import escape
 from torch import nn
 
 from autopar import api
-from autopar.cli.doctor import command as doctoring
+from autopar.cli.doctor import examination as doctoring
 from autopar.cli.doctor import facts as facts_of_machine
 from autopar.cli.options import (
     MODEL_HELP,

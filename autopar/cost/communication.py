@@ -4,6 +4,9 @@ axes run it at once, in the fastest way (pattern.py, load.py, ways.py).
 On axes of p ranks, with B the bytes of the whole value on them, a rank sends (p-1)/p·B in an
 all-gather or a reduce-scatter, twice that in an all-reduce, (p-1)/p²·B in an all-to-all; the panels
 of SUMMA count as the gather or scatter that they are, p broadcasts or reduces of B/p.
+
+The collectives of an emitted program: what every node moves, forward and backward, read off the
+graph in its order.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import fx
 
 from autopar.cost.algorithms import Way, flat_ways, in_step, ways
 from autopar.cost.network import Pattern, pattern, size
-from autopar.ir.layout import Element, Step, Traffic
+from autopar.ir.graph import every_node
+from autopar.ir.layout import Element, Layout, Step, Traffic
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Atom, Program
+from autopar.ops.collectives import levels_of
 from autopar.ops.sharded.inner_collectives import Inside
 from autopar.world import World
 
@@ -186,3 +193,78 @@ def path_seconds(path: Iterable[Step], element: Element, world: World) -> float:
             / world.device.memory_bytes_per_s
         )
     return total + element.share * sum(cost.seconds for cost in costs(path, element, world))
+
+
+class Move(NamedTuple):
+    """One collective. Its elements are `times` · the local sizes of these dims of a tensor that
+    lies so, and for an all-to-all times the ranks of its group; `atoms` are those of each dim.
+
+    `inside`: within a sharded implementation. `again`: a forward one that is run again.
+    """
+
+    node: fx.Node
+    traffic: Traffic
+    axes: tuple[str, ...]
+    backward: bool
+    element_bytes: int
+    inside: bool
+    layout: Layout
+    dims: tuple[int, ...]
+    atoms: tuple[tuple[Atom, ...], ...]
+    times: int = 1
+    again: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Of the whole value."""
+        return float(self.traffic.elements * self.element_bytes)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """In which it goes; those within an implementation always go in one."""
+        return () if self.inside else levels_of(self.node, self.backward)
+
+    @property
+    def chain(self) -> str:
+        return str(self.node.meta["chain"])
+
+
+def moves(program: Program) -> Iterator[Move]:
+    """Every collective of a training step; a forward one that is run again, a second time as one of
+    the backward.
+    """
+    for node, again in every_node(program.module):
+        for move in _of_node(node, program):
+            yield move
+            if again and not move.backward:
+                yield move._replace(backward=True, again=True)
+
+
+def _of_node(node: fx.Node, program: Program) -> Iterator[Move]:
+    if "step" in node.meta:
+        yield from _of_step(node, node.meta["step"], program)
+    for one in node.meta.get("inside", ()):
+        yield _of_inside(node, one, program)
+
+
+def _of_step(node: fx.Node, step: Step, program: Program) -> Iterator[Move]:
+    assert program.annotations is not None
+    layout = max(step.before, step.after, key=lambda layout: layout.local_size)
+    dims = tuple(range(len(layout.shape)))
+    atoms = program.annotations.dims[node.meta["value"]]
+    element: Element = node.meta["element"]
+    for late, traffic in zip((False, True), step.traffic(bool(element.gradient)), strict=True):
+        if traffic is not None:
+            size = element.of(traffic.collective, late)
+            yield Move(node, traffic, step.axes, late, size, False, layout, dims, atoms)
+
+
+def _of_inside(node: fx.Node, found: Inside, program: Program) -> Move:
+    assert program.annotations is not None
+    index, layout, dims, times = found.part
+    source = node.meta["source"]
+    factors = program.annotations.factors[source]
+    operand = program.annotations.specs[source].operands[index]
+    assert operand is not None
+    atoms = tuple(tuple(atom for name in dim for atom in factors[name]) for dim in operand)
+    return Move(node, *found[:3], found.element_bytes, True, layout, dims, atoms, times)

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from rich.table import Table
 from sympy import Expr, Integer, Symbol
 
-from autopar.cost.communication import sent
+from autopar.cost.communication import Move, moves, sent
 from autopar.cost.symbols import Names, meaning
-from autopar.cost.traffic import Move, moves
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program

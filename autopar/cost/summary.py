@@ -13,10 +13,9 @@ import torch
 from torch import fx
 
 from autopar.cost.algorithms import flat_ways, ways
-from autopar.cost.communication import collective_cost
+from autopar.cost.communication import collective_cost, moves
 from autopar.cost.compute import node_seconds
 from autopar.cost.simulator.timeline import Timeline
-from autopar.cost.traffic import moves
 from autopar.ir.graph import every_node
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Collective, Row

@@ -1,14 +1,15 @@
 """The wire: the communications that everything is made of, and who takes part in them: four on the
-leading dim, and for panels (autopar.ops.sharded.summa) the two that have a root.
+leading dim, and for panels (autopar.ops.sharded.matmul) the two that have a root.
 
 Nothing here has a gradient. All of it goes through one seam, `simulator`, so that
-`autopar.runtime.verify.lockstep` can run all ranks in one process; normally it is None and the calls are torch's
-functional collectives, which graphs show as `_c10d_functional` nodes.
+`autopar.runtime.lockstep` can run all ranks in one process; normally it is None and the calls are
+torch's functional collectives, which graphs show as `_c10d_functional` nodes.
 
 Collectives in several levels: scatter inside, the same collective across on what is left, gather
-inside (see cost/algorithms.py, which says when that is faster). In one level they are the wire's own.
+inside (see cost/algorithms.py, which says when that is faster). In one level they are the plain
+ones.
 
-A route (`wire.route`) has the (ranks, group) of every level, innermost first; a rank's place in the
+A route (`route`) has the (ranks, group) of every level, innermost first; a rank's place in the
 whole group is (..., place across, place inside), row-major. Sums are added in another order than in
 one level: equal but for rounding.
 """

@@ -15,9 +15,9 @@ from autopar.errors import PlanError
 from autopar.ir.graph import producer, where
 from autopar.ir.program import Annotations, Atom, Program, Value
 from autopar.ir.sharding_rule import Dims, Spec, bound, operands_of, results_of, shape_of
+from autopar.ops.custom_functions import is_custom
 from autopar.ops.rules import spec_of, unsplit
 from autopar.ops.rules.probe import function_spec, probe, unrepeatable
-from autopar.passes.trace.custom_functions import is_custom
 
 aten = torch.ops.aten
 _RANDOM = {

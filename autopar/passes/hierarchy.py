@@ -1,5 +1,5 @@
-"""route: gradients' sums and weights' gathers that may go as one (passes/overlap/bucket.py) all go in the
-levels that are the fastest for all of them together.
+"""route: gradients' sums and weights' gathers that may go as one (passes/overlap/bucket.py) all
+go in the levels that are the fastest for all of them together.
 
 rewrite.py takes for each the levels that are the fastest for it alone. A bias may then go in others
 than the weight beside it, and no bucket can hold both.
@@ -13,12 +13,11 @@ from collections.abc import Hashable, Iterator
 
 from torch import fx
 
-from autopar.cost.communication import fastest_levels
+from autopar.cost.communication import Move, fastest_levels, moves
 from autopar.cost.simulator.buckets import SIZES
-from autopar.cost.traffic import Move, moves
 from autopar.ir.graph import copied, stored
 from autopar.ir.program import Program, same_inputs
-from autopar.ops.reshard_nodes import set_levels
+from autopar.ops.collectives import set_levels
 from autopar.world import World
 
 

@@ -4,8 +4,8 @@ The search adds up seconds, as if nothing ran under anything else. What can wait
 early, gathers of weights and sums of their gradients, may count less in it (`Annotations.share`):
 that gives other plans, which lean on what hides. The best plan of the sum, these, and for "auto"
 those of the named layouts compete: the most promising, and of each name at least one, are emitted
-and run in the simulation that the scheduler goes by (cost/simulator/engine.py); the shortest step comes
-first. So the proven gap is one of the summed seconds, not of the simulated ones.
+and run in the simulation that the scheduler goes by (cost/simulator/engine.py); the shortest
+step comes first. So the proven gap is one of the summed seconds, not of the simulated ones.
 """
 
 from __future__ import annotations

@@ -26,19 +26,19 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
+from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
-from autopar.ops.reshard_nodes import groups_of
 from autopar.passes import annotate, chains, finalize, hierarchy, kernel_choice, rewrite
 from autopar.passes import recompute as recomputing
 from autopar.passes import summa as panels
 from autopar.passes.pass_manager import Pipeline
 from autopar.passes.trace import trace
+from autopar.passes.trace.signature import without_cache
 from autopar.planner import choose, world_size
 from autopar.planner.memory_search import affordable
 from autopar.planner.named_layouts import Layouts
 from autopar.planner.rematerialize import fitted as made_to_fit
 from autopar.planner.why import Why, why
-from autopar.runtime.arguments import without_cache
 from autopar.world import World
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 import difflib
 import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +25,6 @@ from autopar.world import World, ranks
 
 _GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D)
 _LAYOUT = f"a name ({', '.join(NAMES)}), a Grid…, or a dict from module pattern to these"
-_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose cache was spoken of
 _WRAPPED = {
     "DistributedDataParallel": "module",
     "FullyShardedDataParallel": "module",
@@ -224,29 +221,3 @@ def warn_alone(world: Any) -> None:
             "world=1)",
             stacklevel=3,
         )
-
-
-@contextmanager
-def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """A transformers model runs without the cache of keys and values that only generation wants,
-    unless the call asks for it. That is said, once a model.
-    """
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    on = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
-    if not on or "use_cache" in kwargs:
-        yield
-        return
-    if model not in _TOLD:
-        _TOLD.add(model)
-        warnings.warn(
-            f"{type(model).__name__} has use_cache on: it is planned without the cache of keys and "
-            "values, as training wants it (config.use_cache = False says so too)",
-            stacklevel=4,
-        )
-    try:
-        for config in on:
-            config.use_cache = False
-        yield
-    finally:
-        for config in on:
-            config.use_cache = True

@@ -51,7 +51,7 @@ from autopar.ops.failures import guarded
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.ops.recomputation import spread, tagged
 from autopar.ops.sharded.dropout import FORMULAS
-from autopar.passes.overlap import bucket, chunk, lanes, limit_memory, reinplace, schedule, views
+from autopar.passes.overlap import bucket, chunk, lanes, reinplace, schedule, views
 from autopar.passes.overlap.aux_outputs import (
     Gradients,
     Late,
@@ -292,14 +292,14 @@ class Scheduled:
             before = [(node, node.args) for node in base.nodes]
             found, run = self._attempt(base, phase, most, freedom)
             filled = self._filled_fits(found, bound, step)
-            if filled or limit_memory.limit_memory(found, there, bound, step):
+            if filled or schedule.limit_memory(found, there, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
                 return found, math.inf if filled else bound - live_bytes(found, step)
             reorder(base, [node for node, _ in before])
             for node, given in before:  # lanes
                 node.args = given
-        limit_memory.limit_memory(graph, there, bound, step)
+        schedule.limit_memory(graph, there, bound, step)
         return graph, 0.0
 
     def _filled_fits(self, graph: fx.Graph, bound: float, step: StepMemory) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar._compat import pytree
-from autopar.cost.calibration.attention import Attended
+from autopar.cost.calibration.fit import Attended
 from autopar.cost.calibration.measure import Progress
 from autopar.cost.calibration.procedure import calibrate, local_products
 from autopar.ir.sharding_rule import Spec, results_of

@@ -19,19 +19,19 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from autopar._compat import dynamo_sources, pytree
-from autopar.api import NUMBERS
 from autopar.cost.memory import Limit, Optimizer, Recompute
 from autopar.errors import RankError
 from autopar.ir.program import Input, without_autocast
+from autopar.ops.custom_functions import Captured
 from autopar.ops.devices import CPU, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
-from autopar.passes.trace.custom_functions import Captured
 from autopar.planner.named_layouts import Layouts
 from autopar.planner.planner import Ready
 from autopar.runtime.agreement import Watch
 from autopar.runtime.apply import agreed, running, shared_plan
 from autopar.runtime.backends import OVERLAP, Backend, Overlap
+from autopar.runtime.module import NUMBERS
 from autopar.world import World, ranks
 
 Run = Callable[..., Any]

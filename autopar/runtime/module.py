@@ -6,6 +6,7 @@ A model that waits for its first batch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,8 @@ from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import NO_GENERATION, as_planned
 from autopar.runtime.agreement import Watch
-from autopar.runtime.dtensor import local_parts, placements
-from autopar.runtime.profile.profiler import Measured, backward, measured, phase, untouched
+from autopar.runtime.apply import local_parts, placements
+from autopar.runtime.profiler import Measured, backward, measured, phase, untouched
 from autopar.world import ranks
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -392,3 +393,6 @@ class Deferred(nn.Module):
                 "the parameters are known after the first call; or give `inputs` to parallelize"
             )
         return self.made.parameters(recurse)
+
+
+NUMBERS = itertools.count()  # of the modules of this process

@@ -20,11 +20,10 @@ from typer.testing import CliRunner
 
 from autopar.cli import main
 from autopar.cli.doctor import Absent, Examination, Finding, Session, machine, training
-from autopar.cli.doctor import command as doctor_command
+from autopar.cli.doctor import examination as doctor_command
 from autopar.cli.doctor import kernels as doctor_kernels
 from autopar.cli.doctor.examination import page
-from autopar.cli.doctor.models import Attended
-from autopar.cli.doctor.session import found_by, merged
+from autopar.cli.doctor.session import Attended, found_by, merged
 from launch import RANK_SCRIPTS, ROOT, environment
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

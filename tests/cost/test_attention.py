@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import autopar
 import models
-from autopar.cost.calibration import attention as timing
+from autopar.cost.calibration import fit as timing
 from autopar.cost.calibration.measure import Product
 from autopar.cost.calibration.procedure import timed_computing
 from autopar.cost.compute import (

@@ -20,12 +20,12 @@ from torch import Tensor
 import autopar
 from autopar import api, errors
 from autopar.ir.program import Input, Program
-from autopar.ops.reshard_nodes import groups_of
+from autopar.ops.collectives import groups_of
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner import planner
 from autopar.planner.planner import fingerprint
-from autopar.runtime.verify import lockstep
-from autopar.runtime.verify.reference import double_by_default, widened
+from autopar.runtime import lockstep
+from autopar.runtime.reference import double_by_default, widened
 from autopar.world import World
 
 from ..plans import random_plan

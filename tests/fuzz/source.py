@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.runtime.verify.reference import double_by_default
+from autopar.runtime.reference import double_by_default
 
 from .case import Case, Step
 from .table import FROM_IDS, LOSS, TABLE, Op

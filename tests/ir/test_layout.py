@@ -13,8 +13,8 @@ from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S, State, Step
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps
-from autopar.ops.reshard_nodes import emit_step
-from autopar.runtime.verify import lockstep
+from autopar.ops.collectives import emit_step
+from autopar.runtime import lockstep
 from shards import compare, deal, gradient_layout, random_layout
 
 XY, XYZ = Mesh.parse("x2.y3"), Mesh.parse("x2.y3.z2")

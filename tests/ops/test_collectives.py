@@ -12,7 +12,7 @@ from autopar.errors import RankError
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives as c
 from autopar.ops import comm
-from autopar.runtime.verify import lockstep
+from autopar.runtime import lockstep
 
 SEED = 20261
 

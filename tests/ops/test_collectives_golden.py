@@ -23,8 +23,8 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.named_layouts import Grid2D, Grid4D, Grid25D, Layouts
-from autopar.runtime.verify import lockstep
-from autopar.runtime.verify.verify import _Rank
+from autopar.runtime import lockstep
+from autopar.runtime.verify import _Rank
 from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, h, i, m, v
 
 

@@ -15,8 +15,8 @@ import models
 from autopar.ir.program import Program
 from autopar.ops import sharded
 from autopar.ops.sharded.attention import seed_at
-from autopar.runtime.verify import lockstep
-from autopar.runtime.verify.verify import _Rank
+from autopar.runtime import lockstep
+from autopar.runtime.verify import _Rank
 from derived import derived
 
 kernels = sys.modules["autopar.ops.sharded.attention"]

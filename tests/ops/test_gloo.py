@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ops import collectives as c
 from autopar.ops import comm, sharded
 from autopar.ops.process_groups import connect, disconnect
-from autopar.runtime.verify import lockstep
+from autopar.runtime import lockstep
 
 MESH = Mesh.parse("data2.x2")
 

@@ -14,8 +14,8 @@ from autopar import RankError
 from autopar.cost import peak as peaks
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives, comm
-from autopar.ops.reshard_nodes import groups_of
-from autopar.runtime.verify import lockstep
+from autopar.ops.collectives import groups_of
+from autopar.runtime import lockstep
 
 LAYOUTS = ("fsdp", "megatron-sp", "4d", "2.5d")
 

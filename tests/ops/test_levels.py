@@ -15,18 +15,17 @@ from torch import Tensor, nn
 import autopar
 import models
 from autopar.cost.algorithms import stages, ways
-from autopar.cost.communication import collective_cost, flat_price, sent
+from autopar.cost.communication import collective_cost, flat_price, moves, sent
 from autopar.cost.communication import levels as levels_of
-from autopar.cost.traffic import moves
 from autopar.ir.graph import stored
 from autopar.ir.layout import Element, I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import steps
 from autopar.ops import collectives as c
 from autopar.ops import comm
-from autopar.ops.reshard_nodes import emit_step, groups_of
+from autopar.ops.collectives import emit_step, groups_of
 from autopar.planner.named_layouts import Grid4D
-from autopar.runtime.verify import lockstep
+from autopar.runtime import lockstep
 from autopar.world import Device, Level, World
 
 # Links so unequal that it pays to send little across them.
@@ -266,7 +265,7 @@ def test_what_goes_over_the_wire_is_what_was_priced(
     over the outer one, and none of its bytes go over all ranks at once.
     """
     from autopar._compat import pytree
-    from autopar.runtime.verify.verify import _Rank
+    from autopar.runtime.verify import _Rank
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256))

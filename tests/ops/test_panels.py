@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.ir.mesh import Mesh, group_name
 from autopar.ops import comm, sharded
 from autopar.ops.process_groups import connect
-from autopar.runtime.verify import lockstep
+from autopar.runtime import lockstep
 
 MESHES = ["depth1.row2.col2", "depth2.row2.col2", "depth1.row4.col4", "row3.col3"]
 MESHES += ["col2.depth3.row2", "row1.col1"]

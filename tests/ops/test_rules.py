@@ -14,8 +14,8 @@ from autopar.ir.layout import Layout, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import TABLE, operands_of, results_of, shape_of
 from autopar.ir.strategy import Strategy
-from autopar.passes.pushback import pushed_back
-from autopar.runtime.verify import lockstep
+from autopar.passes.rewrite import pushed_back
+from autopar.runtime import lockstep
 from rule_cases import CASES, DIGITS, GENERATED
 from shards import (
     SEED,

@@ -13,8 +13,8 @@ from autopar.errors import LayoutError
 from autopar.ir.mesh import Mesh
 from autopar.ops import sharded
 from autopar.ops.sharded.dropout import FORMULAS
-from autopar.ops.sharded.embedding import globalize, localize
-from autopar.runtime.verify import lockstep
+from autopar.ops.sharded.vocabulary import globalize, localize
+from autopar.runtime import lockstep
 
 MESH = Mesh.parse("a2.b3.z2")
 TEXT = str(MESH)

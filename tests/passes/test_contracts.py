@@ -20,7 +20,7 @@ from autopar.ir.layout import I, Layout, P, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ops import collectives, sharded
-from autopar.ops.reshard_nodes import set_levels
+from autopar.ops.collectives import set_levels
 from autopar.passes import (
     annotate,
     chains,

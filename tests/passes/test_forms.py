@@ -18,7 +18,7 @@ from autopar.cost.calibration.procedure import local_products
 from autopar.errors import WorldError
 from autopar.ir.plan import Plan
 from autopar.ops import sharded
-from autopar.ops.sharded.linear import other_order
+from autopar.ops.sharded.matmul import other_order
 from autopar.runtime.calibrate_on_ranks import whole_work
 from autopar.world import Copied, Forms, World
 

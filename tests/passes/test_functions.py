@@ -14,9 +14,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import autopar
+from autopar.ops.custom_functions import is_custom
 from autopar.passes import annotate
 from autopar.passes.trace import trace
-from autopar.passes.trace.custom_functions import is_custom
 from autopar.runtime import dynamo_backend
 
 

@@ -14,7 +14,7 @@ import models
 from autopar import _compat
 from autopar.cost.simulator.graph_events import bytes_of, collective_of, is_wait
 from autopar.cost.simulator.liveness import StepMemory, live_bytes, saved_by
-from autopar.passes.overlap.limit_memory import limit_memory
+from autopar.passes.overlap.schedule import limit_memory
 from autopar.runtime.backends import Scheduled
 from derived import called, placed, value_of
 from examples.gpt import GPT, Config

@@ -11,7 +11,7 @@ from test_timeline import op, programs, sent
 from autopar.cost.simulator.engine import overlapped
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.timeline import Span
-from autopar.runtime.profile.profiler import Measured
+from autopar.runtime.profiler import Measured
 from benchmarks.hidden import Account, account, could_be, least_exposed, usual
 from benchmarks.overlap import gains, parse, sentence, table
 

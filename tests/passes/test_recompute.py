@@ -18,8 +18,8 @@ from autopar.ir.graph import every_node
 from autopar.ops import collectives, comm
 from autopar.ops.recomputation import recomputed, regathered
 from autopar.planner.named_layouts import Grid4D
-from autopar.runtime.verify import lockstep
-from autopar.runtime.verify.verify import _Rank
+from autopar.runtime import lockstep
+from autopar.runtime.verify import _Rank
 
 
 def example(name: str, **changes: Any) -> tuple[torch.nn.Module, Any]:

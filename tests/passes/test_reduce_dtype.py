@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Plan
-from autopar.cost.traffic import Move, moves
+from autopar.cost.communication import Move, moves
 from autopar.errors import PlanError
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
 from autopar.planner.objective import terms
-from autopar.runtime.verify import lockstep
+from autopar.runtime import lockstep
 from examples.gpt import GPT, Config
 
 CONFIG = Config(vocabulary=64, context=8, width=32, heads=4, layers=1)

@@ -17,7 +17,7 @@ import models
 from autopar import _compat
 from autopar.cost.simulator.graph_events import collective_of, graph_events, is_wait
 from autopar.ir.graph import ordered
-from autopar.passes.overlap import bucket, summa_panels
+from autopar.passes.overlap import bucket, fuse, summa_panels
 from autopar.runtime import backends
 from autopar.runtime.backends import Scheduled
 from derived import called, placed, ran, value_of
@@ -155,9 +155,9 @@ def test_panels_from_one_root_are_joined() -> None:
         results.append(waited(graph, functional.broadcast.default, (x, 1, GROUP)))
     graph.output(tuple(results))
     members = [node for node in graph.nodes if collective_of(node) == "broadcast"]
-    assert all(bucket.joinable(node) for node in members)
+    assert all(fuse.joinable(node) for node in members)
     with _compat.fake_mode():
-        bucket.join(graph, members)
+        fuse.join(graph, members)
     assert ordered(graph)
     (node,) = [n for n in graph.nodes if collective_of(n)]
     assert node.meta["val"].shape == (10,) and node.args[1:] == (1, GROUP)

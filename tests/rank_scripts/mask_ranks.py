@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.runtime.verify.reference import double_by_default
-from autopar.runtime.verify.verify import _SEED, _Rank
+from autopar.runtime.reference import double_by_default
+from autopar.runtime.verify import _SEED, _Rank
 from dropped import dropping
 from on_ranks import Facts, caught, everywhere, run_tasks
 from plans import subject

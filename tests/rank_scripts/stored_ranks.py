@@ -34,7 +34,7 @@ from autopar.passes import annotate
 from autopar.passes.trace import trace
 from autopar.planner.exact_search import Search
 from autopar.planner.named_layouts import candidates
-from autopar.runtime.dtensor import placements
+from autopar.runtime.apply import placements
 from fused_models import FUSED
 from on_ranks import Facts, run_tasks
 

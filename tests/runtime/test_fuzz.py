@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from autopar.runtime.verify import lockstep
+from autopar.runtime import lockstep
 from tests.fuzz.__main__ import report
 from tests.fuzz.case import Case, random_case
 from tests.fuzz.fixed import FIXED, GLOO, MENDED

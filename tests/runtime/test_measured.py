@@ -13,9 +13,8 @@ from test_timeline import shows
 
 import autopar
 import models
-from autopar.runtime.profile.gloo_threads import Issued, ran
-from autopar.runtime.profile.op_log import Entry, Script
-from autopar.runtime.profile.profiler import Measured, read, timeline
+from autopar.runtime.op_log import Entry, Issued, Script, ran
+from autopar.runtime.profiler import Measured, read, timeline
 from launch import launched
 
 

@@ -26,7 +26,7 @@ from autopar.ops import collectives as c
 from autopar.ops.rules import pointwise
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner import planner
-from autopar.runtime.verify.verify import Check, compare
+from autopar.runtime.verify import Check, compare
 from mutations import (
     Mutation,
     another_axis,

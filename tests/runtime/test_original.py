@@ -16,9 +16,10 @@ from torch.nn import functional as F
 import autopar
 import models
 from autopar import VerificationError
-from autopar.passes.trace import custom_functions, trace
-from autopar.runtime.verify import original
-from autopar.runtime.verify.original import compare_original
+from autopar.ops import custom_functions
+from autopar.passes.trace import trace
+from autopar.runtime import original
+from autopar.runtime.original import compare_original
 
 
 def test_a_backward_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

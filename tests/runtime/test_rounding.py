@@ -14,9 +14,9 @@ from autopar import VerificationError, World
 from autopar._compat import pytree
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner import planner
-from autopar.runtime.verify import reference
-from autopar.runtime.verify.reference import Known, double_by_default, known, to_double
-from autopar.runtime.verify.verify import _Rank, compare
+from autopar.runtime import reference
+from autopar.runtime.reference import Known, double_by_default, known, to_double
+from autopar.runtime.verify import _Rank, compare
 from odd_models import Simple, rows
 from plans import Subject, subject
 

@@ -13,7 +13,7 @@ from autopar import VerificationError
 from autopar.ops import local
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner import planner
-from autopar.runtime.verify import reference
+from autopar.runtime import reference
 from autopar.world import World
 from odd_models import Simple, rows
 

@@ -20,8 +20,8 @@ from autopar.passes.trace import trace
 from autopar.planner import choose, exact_search, planner
 from autopar.planner.constraint import Constraint
 from autopar.planner.regions import Conversions
-from autopar.runtime.verify.reference import widened
-from autopar.runtime.verify.verify import Check, compare
+from autopar.runtime.reference import widened
+from autopar.runtime.verify import Check, compare
 from autopar.world import World
 
 

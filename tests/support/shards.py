@@ -21,7 +21,7 @@ from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of
 from autopar.ir.strategy import Strategy, axis_choices, strategies
 from autopar.ops.local import Call, emit_local
 from autopar.passes.annotate import annotate
-from autopar.runtime.verify import lockstep
+from autopar.runtime import lockstep
 
 SEED = 20_011
 _GRADIENT = {"I": I, "R": P, "P": R}  # the state of the gradient of a value in this state

@@ -25,8 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _compat
 from autopar.cli.doctor import machine
-from autopar.cli.doctor.models import grid_4d, parallel
-from autopar.cli.doctor.session import Absent, Finding, Session
+from autopar.cli.doctor.session import Absent, Finding, Session, grid_4d, parallel
 from autopar.cost.calibration import measure
 from autopar.cost.communication import flat_price
 from autopar.cost.network import pattern
@@ -35,7 +34,7 @@ from autopar.ir.graph import ordered
 from autopar.ir.mesh import Mesh, group_ranks
 from autopar.ops import comm, devices
 from autopar.ops.process_groups import connect
-from autopar.passes.overlap import bucket
+from autopar.passes.overlap import fuse
 from autopar.world import ranks, store
 from autopar.world.world import running_world
 
@@ -286,9 +285,9 @@ def _as_one(several: list[Trial], operands: list[Tensor]) -> fx.GraphModule:
         return [trial.run(x) for trial, x in zip(several, xs, strict=True)]
 
     made: fx.GraphModule = make_fx(apart, tracing_mode="fake")(*operands)
-    members = [node for node in made.graph.nodes if bucket.joinable(node)]
+    members = [node for node in made.graph.nodes if fuse.joinable(node)]
     assert len(members) == len(several), f"{len(members)} of {len(several)} can be joined"
-    bucket.join(made.graph, members)
+    fuse.join(made.graph, members)
     assert ordered(made.graph)
     made.graph.lint()
     made.recompile()

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar import api
-from autopar.cli.doctor.models import Attended, Dropped, multiple
-from autopar.cli.doctor.session import Absent, Finding, Session
+from autopar.cli.doctor.session import Absent, Attended, Dropped, Finding, Session, multiple
 from autopar.ops import sharded
 from autopar.ops.sharded.attention import seed_at
 from autopar.world import ranks

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar import api
-from autopar.cli.doctor.models import grid_4d, parallel, small, timed
-from autopar.cli.doctor.session import Absent, Finding, Session
+from autopar.cli.doctor.session import Absent, Finding, Session, grid_4d, parallel, small, timed
 from autopar.cost.calibration import measure
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Plan

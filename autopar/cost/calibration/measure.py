@@ -22,7 +22,7 @@ from torch import Tensor
 from autopar import _compat
 from autopar.cost.network import Pattern, members, size
 from autopar.ops import comm
-from autopar.ops.sharded.linear import other_order
+from autopar.ops.sharded.matmul import other_order
 from autopar.world import Copied, Form, ranks
 
 _WARM_S = 2e-3  # on a GPU, what is shorter is run several times for one measurement

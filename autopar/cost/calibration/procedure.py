@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from autopar.cost.algorithms import summing_s_per_byte
-from autopar.cost.calibration import attention, measure
-from autopar.cost.calibration.attention import Attended, Attending
+from autopar.cost.calibration import fit, measure
 from autopar.cost.calibration.contention import meeting_s, slowed
-from autopar.cost.calibration.fit import curve, efficiencies, fitted, six
+from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fitted, six
 from autopar.cost.calibration.measure import (
     Case,
     Product,
@@ -106,7 +105,7 @@ def calibrate(
         device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
     )
     share = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
-    grid = attention.wanted(attended, _dtypes(gpu), world.device, gpu)
+    grid = fit.wanted(attended, _dtypes(gpu), world.device, gpu)
     world = _computing(world, products, grid, device, seconds, share, progress)
     return world if world.ranks == 1 else _communicating(world, device, seconds, share, progress)
 
@@ -135,7 +134,7 @@ def _computing(
         lambda done, doing: noted(done, doing + note),
     )
     world = with_products(world, found, measure.launch_s(device))
-    reached = attention.shares(each, world.device)
+    reached = fit.shares(each, world.device)
     forms = timed_forms(
         [p for p in shapes if p in set(products)],
         device,
@@ -247,7 +246,7 @@ def timed_computing(
 
     def once(index: int) -> float:
         if index >= count:
-            return attention.s_per_flop(attended[index - count], device)
+            return fit.s_per_flop(attended[index - count], device)
         return measure.shared_seconds(works[index], often[index], device)
 
     visits = [1] * (count + len(attended))

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autopar.cost.algorithms import Stage, stages
-from autopar.cost.communication import flat_price
+from autopar.cost.communication import Move, flat_price, moves
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
 from autopar.cost.network import Pattern, pattern, size, within
 from autopar.cost.simulator.buckets import Bucket
 from autopar.cost.simulator.links import Event
-from autopar.cost.traffic import Move, moves
 from autopar.ir.graph import inlined, stored
 from autopar.ir.program import Program
 from autopar.ir.strategy import Strategy

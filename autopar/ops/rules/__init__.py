@@ -13,12 +13,11 @@ from autopar.ir.sharding_rule import TABLE, Spec, operands_of, results_of, value
 from autopar.ops.rules import matmul as products
 from autopar.ops.rules import reductions
 from autopar.ops.rules import reductions as losses
+from autopar.ops.rules import shapes as pieces
 from autopar.ops.rules import shapes as views
-from autopar.ops.rules import slicing as pieces
 from autopar.ops.rules.pointwise import pointwise
 from autopar.ops.rules.registry import floating, unsplit
-from autopar.ops.rules.shapes import FILLS, NEW_FILLS
-from autopar.ops.rules.slicing import slice_extent
+from autopar.ops.rules.shapes import FILLS, NEW_FILLS, slice_extent
 
 
 def spec_of(node: fx.Node) -> Spec | None:

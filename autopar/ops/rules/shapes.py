@@ -1,14 +1,27 @@
 """Rules of views: the same entries in another shape or order.
 
 Rules of tensors that are made from nothing.
+
+Rules of ops that cut, join, pad or walk along one dim.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import fx
 
-from autopar.ir.sharding_rule import Spec, bound, operands_of, shape_of, value_of, view_factors
-from autopar.ops.rules.pointwise import pointwise
+from autopar.ir.sharding_rule import (
+    Dims,
+    Spec,
+    bound,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
+    view_factors,
+)
+from autopar.ops.rules.pointwise import expand_like_identity, pointwise
 from autopar.ops.rules.registry import aten, named, operand_shape, spec, unsplit
 
 
@@ -96,3 +109,184 @@ def new_fill(node: fx.Node) -> Spec:
     sizes = dict(made.sizes)
     result = tuple(named(shape_of(value_of(node)), sizes))
     return Spec(made.operands, (result,), sizes, whole=made.whole)
+
+
+def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, int], Dims, Dims]:
+    """A dim cut into `count` equal pieces of `size`: "(m d)" whole, "d" each piece. Returns (sizes,
+    whole's dims, piece's dims).
+    """
+    value = value_of(node)
+    sizes: dict[str, int] = {}
+    dims = named(shape_of(value), sizes)
+    dim %= len(dims)
+    del sizes[f"d{dim}"]
+    sizes["pieces"], sizes["piece"] = count, size
+    joined = [*dims[:dim], ("pieces", "piece"), *dims[dim + 1 :]]
+    single = [*dims[:dim], ("piece",), *dims[dim + 1 :]]
+    return sizes, tuple(joined), tuple(single)
+
+
+def whole_dim(node: fx.Node, dim: int, linear: bool = True) -> Spec:
+    """An op that works along one dim (which may change size) and leaves the other dims alone."""
+    source = operands_of(node)[0]
+    assert source is not None
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(source), sizes)
+    dim %= len(dims)
+    results = []
+    for i, value in enumerate(results_of(node)):
+        sizes[f"r{i}"] = shape_of(value)[dim]
+        results.append(tuple((f"r{i}",) if j == dim else d for j, d in enumerate(dims)))
+    whole = frozenset({f"d{dim}", *(f"r{i}" for i in range(len(results)))})
+    rest = (None,) * (len(operands_of(node)) - 1)
+    groups = (frozenset({0}),) if linear else ()
+    return Spec((tuple(dims), *rest), tuple(results), sizes, whole=whole, linear=groups)
+
+
+@spec((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default))
+def split(node: fx.Node) -> Spec:
+    source = operands_of(node)[0]
+    assert source is not None
+    dim = bound(node)["dim"]
+    lengths = {shape_of(value)[dim] for value in results_of(node)}
+    if len(lengths) > 1:
+        return whole_dim(node, dim)
+    count = len(results_of(node))
+    sizes, joined, single = pieces(source, dim, count, lengths.pop())
+    return Spec(
+        (joined,), (single,) * count, sizes, whole=frozenset({"pieces"}), linear=(frozenset({0}),)
+    )
+
+
+@spec(aten.slice.Tensor)
+def slice_(node: fx.Node) -> Spec:
+    source = operands_of(node)[0]
+    assert source is not None
+    values = bound(node)
+    dim, size = values["dim"], operand_shape(source)[values["dim"]]
+    start, length = slice_extent(node)
+    if length == size:
+        return expand_like_identity(node)
+    if values["step"] == 1 and length and size % length == 0 and start % length == 0:
+        sizes, joined, single = pieces(source, dim, size // length, length)
+        return Spec(
+            (joined,), (single,), sizes, whole=frozenset({"pieces"}), linear=(frozenset({0}),)
+        )
+    return whole_dim(node, dim)
+
+
+def slice_extent(node: fx.Node) -> tuple[int, int]:
+    """(first index, number of entries) that an aten.slice takes of its dim."""
+    values = bound(node)
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    size = operand_shape(source)[values["dim"]]
+    start = values["start"] or 0
+    start = max(0, start + size) if start < 0 else min(start, size)
+    return start, shape_of(value_of(node))[values["dim"]]
+
+
+@spec(aten.cat.default)
+def cat(node: fx.Node) -> Spec:
+    tensors = [n for n in operands_of(node) if n is not None]
+    dim = bound(node)["dim"]
+    lengths = {operand_shape(n)[dim] for n in tensors}
+    everything = (frozenset(range(len(tensors))),)
+    if len(lengths) == 1:
+        sizes, joined, single = pieces(tensors[0], dim, len(tensors), lengths.pop())
+        return Spec(
+            (single,) * len(tensors),
+            (joined,),
+            sizes,
+            whole=frozenset({"pieces"}),
+            linear=everything,
+        )
+    sizes = {}
+    dims = named(shape_of(value_of(node)), sizes)
+    dim %= len(dims)
+    operands = []
+    for i, tensor in enumerate(tensors):
+        sizes[f"p{i}"] = operand_shape(tensor)[dim]
+        operands.append(tuple((f"p{i}",) if j == dim else d for j, d in enumerate(dims)))
+    whole = frozenset({f"d{dim}", *(f"p{i}" for i in range(len(tensors)))})
+    return Spec(tuple(operands), (tuple(dims),), sizes, whole=whole, linear=everything)
+
+
+@spec(aten.stack.default)
+def stack(node: fx.Node) -> Spec:
+    tensors = [n for n in operands_of(node) if n is not None]
+    sizes: dict[str, int] = {}
+    dims = named(shape_of(value_of(node)), sizes)
+    dim = bound(node)["dim"] % len(dims)
+    single = tuple(d for j, d in enumerate(dims) if j != dim)
+    return Spec(
+        (single,) * len(tensors),
+        (tuple(dims),),
+        sizes,
+        whole=frozenset({f"d{dim}"}),
+        linear=(frozenset(range(len(tensors))),),
+    )
+
+
+@spec((aten.select.int, aten.unbind.int))
+def select(node: fx.Node) -> Spec:
+    source = operands_of(node)[0]
+    assert source is not None
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(source), sizes)
+    dim = bound(node)["dim"] % len(dims)
+    kept = tuple(d for j, d in enumerate(dims) if j != dim)
+    count = len(results_of(node))
+    return Spec(
+        (tuple(dims),),
+        (kept,) * count,
+        sizes,
+        whole=frozenset({f"d{dim}"}),
+        linear=(frozenset({0}),),
+    )
+
+
+@spec(aten.constant_pad_nd.default)
+def constant_pad(node: fx.Node) -> Spec:
+    values = bound(node)
+    return _padding(node, values["pad"], values["value"] in (None, 0))
+
+
+@spec(aten.pad.default)
+def pad(node: fx.Node) -> Spec:
+    values = bound(node)
+    linear = values["mode"] != "constant" or values["value"] in (None, 0)
+    return _padding(node, values["pad"], linear)
+
+
+def _padding(node: fx.Node, amounts: list[int], linear: bool) -> Spec:
+    source = operands_of(node)[0]
+    assert source is not None
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(source), sizes)
+    results, whole = list(dims), set()
+    for i, size in enumerate(shape_of(value_of(node))):
+        if any(amounts[2 * (len(dims) - 1 - i) : 2 * (len(dims) - i)]):
+            sizes[f"r{i}"] = size
+            results[i] = (f"r{i}",)
+            whole |= {f"d{i}", f"r{i}"}
+    groups = (frozenset({0}),) if linear else ()
+    return Spec((tuple(dims),), (tuple(results),), sizes, whole=frozenset(whole), linear=groups)
+
+
+@spec((aten.cumsum.default, aten.diff.default, aten.sort.default, aten.topk.default))
+def along(node: fx.Node) -> Spec:
+    if (
+        len([n for n in operands_of(node) if n is not None]) > 1
+    ):  # diff with something before or after
+        return unsplit(node)
+    return whole_dim(
+        node, bound(node)["dim"], linear=node.target in (aten.cumsum.default, aten.diff.default)
+    )
+
+
+@spec(aten.flip.default)
+def flip(node: fx.Node) -> Spec:
+    made = expand_like_identity(node)
+    dims = len(made.results[0])
+    return dataclasses.replace(made, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))

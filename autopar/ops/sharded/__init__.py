@@ -8,12 +8,10 @@ the same order. Digits may come in any order; nothing here takes mesh order for 
 """
 
 from autopar.ops.sharded.attention import attention
-from autopar.ops.sharded.cross_entropy import cross_entropy
 from autopar.ops.sharded.dropout import dropout
-from autopar.ops.sharded.embedding import Digit, embedding
-from autopar.ops.sharded.linear import linear
+from autopar.ops.sharded.matmul import linear, panel_linear
 from autopar.ops.sharded.norms import layer_norm, log_softmax, rms_norm, softmax
-from autopar.ops.sharded.summa import panel_linear
+from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding
 
 __all__ = [
     "Digit",

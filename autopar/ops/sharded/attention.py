@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from autopar._compat import recording_again
 from autopar.ops.devices import filled
 from autopar.ops.sharded.dropout import dropout
-from autopar.ops.sharded.embedding import Digit
+from autopar.ops.sharded.vocabulary import Digit
 
 _ODD = 0x9E3779B97F4A7C15  # seeds of one step lie that far apart
 

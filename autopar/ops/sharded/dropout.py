@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autopar._compat import compiled_for, in_backward
 from autopar.errors import InputError
-from autopar.ops.sharded.embedding import Digit, globalize
+from autopar.ops.sharded.vocabulary import Digit, globalize
 
 _WORD = 0xFFFFFFFF
 _ROUNDS = (15, 0x7FEB352D), (16, 0x45D9F3B)  # of `_mix`: shift and multiplier

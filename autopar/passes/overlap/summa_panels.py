@@ -1,5 +1,5 @@
-"""The panels of SUMMA (ops/sharded/summa.py) in a derived graph: sent once, and together where that is
-faster (passes/overlap/bucket.py decides).
+"""The panels of SUMMA (ops/sharded/matmul.py) in a derived graph: sent once, and together where
+that is faster (bucket.py decides).
 
 Products that take the same X, as those of q, k and v do, send the same panels of it: the graph
 sends them once. The q broadcasts of one block over a group, one from each rank, are one all-gather
@@ -34,7 +34,7 @@ from autopar.cost.simulator.graph_events import (
 )
 from autopar.cost.simulator.step_events import ROOTED
 from autopar.ir.graph import computed, copied, ordered
-from autopar.passes.overlap import bucket
+from autopar.passes.overlap import fuse
 from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -81,7 +81,7 @@ def _send_once(graph: fx.Graph) -> None:
         if other is not node:
             (arrived,), (arrived_again,) = other.users, node.users
             arrived_again.replace_all_uses_with(arrived)
-            bucket.forget(graph, node)
+            fuse.forget(graph, node)
 
 
 def _shown(node: fx.Node) -> Hashable:
@@ -181,7 +181,7 @@ def _gather(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     for node, panel in zip(members, panels, strict=True):
         for result in list(node.users):
             result.replace_all_uses_with(panel)
-        bucket.forget(graph, node)
+        fuse.forget(graph, node)
 
 
 def _scatter(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
@@ -191,8 +191,8 @@ def _scatter(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     last = members[-1]
     ranks, shape = len(members), list(last.meta["val"].shape)
     with graph.inserting_before(last):
-        one = bucket.in_one(graph, [node.all_input_nodes[0] for node in members])
-        if bucket.on_cpu(last):
+        one = fuse.in_one(graph, [node.all_input_nodes[0] for node in members])
+        if fuse.on_cpu(last):
             rows = computed(graph, aten.view.default, (one, [ranks, *shape]))
             arguments: tuple[Any, ...] = (rows, [1] * ranks, [1] * ranks, group_of(last))
             parts = _arrived(graph, functional.all_to_all_single.default, arguments, last)
@@ -214,7 +214,7 @@ def _keep(graph: fx.Graph, members: Sequence[fx.Node], own: fx.Node) -> None:
         places.append(chosen.all_input_nodes[0])
         chosen = _sides(chosen)[0]
     for node in members:
-        bucket.forget(graph, node)
+        fuse.forget(graph, node)
     for place in places:
         if not place.users:
             graph.erase_node(place)

@@ -29,7 +29,7 @@ from autopar._compat import (
     taken_apart,
 )
 from autopar.errors import TraceError
-from autopar.passes.trace.custom_functions import Refused, honoured
+from autopar.ops.custom_functions import Refused, honoured
 from autopar.passes.trace.hooks import Watch, refuse_held
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
 from autopar.passes.trace.snapshot import snapshot

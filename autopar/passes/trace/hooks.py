@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from autopar.passes.trace.custom_functions import HOOK_ADVICE, Place, Refused, is_inner
+from autopar.ops.custom_functions import HOOK_ADVICE, Place, Refused, is_inner
 
 _GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _ON_TENSORS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)

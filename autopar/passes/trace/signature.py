@@ -5,7 +5,10 @@ and what is missing, unknown or nested otherwise is named.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -143,3 +146,32 @@ def _form(value: Any) -> str:
         inner = ", ".join(_form(v) for v in value[:4]) + (", …" if len(value) > 4 else "")
         return f"a {type(value).__name__} of {len(value)}" + (f" ({inner})" if value else "")
     return repr(value)[:60]
+
+
+_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose cache was spoken of
+
+
+@contextmanager
+def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """A transformers model runs without the cache of keys and values that only generation wants,
+    unless the call asks for it. That is said, once a model.
+    """
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    on = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+    if not on or "use_cache" in kwargs:
+        yield
+        return
+    if model not in _TOLD:
+        _TOLD.add(model)
+        warnings.warn(
+            f"{type(model).__name__} has use_cache on: it is planned without the cache of keys and "
+            "values, as training wants it (config.use_cache = False says so too)",
+            stacklevel=4,
+        )
+    try:
+        for config in on:
+            config.use_cache = False
+        yield
+    finally:
+        for config in on:
+            config.use_cache = True

@@ -23,6 +23,7 @@ from autopar.planner.bounds.arrays import (
     Bools,
     Floats,
     Meshes,
+    NodeCosts,
     Rated,
     along,
     local,
@@ -30,7 +31,6 @@ from autopar.planner.bounds.arrays import (
     parts,
 )
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame, Kind, Variable
-from autopar.planner.bounds.node_costs import NodeCosts
 from autopar.planner.constraint import Constraint
 
 

@@ -20,8 +20,18 @@ from autopar._compat import pytree
 from autopar.cost.simulator.timeline import COMPUTE, WAITS, Seen, Span
 from autopar.errors import PlanError
 from autopar.runtime.backends import Scheduled
-from autopar.runtime.profile.gloo_threads import Issued, Lasted, lasted, on_the_wire, ran
-from autopar.runtime.profile.op_log import GRAPH, Entry, Script, of_graphs, of_run
+from autopar.runtime.op_log import (
+    GRAPH,
+    Entry,
+    Issued,
+    Lasted,
+    Script,
+    lasted,
+    of_graphs,
+    of_run,
+    on_the_wire,
+    ran,
+)
 from autopar.world import ranks
 
 STEP, PHASES = "autopar step", ("forward", "backward")

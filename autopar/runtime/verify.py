@@ -20,10 +20,10 @@ from autopar.errors import VerificationError
 from autopar.ir.graph import where
 from autopar.ir.layout import Layout
 from autopar.ir.program import Input, Program
+from autopar.ops.collectives import groups_of
 from autopar.ops.recomputation import Visit, interpret
-from autopar.ops.reshard_nodes import groups_of
-from autopar.runtime.verify import lockstep
-from autopar.runtime.verify.reference import (
+from autopar.runtime import lockstep
+from autopar.runtime.reference import (
     Known,
     Observed,
     double_by_default,
