@@ -1,4 +1,4 @@
-"""The model of a step behind benchmarks/papers.py, and the published figures that it must give."""
+"""The model of a step behind model/papers.py, and the published figures that it must give."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import math
 import pytest
 
 from autopar import Grid4D
-from benchmarks import papers, steps
-from benchmarks.steps import KINDS, PERLMUTTER, Job, Step, Way
+from benchmarks.model import papers, steps
+from benchmarks.model.steps import KINDS, PERLMUTTER, Job, Step, Way
 
 SMALL = Job("gpt-5b", PERLMUTTER, 8, 16)
 

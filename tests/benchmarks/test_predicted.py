@@ -10,12 +10,13 @@ import pytest
 
 import autopar
 from autopar.planner.named_layouts import candidates
-from benchmarks import overhead, predicted
 from benchmarks.cluster import Failed
-from benchmarks.forced import FORCED
+from benchmarks.model import predicted
+from benchmarks.model.predicted import ALWAYS, Pair, groups_of, kendall
 from benchmarks.models import SUBJECTS
-from benchmarks.predicted import ALWAYS, Pair, groups_of, kendall
-from benchmarks.ranks import Timed
+from benchmarks.step_time import overhead
+from benchmarks.step_time.forced import FORCED
+from benchmarks.step_time.ranks import Timed
 from launch import ROOT
 from plans import subject
 from priced import EMULATED

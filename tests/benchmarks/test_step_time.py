@@ -12,10 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import cells, peers, step_pages, step_time, summaries, traces
 from benchmarks.cluster import Shape
 from benchmarks.models import SUBJECTS, Llama
-from benchmarks.ranks import Single, Timed, judge
+from benchmarks.step_time import __main__ as step_time
+from benchmarks.step_time import cells, peers, summaries, traces
+from benchmarks.step_time import pages as step_pages
+from benchmarks.step_time.ranks import Single, Timed, judge
 from launch import ROOT
 
 

@@ -12,7 +12,7 @@ import torch
 from sympy import Rational
 
 from autopar.ir.mesh import Mesh
-from benchmarks import formulas, words
+from benchmarks.model import formulas, words
 from docs.layout_chains import CHAINS, Chain, Placed, blocks, place
 from docs.make_layout_pictures import picture
 from launch import ROOT
@@ -239,7 +239,7 @@ def test_docs_hold_the_tables_that_the_benchmark_prints():
     text = (DOCS / "layouts.md").read_text(encoding="utf-8")
     for ratio in (1, 16):
         assert words.markdown(64, ratio) in text, (
-            f"python -m benchmarks.words --markdown --ranks 64 --ratio {ratio}"
+            f"python -m benchmarks.model.words --markdown --ranks 64 --ratio {ratio}"
         )
 
 

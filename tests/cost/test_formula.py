@@ -18,7 +18,7 @@ from torch import nn
 import autopar
 from autopar import Grid2D, Grid4D, Grid25D, Plan, PlanError
 from autopar.cost.formula import ELEMENT, Formula
-from benchmarks import formulas
+from benchmarks.model import formulas
 from models import gpt, llama
 
 MODELS = {"gpt": gpt, "llama": llama}

@@ -25,7 +25,7 @@ from autopar.errors import LayoutError
 from autopar.ir.plan_table import Memory
 from autopar.planner.named_layouts import NAMES
 from autopar.world import World
-from benchmarks.memory import CASES, Case, counted, is_good
+from benchmarks.model.memory import CASES, Case, counted, is_good
 
 QUICK = ("vit",)  # on two ranks, within a limit
 

@@ -1,4 +1,4 @@
-"""benchmarks.overlap: what it makes of a cell's figures."""
+"""benchmarks.step_time.overlap: what it makes of a cell's figures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autopar.cost.simulator.engine import overlapped
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.timeline import Span
 from autopar.runtime.profiler import Measured
-from benchmarks.hidden import Account, account, could_be, least_exposed, usual
-from benchmarks.overlap import gains, parse, sentence, table
+from benchmarks.step_time.hidden import Account, account, could_be, least_exposed, usual
+from benchmarks.step_time.overlap import gains, parse, sentence, table
 
 
 def timed(name: str, seconds: list[float], **more: float) -> dict[str, Any]:

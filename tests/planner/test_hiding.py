@@ -23,7 +23,7 @@ from autopar.planner.mesh_search import best
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import terms
 from autopar.world import World
-from benchmarks.quality import cluster, small_gpt
+from benchmarks.planning.quality import cluster, small_gpt
 from random_nets import analysed
 
 WORLD = cluster()

@@ -17,7 +17,7 @@ def plan(layers: int, ranks: int, layout: str) -> None:
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
     import autopar
-    from benchmarks.planning import peak
+    from benchmarks.planning.__main__ import peak
 
     config = LlamaConfig(
         hidden_size=4096,

@@ -1,12 +1,12 @@
-"""What plans move, counted in the emitted graphs: the figures of benchmarks/quality.py."""
+"""What plans move, counted in the emitted graphs: the figures of benchmarks/planning/quality.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks import quality
-from benchmarks.planning import named
+from benchmarks.planning import quality
+from benchmarks.planning.__main__ import named
 
 
 def test_a_gpt_sends_less_over_the_link_than_a_two_level_sum_of_its_gradients() -> None:

@@ -22,7 +22,7 @@ from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
 
 aten = torch.ops.aten
-verify_module = importlib.import_module("autopar.verify")
+verify_module = importlib.import_module("autopar.runtime.verify")
 
 
 def normed() -> tuple[nn.Module, tuple[Tensor]]:

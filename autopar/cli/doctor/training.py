@@ -187,7 +187,8 @@ def peak(session: Session) -> Finding:
     """
     if not session.cuda:
         raise Absent(
-            "not measured on a CPU, where torch counts no memory: python -m benchmarks.memory does"
+            "not measured on a CPU, where torch counts no memory: "
+            "python -m benchmarks.model.memory does"
         )
     trained = _trained(session)
     trained.optimizer.zero_grad()

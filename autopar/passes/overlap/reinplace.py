@@ -8,7 +8,7 @@ whatever the order of the nodes.
 
 What gloo's reduce-scatters add up goes the same way: torch's reduction of two large rows of a CPU's
 memory takes up to three times as long as one added to the other where it lies, of four half as long
-again, and gives the same bits (`benchmarks/rows.py`).
+again, and gives the same bits (`benchmarks/step_time/rows.py`).
 
 fill: products write their results where a bucket wants them.
 

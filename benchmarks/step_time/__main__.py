@@ -24,8 +24,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cells, step_pages, summaries
-from benchmarks.cells import Cell, Settings
 from benchmarks.cluster import (
     Failed,
     Shape,
@@ -37,7 +35,10 @@ from benchmarks.cluster import (
     stop_on_signals,
 )
 from benchmarks.models import SUBJECTS, TIMED
-from benchmarks.peers import PEERS
+from benchmarks.step_time import cells, summaries
+from benchmarks.step_time import pages as step_pages
+from benchmarks.step_time.cells import Cell, Settings
+from benchmarks.step_time.peers import PEERS
 
 RATES = ("100mbit", "400mbit", "2gbit", "unlimited")
 SHAPES = ("2x2", "4x1", "2x4")

@@ -1,6 +1,6 @@
 """What plans move, beside what is known of others on the same work.
 
-    python -m benchmarks.quality [--json quality.json]
+    python -m benchmarks.planning.quality [--json quality.json]
 
 1. Four layers of Llama-3-8B's widths on the mesh (32, 8), batch 64 of 4096 tokens, bfloat16, sums
    of gradients in float32, no product computed twice. The peer's plan (Meta's AutoParallel) moves
@@ -59,7 +59,7 @@ from autopar.world.presets import (
     GLOO_NETWORK_S,
     GLOO_S,
 )
-from benchmarks.planning import Made, chosen, h100, named
+from benchmarks.planning.__main__ import Made, chosen, h100, named
 from examples.gpt import GPT, Block, Config
 
 MESH = Mesh.parse("x32.y8")

@@ -1,8 +1,8 @@
 """Words that layouts move for a matrix product, against the lower bound and published figures.
 
-    python -m benchmarks.words [--ranks 64] [--ratio 1] [--json words.json] [--markdown]
+    python -m benchmarks.model.words [--ranks 64] [--ratio 1] [--json words.json] [--markdown]
 
-Formulas and what they count: benchmarks/formulas.py. Here they are evaluated exactly, at rationals,
+Formulas and what they count: formulas.py. Here they are evaluated exactly, at rationals,
 on the grid of each layout that moves the fewest words forward and backward.
 """
 
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from sympy import Expr, Rational, Symbol
 
-from benchmarks import formulas as f
-from benchmarks.formulas import Words, lower_bound
+from benchmarks.model import formulas as f
+from benchmarks.model.formulas import Words, lower_bound
 
 RANKS = (4, 8, 16, 64)
 RATIOS = (1, 4, 16)  # m / h, with k = n = h

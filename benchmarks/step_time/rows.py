@@ -1,6 +1,6 @@
 """A sum of a few rows of a CPU's memory by torch's reduction, and row by row added to the first.
 
-    python -m benchmarks.rows
+    python -m benchmarks.step_time.rows
 
 Two ways to add up what gloo's reduce-scatters bring (`passes/overlap/reinplace.py`), on one thread,
 in turns, medians. They give the same bits, or this says so and ends with 1.

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
-from benchmarks import cells
-from benchmarks.cells import Cell
+from benchmarks.step_time import cells
+from benchmarks.step_time.cells import Cell
 
 # Peer ÷ auto that is wanted: limited, unlimited, link-bound, and where the floor of auto is low.
 LEAST, NOISE, GAIN, MUCH = 1.0, 0.97, 1.15, 1.3

@@ -1,7 +1,7 @@
 """Products in pieces: what `passes/overlap/chunk.py` gains on an emulated cluster, by itself.
 
-    python -m benchmarks.chunks                                   # 2 nodes of one rank, 1 Gbit/s
-    python -m benchmarks.chunks --ranks-per-node 2 --rate 400mbit
+    python -m benchmarks.step_time.chunks                         # 2 nodes of one rank, 1 Gbit/s
+    python -m benchmarks.step_time.chunks --ranks-per-node 2 --rate 400mbit
 
 A case is a row of products, each with a collective that the next one waits for, and nothing else to
 hide under: a sum over the ranks (all-reduce), the same in parts (gloo: all-to-all and a local sum),
@@ -45,9 +45,9 @@ from autopar.ir.graph import computed, copied
 from autopar.ir.mesh import Mesh, group_name
 from autopar.ops.process_groups import connect
 from autopar.passes.overlap import chunk, reinplace, schedule
-from benchmarks import cells, worlds
 from benchmarks.cluster import Shape, launch, network, stop_on_signals
 from benchmarks.cluster.shape import read_rate
+from benchmarks.step_time import cells, worlds
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 WANTED = 1.1
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
             "pairs": options.pairs, "kinds": options.kinds, "out": str(Path(folder, "out.json")),
         }  # fmt: skip
         extra = {"AUTOPAR_CHUNKS": json.dumps(job)}
-        command = [sys.executable, "-m", "benchmarks.chunks"]
+        command = [sys.executable, "-m", "benchmarks.step_time.chunks"]
         launch(shape, command, options.timeout, loopback, extra).check()
         seen = json.loads(Path(str(job["out"])).read_text())
         results = seen["cases"]

@@ -1,7 +1,7 @@
 """Where a step's time goes, of each contestant: from the profiles that step_time --trace left.
 
     python -m benchmarks.step_time --models gpt --rates 400mbit --shapes 2x2 --trace out/trace
-    python -m benchmarks.traces out/trace
+    python -m benchmarks.step_time.traces out/trace
 
 Of rank 0: computing is when one of torch's operators runs, communicating when gloo is in a
 collective; what is both is hidden, the rest of the communication exposed; neither is Python,

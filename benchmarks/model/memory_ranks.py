@@ -1,4 +1,4 @@
-"""What every rank of `python -m benchmarks.memory` runs: the cases of a file, one after the other.
+"""What every rank of `python -m benchmarks.model.memory` runs: the cases of a file.
 
 On CPUs an allocator's hook (allocations.c) counts; on GPUs torch's own counters do.
 """

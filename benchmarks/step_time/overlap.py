@@ -1,7 +1,7 @@
 """What hiding communication gains: layouts with their graphs scheduled, and as they are.
 
-    python -m benchmarks.overlap
-    python -m benchmarks.overlap --shape 2x2 --models gpt --rates 1gbit --layouts ddp "4d y2 z2"
+    python -m benchmarks.step_time.overlap
+    python -m benchmarks.step_time.overlap --shape 2x2 --models gpt --rates 1gbit --layouts ddp
 
 On the emulated cluster, each model at its own rate; two ranks, as a rank that shares its core with
 another leaves it to that one where it waits, and hides little. Every layout takes part with all
@@ -24,11 +24,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cells
-from benchmarks.cells import Cell, Settings
 from benchmarks.cluster import Failed, Unavailable, read_shapes, stop_on_signals
-from benchmarks.forced import FORCED
 from benchmarks.models import SUBJECTS
+from benchmarks.step_time import cells
+from benchmarks.step_time.cells import Cell, Settings
+from benchmarks.step_time.forced import FORCED
 
 LAYOUTS = ("ddp", "fsdp", "megatron", "megatron-sp")
 HOW = ("", "+bucket", "+schedule", "+waiting")  # to all collectives of a step
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         except (Failed, Unavailable) as error:
             console.print(f"[bold red]{model}, {shape}: failed[/]: {error}", soft_wrap=True)
             return 1
-        command = "python -m benchmarks.overlap " + shlex.join(sys.argv[1:])
+        command = "python -m benchmarks.step_time.overlap " + shlex.join(sys.argv[1:])
         cells.keep(options.out / "results.json", cell, command)
         console.print(table(cell))
         everything += gains(cell)

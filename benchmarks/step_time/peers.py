@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import autopar
 from autopar.planner.named_layouts import Layouts
 from autopar.runtime.backends import BY_NAME, Overlap
-from benchmarks.forced import FORCED
 from benchmarks.models import Llama
+from benchmarks.step_time.forced import FORCED
 
 RATE = 1e-3  # of AdamW
 Batch = tuple[Tensor, Tensor]

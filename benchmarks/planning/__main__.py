@@ -5,7 +5,7 @@
 
 Models are on the meta device, each case runs in a process of its own, for its peak of memory. CPU
 seconds count all threads; where the machine is shared they say more than the wall. What the plans
-move, beside those of others, is in benchmarks/quality.py.
+move, beside those of others, is in benchmarks/planning/quality.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autopar.planner import choose
 from autopar.planner.constraint import Constraint
 from autopar.planner.memory_search import affordable
 from autopar.planner.mesh_search import best
-from benchmarks import cells
+from benchmarks.step_time import cells
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
 

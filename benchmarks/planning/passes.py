@@ -1,7 +1,7 @@
 """What the passes over a model's graphs take, by its number of layers.
 
-    python -m benchmarks.passes                      # 10 to 80 layers of Llama-3-70B
-    python -m benchmarks.passes --layers 80 --layout fsdp
+    python -m benchmarks.planning.passes                      # 10 to 80 layers of Llama-3-70B
+    python -m benchmarks.planning.passes --layers 80 --layout fsdp
 
 CPU seconds of one core: of those from the plan to the emitted graph (rewrite, pipeline, forms,
 emit) with their contracts, and of those over the graphs that AOTAutograd derives (chunk, bucket,
@@ -34,8 +34,8 @@ from autopar.ir.program import Input, Program
 from autopar.passes.pass_manager import Pipeline
 from autopar.planner.planner import Asked, analysed, chosen, finished, traced
 from autopar.runtime.backends import PASSES, Scheduled
-from benchmarks import cells
-from benchmarks.planning import named
+from benchmarks.planning.__main__ import named
+from benchmarks.step_time import cells
 
 MODEL, BATCH, SEQUENCE = "llama3-70b", 64, 4096
 EMITTING = ("rewrite", "pipeline", "forms", "emit", "recompute")
@@ -109,7 +109,15 @@ def table(results: dict[int, dict[str, float]], layout: str) -> Table:
 
 
 def apart(layers: int, layout: str, ranks: int) -> dict[str, float]:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.passes", "--child", str(layers)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.planning.passes",
+        "--child",
+        str(layers),
+    ]
     command += ["--layout", layout, "--ranks", str(ranks)]
     done = subprocess.run(command, env=dict(os.environ), stdout=subprocess.PIPE, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,7 @@
 """What is said of deep models by shorter ones (planner/deep_models.py), held against the whole.
 
-    python -m benchmarks.depth                      # about a minute of one core
-    python -m benchmarks.depth --model llama3-8b --layers 8 --layouts fsdp --json depth.json
+    python -m benchmarks.planning.depth                #  about a minute of one core
+    python -m benchmarks.planning.depth --model llama3-8b --layers 8 --layouts fsdp --json d.json
 
 A row is a layout with so many blocks recomputed: the plan as it is, half of them, all of them. The
 step is the simulated one, of the plan as it is alone. Models are on the meta device.

@@ -1,4 +1,4 @@
-"""What every rank of a timed cell runs: `python -m benchmarks.ranks JOB.json`, under a cluster.
+"""What every rank of a timed cell runs, under a cluster: `python -m benchmarks.step_time.ranks JOB`.
 
 Contestants take turns step by step, so that whatever else the machine does hits all alike. A step
 is what a user would time: forward, backward, AdamW. Rank 0 writes what all ranks saw.
@@ -24,9 +24,9 @@ import autopar
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.calibrate_on_ranks import calibrated
 from autopar.world import ranks as autopar_ranks
-from benchmarks import hidden, peers, worlds
 from benchmarks.cluster import sent_bytes
 from benchmarks.models import SUBJECTS, Subject
+from benchmarks.step_time import hidden, peers, worlds
 
 LOOKS = 3  # profiled steps
 LIMIT = 1e-4  # largest relative difference of a loss, or a gradient's norm, from one device's

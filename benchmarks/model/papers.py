@@ -1,9 +1,9 @@
 """Published figures that autopar's cost model can speak to: published, modelled, and the ratio.
 
-    python -m benchmarks.papers [--only WORD] [--json papers.json] [--markdown]
+    python -m benchmarks.model.papers [--only WORD] [--json papers.json] [--markdown]
 
-One set of constants a machine for all rows (benchmarks/steps.py, autopar/world/presets.py); nothing
-is fitted to a row. Rows that miss by more than 25 % are listed again with the reason.
+One set of constants a machine for all rows (steps.py, autopar/world/presets.py); nothing is fitted
+to a row. Rows that miss by more than 25 % are listed again with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar import Grid2D, Grid25D, World
 from autopar.cli.models import Sizes
 from autopar.cost.formula import ELEMENT
 from autopar.ir.mesh import Axis, Mesh
-from benchmarks.steps import (
+from benchmarks.model.steps import (
     ALPS,
     DGX_A100,
     FRONTIER,
@@ -39,7 +39,7 @@ from benchmarks.steps import (
     planned,
     sums,
 )
-from benchmarks.words import ATP_LAYER
+from benchmarks.model.words import ATP_LAYER
 
 MISS = 0.25
 
@@ -292,7 +292,7 @@ SILENT = (
     ("kernel choice of NN, NT, TN a product: time to solution 56 % lower at 80B", "no model"),
     ("Alpa's intra-stage meshes", "stages of a pipeline: autopar has none"),
     ("async tensor parallelism, decomposition, Domino", "chunks of a product, not in a step's sum"),
-    ("lower bounds at P = 64", "python -m benchmarks.words prints them"),
+    ("lower bounds at P = 64", "python -m benchmarks.model.words prints them"),
 )
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.cluster import rate_text
 from benchmarks.models import SUBJECTS
-from benchmarks.summaries import Contestant, Spread, Summary, Verdict
+from benchmarks.step_time.summaries import Contestant, Spread, Summary, Verdict
 
 
 def _order(cell: Summary) -> tuple[Any, ...]:
@@ -132,8 +132,8 @@ Nodes are network namespaces of one machine, each link limited by `tc … tbf`; 
 over loopback (`benchmarks/cluster/`). All contestants train the same model on the same batches in
 float32 with one thread a rank; a step is forward, backward and AdamW, its time the slowest rank's.
 They take turns step by step. One whose loss in any step, or whose first gradient's norm, is more
-than 1e-4 off the single device's is out. Peers are set up in `benchmarks/peers.py`; HSDP is FSDP2
-within a node and a sum between nodes.
+than 1e-4 off the single device's is out. Peers are set up in
+`benchmarks/step_time/peers.py`; HSDP is FSDP2 within a node and a sum between nodes.
 
 Figures: median (least–most) in s. `peer ÷ auto`: the median over the steps of the best peer's time
 over auto's in the same round. `link ÷ step`: what the best peer's bytes need on the busiest link,

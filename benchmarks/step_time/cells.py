@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.cluster import Shape, launch, missing, network, rate_text
-from benchmarks.ranks import Job
+from benchmarks.step_time.ranks import Job
 
 Cell = dict[str, Any]  # what the ranks wrote: a Job, and `contestants`, each a Timed
 UNLIMITED_STEPS = 15  # there the differences are small
@@ -59,7 +59,7 @@ def measured(model: str, shape: Shape, settings: Settings) -> Cell:
         )  # fmt: skip
         given = Path(folder, "job.json")
         given.write_text(json.dumps(asdict(job)))
-        command = [sys.executable, "-m", "benchmarks.ranks", str(given)]
+        command = [sys.executable, "-m", "benchmarks.step_time.ranks", str(given)]
         launch(shape, command, settings.timeout, loopback).check()
         cell = json.loads(Path(job.out).read_text())
     return {**cell, "date": now(), "calibrated": settings.calibrate_s > 0}

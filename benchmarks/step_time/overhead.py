@@ -1,6 +1,6 @@
 """What the emitted graphs cost beside the same computation written by hand, and DTensor's eager.
 
-    python -m benchmarks.overhead --pairs 30
+    python -m benchmarks.step_time.overhead --pairs 30
 
 Collectives run on unlimited loopback, at worlds of 1 and 2, so that what is left is what the host
 does: operators, autograd, waiting. By hand means what a person writes with torch.distributed: the
@@ -33,9 +33,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.nn import functional as F
 
 import autopar
-from benchmarks import cells
 from benchmarks.cluster import Shape, launch, stop_on_signals
-from benchmarks.peers import split
+from benchmarks.step_time import cells
+from benchmarks.step_time.peers import split
 from examples.gpt import Attention, Block, Config, small_weights
 
 WANTED = 1.03
@@ -322,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="autopar-overhead-") as folder:
             job = {"sizes": sizes, "pairs": options.pairs, "out": str(Path(folder, "out.json"))}
             extra = {"AUTOPAR_OVERHEAD": json.dumps(job)}
-            command = [sys.executable, "-m", "benchmarks.overhead"]
+            command = [sys.executable, "-m", "benchmarks.step_time.overhead"]
             launch(Shape(1, ranks), command, options.timeout, loopback=True, extra=extra).check()
             results += json.loads(Path(job["out"]).read_text())
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)

@@ -1,6 +1,6 @@
 """Modelled against measured: many layouts forced on one emulated cluster.
 
-    python -m benchmarks.predicted --rates 200mbit 1gbit
+    python -m benchmarks.model.predicted --rates 200mbit 1gbit
 
 Prints for each rate every layout with both times, the median error, Kendall's rank correlation, and
 where the layout that `auto` picks stands among the measured; and the same of forward and backward
@@ -27,8 +27,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cells
-from benchmarks.cells import Cell, Settings
 from benchmarks.cluster import (
     Failed,
     Shape,
@@ -37,8 +35,10 @@ from benchmarks.cluster import (
     read_shapes,
     stop_on_signals,
 )
-from benchmarks.forced import FORCED
 from benchmarks.models import SUBJECTS
+from benchmarks.step_time import cells
+from benchmarks.step_time.cells import Cell, Settings
+from benchmarks.step_time.forced import FORCED
 
 ALWAYS = ("autopar auto", "autopar ddp")
 STEPS = ("seconds", "forward_backward")  # a figure a step
@@ -242,7 +242,7 @@ def run(shape: Shape, options: argparse.Namespace, console: Console) -> None:
         done.append(cells.measured(options.model, shape, settings))
     cell = joined(levelled(done))
     found = {**summary(cell), "drift": drift(done)}
-    command = "python -m benchmarks.predicted " + shlex.join(sys.argv[1:])
+    command = "python -m benchmarks.model.predicted " + shlex.join(sys.argv[1:])
     cells.keep(options.out / "results.json", {**cell, "groups": done, "summary": found}, command)
     console.print(table(cell), sentence(found, found["drift"]), sep="\n")
 

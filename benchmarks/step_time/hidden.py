@@ -17,7 +17,7 @@ import numpy as np
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.timeline import COMPUTE, WAITS
 from autopar.runtime.profiler import Measured
-from benchmarks.traces import merged, total
+from benchmarks.step_time.traces import merged, total
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How well a calibrated world predicts collectives and attention that calibration did not see.
 
-    torchrun --nproc-per-node 4 -m benchmarks.calibration [--seconds 120] [--interleaved]
-    OMP_NUM_THREADS=1 python -m benchmarks.calibration     (attention alone)
-    python -m benchmarks.cluster --rate 400mbit -- python -m benchmarks.calibration
+    torchrun --nproc-per-node 4 -m benchmarks.model.calibration [--seconds 120] [--interleaved]
+    OMP_NUM_THREADS=1 python -m benchmarks.model.calibration     (attention alone)
+    python -m benchmarks.cluster --rate 400mbit -- python -m benchmarks.model.calibration
 
 Calibrates the running ranks, then measures 12 drawn (collective, pattern, size) combinations, all
 groups at once; prints what was predicted and what was measured. None of their sizes was measured;

@@ -1,6 +1,6 @@
 """The planned peak of memory of a training step against what an allocator counts on real ranks.
 
-    python -m benchmarks.memory [--runs 3] [--only gpt fsdp] [--json memory.json]
+    python -m benchmarks.model.memory [--runs 3] [--only gpt fsdp] [--json memory.json]
 
 Every case is a model that `autopar.parallelize` lays out on gloo ranks (on NCCL ranks where there
 are GPUs), trained by AdamW for a few steps: forward, backward, step. Counted on every rank is what
@@ -27,7 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.memory_ranks import Case, Counted
+from benchmarks.model.memory_ranks import Case, Counted
 
 WITHIN = 0.1  # how far measured may be from planned
 TIMEOUT_S = 900.0  # of all cases on as many ranks
@@ -92,7 +92,7 @@ def _on_ranks(ranks: int, cases: list[Case], folder: Path) -> list[Counted]:
     if not torch.cuda.is_available():
         env |= {"LD_PRELOAD": str(hook(folder)), "GLOO_SOCKET_IFNAME": "lo"}
     run = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone")
-    script = ("-m", "benchmarks.memory_ranks", str(given), str(out))
+    script = ("-m", "benchmarks.model.memory_ranks", str(given), str(out))
     done = subprocess.run(
         [*run, "--nproc-per-node", str(ranks), *script],
         env=env, capture_output=True, text=True, timeout=TIMEOUT_S,

@@ -1,0 +1,1 @@
+"""The cost model against what is published and what is measured."""

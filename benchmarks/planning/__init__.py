@@ -1,0 +1,1 @@
+"""What planning takes, and how good its plans are."""
