@@ -346,15 +346,15 @@ def _placing(step: Step, coordinate: Callable[[str], fx.Node]) -> _Call:
     """The changes that depend on the rank's own place."""
     axis = step.axes[-1]
     before, after = step.before.state(axis), step.after.state(axis)
-    place = _one_or_all(tuple(coordinate(name) for name in step.axes))
+    own = _one_or_all(tuple(coordinate(name) for name in step.axes))
     match step.kind:
         case "I->S" | "R->S":
             digit = {"dim": after.dim, "inner": step.after.inner(axis)}
-            return take_slice, (place,), {**digit, "of": before.kind}
+            return take_slice, (own,), {**digit, "of": before.kind}
         case "S->I":
             digit = {"dim": before.dim, "inner": step.before.inner(axis)}
-            return all_gather, (), {**digit, "coordinate": place, "to": "I"}
+            return all_gather, (), {**digit, "coordinate": own, "to": "I"}
         case "S->P":
             digit = {"dim": before.dim, "inner": step.before.inner(axis)}
-            return place, (place,), digit
+            return place, (own,), digit
     raise AssertionError(step.kind)

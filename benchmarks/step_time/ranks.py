@@ -1,4 +1,4 @@
-"""What every rank of a timed cell runs, under a cluster: `python -m benchmarks.step_time.ranks JOB`.
+"""What every rank of a timed cell runs on a cluster: `python -m benchmarks.step_time.ranks JOB`.
 
 Contestants take turns step by step, so that whatever else the machine does hits all alike. A step
 is what a user would time: forward, backward, AdamW. Rank 0 writes what all ranks saw.
