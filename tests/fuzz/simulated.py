@@ -27,8 +27,8 @@ from autopar.planner.planner import fingerprint
 from autopar.runtime import lockstep
 from autopar.runtime.reference import double_by_default, widened
 from autopar.world import World
-
 from plans import random_plan
+
 from .case import Case
 from .reference import MOMENTUM, RATE, STEPS, Trained, agrees, cotangents, differences, dropping
 from .source import Built, Unfit, build, run_text

@@ -186,7 +186,7 @@ def test_strategies_in_words(name: str) -> None:
 @pytest.mark.parametrize("case", DIGITS, ids=lambda case: case.name)
 def test_three_axes_on_one_dim_in_any_order(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets in mesh order instead of stride order show on three axes; on two they may not."""
-    monkeypatch.setattr(autopar.strategies, "_ALL_ORDERS", 3)
+    monkeypatch.setattr(autopar.ir.strategy, "_ALL_ORDERS", 3)
     traced, whole, mesh = trace(case), on_one_device(trace(case)), Mesh.parse("x2.y3.z2")
     together = [
         s

@@ -15,7 +15,7 @@ from torch import fx
 
 import autopar
 import models
-from autopar import api, report
+from autopar import report
 from autopar.ir.layout import I, Layout, P, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -32,7 +32,7 @@ from autopar.passes import (
     summa,
 )
 from autopar.passes.trace import trace
-from autopar.planner import choose
+from autopar.planner import choose, planner
 from autopar.world import World
 
 aten = torch.ops.aten
@@ -327,7 +327,7 @@ def test_passes_do_not_change_what_they_are_given() -> None:
     rewrite.rewrite(made["choose"], World.of(4))
     finalize.emit(summa.pipeline(hierarchy.route(made["rewrite"], World.of(4))))
     assert before == [str(program.module.graph) for program in made.values()]
-    assert api.fingerprint(made["trace"]) == api.fingerprint(trace.trace(*models.gpt()[:2]))
+    assert planner.fingerprint(made["trace"]) == planner.fingerprint(trace.trace(*models.gpt()[:2]))
 
 
 # -- results that share memory ---------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_the_same_panel_goes_once() -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_the_parts_of_a_gradient_go_as_one(monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
-    monkeypatch.setattr(bucket, "on_cpu", lambda node: on_cpu)
+    monkeypatch.setattr(fuse, "on_cpu", lambda node: on_cpu)
     (found,) = forms(reduces())
     assert sent(found) == ["all_to_all_single" if on_cpu else "reduce_scatter_tensor"]
     assert not any(node.target in (aten.where.self, aten.eq.Scalar) for node in found.nodes)

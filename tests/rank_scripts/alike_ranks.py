@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import WorldError
-from autopar.ir import mesh
+from autopar.ops import process_groups
 from autopar.runtime import agreement
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
@@ -186,17 +186,19 @@ def again() -> Facts:
     """
     first = autopar.parallelize(net(), None, (rows(),), "fsdp")
     facts: Facts = {"meta": everywhere(caught(lambda: _on_meta("megatron")))}
-    registered = mesh._compat.register_process_group
+    registered = process_groups._compat.register_process_group
 
     def broken(name: str, group: Any) -> None:
         registered(name, group)
         raise WorldError("a network that fails")
 
     for what, who in (("on all", (0, 1, 2)), ("on one", (1,))):
-        mesh._compat.register_process_group = broken if dist.get_rank() in who else registered
+        process_groups._compat.register_process_group = (
+            broken if dist.get_rank() in who else registered
+        )
         layout = autopar.Grid2D(3, 1) if what == "on all" else autopar.Grid2D(1, 3)
         facts[what] = everywhere(caught(lambda k=layout: _made(k)))
-        mesh._compat.register_process_group = registered
+        process_groups._compat.register_process_group = registered
         facts[f"after {what}"] = everywhere(float(_made(layout).detach()))
     facts["after meta"] = everywhere(float(_made("megatron").detach()))
     facts["first"] = everywhere(float(first(rows()).detach()))

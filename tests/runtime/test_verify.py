@@ -177,7 +177,7 @@ def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch)
             made.module.recompile()
         return made
 
-    monkeypatch.setattr(autopar.passes.emit, "emit", only_several)
+    monkeypatch.setattr(autopar.passes.finalize, "emit", only_several)
     assert refused(model, 2, inputs, "ddp").startswith("grad_error is ")
 
 
