@@ -30,7 +30,7 @@ from rich.table import Table
 from benchmarks.model.memory_ranks import Case, Counted
 
 WITHIN = 0.1  # how far measured may be from planned
-TIMEOUT_S = 900.0  # of all cases on as many ranks
+TIMEOUT_S = 900.0  # of all cases of a model on as many ranks
 
 CASES = (
     Case("gpt", 2, "ddp"),
@@ -73,14 +73,14 @@ def hook(folder: Path) -> Path:
 
 
 def counted(cases: Iterable[Case]) -> Iterator[Counted]:
-    """What each case took; those on as many ranks run in the same processes. Raises RuntimeError
-    where these end early.
+    """What each case took; those of a model on as many ranks run in the same processes. Raises
+    RuntimeError where these end early.
     """
-    by_ranks: dict[int, list[Case]] = defaultdict(list)
+    groups: dict[tuple[int, str], list[Case]] = defaultdict(list)
     for case in cases:
-        by_ranks[case.ranks].append(case)
+        groups[case.ranks, case.model].append(case)
     with tempfile.TemporaryDirectory() as folder:
-        for ranks, several in sorted(by_ranks.items()):
+        for (ranks, _), several in sorted(groups.items()):
             yield from _on_ranks(ranks, several, Path(folder))
 
 
@@ -140,13 +140,16 @@ def main() -> int:
     options = parser.parse_args()
     words = set(options.only or ())
     cases = [case for case in CASES if words <= {str(value) for value in asdict(case).values()}]
-    rows = [row for _ in range(options.runs) for row in counted(cases)]
+    rows = []
+    for row in (row for _ in range(options.runs) for row in counted(cases)):
+        rows.append(row)
+        print(f"{row.case}: {row.refused or format(row.ratio, '.3f')}", file=sys.stderr, flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
     Console(width=130).print(table(rows))
     bad = [row for row in rows if not is_good(row)]
     over = sum(exceeds(row) for row in rows)
     print(f"{len(rows) - len(bad)} of {len(rows)} within {WITHIN:.0%}; {over} above their limit")
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1), encoding="utf-8")
     return int(bool(bad))
 
 
