@@ -17,28 +17,34 @@ from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.ir.plan import Plan
 from autopar.ir.plan import reduce_dtype as read_reduce_dtype
 from autopar.ops import devices
-from autopar.passes.pass_manager import Pipeline, Progress
+from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import choose, edit, world_size
 from autopar.planner.edit import _ready, _same_graph
 from autopar.planner.named_layouts import Layouts
 from autopar.planner.planner import (
-    Asked,
     Inputs,
-    analysed,
-    arguments,
-    chosen,
-    finished,
-    rewritten,
-    traced,
+    PlanRequest,
+    analyse,
+    call_arguments,
+    choose_plan,
+    finish_plan,
+    rewrite_for_ranks,
+    trace_model,
 )
 from autopar.runtime import agreement
-from autopar.runtime.agreement import same_request
-from autopar.runtime.apply import agreed, current, held, running, shared_plan
+from autopar.runtime.agreement import require_same_request
+from autopar.runtime.apply import (
+    agree_on_request,
+    build_runner,
+    current_tensors,
+    plan_on_rank_0,
+    tensors_by_name,
+)
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
 from autopar.runtime.backends import OVERLAP, Backend, Overlap
 from autopar.runtime.module import NUMBERS, Deferred, ParallelModule
 from autopar.runtime.original import compare_original
-from autopar.runtime.reference import widened
+from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks
 
@@ -86,14 +92,17 @@ def plan(
     found, summed = World.of(world), read_reduce_dtype(reduce_dtype)
     budget = Budget.of(found, memory, optimizer, recompute)
     check_room(model, found, budget)
-    asked, pipeline = Asked(layout, budget, redundant, summed, bool(overlap)), Pipeline(progress)
-    source = traced(model, inputs, pipeline)
-    program = chosen(pipeline, analysed(pipeline, source, summed), found, asked)
-    made = finished(pipeline, source, program, found, asked)
+    asked, pipeline = (
+        PlanRequest(layout, budget, redundant, summed, bool(overlap)),
+        PassManager(progress),
+    )
+    source = trace_model(model, inputs, pipeline)
+    program = choose_plan(pipeline, analyse(pipeline, source, summed), found, asked)
+    made = finish_plan(pipeline, source, program, found, asked)
     if not smaller:
         return made
     pipeline.progress("smaller worlds")
-    fewer = world_size.smaller(program, made, layout, redundant, budget)
+    fewer = world_size.smaller_world(program, made, layout, redundant, budget)
     return dataclasses.replace(made, smaller=fewer)
 
 
@@ -132,8 +141,10 @@ def apply(
 def on_own_device(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
     """The device of this rank, which is torch's current one meanwhile. Collective."""
     plain = isinstance(model, nn.Module) and not isinstance(model, Deferred | ParallelModule)
-    place = devices.agreed(model.parameters() if plain else (), device)  # `check` refuses others
-    with devices.current(place):
+    place = devices.agree_on_device(
+        model.parameters() if plain else (), device
+    )  # `check` refuses others
+    with devices.current_device(place):
         yield place
 
 
@@ -151,15 +162,17 @@ def _applied(
     ranks.agree(
         "plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
     )
-    same_request(None, inputs, backend=backend, overlap=overlap, sync_parameters=sync_parameters)
+    require_same_request(
+        None, inputs, backend=backend, overlap=overlap, sync_parameters=sync_parameters
+    )
     program = ready.program
-    tensors = ranks.together("taking the parameters", lambda: current(model, program))
+    tensors = ranks.together("taking the parameters", lambda: current_tensors(model, program))
     ready = ready.on_device(place)
     program = ready.program
-    device_mesh, run = running(ready, place.type, backend, overlap)
-    agreement.same(tensors, sync_parameters)
+    device_mesh, run = build_runner(ready, place.type, backend, overlap)
+    agreement.require_same_tensors(tensors, sync_parameters)
     program = dataclasses.replace(program, plan=ready.kept())
-    order = list(held(model))
+    order = list(tensors_by_name(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
     placed = program, ready.graphs, device_mesh, ranks.rank(), seed, order, run, number
@@ -223,9 +236,9 @@ def _planned_and_applied(
     limits = memory, optimizer, recompute
     own = layout, limits, redundant, reduce_dtype, overlap
     options = {"backend": backend, "sync_parameters": sync_parameters}
-    found, asked = agreed(world, *own, inputs=inputs, options=options)
+    found, asked = agree_on_request(world, *own, inputs=inputs, options=options)
     ranks.together("reading the limits", lambda: check_room(model, found, asked.budget))
-    plan = shared_plan(model, found, inputs, asked)
+    plan = plan_on_rank_0(model, found, inputs, asked)
     return _applied(model, plan, None, backend, overlap, sync_parameters, place)
 
 
@@ -255,22 +268,22 @@ def verify(
         progress=progress,
     )  # fmt: skip
     found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
-    pipeline = Pipeline(progress)
-    source = traced(model, inputs)
+    pipeline = PassManager(progress)
+    source = trace_model(model, inputs)
     summed = layout.reduce_dtype if isinstance(layout, Plan) else None  # in float64 all the same
-    program = analysed(pipeline, widened(source), summed)
+    program = analyse(pipeline, to_float64(source), summed)
     assert program.annotations is not None
     flops = sum(spec.flops for spec in program.annotations.specs.values())
     if isinstance(layout, Plan):
         _same_graph(layout, source)
-        program = dataclasses.replace(program, plan=edit.checked(program, layout))
+        program = dataclasses.replace(program, plan=edit.check_edits(program, layout))
     else:
         budget = Budget.of(found, "auto", "adamw", recompute)
-        program = chosen(pipeline, program, found, Asked(layout, budget, redundant))
-    several = rewritten(pipeline, program, found)
+        program = choose_plan(pipeline, program, found, PlanRequest(layout, budget, redundant))
+    several = rewrite_for_ranks(pipeline, program, found)
     pipeline.progress("compare")
-    one = rewritten(Pipeline(), choose.choose(program, World.of(1), "auto"), found)
-    check_of_ranks = compare(several, one, pytree.tree_leaves(arguments(inputs)), tolerance)
+    one = rewrite_for_ranks(PassManager(), choose.choose(program, World.of(1), "auto"), found)
+    check_of_ranks = compare(several, one, pytree.tree_leaves(call_arguments(inputs)), tolerance)
     pipeline.progress("compare with the model")
-    compare_original(model, source, arguments(inputs), flops)
+    compare_original(model, source, call_arguments(inputs), flops)
     return check_of_ranks

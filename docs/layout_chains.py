@@ -15,7 +15,7 @@ import torch
 
 from autopar.ir.layout import I, Layout, P, R, S, Step
 from autopar.ir.mesh import Mesh
-from autopar.ir.reshard import steps
+from autopar.ir.reshard import reshard_steps
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,10 @@ def place(matrix: Matrix, mesh: Mesh, sizes: dict[str, int]) -> Placed:
     working = kept
     if matrix.used is not None:
         working = layout(matrix.used, mesh, shape)
-        path = steps(kept, working)
+        path = reshard_steps(kept, working)
     if matrix.computed is not None:
         working = layout(matrix.computed, mesh, shape)
-        path = (*steps(working, kept), *path)
+        path = (*reshard_steps(working, kept), *path)
     return Placed(kept, working, path)
 
 

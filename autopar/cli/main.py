@@ -47,11 +47,11 @@ from autopar.cli.options import (
     read_optimizer,
 )
 from autopar.cli.targets import Batch, Target, resolve
-from autopar.cli.terminal import bar, console, line, watched
+from autopar.cli.terminal import bar, console, print_line, watch_progress
 from autopar.cost.memory import Recompute, limit_text
 from autopar.errors import AutoparError, PlanError, WorldError
 from autopar.ir.plan import Plan
-from autopar.ir.show import amount, count, duration, memory
+from autopar.ir.show import format_amount, format_bytes, format_count, format_seconds
 from autopar.planner.why import Why
 from autopar.runtime import calibrate_on_ranks
 from autopar.runtime.backends import OVERLAP
@@ -108,7 +108,7 @@ def plan(
         )  # fmt: skip
         start = time.perf_counter()
         doing = f"planning {chosen.name} on {_ranks(found)}"
-        made = watched(doing, lambda report: planning(progress=report), as_json)
+        made = watch_progress(doing, lambda report: planning(progress=report), as_json)
         seconds = time.perf_counter() - start
         if not anyway:
             _refuse_absurd(made, found, named=world is not None)
@@ -146,7 +146,7 @@ def verify(
         chosen = _target(target, batch, max(16, found.ranks), real=True)
         _refuse_meta(chosen)
         doing = f"verifying {chosen.name} on {_ranks(found)}"
-        check = watched(
+        check = watch_progress(
             doing,
             lambda report: api.verify(
                 chosen.model, found, chosen.inputs, wanted, redundant=redundant, progress=report
@@ -158,8 +158,8 @@ def verify(
             _print_json(facts | _facts_of(chosen))
             return
         out = console()
-        line(out, "model", _model(chosen))
-        line(out, "layout", layout)
+        print_line(out, "model", _model(chosen))
+        print_line(out, "layout", layout)
         out.print(f"[bold green]equal[/]    {escape(str(check))}", soft_wrap=True)
 
 
@@ -192,7 +192,7 @@ def calibrate(
 
     Example: torchrun --nproc-per-node 4 -m autopar calibrate
     """
-    with calibrate_on_ranks.joined(), _reporting(as_json=False, quiet=running.rank() > 0):
+    with calibrate_on_ranks.joined_work(), _reporting(as_json=False, quiet=running.rank() > 0):
         running.together("looking for the folder", lambda: _folder(save, "--save"))
 
         def build() -> tuple[nn.Module, Any]:
@@ -200,11 +200,13 @@ def calibrate(
             return made.model, made.inputs
 
         with _bar() as progress, redirect_stdout(sys.stderr):
-            world = calibrate_on_ranks.calibrated(build if target else None, seconds, progress)
+            world = calibrate_on_ranks.calibrate_on_ranks(
+                build if target else None, seconds, progress
+            )
         if running.rank() == 0:
             world.save(save)
-            line(console(), "world", str(world))
-            line(console(), "saved", f"as {save}")
+            print_line(console(), "world", str(world))
+            print_line(console(), "saved", f"as {save}")
 
 
 @app.command()
@@ -260,13 +262,13 @@ def _folder(path: Path | None, option: str) -> None:
 
 def _target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
     given = None if batch is None else Batch.parse(batch)
-    return watched(f"building {text}", lambda report: resolve(text, given, samples, real))
+    return watch_progress(f"building {text}", lambda report: resolve(text, given, samples, real))
 
 
 def _answered(made: Plan, why: str | None, as_json: bool) -> Why | None:
     if why is None:
         return None
-    return watched(f"asking why {why}", lambda report: made.why(why), as_json)
+    return watch_progress(f"asking why {why}", lambda report: made.why(why), as_json)
 
 
 def _refuse_meta(target: Target) -> None:
@@ -287,8 +289,8 @@ def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
     if step > ABSURD_S:
         faults.append(f"takes {step:,.0f} s")
     if made.peak_bytes > has:
-        needs = memory(made.peak_bytes)
-        faults.append(f"needs {needs} on each device, which has {memory(has)}")
+        needs = format_bytes(made.peak_bytes)
+        faults.append(f"needs {needs} on each device, which has {format_bytes(has)}")
     if faults:
         name = "other machines" if named else "the machines, as --world dgx-h100 does,"
         whose = "" if named else ", machines like this one"
@@ -302,7 +304,7 @@ def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
 def _tell(target: Target, world: World, made: Plan, answer: Why | None) -> None:
     """What `plan` has found, and why, where that was asked."""
     out = console()
-    line(out, "model", _model(target))
+    print_line(out, "model", _model(target))
     _show(out, made, world)
     if answer is not None:
         out.print(answer)
@@ -311,21 +313,25 @@ def _tell(target: Target, world: World, made: Plan, answer: Why | None) -> None:
 def _tell_files(seconds: float, save: Path | None, timeline: Path | None) -> None:
     """How long planning took, and what was written."""
     out = console()
-    line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
+    print_line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
     if timeline is not None:
-        line(out, "timeline", f"of the modelled step as {timeline}: open it at ui.perfetto.dev")
+        print_line(
+            out, "timeline", f"of the modelled step as {timeline}: open it at ui.perfetto.dev"
+        )
 
 
 def _show(out: Console, made: Plan, world: World | None) -> None:
     """The plan with its world; a warning where a step does not fit the memory of a device."""
-    line(out, "world", str(made.world if world is None else world))
-    line(out, "layout", made.layout)
+    print_line(out, "world", str(made.world if world is None else world))
+    print_line(out, "layout", made.layout)
     out.print(made.table())
-    moved = f"{amount(made.comm_bytes)}B"
-    line(out, "modelled", f"{_step(made)}; a rank sends {moved}")
+    moved = f"{format_amount(made.comm_bytes)}B"
+    print_line(out, "modelled", f"{_step(made)}; a rank sends {moved}")
     if made.groups:
-        line(out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}")
-    held = f"{memory(made.peak_bytes)} at the peak on each device"
+        print_line(
+            out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}"
+        )
+    held = f"{format_bytes(made.peak_bytes)} at the peak on each device"
     if made.memory is not None:
         held = f"{made.memory} at the peak on each device"
     if made.device_limit is not None:
@@ -333,19 +339,19 @@ def _show(out: Console, made: Plan, world: World | None) -> None:
     for names, what in made.dropped:
         held += escape(f"; {what} again in the backward: {names}")
     if world is not None and made.peak_bytes > world.device.memory_bytes:
-        held += f", [red]which has {memory(world.device.memory_bytes)}: too little[/]"
+        held += f", [red]which has {format_bytes(world.device.memory_bytes)}: too little[/]"
     out.print(f"[bold]memory  [/] {held}", soft_wrap=True)
 
 
 def _model(target: Target) -> str:
-    return f"{target.name}: {count(target.parameters)} parameters"
+    return f"{target.name}: {format_count(target.parameters)} parameters"
 
 
 def _step(made: Plan) -> str:
-    summed = duration(made.seconds)
+    summed = format_seconds(made.seconds)
     if made.overlapped is None:
         return f"{summed} a step"
-    return f"{duration(made.overlapped)} a step with communication hidden, {summed} summed"
+    return f"{format_seconds(made.overlapped)} a step with communication hidden, {summed} summed"
 
 
 def _facts(made: Plan) -> dict[str, Any]:

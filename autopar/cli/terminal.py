@@ -29,7 +29,7 @@ def console(stderr: bool = False) -> Console:
     return made
 
 
-def line(out: Console, name: str, text: str) -> None:
+def print_line(out: Console, name: str, text: str) -> None:
     out.print(f"[bold]{name:8}[/] {escape(text)}", soft_wrap=True)
 
 
@@ -71,7 +71,9 @@ def _lines(console: Console) -> Callable[[float, str], None]:
     return report
 
 
-def watched(doing: str, work: Callable[[Callable[[str], None]], T], quiet: bool = False) -> T:
+def watch_progress(
+    doing: str, work: Callable[[Callable[[str], None]], T], quiet: bool = False
+) -> T:
     """The result of `work`; after two seconds stderr says what is being done, in which pass, and
     for how long, unless `quiet`. `work` is given what to call with the name of a pass. What a model
     prints goes to stderr, too: stdout is for results.

@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedActivations:
     """What a node keeps until its backward: which operands and which results (indices, as in a
     Strategy), and bytes of what it makes inside (statistics, masks) where nothing is split.
 
@@ -52,18 +52,18 @@ class Saved:
     result_element_bytes: tuple[int, ...] = ()
 
 
-def operand_bytes(found: Saved, strategy: Strategy, index: int) -> float:
+def operand_bytes(found: SavedActivations, strategy: Strategy, index: int) -> float:
     """Bytes on one rank of an operand in the layout that the strategy wants it in."""
     layout = strategy.operands[index]
     return 0.0 if layout is None else layout.local_size * float(found.operand_element_bytes[index])
 
 
-def result_bytes(found: Saved, strategy: Strategy, index: int) -> float:
+def result_bytes(found: SavedActivations, strategy: Strategy, index: int) -> float:
     """Bytes on one rank of a result in the layout in which the strategy makes it."""
     return strategy.results[index].local_size * float(found.result_element_bytes[index])
 
 
-def inside_bytes(found: Saved, strategy: Strategy) -> float:
+def inner_bytes(found: SavedActivations, strategy: Strategy) -> float:
     """Bytes on one rank of what the node keeps that is neither operand nor result. It is divided as
     the largest tensor of the node is.
     """
@@ -74,21 +74,21 @@ def inside_bytes(found: Saved, strategy: Strategy) -> float:
     return found.inside_bytes * largest.local_size / math.prod(largest.shape)
 
 
-class SavedOf:
+class SavedActivationsByNode:
     """`saved` with a memory: nodes that look alike are run once."""
 
     def __init__(self, gradient: frozenset[Value]) -> None:
         self._gradient = gradient
-        self._known: dict[Hashable, Saved] = {}
+        self._known: dict[Hashable, SavedActivations] = {}
 
-    def __call__(self, node: fx.Node) -> Saved:
+    def __call__(self, node: fx.Node) -> SavedActivations:
         key = (node.target, _look(node, self._gradient))
         if key not in self._known:
-            self._known[key] = saved(node, self._gradient)
+            self._known[key] = saved_activations(node, self._gradient)
         return self._known[key]
 
 
-def saved(node: fx.Node, gradient: frozenset[Value]) -> Saved:
+def saved_activations(node: fx.Node, gradient: frozenset[Value]) -> SavedActivations:
     """What a traced node keeps for the backward where these values carry gradients.
 
     The node is run as the rewrite would emit it with nothing split. A loss whose classes or tokens
@@ -111,8 +111,8 @@ def saved(node: fx.Node, gradient: frozenset[Value]) -> Saved:
             outputs = _run(node, given)
         found = _sorted(given, outputs, kept)
     if node.target is aten.cross_entropy_loss.default and found.operands | found.results:
-        found = Saved(found.operands | {0}, frozenset(), 0.0, found.views)
-    return Saved(
+        found = SavedActivations(found.operands | {0}, frozenset(), 0.0, found.views)
+    return SavedActivations(
         found.operands, found.results, found.inside_bytes, found.views, sizes, made[: len(outputs)]
     )
 
@@ -182,7 +182,7 @@ def _memory(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
-def _sorted(given: list[Tensor | None], outputs: list[Tensor], kept: list[Tensor]) -> Saved:
+def _sorted(given: list[Tensor | None], outputs: list[Tensor], kept: list[Tensor]) -> SavedActivations:
     """Tells what was kept apart, by whose memory it is."""
     operands = {_memory(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
     results = {_memory(t): i for i, t in reversed(list(enumerate(outputs)))}
@@ -191,7 +191,7 @@ def _sorted(given: list[Tensor | None], outputs: list[Tensor], kept: list[Tensor
     taken = frozenset(operands[key] for key in inside if key in operands)
     made = frozenset(results[key] for key in inside if key in results and key not in operands)
     rest = sum(size for key, size in inside.items() if key not in operands and key not in results)
-    return Saved(taken, made, float(rest), views)
+    return SavedActivations(taken, made, float(rest), views)
 
 
 class Share(NamedTuple):
@@ -205,7 +205,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class ActivationMemory:
     """What an annotated program's nodes keep for the backward, and its parameters for training."""
 
     program: Program
@@ -235,7 +235,7 @@ class Kept:
     def _shares(self) -> Mapping[str, Share]:
         notes = self.program.annotations
         assert notes is not None
-        saved_of = SavedOf(notes.gradient)
+        saved_of = SavedActivationsByNode(notes.gradient)
         nodes = [
             n
             for n in self.program.module.graph.nodes
@@ -258,7 +258,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Stored(Kept):
+class Stored(ActivationMemory):
     """What every plan holds of its parameters when the backward ends: themselves, their gradients
     and the optimizer's states. No peak is below that, whatever is dropped on the way.
     """
@@ -271,7 +271,7 @@ class Stored(Kept):
 
 
 @dataclass(frozen=True)
-class Middle(Kept):
+class Middle(ActivationMemory):
     """What a plan that drops nothing holds between forward and backward: what nodes keep, and the
     optimizer's states. No peak of such a plan is below that.
     """
@@ -283,11 +283,11 @@ class Middle(Kept):
 class Price(NamedTuple):
     """What keeping a byte costs a plan, in seconds, and what is kept."""
 
-    kept: Kept
+    kept: ActivationMemory
     seconds_per_byte: float
 
 
-def _values(node: fx.Node, saved: Saved, roots: Mapping[Value, Value]) -> list[Value]:
+def _values(node: fx.Node, saved: SavedActivations, roots: Mapping[Value, Value]) -> list[Value]:
     operands = operands_of(node)
     taken = [producer(n) for i in sorted(saved.operands) if (n := operands[i]) is not None]
     made = [(node.name, i) for i in sorted(saved.results) if saved.views[i] is None]
@@ -295,7 +295,7 @@ def _values(node: fx.Node, saved: Saved, roots: Mapping[Value, Value]) -> list[V
 
 
 def _share(
-    node: fx.Node, saved: Saved, roots: Mapping[Value, Value], keepers: Counter[Value]
+    node: fx.Node, saved: SavedActivations, roots: Mapping[Value, Value], keepers: Counter[Value]
 ) -> Share:
     operands = operands_of(node)
 
@@ -343,7 +343,7 @@ def _elements(layout: Layout | None) -> float:
     return 0.0 if layout is None else float(layout.local_size)
 
 
-def bytes_kept(kept: Kept, plan: Plan) -> float:
+def activation_bytes(kept: ActivationMemory, plan: Plan) -> float:
     """Of a whole plan, on one rank."""
     total = 0.0
     for node in kept.program.module.graph.nodes:

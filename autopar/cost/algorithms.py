@@ -22,7 +22,7 @@ from autopar.cost.network import Pattern, halves, load, size
 from autopar.world import Device, Measured, World
 
 
-class Way(NamedTuple):
+class Algorithm(NamedTuple):
     """One algorithm: "ring", "tree", "exchange", "measured" (whatever the backend does, as
     calibration found it) or "two-level" with so many ranks `inside`, then inside what is left
     across, and so on (else ()); seconds that it takes for nothing, and per byte of the whole value.
@@ -52,7 +52,7 @@ class Way(NamedTuple):
             found += more * np.maximum(whole_bytes - at, 0.0)
         return found
 
-    def after(self, other: Way) -> Way:
+    def after(self, other: Algorithm) -> Algorithm:
         """Both, one after the other, on values of as many bytes; named as this one."""
         return self._replace(
             start_s=self.start_s + other.start_s,
@@ -60,37 +60,37 @@ class Way(NamedTuple):
             bends=self.bends + other.bends,
         )
 
-    def on_part(self, ranks: int) -> Way:
+    def on_part(self, ranks: int) -> Algorithm:
         """This on one of so many equal parts of the whole value."""
         bends = tuple((at * ranks, more / ranks) for at, more in self.bends)
         return self._replace(s_per_byte=self.s_per_byte / ranks, bends=bends)
 
 
-FREE = Way("ring", (), 0.0, 0.0)
+FREE = Algorithm("ring", (), 0.0, 0.0)
 
 
 @lru_cache(maxsize=1 << 16)
-def ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
+def algorithms(world: World, kind: str, digits: Pattern) -> tuple[Algorithm, ...]:
     """The ways that are the fastest for some size, from the one for the smallest on."""
-    return _best([*flat_ways(world, kind, digits), *_two_level(world, kind, digits)])
+    return _best([*flat_algorithms(world, kind, digits), *_two_level(world, kind, digits)])
 
 
-def in_step(world: World, found: tuple[Way, ...]) -> tuple[Way, ...]:
+def in_step(world: World, found: tuple[Algorithm, ...]) -> tuple[Algorithm, ...]:
     """The ways as a step pays them, whose ranks compute between collectives."""
     if not world.meeting_s or found == (FREE,):
         return found
     return tuple(way._replace(start_s=way.start_s + world.meeting_s) for way in found)
 
 
-def formula(world: World, kind: str, digits: Pattern) -> Way:
+def formula(world: World, kind: str, digits: Pattern) -> Algorithm:
     """The first one-level way by formula, measured or not: levels and factors are fitted to it."""
     name, start, rate = next(_flat(world, kind, digits))
     factor = world.factor(kind)
-    return Way(name, (), factor * (world.launch_s + start), factor * rate)
+    return Algorithm(name, (), factor * (world.launch_s + start), factor * rate)
 
 
 @lru_cache(maxsize=1 << 16)
-def flat_ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
+def flat_algorithms(world: World, kind: str, digits: Pattern) -> tuple[Algorithm, ...]:
     """Those in one level."""
     if not digits:
         return (FREE,)
@@ -99,13 +99,13 @@ def flat_ways(world: World, kind: str, digits: Pattern) -> tuple[Way, ...]:
         return (_measured(known),)
     factor = world.factor(kind)
     return _best(
-        Way(name, (), factor * (world.launch_s + start), factor * rate)
+        Algorithm(name, (), factor * (world.launch_s + start), factor * rate)
         for name, start, rate in _flat(world, kind, digits)
     )
 
 
-def _measured(one: Measured) -> Way:
-    return Way("measured", (), one.start_s, one.s_per_byte, one.bends, one.takes_s, one.slows)
+def _measured(one: Measured) -> Algorithm:
+    return Algorithm("measured", (), one.start_s, one.s_per_byte, one.bends, one.takes_s, one.slows)
 
 
 def _flat(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float, float]]:
@@ -171,27 +171,27 @@ _WITHIN = {
 }
 
 
-def _two_level(world: World, kind: str, digits: Pattern) -> Iterator[Way]:
+def _two_level(world: World, kind: str, digits: Pattern) -> Iterator[Algorithm]:
     for inside, across in halves(digits) if kind in _WITHIN else ():
         ranks = size(inside)
-        for way in ways(world, kind, across):  # what goes across is the part that a rank has
-            made = [Way("two-level", (ranks, *way.inside), *way.on_part(ranks)[2:])]
+        for way in algorithms(world, kind, across):  # what goes across is the part that a rank has
+            made = [Algorithm("two-level", (ranks, *way.inside), *way.on_part(ranks)[2:])]
             for stage in filter(None, _WITHIN[kind]):
-                once = flat_ways(world, stage, inside)
+                once = flat_algorithms(world, stage, inside)
                 made = [found.after(w) for found in made for w in once]
             yield from made
 
 
-def _best(candidates: Iterable[Way]) -> tuple[Way, ...]:
+def _best(candidates: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     """The lower envelope; of equal ones the first, which is the simplest."""
-    kept: list[Way] = []
+    kept: list[Algorithm] = []
     for way in candidates:
         if not any(_beats(other, way) for other in kept):
             kept = [other for other in kept if not _beats(way, other)] + [way]
     kept.sort(key=lambda way: way.start_s)
     if any(way.bends for way in kept):
         return tuple(kept)
-    hull: list[Way] = []
+    hull: list[Algorithm] = []
     for way in kept:
         while len(hull) > 1 and _overtakes(hull[-2], way) <= _overtakes(hull[-2], hull[-1]):
             hull.pop()
@@ -199,7 +199,7 @@ def _best(candidates: Iterable[Way]) -> tuple[Way, ...]:
     return tuple(hull)
 
 
-def _beats(one: Way, other: Way) -> bool:
+def _beats(one: Algorithm, other: Algorithm) -> bool:
     """As fast or faster at every size, but for rounding."""
     sizes = (0.0, *(at for at, _ in (*one.bends, *other.bends)))
     mine, theirs = (w.s_per_byte + sum(more for _, more in w.bends) for w in (one, other))
@@ -208,7 +208,7 @@ def _beats(one: Way, other: Way) -> bool:
     )
 
 
-def _overtakes(early: Way, late: Way) -> float:
+def _overtakes(early: Algorithm, late: Algorithm) -> float:
     """Bytes from which on the one that starts slower is the faster."""
     gain = early.s_per_byte - late.s_per_byte
     return (late.start_s - early.start_s) / gain if gain > 0 else math.inf

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.cost.algorithms import Way, flat_ways, in_step, ways
+from autopar.cost.algorithms import Algorithm, flat_algorithms, in_step, algorithms
 from autopar.cost.network import Pattern, pattern, size
 from autopar.ir.graph import every_node
 from autopar.ir.layout import Element, Layout, Step, Traffic
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Atom, Program
-from autopar.ops.collectives import levels_of
-from autopar.ops.sharded.inner_collectives import Inside
+from autopar.ops.collectives import hierarchy_of
+from autopar.ops.sharded.inner_collectives import InnerCollective
 from autopar.world import World
 
 
@@ -35,7 +35,7 @@ class Price(NamedTuple):
 
     bytes: float
     seconds: float
-    way: Way
+    way: Algorithm
 
     @property
     def takes_s(self) -> float:
@@ -55,8 +55,8 @@ class Cost(NamedTuple):
     algorithm: str = "ring"
 
 
-Levels = tuple[int, ...]
-_Find = Callable[[World, str, Pattern], tuple[Way, ...]]
+Hierarchy = tuple[int, ...]
+_Find = Callable[[World, str, Pattern], tuple[Algorithm, ...]]
 
 
 def collective_cost(
@@ -65,7 +65,7 @@ def collective_cost(
     mesh: Mesh,
     element_bytes: int,
     world: World,
-    find: _Find = ways,
+    find: _Find = algorithms,
 ) -> Price:
     """One collective over these axes of the mesh, run by all of their groups at once, in the
     fastest of the ways that `find` gives.
@@ -81,16 +81,16 @@ def flat_price(kind: str, digits: Pattern, whole_bytes: float, world: World) -> 
     """Of one collective in one level, or of several that go as one, of so many bytes of the whole
     value, over groups of a pattern; without what ranks lose on coming together for it.
     """
-    found = flat_ways(world, kind, digits)
+    found = flat_algorithms(world, kind, digits)
     way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole_bytes))
     return Price(sent(kind, size(digits)) * whole_bytes, way.seconds(whole_bytes), way)
 
 
-def fastest_levels(
+def fastest_hierarchy(
     kind: str, axes: tuple[str, ...], mesh: Mesh, whole_bytes: float, world: World
-) -> Levels:
+) -> Hierarchy:
     """In which a collective of so many bytes of the whole value takes the least time."""
-    return _cheapest(world, mesh, axes, kind, whole_bytes, ways).way.inside
+    return _cheapest(world, mesh, axes, kind, whole_bytes, algorithms).way.inside
 
 
 def sent(kind: str, ranks: Any) -> Any:
@@ -112,7 +112,7 @@ def seconds(
     """What `collective_cost` gives, for an array of bytes of the whole value at once: each in the
     way that is the fastest for it. `digits` is `pattern(mesh, axes)`.
     """
-    first, *others = in_step(world, ways(world, kind, digits))
+    first, *others = in_step(world, algorithms(world, kind, digits))
     fastest = first.all_seconds(whole_bytes)
     for way in others:
         fastest = np.minimum(fastest, way.all_seconds(whole_bytes))
@@ -130,7 +130,7 @@ def _cheapest(
 @lru_cache(maxsize=1 << 16)
 def _found(
     world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, find: _Find
-) -> tuple[float, tuple[Way, ...]]:
+) -> tuple[float, tuple[Algorithm, ...]]:
     """(bytes that a rank sends per byte of the whole, the ways to do so)."""
     digits = pattern(mesh, axes)
     return sent(kind, size(digits)), in_step(world, find(world, kind, digits))
@@ -147,7 +147,7 @@ def costs(path: Iterable[Step], element: Element, world: World) -> Iterator[Cost
                     yield _cost(traffic, step.axes, True, step.before.mesh, size, world)
 
 
-def levels(step: Step, element: Element, world: World) -> tuple[Levels, Levels]:
+def hierarchies(step: Step, element: Element, world: World) -> tuple[Hierarchy, Hierarchy]:
     """How the collectives of a change are to go, forward and backward: `Way.inside`, () for in one
     level or not at all.
     """
@@ -161,11 +161,11 @@ def levels(step: Step, element: Element, world: World) -> tuple[Levels, Levels]:
     return forward, backward
 
 
-def inside_costs(found: Iterable[Inside], mesh: Mesh, world: World) -> Iterator[Cost]:
+def inner_costs(found: Iterable[InnerCollective], mesh: Mesh, world: World) -> Iterator[Cost]:
     """Every collective inside a sharded implementation; these go in one level."""
     for one in found:
         size = one.element_bytes
-        yield _cost(one.traffic, one.axes, one.backward, mesh, size, world, flat_ways)
+        yield _cost(one.traffic, one.axes, one.backward, mesh, size, world, flat_algorithms)
 
 
 def _cost(
@@ -175,7 +175,7 @@ def _cost(
     mesh: Mesh,
     element_bytes: int,
     world: World,
-    find: _Find = ways,
+    find: _Find = algorithms,
 ) -> Cost:
     price = collective_cost(traffic, axes, mesh, element_bytes, world, find)
     return Cost(traffic.collective, axes, backward, price.bytes, price.seconds, price.way.algorithm)
@@ -195,7 +195,7 @@ def path_seconds(path: Iterable[Step], element: Element, world: World) -> float:
     return total + element.share * sum(cost.seconds for cost in costs(path, element, world))
 
 
-class Move(NamedTuple):
+class SentCollective(NamedTuple):
     """One collective. Its elements are `times` · the local sizes of these dims of a tensor that
     lies so, and for an all-to-all times the ranks of its group; `atoms` are those of each dim.
 
@@ -222,14 +222,14 @@ class Move(NamedTuple):
     @property
     def levels(self) -> tuple[int, ...]:
         """In which it goes; those within an implementation always go in one."""
-        return () if self.inside else levels_of(self.node, self.backward)
+        return () if self.inside else hierarchy_of(self.node, self.backward)
 
     @property
     def chain(self) -> str:
         return str(self.node.meta["chain"])
 
 
-def moves(program: Program) -> Iterator[Move]:
+def sent_collectives(program: Program) -> Iterator[SentCollective]:
     """Every collective of a training step; a forward one that is run again, a second time as one of
     the backward.
     """
@@ -240,14 +240,14 @@ def moves(program: Program) -> Iterator[Move]:
                 yield move._replace(backward=True, again=True)
 
 
-def _of_node(node: fx.Node, program: Program) -> Iterator[Move]:
+def _of_node(node: fx.Node, program: Program) -> Iterator[SentCollective]:
     if "step" in node.meta:
         yield from _of_step(node, node.meta["step"], program)
     for one in node.meta.get("inside", ()):
         yield _of_inside(node, one, program)
 
 
-def _of_step(node: fx.Node, step: Step, program: Program) -> Iterator[Move]:
+def _of_step(node: fx.Node, step: Step, program: Program) -> Iterator[SentCollective]:
     assert program.annotations is not None
     layout = max(step.before, step.after, key=lambda layout: layout.local_size)
     dims = tuple(range(len(layout.shape)))
@@ -256,10 +256,10 @@ def _of_step(node: fx.Node, step: Step, program: Program) -> Iterator[Move]:
     for late, traffic in zip((False, True), step.traffic(bool(element.gradient)), strict=True):
         if traffic is not None:
             size = element.of(traffic.collective, late)
-            yield Move(node, traffic, step.axes, late, size, False, layout, dims, atoms)
+            yield SentCollective(node, traffic, step.axes, late, size, False, layout, dims, atoms)
 
 
-def _of_inside(node: fx.Node, found: Inside, program: Program) -> Move:
+def _of_inside(node: fx.Node, found: InnerCollective, program: Program) -> SentCollective:
     assert program.annotations is not None
     index, layout, dims, times = found.part
     source = node.meta["source"]
@@ -267,4 +267,4 @@ def _of_inside(node: fx.Node, found: Inside, program: Program) -> Move:
     operand = program.annotations.specs[source].operands[index]
     assert operand is not None
     atoms = tuple(tuple(atom for name in dim for atom in factors[name]) for dim in operand)
-    return Move(node, *found[:3], found.element_bytes, True, layout, dims, atoms, times)
+    return SentCollective(node, *found[:3], found.element_bytes, True, layout, dims, atoms, times)

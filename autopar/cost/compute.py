@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.ir.layout import Layout
-from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, Spec
+from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, OpShardingRule
 from autopar.ir.strategy import Strategy
 from autopar.world import Device, World
 
@@ -27,7 +27,7 @@ _OPTIMIZER_PASSES = (
 _BACKWARD = 2  # a product has two in its backward; a read is read and written back
 
 
-def product_seconds(
+def matmul_seconds(
     flops: Numbers, moved_bytes: Numbers, dtype: torch.dtype, device: Device
 ) -> Numbers:
     """Seconds of one op on one rank, elementwise: of a product or, with 0 FLOPs, of any other op.
@@ -133,8 +133,8 @@ def _attention_grid(
     return keys, sizes, np.array([[1 / by_place[s, k] for k in keys] for s in sizes])
 
 
-def spec_seconds(
-    spec: Spec,
+def rule_seconds(
+    spec: OpShardingRule,
     flops: Numbers,
     moved_bytes: Numbers,
     dtype: torch.dtype,
@@ -147,7 +147,7 @@ def spec_seconds(
     and is one op.
     """
     if spec.attends is None:
-        once = product_seconds(flops, moved_bytes, dtype, device)
+        once = matmul_seconds(flops, moved_bytes, dtype, device)
         return once * (1 + _BACKWARD if gradient else 1)
     forward = attention_seconds(flops, moved_bytes, spec.attends, False, dtype, device)
     if not gradient:
@@ -157,7 +157,7 @@ def spec_seconds(
 
 
 def node_seconds(
-    spec: Spec, strategy: Strategy, dtype: torch.dtype, gradient: bool, world: World
+    spec: OpShardingRule, strategy: Strategy, dtype: torch.dtype, gradient: bool, world: World
 ) -> float:
     """Of one node on one rank; with `gradient`, the backward too.
 
@@ -169,7 +169,7 @@ def node_seconds(
         if layout is not None
     )
     flops, moved = float(spec.flops / strategy.parts), float(elements * dtype.itemsize)
-    return spec_seconds(spec, flops, moved, dtype, gradient, world.device)
+    return rule_seconds(spec, flops, moved, dtype, gradient, world.device)
 
 
 def optimizer_seconds(layout: Layout, element_bytes: int, world: World) -> float:

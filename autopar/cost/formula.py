@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from sympy import Expr, Integer, Symbol
 
-from autopar.cost.communication import Move, moves, sent
+from autopar.cost.communication import SentCollective, sent_collectives, sent
 from autopar.cost.symbols import Names, meaning
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
@@ -230,9 +230,9 @@ def formula(source: Program, program: Program, pattern: str = "*") -> Formula:
         raise PlanError(f"{pattern!r} names no subgraph of the plan; there are {known}")
     names = Names(source)
     found: dict[Term, int] = {}
-    sizes = [move.element_bytes for move in moves(program) if not move.inside]
+    sizes = [move.element_bytes for move in sent_collectives(program) if not move.inside]
     usual = max(set(sizes), key=sizes.count, default=4)
-    for move in moves(program):
+    for move in sent_collectives(program):
         if move.chain in chains:
             term = _term(move, names, usual)
             found[term] = found.get(term, 0) + 1
@@ -244,14 +244,14 @@ def formula(source: Program, program: Program, pattern: str = "*") -> Formula:
 
 
 def _chains(program: Program) -> list[str]:
-    return list(dict.fromkeys([c.name for c in program.chains] + [m.chain for m in moves(program)]))
+    return list(dict.fromkeys([c.name for c in program.chains] + [m.chain for m in sent_collectives(program)]))
 
 
 def _fits(name: str, pattern: str) -> bool:
     return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")
 
 
-def _term(move: Move, names: Names, usual: int) -> Term:
+def _term(move: SentCollective, names: Names, usual: int) -> Term:
     """`inside` an op the bytes of an element are numbers: they are not the model's."""
     elements: Expr = Integer(move.times)
     for dim in move.dims:

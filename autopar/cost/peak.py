@@ -40,7 +40,7 @@ FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default  # keeps no sco
 META = torch.device("meta")
 
 
-def on_stand_ins(module: fx.GraphModule) -> fx.GraphModule:
+def run_on_meta(module: fx.GraphModule) -> fx.GraphModule:
     """The module, for tensors of the meta device."""
     graph, root = fx.Graph(), torch.nn.Module()
     output = graph.graph_copy(module.graph, {})
@@ -53,7 +53,7 @@ def on_stand_ins(module: fx.GraphModule) -> fx.GraphModule:
             node.kwargs = {**node.kwargs, "device": META}
         for block in called(module, node):
             name = next(n.target for n in node.all_input_nodes if n.op == "get_attr")
-            root.add_module(str(name), on_stand_ins(block))
+            root.add_module(str(name), run_on_meta(block))
     graph.output(output)
     return fx.GraphModule(root, graph)
 
@@ -258,7 +258,7 @@ class _Step:
             if name not in stored:
                 self.lives.note(tensor)
         with self.lives:
-            outputs = on_stand_ins(self.program.module)(*(self._fed(e, held) for e in entries))
+            outputs = run_on_meta(self.program.module)(*(self._fed(e, held) for e in entries))
             middle = self.lives.moment
             _backward(outputs)
         gradients = [self.lives.note(t.grad) for t in held.values() if t.grad is not None]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autopar.cost.algorithms import flat_ways, ways
-from autopar.cost.communication import collective_cost, moves
+from autopar.cost.algorithms import flat_algorithms, algorithms
+from autopar.cost.communication import collective_cost, sent_collectives
 from autopar.cost.compute import node_seconds
 from autopar.cost.simulator.timeline import Timeline
 from autopar.ir.graph import every_node
@@ -35,14 +35,14 @@ _SHORT = {
 }
 
 
-def summarised(program: Program, world: World, step: Timeline | None = None) -> Plan:
+def summary_rows(program: Program, world: World, step: Timeline | None = None) -> Plan:
     """The plan with its table, its collectives, and the bytes that a rank sends and holds. `step`:
     its simulation, where communication is to run under computation.
     """
     plan = program.plan
     assert plan is not None
     found = collectives(program, world)
-    again = twice_seconds(program, world, found)
+    again = rematerialization_seconds(program, world, found)
     unsplit = (*plan.unsplit, *_unknown(program))
     seconds = plan.seconds + again
     return dataclasses.replace(
@@ -57,12 +57,12 @@ def summarised(program: Program, world: World, step: Timeline | None = None) -> 
     )
 
 
-def twice_seconds(
+def rematerialization_seconds(
     program: Program, world: World, found: Sequence[Collective] | None = None
 ) -> float:
     """Seconds of what runs again in the backward. `found`: the program's collectives."""
     found = collectives(program, world) if found is None else found
-    again = sum(c.seconds for m, c in zip(moves(program), found, strict=True) if m.again)
+    again = sum(c.seconds for m, c in zip(sent_collectives(program), found, strict=True) if m.again)
     return again + sum(_again_seconds(program, world).values())
 
 
@@ -70,8 +70,8 @@ def collectives(program: Program, world: World) -> tuple[Collective, ...]:
     """Every collective of a training step, in the order of the forward graph."""
     assert program.plan is not None
     made = []
-    for move in moves(program):
-        find = flat_ways if move.inside else ways
+    for move in sent_collectives(program):
+        find = flat_algorithms if move.inside else algorithms
         price = collective_cost(
             move.traffic, move.axes, program.plan.mesh, move.element_bytes, world, find
         )
@@ -96,7 +96,7 @@ def _resharded(program: Program, found: Sequence[Collective], seconds: float) ->
     assert notes is not None
     spent = sum(
         collective.seconds
-        for move, collective in zip(moves(program), found, strict=True)
+        for move, collective in zip(sent_collectives(program), found, strict=True)
         if not move.inside
         and move.traffic.collective == "all_to_all"
         and move.node.meta["value"] in notes.weights

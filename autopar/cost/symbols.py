@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 
 from sympy import Expr, Integer, Symbol
 
-from autopar.ir.dim_roles import atoms_of, kinds_of, weighted
+from autopar.ir.dim_roles import loop_dim_atoms, dim_kinds, weight_matmuls
 from autopar.ir.program import Atom, Program
-from autopar.ir.sharding_rule import Spec
+from autopar.ir.sharding_rule import OpShardingRule
 
 _LITERAL = 4  # a size up to this that plays no role, such as the 3 of a fused qkv, is a number
 _ATTENTION = {"g", "r", "q", "e", "k", "v"}  # the factors of scaled_dot_product_attention
@@ -99,7 +99,7 @@ def _roles(source: Program) -> Iterator[tuple[str, tuple[Atom, ...]]]:
 def _token_dims(source: Program) -> Iterator[tuple[Atom, ...]]:
     """The second dim of what a user passes, where it is the sequence."""
     assert source.annotations is not None
-    sequence = kinds_of(source).sequence
+    sequence = dim_kinds(source).sequence
     for entry in source.signature.inputs:
         dims = source.annotations.dims.get((entry.node, 0), ())
         if entry.kind == "user" and len(dims) > 1 and sequence & {a.number for a in dims[1]}:
@@ -107,7 +107,7 @@ def _token_dims(source: Program) -> Iterator[tuple[Atom, ...]]:
 
 
 def _of_attention(
-    spec: Spec, factors: dict[str, tuple[Atom, ...]]
+    spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]]
 ) -> Iterator[tuple[str, tuple[Atom, ...]]]:
     if not spec.sizes.keys() >= _ATTENTION:
         return
@@ -118,7 +118,7 @@ def _of_attention(
 
 
 def _of_tables(
-    specs: list[tuple[Spec, dict[str, tuple[Atom, ...]]]],
+    specs: list[tuple[OpShardingRule, dict[str, tuple[Atom, ...]]]],
 ) -> Iterator[tuple[str, tuple[Atom, ...]]]:
     """Classes and rows that tokens index: the largest are the vocabulary."""
     tables = []
@@ -131,8 +131,8 @@ def _of_tables(
 
 
 def _of_products(source: Program) -> Iterator[tuple[str, tuple[Atom, ...]]]:
-    residual = kinds_of(source).residual
-    sides = [atoms_of(source, node) for node, _ in weighted(source)]
+    residual = dim_kinds(source).residual
+    sides = [loop_dim_atoms(source, node) for node, _ in weight_matmuls(source)]
     for side in sides:
         for letter in "kn":
             yield "h", tuple(atom for atom in side[letter] if atom.number in residual)

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.ir.graph import producer
 from autopar.ir.program import Annotations, Atom, Program
-from autopar.ir.sharding_rule import Spec, operands_of
+from autopar.ir.sharding_rule import OpShardingRule, operands_of
 
 aten = torch.ops.aten
 
@@ -53,7 +53,7 @@ def goes_with_weight(notes: Annotations, node: fx.Node) -> bool:
     return node.target in _CARRY_ON and (node.name, 0) in notes.weights
 
 
-def has_weight(spec: Spec) -> bool:
+def has_weight(spec: OpShardingRule) -> bool:
     """Whether a product has an operand without any dim of m: a weight."""
     if spec.product is None or not spec.product[1]:
         return False
@@ -66,14 +66,14 @@ def has_weight(spec: Spec) -> bool:
     )
 
 
-def letter(spec: Spec, factor: str) -> str:
+def loop_dim_of(spec: OpShardingRule, factor: str) -> str:
     """The loop dim that a factor of a product belongs to."""
     assert spec.product is not None
     return next((x for x, role in zip("mnk", spec.product, strict=True) if factor in role), "")
 
 
 # -- facts about a model ---------------------------------------------------------------------------
-def weighted(program: Program) -> Iterator[tuple[fx.Node, Spec]]:
+def weight_matmuls(program: Program) -> Iterator[tuple[fx.Node, OpShardingRule]]:
     """The products with a weight, in the order of the graph."""
     assert program.annotations is not None
     for node in program.module.graph.nodes:
@@ -82,7 +82,7 @@ def weighted(program: Program) -> Iterator[tuple[fx.Node, Spec]]:
             yield node, spec
 
 
-def atoms_of(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...]]:
+def loop_dim_atoms(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...]]:
     """What the loop dims m, n and k of a product are made of."""
     assert program.annotations is not None
     spec, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
@@ -93,7 +93,7 @@ def atoms_of(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...]]:
     }
 
 
-def kinds_of(program: Program) -> Kinds:
+def dim_kinds(program: Program) -> Kinds:
     """Batch: the outermost atom of the first input's first dim. Sequence: the second dim of token
     ids. Residual: see `_residual`.
     """
@@ -117,8 +117,8 @@ def _residual(program: Program) -> frozenset[int]:
     """
     residual: set[int] = set()
     inner: set[int] = set()
-    for node, _ in weighted(program):
-        sides = atoms_of(program, node)
+    for node, _ in weight_matmuls(program):
+        sides = loop_dim_atoms(program, node)
         far, near = ({atom.number for atom in sides[letter]} for letter in "nk")
         if near & inner or (far & residual and not near & residual):
             near, far = far, near
@@ -127,11 +127,11 @@ def _residual(program: Program) -> frozenset[int]:
     return frozenset(residual)
 
 
-def letters_of(program: Program) -> dict[str, tuple[str, ...]]:
+def parameter_loop_dims(program: Program) -> dict[str, tuple[str, ...]]:
     """For every parameter that is the weight of a product: the loop dim of each of its dims."""
     found: dict[str, tuple[str, ...]] = {}
     parameters = {entry.node for entry in program.signature.inputs if entry.kind == "parameter"}
-    for node, spec in weighted(program):
+    for node, spec in weight_matmuls(program):
         for operand, dims in zip(operands_of(node), spec.operands, strict=True):
             if (
                 operand is not None
@@ -140,6 +140,6 @@ def letters_of(program: Program) -> dict[str, tuple[str, ...]]:
                 and len(dims) > 1
             ):
                 found[producer(operand)[0]] = tuple(
-                    letter(spec, dim[0]) if dim else "" for dim in dims
+                    loop_dim_of(spec, dim[0]) if dim else "" for dim in dims
                 )
     return found

@@ -18,7 +18,7 @@ from autopar.ir import plan_file
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
-from autopar.ir.plan_table import Collective, Memory, Row, summed
+from autopar.ir.plan_table import Collective, Memory, Row, summed_rows
 from autopar.world import World, json_file
 
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
@@ -122,7 +122,7 @@ class Plan:
             table.add_row(*self._cells(row))
         if self.overlapped is not None:
             table.add_section()
-            table.add_row(*self._cells(summed(self.rows)))
+            table.add_row(*self._cells(summed_rows(self.rows)))
         legend = (
             "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, "
             "AR all-reduce, A2A all-to-all, B broadcast"
@@ -163,7 +163,7 @@ class Plan:
         """What the step with communication under computation is made of."""
         if self.overlapped is None:
             return []
-        total = summed(self.rows)
+        total = summed_rows(self.rows)
         parts = [
             f"{_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
             for name in ("computation", "exposed")

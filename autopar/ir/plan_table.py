@@ -97,7 +97,7 @@ class Memory:
         return f"{self.peak / size:,.2f} {unit} ({parts})"
 
 
-def summed(rows: Sequence[Row]) -> Row:
+def summed_rows(rows: Sequence[Row]) -> Row:
     """All rows added up, under the name "all"."""
     names = ("bytes", "seconds", "computation", "communication", "exposed")
     return Row("all", "", "", *(sum(getattr(row, name) or 0.0 for row in rows) for name in names))

@@ -19,7 +19,7 @@ from torch import fx
 from autopar._compat import pytree
 from autopar.ir.layout import Element, Layout
 from autopar.ir.plan import Plan
-from autopar.ir.sharding_rule import Spec
+from autopar.ir.sharding_rule import OpShardingRule
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # device types with the dtype that is cast to
 
@@ -134,7 +134,7 @@ class Annotations:
     `whole`: every rank stores all parameters whole and returns everything whole.
     """
 
-    specs: dict[str, Spec]
+    specs: dict[str, OpShardingRule]
     dims: dict[Value, tuple[tuple[Atom, ...], ...]]
     factors: dict[str, dict[str, tuple[Atom, ...]]]
     searched: frozenset[str]

@@ -16,7 +16,7 @@ Places = tuple[int, ...]  # of axes, in mesh order
 
 
 @lru_cache(maxsize=1 << 20)
-def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+def reshard_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     """The path of single changes from one layout to another, every layout on the way legal.
 
     Axes that take the same change take it together, as one collective over their joint group: where
@@ -27,7 +27,7 @@ def steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     if source.states == target.states:
         return ()
     step = _next_step(source, target)
-    return (step, *steps(step.after, target))
+    return (step, *reshard_steps(step.after, target))
 
 
 def _next_step(current: Layout, target: Layout) -> Step:

@@ -64,7 +64,7 @@ class Attends(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spec:
+class OpShardingRule:
     """How one node may be split: the factors of its operands and results, their sizes, and what
     each allows.
     """
@@ -91,8 +91,8 @@ class Spec:
         return kept or factor in self.sum or factor in self.shared
 
 
-Builder = Callable[[fx.Node], Spec]
-TABLE: dict[Any, Builder] = {}
+RuleBuilder = Callable[[fx.Node], OpShardingRule]
+TABLE: dict[Any, RuleBuilder] = {}
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -163,13 +163,13 @@ def rule(
     """Add one line to the table; see the module's docstring for the notation."""
     line = _Pattern(target, pattern)
 
-    def build(node: fx.Node) -> Spec:
+    def build(node: fx.Node) -> OpShardingRule:
         operands, results, sizes = line.fitted(node)
         roles = None
         if product:
             m, n, k = (_names(part, sizes) for part in product.split("|"))
             roles = (m, n, k)
-        return Spec(
+        return OpShardingRule(
             operands,
             results,
             sizes,

@@ -77,12 +77,12 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def count(things: int) -> str:
+def format_count(things: int) -> str:
     """Parameters, samples: with B for billions."""
-    return amount(things).replace("G", "B").strip()
+    return format_amount(things).replace("G", "B").strip()
 
 
-def amount(value: float) -> str:
+def format_amount(value: float) -> str:
     """A number with the prefix of its thousands, as "8.03 G"."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
@@ -90,9 +90,9 @@ def amount(value: float) -> str:
     return f"{value:.0f} "
 
 
-def memory(size: float) -> str:
+def format_bytes(size: float) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
 
 
-def duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

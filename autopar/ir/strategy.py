@@ -16,7 +16,7 @@ from typing import NamedTuple
 from autopar.ir.layout import I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Atom
-from autopar.ir.sharding_rule import Dims, Spec
+from autopar.ir.sharding_rule import Dims, OpShardingRule
 
 
 class Slot(NamedTuple):
@@ -28,14 +28,14 @@ class Slot(NamedTuple):
     position: int
 
 
-class Through(NamedTuple):
+class PartialPassThrough(NamedTuple):
     """The axis passes partial values through this group of operands."""
 
     operands: frozenset[int]
 
 
 Choice = (
-    State | Slot | Through
+    State | Slot | PartialPassThrough
 )  # of one axis: I or R for all operands and results, a slot, or partial values
 
 
@@ -67,7 +67,7 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 def strategies(
-    spec: Spec,
+    spec: OpShardingRule,
     factors: Atoms,
     mesh: Mesh,
     operand_shapes: Shapes,
@@ -108,7 +108,7 @@ def strategies(
     return found
 
 
-def spec_look(spec: Spec, factors: Atoms) -> Hashable:
+def rule_look(spec: OpShardingRule, factors: Atoms) -> Hashable:
     """All of a node's rule that its strategies and their cost depend on."""
     atoms = tuple((f, tuple((a.size, a.opaque) for a in chain)) for f, chain in factors.items())
     return (
@@ -128,19 +128,21 @@ def spec_look(spec: Spec, factors: Atoms) -> Hashable:
     )
 
 
-def axis_choices(spec: Spec, factors: Atoms, mesh: Mesh, gradient: bool) -> list[list[Choice]]:
+def axis_choices(
+    spec: OpShardingRule, factors: Atoms, mesh: Mesh, gradient: bool
+) -> list[list[Choice]]:
     """What each axis may do at a node. `gradient`: a value of the node carries one (else I and R
     are the same, only R is listed).
     """
     return [_choices(spec, factors, axis.size, gradient) for axis in mesh.axes]
 
 
-def free_choices(spec: Spec, factors: Atoms, gradient: bool) -> list[Choice]:
+def free_choices(spec: OpShardingRule, factors: Atoms, gradient: bool) -> list[Choice]:
     """What an axis may do at a node where its size divides everything."""
     return _choices(spec, factors, 1, gradient)
 
 
-def _choices(spec: Spec, factors: Atoms, size: int, gradient: bool) -> list[Choice]:
+def _choices(spec: OpShardingRule, factors: Atoms, size: int, gradient: bool) -> list[Choice]:
     made: list[Choice] = [R]
     if gradient:
         made = [I] if spec.nonlinear else [I, R]
@@ -154,7 +156,7 @@ def _choices(spec: Spec, factors: Atoms, size: int, gradient: bool) -> list[Choi
     present = frozenset(i for i, dims in enumerate(spec.operands) if dims is not None)
     for group in spec.linear:
         if group & present:
-            made.append(Through(group & present))
+            made.append(PartialPassThrough(group & present))
     return made
 
 
@@ -184,7 +186,7 @@ def _orders(taken: Taken) -> Iterator[Taken]:
 
 
 def _wasteful(
-    spec: Spec, choices: Sequence[Choice], taken: Taken, factors: Atoms, mesh: Mesh
+    spec: OpShardingRule, choices: Sequence[Choice], taken: Taken, factors: Atoms, mesh: Mesh
 ) -> bool:
     """Whether an axis is idle on which some factor of the product could still be split."""
     for axis, choice in zip(mesh.axes, choices, strict=True):
@@ -200,7 +202,7 @@ def _wasteful(
 
 # -- layouts that follow from a choice -------------------------------------------------------------
 def _operand(
-    spec: Spec,
+    spec: OpShardingRule,
     index: int,
     dims: Dims,
     shape: tuple[int, ...],
@@ -212,7 +214,7 @@ def _operand(
     present = {factor for dim in dims for factor in dim}
     states: list[State] = []
     for axis, choice in zip(mesh.axes, choices, strict=True):
-        if isinstance(choice, Through):
+        if isinstance(choice, PartialPassThrough):
             states.append(P if index in choice.operands else R)
         elif isinstance(choice, Slot) and choice.factor in present:
             states.append(_digit(axis.name, choice, dims, order, factors, mesh))
@@ -225,7 +227,7 @@ def _operand(
 
 
 def _result(
-    spec: Spec,
+    spec: OpShardingRule,
     dims: Dims,
     shape: tuple[int, ...],
     choices: Sequence[Choice],
@@ -236,7 +238,7 @@ def _result(
     present = {factor for dim in dims for factor in dim}
     states: list[State] = []
     for axis, choice in zip(mesh.axes, choices, strict=True):
-        if isinstance(choice, Through):
+        if isinstance(choice, PartialPassThrough):
             states.append(P)
         elif isinstance(choice, Slot) and choice.factor in present:
             states.append(_digit(axis.name, choice, dims, order, factors, mesh))
@@ -287,7 +289,7 @@ def placements(
             if not atom.opaque and atom.size % axis.size == 0
         ]
         per_axis.append([whole, *fitting])
-    spec = Spec((named,), (), dict.fromkeys(slots, 0))
+    spec = OpShardingRule((named,), (), dict.fromkeys(slots, 0))
     found: list[Layout] = []
     for choices in itertools.product(*per_axis) if joint is None else joint:
         taken = _taken(choices, mesh)

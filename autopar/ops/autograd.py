@@ -31,7 +31,7 @@ class AllGather(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        summed = _scatter(widened(grad, ctx.wide), *ctx.facts).to(grad.dtype)
+        summed = _scatter(widen_for_sum(grad, ctx.wide), *ctx.facts).to(grad.dtype)
         return summed, None, None, None, None, None
 
 
@@ -179,10 +179,10 @@ class AllToAll(Function):
 
 
 def _sum(grad: Tensor, route: Route, wide: Wide) -> Tensor:
-    return comm.hierarchical_all_reduce(widened(grad, wide), route).to(grad.dtype)
+    return comm.hierarchical_all_reduce(widen_for_sum(grad, wide), route).to(grad.dtype)
 
 
-def widened(grad: Tensor, wide: Wide) -> Tensor:
+def widen_for_sum(grad: Tensor, wide: Wide) -> Tensor:
     """In the dtype that it is to be added up in, or its own if that is the wider one."""
     return grad if wide is None else grad.to(torch.promote_types(grad.dtype, wide))
 

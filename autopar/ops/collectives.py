@@ -53,7 +53,7 @@ from torch import Tensor, fx
 from autopar.ir.graph import every_node
 from autopar.ir.layout import SUMS, TRAFFIC, Step
 from autopar.ops import autograd, comm
-from autopar.ops.comm import Axes, Levels, Route
+from autopar.ops.comm import Axes, Hierarchy, Route
 
 Coordinate = Tensor | Sequence[Tensor]
 
@@ -68,8 +68,8 @@ def all_gather(
     inner: int | None = None,
     coordinate: Coordinate | None = None,
     to: Literal["R", "I"] = "R",
-    inside: Levels = (),
-    backward_inside: Levels = (),
+    inside: Hierarchy = (),
+    backward_inside: Hierarchy = (),
     lane: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -97,8 +97,8 @@ def reduce_scatter(
     dim: int,
     mesh: str,
     inner: int | None = None,
-    inside: Levels = (),
-    backward_inside: Levels = (),
+    inside: Hierarchy = (),
+    backward_inside: Hierarchy = (),
     lane: int = 0,
 ) -> Tensor:
     """P → S: the dim shrinks by the axis size; it is read as (outer, axis, inner), so `inner`
@@ -115,8 +115,8 @@ def all_reduce(
     axis: Axes,
     mesh: str,
     to: Literal["R", "I"] = "R",
-    inside: Levels = (),
-    backward_inside: Levels = (),
+    inside: Hierarchy = (),
+    backward_inside: Hierarchy = (),
     lane: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -133,7 +133,7 @@ def replicate(
     x: Tensor,
     axis: Axes,
     mesh: str,
-    backward_inside: Levels = (),
+    backward_inside: Hierarchy = (),
     lane: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -164,7 +164,7 @@ def take_slice(
     mesh: str,
     inner: int | None = None,
     of: Literal["I", "R"] = "I",
-    backward_inside: Levels = (),
+    backward_inside: Hierarchy = (),
     lane: int = 0,
 ) -> Tensor:
     """I or R → S: the own slice; the dim is read as (outer, axis, inner), so `inner` counts AFTER
@@ -215,7 +215,7 @@ def all_to_all(
 
 
 def _both_ways(
-    axis: Axes, mesh: str, inside: Levels, backward_inside: Levels, lane: int
+    axis: Axes, mesh: str, inside: Hierarchy, backward_inside: Hierarchy, lane: int
 ) -> tuple[Route, Route]:
     there = comm.route(axis, mesh, inside, lane)
     return there, comm.route(axis, mesh, backward_inside, lane)
@@ -231,7 +231,7 @@ def _joint(coordinate: Coordinate, axis: Axes, mesh: str) -> Tensor:
     return own
 
 
-LevelSizes = tuple[int, ...]
+HierarchySizes = tuple[int, ...]
 _LEVELS = "inside", "backward_inside"  # what says so of a change, forward and backward
 
 
@@ -240,7 +240,7 @@ def emit_step(
     x: fx.Node,
     step: Step,
     coordinate: Callable[[str], fx.Node],
-    levels: tuple[LevelSizes, LevelSizes] = ((), ()),
+    levels: tuple[HierarchySizes, HierarchySizes] = ((), ()),
     reduce_dtype: torch.dtype | None = None,
 ) -> fx.Node:
     """Appends to `graph` the node that takes the local part of a value `x` through `step`.
@@ -258,13 +258,13 @@ def emit_step(
     return graph.call_function(function, (x, *args), {**where, **kwargs, **how})
 
 
-def levels_of(node: fx.Node, backward: bool) -> LevelSizes:
+def hierarchy_of(node: fx.Node, backward: bool) -> HierarchySizes:
     """How the forward or backward collective of such a node goes; () in one level."""
     found: Any = node.kwargs.get(_LEVELS[backward], ())
     return (found,) if isinstance(found, int) else tuple(found)
 
 
-def set_levels(node: fx.Node, backward: bool, levels: LevelSizes) -> None:
+def set_hierarchy(node: fx.Node, backward: bool, levels: HierarchySizes) -> None:
     """Makes that collective go so."""
     kept = {key: value for key, value in node.kwargs.items() if key != _LEVELS[backward]}
     node.kwargs = {**kept, **({_LEVELS[backward]: _one_or_all(levels)} if levels else {})}

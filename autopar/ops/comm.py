@@ -31,7 +31,7 @@ from autopar.ir.mesh import Mesh, Within, axes_of_group, group_name
 from autopar.ops import failures
 
 Axes = str | Sequence[str]
-Levels = int | Sequence[int]  # ranks inside, level by level from the innermost on; () is flat
+Hierarchy = int | Sequence[int]  # ranks inside, level by level from the innermost on; () is flat
 Route = tuple[tuple[int, str], ...]  # (ranks, group) of every level, the innermost first
 
 
@@ -67,7 +67,7 @@ def group_of(axis: Axes, mesh: str) -> str:
 
 
 @torch.compiler.assume_constant_result
-def route(axis: Axes, mesh: str, inside: Levels = (), lane: int = 0) -> Route:
+def route(axis: Axes, mesh: str, inside: Hierarchy = (), lane: int = 0) -> Route:
     """Which groups a collective over `axis` goes through, in one level or in several.
 
     >>> route("data", "data8.x2", inside=2)

@@ -143,7 +143,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def current(device: torch.device) -> Iterator[None]:
+def current_device(device: torch.device) -> Iterator[None]:
     """Makes a device the one that torch takes where a number is not said: collectives of objects
     and streams go by it.
     """
@@ -154,7 +154,9 @@ def current(device: torch.device) -> Iterator[None]:
         yield
 
 
-def agreed(tensors: Iterable[torch.Tensor], wanted: torch.device | str | None) -> torch.device:
+def agree_on_device(
+    tensors: Iterable[torch.Tensor], wanted: torch.device | str | None
+) -> torch.device:
     """`of_rank`, on every rank at once: where one has none, or two of a node have the same
     accelerator, all raise. Goes through the store: a collective on a device that is taken twice
     would hang, or fail without a word.

@@ -24,7 +24,7 @@ from autopar._compat import OpOverload
 from autopar.ir.graph import inlined
 
 
-def recomputed(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:
+def recompute_in_backward(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:
     """What `block` gives for these inputs, its collectives included; the backward runs it again.
 
     `draws`: it draws random numbers from torch's generators, which must be the same again. Our own
@@ -33,7 +33,7 @@ def recomputed(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
 
-def regathered(block: fx.GraphModule, fetching: int, *inputs: Any) -> Any:
+def regather_in_backward(block: fx.GraphModule, fetching: int, *inputs: Any) -> Any:
     """What `block` gives for these inputs. Its first `fetching` ops fetch stored weights, which the
     rest takes: what they give is dropped after the forward, and when the backward asks for it they
     alone run again.
@@ -176,7 +176,7 @@ def interpret(module: fx.GraphModule, inputs: list[Any], visit: Visit) -> Any:
             result = next(given)
         elif node.op == "get_attr":
             result = getattr(module, str(node.target))
-        elif node.target in (recomputed, regathered):
+        elif node.target in (recompute_in_backward, regather_in_backward):
             block, _, *values = args
             result = interpret(block, values, visit)
         else:

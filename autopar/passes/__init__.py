@@ -5,9 +5,9 @@ from autopar.passes import finalize, hierarchy, kernel_choice, rewrite, summa
 from autopar.world import World
 
 
-def emitted(program: Program, world: World) -> Program:
+def emit_program(program: Program, world: World) -> Program:
     """The graph of one rank by the program's plan, as it runs but for what runs again: for those
     who compare plans. (api.py runs the same passes with their contracts.)
     """
-    made = summa.pipeline(hierarchy.route(rewrite.rewrite(program, world), world))
-    return finalize.emit(kernel_choice.forms(made, world))
+    made = summa.summa(hierarchy.choose_hierarchies(rewrite.rewrite(program, world), world))
+    return finalize.finalize(kernel_choice.choose_kernels(made, world))

@@ -14,10 +14,10 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.graph import producer, where
 from autopar.ir.program import Annotations, Atom, Program, Value
-from autopar.ir.sharding_rule import Dims, Spec, bound, operands_of, results_of, shape_of
+from autopar.ir.sharding_rule import Dims, OpShardingRule, bound, operands_of, results_of, shape_of
 from autopar.ops.custom_functions import is_custom
-from autopar.ops.rules import spec_of, unsplit
-from autopar.ops.rules.probe import function_spec, probe, unrepeatable
+from autopar.ops.rules import rule_of, unsplit
+from autopar.ops.rules.probe import function_rule, probe, unrepeatable
 
 aten = torch.ops.aten
 _RANDOM = {
@@ -124,24 +124,24 @@ def _draws(node: fx.Node) -> bool:
     return training is None or bool(training and rate != 0)
 
 
-def _specs(graph: fx.Graph) -> tuple[dict[str, Spec], tuple[str, ...], tuple[str, ...]]:
-    specs: dict[str, Spec] = {}
+def _specs(graph: fx.Graph) -> tuple[dict[str, OpShardingRule], tuple[str, ...], tuple[str, ...]]:
+    specs: dict[str, OpShardingRule] = {}
     probed: set[str] = set()
     unknown: set[str] = set()
-    known: dict[object, Spec | None] = {}
+    known: dict[object, OpShardingRule | None] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        spec = spec_of(node)
+        spec = rule_of(node)
         if spec is None:
-            trial = function_spec if is_custom(node.target) else probe
+            trial = function_rule if is_custom(node.target) else probe
             spec = trial(node, known)
             (probed if spec is not None else unknown).add(str(node.target))
         specs[node.name] = spec or _unknown(node)
     return specs, tuple(sorted(probed)), tuple(sorted(unknown))
 
 
-def _unknown(node: fx.Node) -> Spec:
+def _unknown(node: fx.Node) -> OpShardingRule:
     """The rule of an op that nothing is known of; the gradients of torch's own are linear."""
     own = getattr(node.target, "namespace", "") in ("aten", "prims")
     return dataclasses.replace(unsplit(node), nonlinear=not own)
@@ -217,7 +217,7 @@ class _Refinement:
         self.parts[leaf] = (self.leaf(outer, opaque), self.leaf(self.size[leaf] // outer, opaque))
 
 
-def _enter(node: fx.Node, spec: Spec | None, refined: _Refinement) -> None:
+def _enter(node: fx.Node, spec: OpShardingRule | None, refined: _Refinement) -> None:
     """Make the leaves of a node's results and factors, and tie them to its operands'."""
     if node.op == "output" or node.target is operator.getitem:
         return

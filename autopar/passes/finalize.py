@@ -13,7 +13,7 @@ from autopar.ops import collectives
 aten = torch.ops.aten
 
 
-def emit(program: Program) -> Program:
+def finalize(program: Program) -> Program:
     """The program with what nothing uses removed, and results that share memory by way of a change
     of state copied.
     """

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 _Three = tuple[Copied, Copied, Copied]
 
 
-def forms(program: Program, world: World) -> Program:
+def choose_kernels(program: Program, world: World) -> Program:
     """The program with every linear for which a copy gains as `sharded.linear`."""
     found = {
         node.name: copied

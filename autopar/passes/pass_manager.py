@@ -14,7 +14,7 @@ Progress = Callable[[str], None]
 T = TypeVar("T")
 
 
-class Pipeline:
+class PassManager:
     """Runs passes one after the other, checks each one's contract, and keeps what it made.
     `progress` is called with the name of each pass as it starts.
     """

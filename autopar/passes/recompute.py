@@ -22,8 +22,8 @@ from autopar.errors import PlanError
 from autopar.ir.graph import block_of, blocks, stored
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, same_inputs
-from autopar.ir.sharding_rule import Spec
-from autopar.ops.recomputation import recomputed, regathered
+from autopar.ir.sharding_rule import OpShardingRule
+from autopar.ops.recomputation import recompute_in_backward, regather_in_backward
 
 _FETCHING = ("all_gather", "all_to_all")  # of a weight: what makes other memory than the stored one
 
@@ -70,12 +70,12 @@ def check(program: Program) -> None:
     assert program.plan is not None
     plan: Plan = program.plan
     same_inputs(program)
-    calls = program.module.graph.find_nodes(op="call_function", target=recomputed)
+    calls = program.module.graph.find_nodes(op="call_function", target=recompute_in_backward)
     assert len(calls) == len(plan.recompute), (
         f"{len(calls)} blocks are recomputed, the plan names {len(plan.recompute)}"
     )
     for node in program.module.graph.nodes:
-        if node.op == "call_function" and node.target not in (recomputed, regathered):
+        if node.op == "call_function" and node.target not in (recompute_in_backward, regather_in_backward):
             block = block_of(node)
             assert block not in plan.recompute, f"{node.name} of {block} is not recomputed"
     for group in _fetches(program, frozenset(plan.regather) - {*plan.recompute}):
@@ -89,14 +89,14 @@ def regathers(program: Program) -> tuple[str, ...]:
     return tuple(name for name in blocks(nodes) if name in found)
 
 
-def _specs(program: Program) -> dict[str, Spec]:
+def _specs(program: Program) -> dict[str, OpShardingRule]:
     return program.annotations.specs if program.annotations is not None else {}
 
 
-def _whole(name: str, nodes: list[fx.Node], specs: dict[str, Spec]) -> _Group:
+def _whole(name: str, nodes: list[fx.Node], specs: dict[str, OpShardingRule]) -> _Group:
     own = _convex(name, nodes)
     unit = tuple(node for node in nodes if node in own)
-    return _Group(recomputed, unit, own - _tail(unit, specs))
+    return _Group(recompute_in_backward, unit, own - _tail(unit, specs))
 
 
 def _fetches(program: Program, names: frozenset[str]) -> list[_Group]:
@@ -113,7 +113,7 @@ def _fetches(program: Program, names: frozenset[str]) -> list[_Group]:
             spec = specs.get(node.meta.get("source", ""))
             fetch = _fetch(node, fixed) if spec is not None and spec.product is not None else []
             if any(_moves(n) for n in fetch):
-                found.append(_Group(regathered, (*fetch, node), frozenset(fetch)))
+                found.append(_Group(regather_in_backward, (*fetch, node), frozenset(fetch)))
     return found
 
 
@@ -138,7 +138,7 @@ def _moves(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") in _FETCHING and "step" in node.meta
 
 
-def _tail(unit: tuple[fx.Node, ...], specs: dict[str, Spec]) -> set[fx.Node]:
+def _tail(unit: tuple[fx.Node, ...], specs: dict[str, OpShardingRule]) -> set[fx.Node]:
     """The last nodes of a block, as far as their backward needs no values: changes of state and
     what is linear in all its operands together. They do not run again: torch stops before.
     """
@@ -234,7 +234,7 @@ class _Grouping:
         block = _inner(unit, inputs, results, group.again)
         name = f"{group.target.__name__}_{number}"
         self.root.add_module(name, block)
-        how = len(group.again) if group.target is regathered else _draws(unit)
+        how = len(group.again) if group.target is regather_in_backward else _draws(unit)
         arguments: Any = (self.graph.get_attr(name), how, *(self.made[n] for n in inputs))
         call = self.graph.call_function(group.target, arguments)
         call.meta["chain"] = unit[0].meta.get("chain")

@@ -21,23 +21,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost.communication import levels, path_seconds
+from autopar.cost.communication import hierarchies, path_seconds
 from autopar.ir.graph import chain_name, producer
 from autopar.ir.layout import Element, Layout, R, S, State
 from autopar.ir.plan import Plan
 from autopar.ir.program import Annotations, Input, Program, Value
-from autopar.ir.reshard import steps
-from autopar.ir.sharding_rule import Dims, Spec, operands_of, results_of, shape_of, value_of
+from autopar.ir.reshard import reshard_steps
+from autopar.ir.sharding_rule import Dims, OpShardingRule, operands_of, results_of, shape_of, value_of
 from autopar.ops.collectives import emit_step
 from autopar.ops.local import Call, emit_local
-from autopar.ops.sharded.inner_collectives import inside
+from autopar.ops.sharded.inner_collectives import inner_collectives
 from autopar.world import World
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 
-def pushed_back(
-    spec: Spec, wanted: Layout, result: int, operands: Shapes
+def push_back_layouts(
+    spec: OpShardingRule, wanted: Layout, result: int, operands: Shapes
 ) -> tuple[Layout, tuple[Layout | None, ...]]:
     """(the layout in which the node can make its result, the layouts of its operands for that).
 
@@ -61,14 +61,14 @@ def pushed_back(
     return Layout(mesh, wanted.shape, tuple(reached)), layouts
 
 
-def _units(spec: Spec, names: tuple[str, ...]) -> list[tuple[str, int]]:
+def _units(spec: OpShardingRule, names: tuple[str, ...]) -> list[tuple[str, int]]:
     """The factors of one dim with their units: the product of the sizes of the factors inside."""
     return [
         (name, math.prod(spec.sizes[n] for n in names[i + 1 :])) for i, name in enumerate(names)
     ]
 
 
-def _factor(spec: Spec, dims: Dims, state: State, size: int) -> tuple[str, int] | None:
+def _factor(spec: OpShardingRule, dims: Dims, state: State, size: int) -> tuple[str, int] | None:
     """The factor in which a digit lies and its stride there; None where it spans two, or where the
     factor may not be split.
     """
@@ -83,7 +83,7 @@ def _factor(spec: Spec, dims: Dims, state: State, size: int) -> tuple[str, int] 
     return None
 
 
-def _state(spec: Spec, dims: Dims, found: tuple[str, int] | None) -> State:
+def _state(spec: OpShardingRule, dims: Dims, found: tuple[str, int] | None) -> State:
     if found is None:
         return R
     for dim, names in enumerate(dims):
@@ -277,7 +277,7 @@ class _Rewriter:
             self._describe(made, node, results[0])
             made = made.next
         gradient = any(producer(n) in self.notes.gradient for n in node.all_input_nodes)
-        new.meta["inside"] = [x for x in inside(node.target, layouts) if gradient or not x.backward]
+        new.meta["inside"] = [x for x in inner_collectives(node.target, layouts) if gradient or not x.backward]
         return new
 
     def _describe(self, new: fx.Node, node: fx.Node, layout: Layout) -> None:
@@ -323,7 +323,7 @@ class _Rewriter:
             sources.append(self._plain(value, self.plan.copies[value]))
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
         element = self.notes.element(value, size)
-        best = min(sources, key=lambda s: path_seconds(steps(s, layout), element, self.world))
+        best = min(sources, key=lambda s: path_seconds(reshard_steps(s, layout), element, self.world))
         if best != self.native[value]:
             self._walk(value, self.native[value], best, element)
         return self._walk(value, best, layout, element)
@@ -332,10 +332,10 @@ class _Rewriter:
         """The steps from one layout of a value that is made to another; those that were made before
         are shared.
         """
-        for step in steps(source, target):
+        for step in reshard_steps(source, target):
             if (value, step.after) not in self.made:
                 before = self.made[value, step.before]
-                ways = levels(step, element, self.world)
+                ways = hierarchies(step, element, self.world)
                 wide = self.notes.reduce_dtype if element.gradient > element.bytes else None
                 node = emit_step(self.graph, before, step, self.coordinates.__getitem__, ways, wide)
                 self._describe(node, self.nodes[value[0]], step.after)
@@ -352,7 +352,7 @@ class _Rewriter:
         source = self.nodes[value[0]]
         spec = self.notes.specs[source.name]
         results = [v for v in results_of(source) if isinstance(v, torch.Tensor)]
-        reached, operand_layouts = pushed_back(
+        reached, operand_layouts = push_back_layouts(
             spec,
             layout,
             value[1],

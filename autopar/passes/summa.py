@@ -2,7 +2,7 @@
 
 Here: the panels of SUMMA, for layouts that ask for them (Grid25D). Where a product gathers its X
 over the column axis and its W over the row axis, both gathers and the product become one
-`panel_linear`, which never holds more than two panels of each.
+`summa_linear`, which never holds more than two panels of each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.ops.sharded.inner_collectives import Part, moving
 aten = torch.ops.aten
 
 
-def pipeline(program: Program) -> Program:
+def summa(program: Program) -> Program:
     """Panels for every product that gathers both operands for itself alone; the program as it is
     for layouts without panels.
     """
@@ -50,7 +50,7 @@ def check(program: Program) -> None:
     """
     same_inputs(program)
     for node in program.module.graph.nodes:
-        if node.target is sharded.panel_linear:
+        if node.target is sharded.summa_linear:
             gathered = [n.name for n in node.args[:2] if _gathers(n, *node.args[3:5])]
             assert not gathered, f"{node.name} takes {gathered}, which are gathered already"
 
@@ -116,7 +116,7 @@ def _replace(
     with graph.inserting_before(node):
         arguments = (x, weight, product.bias, *axes, mesh, coordinates, product.transposed)
         wide = {k: v for k, v in product.weight.kwargs.items() if k == "reduce_dtype"}
-        new = graph.call_function(sharded.panel_linear, arguments, wide)
+        new = graph.call_function(sharded.summa_linear, arguments, wide)
     new.meta = dict(node.meta)
     places = (1, 2) if product.transposed else (0, 1)  # of X and W among the operands
     moved = [

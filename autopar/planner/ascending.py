@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.cost.activations import Kept, bytes_of
+from autopar.cost.activations import ActivationMemory, bytes_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -17,7 +17,7 @@ from autopar.planner.exact_search import Search
 from autopar.planner.ranking import ranked
 from autopar.world import World
 
-Cap = tuple[Kept, float]  # a count of bytes, and the most of them that a plan may need
+Cap = tuple[ActivationMemory, float]  # a count of bytes, and the most of them that a plan may need
 
 
 def ascending(
@@ -38,7 +38,7 @@ def ascending(
         yield found.plan(seconds, values)
 
 
-def _bytes(found: Search, kept: Kept) -> list[Table]:
+def _bytes(found: Search, kept: ActivationMemory) -> list[Table]:
     """What every option of the variables keeps."""
     nodes = {node.name: node for node in found.program.module.graph.nodes}
     parameters = {e.node for e in found.program.signature.inputs if e.kind == "parameter"}

@@ -29,10 +29,10 @@ def choose(
     found = best(program, given, world, redundant)
     meshes = with_bounds(given, found.bounds)
     plan = dataclasses.replace(found.plan, bound=found.bound, meshes=meshes)
-    return dropping(dataclasses.replace(program, plan=plan), budget)
+    return unmet_constraints(dataclasses.replace(program, plan=plan), budget)
 
 
-def dropping(program: Program, budget: Budget | None) -> Program:
+def unmet_constraints(program: Program, budget: Budget | None) -> Program:
     """The chosen program with its plan dropping what the budget asks of every repeated block."""
     asked = "auto" if budget is None else budget.recompute
     every = blocks(program.module.graph.nodes) if asked in ("full", "gathers") else ()

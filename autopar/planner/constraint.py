@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from autopar.ir.dim_roles import Factors, Kinds, has_weight, letter
+from autopar.ir.dim_roles import Factors, Kinds, has_weight, loop_dim_of
 from autopar.ir.layout import Layout, State
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding_rule import Spec
-from autopar.ir.strategy import Choice, Shapes, Slot, Strategy, Through, strategies
+from autopar.ir.sharding_rule import OpShardingRule
+from autopar.ir.strategy import Choice, PartialPassThrough, Shapes, Slot, Strategy, strategies
 
 aten = torch.ops.aten
 
@@ -73,7 +73,11 @@ class Constraint:
         return next((roles for pattern, roles in self.rules if fits(path, pattern)), None)
 
     def narrow(
-        self, path: str, spec: Spec, factors: Factors, per_axis: Sequence[Sequence[Choice]]
+        self,
+        path: str,
+        spec: OpShardingRule,
+        factors: Factors,
+        per_axis: Sequence[Sequence[Choice]],
     ) -> list[list[Choice]]:
         """The choices of each axis for a node that the layout leaves; all of them where it would
         leave none.
@@ -87,7 +91,7 @@ class Constraint:
         ]
 
     def narrow_one(
-        self, role: Role, spec: Spec, factors: Factors, choices: Sequence[Choice]
+        self, role: Role, spec: OpShardingRule, factors: Factors, choices: Sequence[Choice]
     ) -> list[Choice]:
         """What a role leaves of the choices of its axis; perhaps none."""
         slots: list[Slot] = [c for c in choices if isinstance(c, Slot)]
@@ -98,7 +102,7 @@ class Constraint:
                 s
                 for s in slots
                 if self.kinds.allowed(splits, factors[s.factor][s.position])
-                and (not letters or letter(spec, s.factor) in letters)
+                and (not letters or loop_dim_of(spec, s.factor) in letters)
             ]
 
         if has_weight(spec):
@@ -112,7 +116,7 @@ class Constraint:
         allowed = among(splits)
         if splits == "batch" and not allowed and math.prod(spec.sizes.values()) > 1:
             # Sums over the batch are scalars by the time they travel.
-            return [c for c in idle if not isinstance(c, Through)]
+            return [c for c in idle if not isinstance(c, PartialPassThrough)]
         if splits == "batch" or role.spread:
             return allowed or idle
         return [*allowed, *idle]
@@ -122,14 +126,14 @@ class Constraint:
             atom.number in self.kinds.residual for chain in factors.values() for atom in chain
         )
 
-    def joint(self, path: str, spec: Spec, found: Sequence[Strategy]) -> list[Strategy]:
+    def joint(self, path: str, spec: OpShardingRule, found: Sequence[Strategy]) -> list[Strategy]:
         """The strategies in which axes that shall stay apart do; all of them where none does."""
         roles = self.roles(path)
         if roles is None or not has_weight(spec):
             return list(found)
 
         def stay_apart(strategy: Strategy) -> bool:
-            letters = [slot and letter(spec, slot.factor) for slot in strategy.slots]
+            letters = [slot and loop_dim_of(spec, slot.factor) for slot in strategy.slots]
             return all(
                 letters.count(taken) == 1
                 for taken, role in zip(letters, roles, strict=True)
@@ -174,7 +178,7 @@ class Offered(NamedTuple):
 
     def legal(
         self,
-        spec: Spec,
+        spec: OpShardingRule,
         factors: Factors,
         mesh: Mesh,
         operand_shapes: Shapes,

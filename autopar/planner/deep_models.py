@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar._compat import pytree
-from autopar.cost.activations import Price, bytes_kept
+from autopar.cost.activations import Price, activation_bytes
 from autopar.cost.memory import Budget
 from autopar.errors import LayoutError
 from autopar.ir.graph import alike, block_name, blocks, module_path, numbered_block
@@ -43,12 +43,12 @@ from autopar.planner.mesh_search import (
     Candidate,
     again,
     best,
-    bounded,
-    promising,
+    meshes_by_bound,
+    promising_meshes,
     with_bounds,
 )
 from autopar.planner.named_layouts import candidates
-from autopar.planner.objective import terms
+from autopar.planner.objective import cost_terms
 from autopar.world import World
 
 _EDGE, _MORE = 1, 1
@@ -57,14 +57,14 @@ Block = tuple[str, int]
 Figures = NDArray[np.float64]
 
 
-class Deep:
+class DeepModel:
     """A program, and its runs of blocks that are alike: in what they compute, how they hang
     together, and their layouts if it is chosen. `known`: the same program, its plan aside. `edge`:
     equal blocks that stay at either end of a run; `more`: further ones, for what each adds.
     """
 
     def __init__(
-        self, program: Program, known: Deep | None = None, edge: int = _EDGE, more: int = _MORE
+        self, program: Program, known: DeepModel | None = None, edge: int = _EDGE, more: int = _MORE
     ) -> None:
         self.program, self._edge, self._more = program, edge, more
         self.blocks: dict[Block, list[fx.Node]] = known.blocks if known else _blocks(program)
@@ -78,9 +78,9 @@ class Deep:
         self.runs = tuple(run for run in long if _apart(run, self.blocks, places))
         self._shorter: dict[int | None, Program] = {}
 
-    def under(self, plan: Plan) -> Deep:
+    def under(self, plan: Plan) -> DeepModel:
         """The same program with another plan."""
-        return Deep(dataclasses.replace(self.program, plan=plan), self)
+        return DeepModel(dataclasses.replace(self.program, plan=plan), self)
 
     def extrapolated(self, figures: Callable[[Program], Sequence[float]]) -> Figures:
         """The figures of the chosen program, each of them seconds or bytes of its step."""
@@ -252,21 +252,25 @@ def _planned(plan: Plan | None, graph: fx.Graph) -> Plan | None:
 _TRIES = 2  # meshes that are searched of many
 
 
-class Shallow:
+class ShortenedModel:
     """An annotated program without a plan, and a shorter one to search for a world. `known`: the
     same program, its annotations and its plan aside.
     """
 
     def __init__(
-        self, program: Program, world: World, redundant: bool = False, known: Deep | None = None
+        self,
+        program: Program,
+        world: World,
+        redundant: bool = False,
+        known: DeepModel | None = None,
     ) -> None:
         self.program = dataclasses.replace(program, plan=None)
         self.world, self.redundant, self._same = world, redundant, known
         self._named: dict[str, Plan | None] = {}
 
-    def annotated(self, program: Program) -> Shallow:
+    def annotated(self, program: Program) -> ShortenedModel:
         """The same program with other annotations."""
-        return Shallow(program, self.world, self.redundant, self.deep)
+        return ShortenedModel(program, self.world, self.redundant, self.deep)
 
     def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
         """A lower bound of the step of the whole program in seconds, of every candidate; 0 of a
@@ -274,12 +278,12 @@ class Shallow:
         """
         if len(given) == 1:
             return [0.0]
-        return bounded(self._frame, given, self.world, self.redundant, price)
+        return meshes_by_bound(self._frame, given, self.world, self.redundant, price)
 
     @cached_property
-    def deep(self) -> Deep:
+    def deep(self) -> DeepModel:
         """The program, with its runs of equal blocks."""
-        return Deep(self.program, self._same)
+        return DeepModel(self.program, self._same)
 
     @cached_property
     def _frame(self) -> Frame:
@@ -297,7 +301,7 @@ class Shallow:
             found = self._found(given, price)
             return dataclasses.replace(found.plan, meshes=with_bounds(given, found.bounds))
         bounds = self.bounds(given, price)
-        plans = [self.plan([one], price) for one in promising(bounds, given, tries)]
+        plans = [self.plan([one], price) for one in promising_meshes(bounds, given, tries)]
         plan = min(plans, key=lambda plan: self._paid(plan, price))
         return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
 
@@ -323,23 +327,23 @@ class Shallow:
 
     def _paid(self, plan: Plan, price: Price | None) -> float:
         """Seconds of the whole program under a plan, with what the bytes that it keeps cost."""
-        kept = price.seconds_per_byte * bytes_kept(price.kept, plan) if price else 0.0
-        return summed(self.deep.under(plan), self.world) + kept
+        kept = price.seconds_per_byte * activation_bytes(price.kept, plan) if price else 0.0
+        return sum_of_blocks(self.deep.under(plan), self.world) + kept
 
-    def chosen(self, plan: Plan, budget: Budget | None) -> Deep:
+    def chosen(self, plan: Plan, budget: Budget | None) -> DeepModel:
         """The program with a plan for it, as the sum of its seconds and the budget say."""
         plan = dataclasses.replace(plan, unsplit=unsplit(self.program, plan.mesh, plan.choices))
-        seconds = summed(self.deep.under(plan), self.world)
+        seconds = sum_of_blocks(self.deep.under(plan), self.world)
         plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
-        chosen = choose.dropping(dataclasses.replace(self.program, plan=plan), budget)
-        return Deep(chosen, self.deep)
+        chosen = choose.unmet_constraints(dataclasses.replace(self.program, plan=plan), budget)
+        return DeepModel(chosen, self.deep)
 
 
-def summed(deep: Deep, world: World) -> float:
+def sum_of_blocks(deep: DeepModel, world: World) -> float:
     """Seconds of the step of a chosen program as the search adds them up."""
 
     def seconds(chosen: Program) -> tuple[float]:
         assert chosen.plan is not None
-        return (sum(terms(chosen, chosen.plan, world).values()),)
+        return (sum(cost_terms(chosen, chosen.plan, world).values()),)
 
     return float(deep.extrapolated(seconds)[0])

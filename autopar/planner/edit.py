@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from autopar.cost.memory import Budget
 from autopar.errors import InputError, PlanError
-from autopar.ir.dim_roles import letter
+from autopar.ir.dim_roles import loop_dim_of
 from autopar.ir.graph import blocks, carries_gradient, producer, where
 from autopar.ir.layout import I, Layout, R, State
 from autopar.ir.mesh import Axis, Mesh
@@ -26,13 +26,21 @@ from autopar.ir.strategy import (
     Strategy,
     axis_choices,
     placements,
-    spec_look,
+    rule_look,
     split_of,
     strategies,
 )
-from autopar.passes.pass_manager import Pipeline
-from autopar.planner.objective import terms
-from autopar.planner.planner import Asked, Inputs, Ready, analysed, fingerprint, finished, traced
+from autopar.passes.pass_manager import PassManager
+from autopar.planner.objective import cost_terms
+from autopar.planner.planner import (
+    Inputs,
+    PlanContext,
+    PlanRequest,
+    analyse,
+    fingerprint,
+    finish_plan,
+    trace_model,
+)
 
 _SHOWN = 12  # ways that a refusal lists
 _DECIDED = (
@@ -42,7 +50,7 @@ _DECIDED = (
 _ALIKE = 1e-6  # of a figure: what rounding may change
 
 
-def checked(program: Program, plan: Plan) -> Plan:
+def check_edits(program: Program, plan: Plan) -> Plan:
     """The plan for this annotated program, every part of it held against the rules, whatever its
     digests say. Where they say that only `splits` were edited, layouts follow from them, where only
     layouts were, `splits` do. Raises PlanError with the node, what was asked and what it allows.
@@ -50,12 +58,12 @@ def checked(program: Program, plan: Plan) -> Plan:
     return _Checker(program, plan).run()
 
 
-def unchanged(plan: Plan, made: Program) -> bool:
+def is_unchanged(plan: Plan, made: Program) -> bool:
     """Whether the program was made by a plan that decides the same."""
     return all(getattr(plan, name) == getattr(made.plan, name) for name in _DECIDED)
 
 
-def compared(before: Plan, after: Plan) -> Plan:
+def compare_figures(before: Plan, after: Plan) -> Plan:
     """The plan `after` loading, with what differs from the figures that the file gave; and without
     a bound that it undercuts, because it is of no layout that the bound is for.
     """
@@ -111,7 +119,7 @@ class _Checker:
     def _remembered(self, name: str, choice: Choice) -> Choice:
         """The choice made whole; what one layer was allowed, others like it are."""
         node, spec = self.nodes[name], self.notes.specs[name]
-        look = spec_look(spec, self.notes.factors[name]), self._shapes(node), self._gradient(node)
+        look = rule_look(spec, self.notes.factors[name]), self._shapes(node), self._gradient(node)
         if (look, choice) not in self.known:
             self.known[look, choice] = self._choice(name, choice)
         return self.known[look, choice]
@@ -196,7 +204,7 @@ class _Checker:
     def _names(self, node: fx.Node, split: str) -> tuple[str, ...]:
         """What a factor may be called: of a product, by its loop dim too (m, n or k)."""
         spec = self.notes.specs[node.name]
-        loop = letter(spec, split) if spec.product is not None and split in spec.sizes else ""
+        loop = loop_dim_of(spec, split) if spec.product is not None and split in spec.sizes else ""
         return (split,) if loop in ("", split) else (split, loop)
 
     def _sizes(self, node: fx.Node) -> str:
@@ -361,9 +369,9 @@ def _shapes_text(layouts: Iterable[Layout | None]) -> str:
     return ", ".join("None" if x is None else str(x.shape) for x in layouts)
 
 
-def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
-    ready: Ready | None = plan.ready
-    if ready is not None and unchanged(plan, ready.program):
+def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:
+    ready: PlanContext | None = plan.ready
+    if ready is not None and is_unchanged(plan, ready.program):
         return ready
     if inputs is None:
         what = "from a file" if ready is None else "that was changed since it was made"
@@ -371,32 +379,32 @@ def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> Ready:
             f"a plan {what} holds no graph: give apply the inputs too, so that it can trace the "
             "model again"
         )
-    made = renewed(model, plan, inputs)
+    made = renew_plan(model, plan, inputs)
     for line in made.told:
         warnings.warn(line, stacklevel=2)
-    assert isinstance(made.ready, Ready)
+    assert isinstance(made.ready, PlanContext)
     return made.ready
 
 
-def renewed(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
+def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     """A plan from a file, for this model on the plan's own world: what was edited in the file is
     held against the rules, and every figure is worked out anew; `told` says which ones differ from
     the file's. Raises PlanError for another model, and with the node for a choice that cannot be.
 
     Example: renewed(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
     """
-    pipeline = Pipeline()
-    source = traced(model, inputs, pipeline)
+    pipeline = PassManager()
+    source = trace_model(model, inputs, pipeline)
     _same_graph(plan, source)
-    program = analysed(pipeline, source, plan.reduce_dtype)
-    edited = checked(program, plan)
-    seconds = sum(terms(program, edited, plan.world).values())
+    program = analyse(pipeline, source, plan.reduce_dtype)
+    edited = check_edits(program, plan)
+    seconds = sum(cost_terms(program, edited, plan.world).values())
     edited = dataclasses.replace(edited, seconds=seconds, memory=None)
     program = dataclasses.replace(program, plan=edited)
     budget = Budget(None, plan.optimizer, "none")
-    asked = Asked(None, budget, overlap=plan.overlapped is not None)
-    made = finished(pipeline, source, program, plan.world, asked)
-    return compared(plan, made)
+    asked = PlanRequest(None, budget, overlap=plan.overlapped is not None)
+    made = finish_plan(pipeline, source, program, plan.world, asked)
+    return compare_figures(plan, made)
 
 
 def _same_graph(plan: Plan, source: Program) -> None:

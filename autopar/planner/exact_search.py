@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autopar.cost.activations import Price, bytes_of
-from autopar.cost.communication import inside_costs
+from autopar.cost.communication import inner_costs
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.ir.dim_roles import goes_with_weight
 from autopar.ir.graph import carries_gradient, module_path, producer, where
@@ -27,13 +27,13 @@ from autopar.ir.layout import I, Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program, Value
-from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of, value_of
-from autopar.ir.strategy import IDLE, Strategy, axis_choices, placements, spec_look, split_of
+from autopar.ir.sharding_rule import OpShardingRule, operands_of, results_of, shape_of, value_of
+from autopar.ir.strategy import IDLE, Strategy, axis_choices, placements, rule_look, split_of
 from autopar.ir.strategy import Choice as AxisChoice
-from autopar.ops.sharded.inner_collectives import HAVE_INSIDE, inside
+from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES, inner_collectives
 from autopar.planner.constraint import Constraint, Offered
 from autopar.planner.elimination import Memo, Table, minimise
-from autopar.planner.regions import Conversions, Known, Options, Region, Regions, Want
+from autopar.planner.regions import Known, Options, Region, Regions, ReshardCosts, Want
 from autopar.world import World
 
 
@@ -98,7 +98,7 @@ class Search:
         self.notes: Annotations = program.annotations
         self.known = Known()
         self.regions = Regions(self.notes, self.known)
-        self.conversions = Conversions(world, self.known)
+        self.conversions = ReshardCosts(world, self.known)
         self.variables: list[Options] = []
         self.tables: list[Table] = []
         self.index: dict[str, int] = {}  # variable of a node, or of output number i as "output i"
@@ -212,11 +212,11 @@ class Search:
             found = self.constraint.joint(module_path(node), spec, found)
             return found, [self._node_seconds(node, spec, s, dtype, gradient) for s in found]
 
-        target = node.target if node.target in HAVE_INSIDE else None
+        target = node.target if node.target in HAVE_INNER_COLLECTIVES else None
         return self.known.options(
             (
                 target,
-                spec_look(spec, factors),
+                rule_look(spec, factors),
                 *shapes,
                 dtype,
                 gradient,
@@ -240,11 +240,20 @@ class Search:
         return Offered(free, every, kept)
 
     def _node_seconds(
-        self, node: fx.Node, spec: Spec, strategy: Strategy, dtype: torch.dtype, gradient: bool
+        self,
+        node: fx.Node,
+        spec: OpShardingRule,
+        strategy: Strategy,
+        dtype: torch.dtype,
+        gradient: bool,
     ) -> float:
-        found = [x for x in inside(node.target, strategy.operands) if gradient or not x.backward]
+        found = [
+            x
+            for x in inner_collectives(node.target, strategy.operands)
+            if gradient or not x.backward
+        ]
         seconds = node_seconds(spec, strategy, dtype, gradient, self.world) + sum(
-            cost.seconds for cost in inside_costs(found, self.mesh, self.world)
+            cost.seconds for cost in inner_costs(found, self.mesh, self.world)
         )
         if self.price is not None:
             kept = bytes_of(self.price.kept.of(node), strategy)

@@ -17,20 +17,32 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from autopar.cost.activations import Kept, Middle, Price, Stored, bytes_kept, regathering
+from autopar.cost.activations import (
+    ActivationMemory,
+    Middle,
+    Price,
+    Stored,
+    activation_bytes,
+    regathering,
+)
 from autopar.cost.memory import Budget
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import emitted
+from autopar.passes import emit_program
 from autopar.planner import choose, proven
 from autopar.planner.bounds.factor_graph import frame
-from autopar.planner.deep_models import Deep, Shallow
-from autopar.planner.mesh_search import GAP, Candidate, bounded, bounds_of, promising
+from autopar.planner.deep_models import DeepModel, ShortenedModel
+from autopar.planner.mesh_search import GAP, Candidate, bounds_of, meshes_by_bound, promising_meshes
 from autopar.planner.named_layouts import NAMES, Layouts, candidates
-from autopar.planner.objective import terms
-from autopar.planner.overlap_search import by_step
-from autopar.planner.rematerialize import Estimated, Ladder, Rungs, Tried
+from autopar.planner.objective import cost_terms
+from autopar.planner.overlap_search import plans_by_step
+from autopar.planner.rematerialize import (
+    Estimated,
+    RematerializationSearch,
+    RematerializationSteps,
+    TriedRematerialization,
+)
 from autopar.world import World
 
 _STEP = 8.0  # between the first prices; its square root at every turn
@@ -50,7 +62,7 @@ class _Tried(NamedTuple):
     program: Program
     seconds: float
     memory: Memory
-    ladder: Ladder | None = None
+    ladder: RematerializationSearch | None = None
 
 
 class _Priced(NamedTuple):
@@ -68,7 +80,7 @@ class _Priced(NamedTuple):
         return _plan(self.program).seconds + self.price.seconds_per_byte * self.kept
 
 
-def affordable(
+def search_within_memory(
     program: Program,
     world: World,
     layout: Layouts,
@@ -80,9 +92,9 @@ def affordable(
     none fits. `budget` None or without a limit: with the plan of least time. `overlap`: by the time
     of a step in which communication runs under computation, else by the sum.
     """
-    shallow = Shallow(program, world, redundant)
+    shallow = ShortenedModel(program, world, redundant)
     if overlap and (budget is None or budget.recompute not in ("full", "gathers")):
-        several = by_step(shallow, layout, budget)
+        several = plans_by_step(shallow, layout, budget)
     else:
         several = [choose.choose(program, world, layout, redundant, budget)]
     if budget is None or budget.memory_bytes is None:
@@ -167,16 +179,16 @@ class _Under:
     for the search and its estimates, which is lower where estimates turned out too low.
     """
 
-    def __init__(self, whole: Shallow, layout: Layouts, budget: Budget, aim: Budget) -> None:
+    def __init__(self, whole: ShortenedModel, layout: Layouts, budget: Budget, aim: Budget) -> None:
         self.whole, self.program, self.world = whole, whole.program, whole.world
         self.layout, self.budget, self.aim = layout, budget, aim
         again = budget.recompute == "auto"
         searched = regathering(self.program) if again else self.program
-        self.kept = Kept(searched, budget.optimizer)
+        self.kept = ActivationMemory(searched, budget.optimizer)
         self.given: list[Candidate] = []
         self.shallow = whole.annotated(searched) if again else whole
         self._made: dict[int, _Tried] = {}  # by identity, which the program beside a ladder keeps
-        self._ladders: dict[int, tuple[Program, Ladder]] = {}
+        self._ladders: dict[int, tuple[Program, RematerializationSearch]] = {}
 
     def under(self, layout: Layouts, aim: Budget | None = None) -> _Under:
         """Plans of another layout under the same limit, or with another aim."""
@@ -233,7 +245,9 @@ class _Under:
     def _besides(self, tried: _Tried) -> float:
         """What the peak of a program has that is not counted as kept."""
         assert tried.ladder is not None
-        return tried.ladder.counted().memory.peak - bytes_kept(self.kept, _plan(tried.program))
+        return tried.ladder.counted().memory.peak - activation_bytes(
+            self.kept, _plan(tried.program)
+        )
 
     def made(self, chosen: Program) -> _Tried:
         """A chosen program with as little dropped as makes it fit; what comes nearest where nothing
@@ -244,14 +258,16 @@ class _Under:
             self._made[id(chosen)] = self._fit(chosen, ladder, ladder.best())
         return self._made[id(chosen)]
 
-    def _ladder(self, chosen: Program) -> Ladder:
+    def _ladder(self, chosen: Program) -> RematerializationSearch:
         """What a chosen program may drop."""
         if id(chosen) not in self._ladders:
-            deep = Deep(chosen, self.whole.deep)
+            deep = DeepModel(chosen, self.whole.deep)
             if deep.runs:
-                ladder: Ladder = Estimated(deep, self.world, self.aim)
+                ladder: RematerializationSearch = Estimated(deep, self.world, self.aim)
             else:
-                ladder = Rungs(emitted(chosen, self.world), self.world, self.aim)
+                ladder = RematerializationSteps(
+                    emit_program(chosen, self.world), self.world, self.aim
+                )
             self._ladders[id(chosen)] = chosen, ladder
         return self._ladders[id(chosen)][1]
 
@@ -271,15 +287,19 @@ class _Under:
         """
         if not isinstance(tried.ladder, Estimated):
             return tried
-        ladder = Rungs(emitted(tried.program, self.world), self.world, self.budget)
+        ladder = RematerializationSteps(
+            emit_program(tried.program, self.world), self.world, self.budget
+        )
         return self._fit(tried.program, ladder, ladder.settled(tried.ladder))
 
-    def _fit(self, chosen: Program, ladder: Ladder, found: Tried) -> _Tried:
+    def _fit(
+        self, chosen: Program, ladder: RematerializationSearch, found: TriedRematerialization
+    ) -> _Tried:
         if found is ladder.planned():
             return _Tried(chosen, _plan(chosen).seconds + found.seconds, found.memory, ladder)
         return self._dropped(chosen, found)._replace(ladder=ladder)
 
-    def _dropped(self, chosen: Program, found: Tried) -> _Tried:
+    def _dropped(self, chosen: Program, found: TriedRematerialization) -> _Tried:
         """A chosen program that drops what it was found to fit with."""
         plan = dataclasses.replace(_plan(chosen), **found.rung._asdict())
         chosen = dataclasses.replace(chosen, plan=plan)
@@ -305,11 +325,11 @@ class _Under:
         """
         floor = Middle if self.budget.recompute == "none" else Stored
         kept, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
-        needs = bytes_kept(kept, least)
+        needs = activation_bytes(kept, least)
         assert limit is not None
         if self.layout != "auto" or needs <= limit:  # a price gains nothing there
             return 0.0
-        near = promising(bounds_of(least), given, _MESHES)
+        near = promising_meshes(bounds_of(least), given, _MESHES)
         free = dict(zip((mesh for mesh, _ in given), (s for _, s in least.meshes), strict=True))
         rest = min(
             (s for mesh, s in free.items() if mesh not in {m for m, _ in near}), default=math.inf
@@ -317,7 +337,7 @@ class _Under:
         found = 0.0
         for more in _PRICES:
             price = more * least.seconds / needs
-            paid = bounded(
+            paid = meshes_by_bound(
                 frame(self.program), near, self.world, self.whole.redundant, Price(kept, price)
             )
             several = [
@@ -342,16 +362,16 @@ class _Under:
 
     def _at(self, price: Price) -> _Priced:
         plan = self.shallow.best(self.given, price, tries=1)  # as there are other prices
-        self.given = promising(bounds_of(plan), self.given, _MESHES)
+        self.given = promising_meshes(bounds_of(plan), self.given, _MESHES)
         return self._priced(plan, price)
 
     def _priced(self, plan: Plan, price: Price) -> _Priced:
         chosen = self.shallow.chosen(plan, self.aim).program
-        return _Priced(chosen, bytes_kept(self.kept, _plan(chosen)), price)
+        return _Priced(chosen, activation_bytes(self.kept, _plan(chosen)), price)
 
     def _once(self, one: _Priced) -> Program:
         """With the seconds of a step in which nothing runs twice."""
-        spent = terms(self.program, _plan(one.program), self.world)
+        spent = cost_terms(self.program, _plan(one.program), self.world)
         plan = dataclasses.replace(_plan(one.program), seconds=sum(spent.values()))
         return dataclasses.replace(self.program, plan=plan)
 

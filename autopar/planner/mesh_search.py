@@ -22,7 +22,14 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.strategy import Choice, Slot
 from autopar.planner.bounds.arrays import Meshes
-from autopar.planner.bounds.factor_graph import FIRST_SLOT, WHOLE, Frame, Variable, frame, shortened
+from autopar.planner.bounds.factor_graph import (
+    FIRST_SLOT,
+    WHOLE,
+    Frame,
+    Variable,
+    frame,
+    shorten_frame,
+)
 from autopar.planner.bounds.message_passing import Bound, Joint
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.constraint import Constraint
@@ -125,7 +132,7 @@ def best(
         ]
         best_one = min(plans, key=lambda plan: plan.seconds)
         return Best(best_one, best_one.seconds, tuple(plan.seconds for plan in plans))
-    bounds = bounded(whole, given, world, redundant, price) if len(given) > 1 else [0.0]
+    bounds = meshes_by_bound(whole, given, world, redundant, price) if len(given) > 1 else [0.0]
     order = sorted(range(len(given)), key=lambda i: (_rounded(bounds[i]), len(given[i][0].axes), i))
     found: Plan | None = None
     for place in order[: _TRIES if thorough else _QUICK]:
@@ -154,7 +161,7 @@ def bounds_of(plan: Plan) -> list[float]:
     return [bound for _, bound in plan.meshes]
 
 
-def promising(
+def promising_meshes(
     bounds: Sequence[float], given: Sequence[Candidate], most: int, near: float | None = None
 ) -> list[Candidate]:
     """Of the candidates, so many of the lowest bounds, none above `near` times the least, in their
@@ -170,7 +177,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.3e}")
 
 
-def bounded(
+def meshes_by_bound(
     whole: Frame,
     given: Sequence[Candidate],
     world: World,
@@ -200,7 +207,7 @@ def _messages(
     """A bound whose messages have come to rest on a shorter frame."""
     meshes = Meshes([mesh for mesh, _ in given], world)
     costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], redundant, price)
-    short, twins = shortened(whole)
+    short, twins = shorten_frame(whole)
     start = Bound(short, costs)
     start.run(_ROUNDS)
     return start if short is whole else Bound(whole, costs, start, twins)

@@ -13,7 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError
-from autopar.ir.dim_roles import Kinds, atoms_of, kinds_of, letters_of, weighted
+from autopar.ir.dim_roles import (
+    Kinds,
+    dim_kinds,
+    loop_dim_atoms,
+    parameter_loop_dims,
+    weight_matmuls,
+)
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
@@ -105,7 +111,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         for mesh in _meshes(ranks):
             yield mesh, Constraint("auto")
         return
-    kinds, letters = kinds_of(program), letters_of(program)
+    kinds, letters = dim_kinds(program), parameter_loop_dims(program)
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
@@ -337,7 +343,10 @@ class _Products:
     """The products with a weight, and what axes may split of them."""
 
     def __init__(self, program: Program, kinds: Kinds) -> None:
-        found = [(module_path(node), atoms_of(program, node)) for node, _ in weighted(program)]
+        found = [
+            (module_path(node), loop_dim_atoms(program, node))
+            for node, _ in weight_matmuls(program)
+        ]
         self.paths, self.sides = [path for path, _ in found], [sides for _, sides in found]
         self.kinds = kinds
         self._sizes: dict[tuple[str, str], list[int]] = {}

@@ -11,25 +11,25 @@ from functools import partial
 import torch
 from torch import fx
 
-from autopar.cost.communication import Cost, costs, inside_costs, path_seconds
+from autopar.cost.communication import Cost, costs, inner_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.ir.graph import producer
 from autopar.ir.layout import Element, Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Annotations, Program, Value
-from autopar.ir.reshard import steps
+from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, value_of
 from autopar.ir.strategy import Strategy
-from autopar.ops.sharded.inner_collectives import inside
+from autopar.ops.sharded.inner_collectives import inner_collectives
 from autopar.planner.regions import Known, Region, Regions
 from autopar.world import World
 
-Terms = dict[str, float]  # seconds of a training step, by what they are spent on
+CostTerms = dict[str, float]  # seconds of a training step, by what they are spent on
 
 COMPUTE, OPTIMIZER, SLICES = "compute", "optimizer", "slices in memory"
 
 
-def terms(program: Program, plan: Plan, world: World) -> Terms:
+def cost_terms(program: Program, plan: Plan, world: World) -> CostTerms:
     """Seconds of the step by term: computing, every kind of collective forward and backward, the
     optimizer, slicing and padding in memory. Blocks that run again are not in it: the search knows
     nothing of them.
@@ -45,11 +45,11 @@ class _Pricer:
         self.program, self.plan, self.world = program, plan, world
         self.notes: Annotations = program.annotations
         self.nodes = {node.name: node for node in program.module.graph.nodes}
-        self.spent: Terms = defaultdict(float)
+        self.spent: CostTerms = defaultdict(float)
         self.native: dict[Value, Layout] = {}
         self.wants: dict[Value, list[Layout]] = defaultdict(list)
 
-    def run(self) -> Terms:
+    def run(self) -> CostTerms:
         self._stored()
         known = Known()
         regions = Regions(self.notes, known)
@@ -90,8 +90,10 @@ class _Pricer:
         gradient = any(value in self.notes.gradient for value in values)
         seconds = node_seconds(spec, found, tensors[0].dtype, gradient, self.world)
         self.spent[COMPUTE] += seconds
-        made = [x for x in inside(node.target, found.operands) if gradient or not x.backward]
-        self._pay(inside_costs(made, self.plan.mesh, self.world))
+        made = [
+            x for x in inner_collectives(node.target, found.operands) if gradient or not x.backward
+        ]
+        self._pay(inner_costs(made, self.plan.mesh, self.world))
         return found
 
     def _enter(self, region: Region) -> None:
@@ -130,10 +132,10 @@ class _Pricer:
         return self.notes.element(value, size)
 
     def _far(self, value: Value, source: Layout, target: Layout) -> float:
-        return path_seconds(steps(source, target), self._element(value), self.world)
+        return path_seconds(reshard_steps(source, target), self._element(value), self.world)
 
     def _walk(self, value: Value, source: Layout, target: Layout) -> None:
-        path, element = steps(source, target), self._element(value)
+        path, element = reshard_steps(source, target), self._element(value)
         paid = self._pay(costs(path, element, self.world))
         self.spent[SLICES] += path_seconds(path, element, self.world) - paid
 

@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.cost.activations import Middle, bytes_kept
+from autopar.cost.activations import Middle, activation_bytes
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import bucket_seconds
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes import emitted
+from autopar.passes import emit_program
 from autopar.planner import choose
-from autopar.planner.deep_models import Deep, Shallow, summed
-from autopar.planner.mesh_search import Candidate, bounds_of, promising
+from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks
+from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
 from autopar.planner.named_layouts import NAMES, Layouts, candidates
 from autopar.world import World
 
@@ -38,7 +38,7 @@ _BLOCKS = 4  # at either end of a run, and more of it: they fill buckets about a
 _RUN = 6  # plans by either measure that are simulated: of a deep model that takes a second each
 
 
-def by_step(shallow: Shallow, layout: Layouts, budget: Budget | None) -> list[Program]:
+def plans_by_step(shallow: ShortenedModel, layout: Layouts, budget: Budget | None) -> list[Program]:
     """Chosen programs for the program and the world of `shallow`, the one with the shortest
     simulated step first.
     """
@@ -64,15 +64,15 @@ class _Rated(NamedTuple):
 
     light: float
     middle: float
-    deep: Deep
+    deep: DeepModel
 
 
 class _Others:
     """Plans that compete with the best one of the sum."""
 
-    def __init__(self, best: Program, shallow: Shallow, budget: Budget | None) -> None:
+    def __init__(self, best: Program, shallow: ShortenedModel, budget: Budget | None) -> None:
         self.best, self.world, self.budget = best, shallow.world, budget
-        self.deep, self.shallow = Deep(best, shallow.deep), shallow
+        self.deep, self.shallow = DeepModel(best, shallow.deep), shallow
         self.lighter = [shallow.annotated(_counted(best, share)) for share in shares(self.world)]
         self.kept = Middle(best, "adamw" if budget is None else budget.optimizer)
         self.found: dict[Hashable, _Rated] = {}
@@ -83,7 +83,7 @@ class _Others:
     def least(self) -> float:
         return min(rated.light for rated in self.found.values())
 
-    def near(self) -> list[Deep]:
+    def near(self) -> list[DeepModel]:
         """Of those that may fit as they are the most promising, by what a step takes if all hides
         that can and by the middle between that and the sum; of each name the one that is by the
         middle; and the best of the sum.
@@ -96,11 +96,11 @@ class _Others:
         taken = [rated.deep for rated in (*light, *middle[:_RUN], *filter(None, named))]
         return list(dict.fromkeys((*taken, self.deep)))
 
-    def _may_fit(self, deep: Deep) -> bool:
+    def _may_fit(self, deep: DeepModel) -> bool:
         """By what a plan holds that drops nothing; its peak is above that."""
         if self.budget is None or self.budget.memory_bytes is None:
             return True
-        return bytes_kept(self.kept, _plan(deep.program)) <= self.budget.memory_bytes
+        return activation_bytes(self.kept, _plan(deep.program)) <= self.budget.memory_bytes
 
     def take_named(self, name: str) -> None:
         """A named layout's plan of the sum, and those at the shares."""
@@ -115,24 +115,24 @@ class _Others:
         first, and no more where that is not near.
         """
         most = _FREE if all(rules.free for _, rules in given) else _RULED
-        near = promising(bounds, given, most, _NEAR)
+        near = promising_meshes(bounds, given, most, _NEAR)
         for one in reversed(self.lighter):
             if self._enter(self._beside(one.plan(near)), name) > _NEAR * self.least:
                 return
 
-    def _beside(self, plan: Plan) -> Deep:
+    def _beside(self, plan: Plan) -> DeepModel:
         """Another plan for the same program, at its full price; proven is what is of the sum."""
         deep, known = self.shallow.chosen(plan, self.budget), _plan(self.best)
         plan = dataclasses.replace(_plan(deep.program), bound=known.bound, meshes=known.meshes)
         return deep.under(plan)
 
-    def _enter(self, deep: Deep, name: str = "") -> float:
+    def _enter(self, deep: DeepModel, name: str = "") -> float:
         """Seconds in which what hides counts least."""
         plan = _plan(deep.program)
         looks = _looks(plan)
         if looks not in self.found:
-            least = Deep(_counted(deep.program, shares(self.world)[-1]), deep)
-            light = summed(least, self.world)
+            least = DeepModel(_counted(deep.program, shares(self.world)[-1]), deep)
+            light = sum_of_blocks(least, self.world)
             self.found[looks] = _Rated(light, light + plan.seconds, deep)
         if name:
             self.names[name][looks] = self.found[looks]
@@ -153,18 +153,18 @@ def _counted(program: Program, share: float) -> Program:
     return dataclasses.replace(program, annotations=notes)
 
 
-def simulated(chosen: Program, world: World) -> float:
+def simulate_plan(chosen: Program, world: World) -> float:
     """Seconds of the step of a chosen program, with communication under computation; of one with
     many equal blocks about that.
     """
-    return _step(Deep(chosen), world)
+    return _step(DeepModel(chosen), world)
 
 
-def _step(deep: Deep, world: World) -> float:
+def _step(deep: DeepModel, world: World) -> float:
     def seconds(chosen: Program) -> tuple[float, ...]:
-        return bucket_seconds(emitted(chosen, world), world)
+        return bucket_seconds(emit_program(chosen, world), world)
 
-    blocks = Deep(deep.program, deep, edge=_BLOCKS, more=_BLOCKS)
+    blocks = DeepModel(deep.program, deep, edge=_BLOCKS, more=_BLOCKS)
     return float(blocks.extrapolated(seconds).min())
 
 

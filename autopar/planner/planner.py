@@ -18,7 +18,7 @@ from torch import fx, nn
 from autopar._compat import pytree
 from autopar.cost.memory import Budget, with_flight
 from autopar.cost.simulator.timeline import Timeline, timeline
-from autopar.cost.summary import summarised
+from autopar.cost.summary import summary_rows
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -31,19 +31,19 @@ from autopar.ops.devices import on_device, without_devices
 from autopar.passes import annotate, chains, finalize, hierarchy, kernel_choice, rewrite
 from autopar.passes import recompute as recomputing
 from autopar.passes import summa as panels
-from autopar.passes.pass_manager import Pipeline
+from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace import trace
 from autopar.passes.trace.signature import without_cache
 from autopar.planner import choose, world_size
-from autopar.planner.memory_search import affordable
+from autopar.planner.memory_search import search_within_memory
 from autopar.planner.named_layouts import Layouts
-from autopar.planner.rematerialize import fitted as made_to_fit
+from autopar.planner.rematerialize import rematerialize_to_fit as made_to_fit
 from autopar.planner.why import Why, why
 from autopar.world import World
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
+class PlanContext:
     """What a plan made in this process carries along: the rewritten program, the graph after every
     pass, and the annotated program that was planned.
     """
@@ -63,7 +63,7 @@ class Ready:
         ready = dataclasses.replace(self, program=program, source=source)
         return dataclasses.replace(self.program.plan, ready=ready)
 
-    def on_device(self, device: torch.device) -> Ready:
+    def on_device(self, device: torch.device) -> PlanContext:
         """Its graph with the tensors that it makes on the device of a rank."""
         module = on_device(self.program.module, device)
         return dataclasses.replace(self, program=dataclasses.replace(self.program, module=module))
@@ -120,7 +120,7 @@ Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What a plan is to be, in the words of `autopar.plan`. `layout` None: that of a file. `budget`
     None: whatever it needs, it was made to fit.
     """
@@ -133,7 +133,7 @@ class Asked:
     whole: bool = False  # parameters and results stay whole on every rank
 
 
-def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) from what a user gives: a tuple of positional or a dict of keyword arguments,
     or one tensor.
     """
@@ -149,21 +149,21 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def traced(model: nn.Module, inputs: Inputs, pipeline: Pipeline | None = None) -> Program:
-    args, kwargs = arguments(inputs)
+def trace_model(model: nn.Module, inputs: Inputs, pipeline: PassManager | None = None) -> Program:
+    args, kwargs = call_arguments(inputs)
     with without_cache(model, kwargs):
         return _traced(model, args, kwargs, pipeline)
 
 
 def _traced(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: Pipeline | None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: PassManager | None
 ) -> Program:
-    run = (pipeline or Pipeline()).run
+    run = (pipeline or PassManager()).run
     return run("trace", model, lambda given: trace.trace(given, args, kwargs), trace.check)
 
 
-def analysed(
-    pipeline: Pipeline,
+def analyse(
+    pipeline: PassManager,
     program: Program,
     reduce_dtype: torch.dtype | None = None,
     whole: bool = False,
@@ -174,33 +174,37 @@ def analysed(
     return pipeline.run("chains", program, chains.chains, chains.check)
 
 
-def chosen(pipeline: Pipeline, program: Program, world: World, asked: Asked) -> Program:
+def choose_plan(
+    pipeline: PassManager, program: Program, world: World, asked: PlanRequest
+) -> Program:
     def step(program: Program) -> Program:
         assert asked.layout is not None
         how = asked.layout, asked.redundant, asked.budget, asked.overlap
-        return affordable(program, world, *how)
+        return search_within_memory(program, world, *how)
 
     return pipeline.run("choose", program, step, choose.check)
 
 
-def rewritten(pipeline: Pipeline, program: Program, world: World) -> Program:
+def rewrite_for_ranks(pipeline: PassManager, program: Program, world: World) -> Program:
     """With everything that the plan says: blocks that it recomputes, too."""
     program = _emitted(pipeline, program, world)
     return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
 
 
-def _emitted(pipeline: Pipeline, program: Program, world: World) -> Program:
+def _emitted(pipeline: PassManager, program: Program, world: World) -> Program:
     program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
-    program = pipeline.run("route", program, lambda p: hierarchy.route(p, world), hierarchy.check)
-    program = pipeline.run("pipeline", program, panels.pipeline, panels.check)
     program = pipeline.run(
-        "forms", program, lambda p: kernel_choice.forms(p, world), kernel_choice.check
+        "route", program, lambda p: hierarchy.choose_hierarchies(p, world), hierarchy.check
     )
-    return pipeline.run("emit", program, finalize.emit, finalize.check)
+    program = pipeline.run("pipeline", program, panels.summa, panels.check)
+    program = pipeline.run(
+        "forms", program, lambda p: kernel_choice.choose_kernels(p, world), kernel_choice.check
+    )
+    return pipeline.run("emit", program, finalize.finalize, finalize.check)
 
 
-def fitted(
-    pipeline: Pipeline, source: Program, chosen: Program, world: World, asked: Asked
+def fit_to_memory(
+    pipeline: PassManager, source: Program, chosen: Program, world: World, asked: PlanRequest
 ) -> Program:
     """Rewritten, with as little recomputed as makes it fit. Raises PlanError where nothing does."""
     program = _on_one_rank(source, _emitted(pipeline, chosen, world))
@@ -208,7 +212,7 @@ def fitted(
     def larger(needs: Memory) -> str:
         assert asked.budget is not None and chosen.plan is not None
         how = asked.layout or "auto", asked.redundant, asked.budget
-        return world_size.larger(chosen, chosen.plan, *how, needs)
+        return world_size.larger_world(chosen, chosen.plan, *how, needs)
 
     def step(program: Program) -> Program:
         return made_to_fit(program, world, asked.budget, larger)
@@ -218,14 +222,14 @@ def fitted(
     return dataclasses.replace(program, plan=_with_room(program.plan, asked))
 
 
-def finished(
-    pipeline: Pipeline, source: Program, chosen: Program, world: World, asked: Asked
+def finish_plan(
+    pipeline: PassManager, source: Program, chosen: Program, world: World, asked: PlanRequest
 ) -> Plan:
     """The plan with its figures and what `apply` needs. Without a budget: it was made to fit."""
-    program = fitted(pipeline, source, chosen, world, asked)
+    program = fit_to_memory(pipeline, source, chosen, world, asked)
     assert program.plan is not None
     made = dataclasses.replace(
-        summarised(program, world, _overlapped(program, world) if asked.overlap else None),
+        summary_rows(program, world, _overlapped(program, world) if asked.overlap else None),
         fingerprint=fingerprint(source),
         groups=tuple(sorted(group.split("/", 2)[2] for group in groups_of(program.module))),
         seconds_by_pass=dict(pipeline.seconds),
@@ -233,11 +237,11 @@ def finished(
     ready = dataclasses.replace(program, plan=made)
     # under a limit of memory "auto" may have been a named layout
     layout = made.layout if asked.layout == "auto" else asked.layout
-    kept = Ready(ready, pipeline.graphs, world, chosen, layout, asked.redundant)
+    kept = PlanContext(ready, pipeline.graphs, world, chosen, layout, asked.redundant)
     return dataclasses.replace(made, ready=kept)
 
 
-def _with_room(plan: Plan, asked: Asked) -> Plan:
+def _with_room(plan: Plan, asked: PlanRequest) -> Plan:
     """With the limit, and with what communication under computation may hold below it."""
     if asked.budget is None:  # it has both
         return plan

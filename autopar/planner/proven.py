@@ -17,12 +17,12 @@ from autopar.cost.memory import Budget
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes import emitted
+from autopar.passes import emit_program
 from autopar.planner import choose
 from autopar.planner.ascending import Cap, ascending
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.mesh_search import Candidate
-from autopar.planner.rematerialize import Rungs, Tried
+from autopar.planner.rematerialize import RematerializationSteps, TriedRematerialization
 from autopar.world import World
 
 _VARIABLES, _MESHES, _AXES = 16, 6, 2  # of a graph that counts as small
@@ -42,12 +42,12 @@ def fastest(
     redundant: bool,
     budget: Budget,
     below: float,
-) -> tuple[Program | None, Tried | None, float]:
+) -> tuple[Program | None, TriedRematerialization | None, float]:
     """The fastest plan that fits of those that take fewer than `below` seconds (None where there is
     none) as chosen, and what it drops, and a proven bound: no plan within the limit
     takes fewer seconds. It is `below` or the seconds of that plan, unless there were too many.
     """
-    best: tuple[Program, Tried] | None = None
+    best: tuple[Program, TriedRematerialization] | None = None
     bound = below
     try:
         several = _ascending(program, given, world, redundant, budget)
@@ -57,8 +57,10 @@ def fastest(
         if plan.seconds >= below * (1 - 1e-12) or number == _TRIES:
             bound = min(bound, plan.seconds)
             break
-        chosen = choose.dropping(dataclasses.replace(program, plan=plan), budget)
-        found = Rungs(emitted(chosen, world), world, budget).least(below - plan.seconds)
+        chosen = choose.unmet_constraints(dataclasses.replace(program, plan=plan), budget)
+        found = RematerializationSteps(emit_program(chosen, world), world, budget).least(
+            below - plan.seconds
+        )
         if found is not None and budget.fits(found.memory):
             best, below = (chosen, found), plan.seconds + found.seconds
             bound = below

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from autopar.cost.communication import path_seconds
 from autopar.ir.layout import Element, Layout
 from autopar.ir.program import Annotations, Value
-from autopar.ir.reshard import steps
+from autopar.ir.reshard import reshard_steps
 from autopar.ir.strategy import Strategy
 from autopar.planner.elimination import LARGEST, too_large
 from autopar.world import World
@@ -146,10 +146,10 @@ class Regions:
         return True
 
 
-Wire = str | tuple[int, int] | None  # "root", (node of the region, result), or from outside
+Crossing = str | tuple[int, int] | None  # "root", (node of the region, result), or from outside
 
 
-def _wire(region: Region, source: Value | None) -> Wire:
+def _wire(region: Region, source: Value | None) -> Crossing:
     if source is None:
         return None
     if source == region.root:
@@ -158,7 +158,7 @@ def _wire(region: Region, source: Value | None) -> Wire:
 
 
 def _joined(
-    region: Options, node: Options, wiring: tuple[Wire, ...], uses: list[tuple[int, int]]
+    region: Options, node: Options, wiring: tuple[Crossing, ...], uses: list[tuple[int, int]]
 ) -> tuple[list[tuple[Strategy, ...]], list[float]]:
     """Every pair of an option of a region and a strategy of the next node that agree on the layouts
     between them.
@@ -189,7 +189,7 @@ def _joined(
     return items, seconds
 
 
-def _made(item: tuple[Strategy, ...], wire: Wire, root: Layout | None) -> Layout | None:
+def _made(item: tuple[Strategy, ...], wire: Crossing, root: Layout | None) -> Layout | None:
     """The layout in which an option of a region provides what this wire carries."""
     if isinstance(wire, tuple):
         return item[wire[0]].results[wire[1]]
@@ -204,7 +204,7 @@ class Want(NamedTuple):
     layouts: tuple[Layout, ...]
 
 
-class Conversions:
+class ReshardCosts:
     """Seconds between layouts; tables of the same layouts are made once."""
 
     def __init__(self, world: World, known: Known) -> None:
@@ -257,6 +257,6 @@ def _pricer(world: World) -> Callable[[Layout, Layout, Element], float]:
 
     @lru_cache(maxsize=1 << 20)
     def seconds(source: Layout, target: Layout, element: Element) -> float:
-        return path_seconds(steps(source, target), element, world)
+        return path_seconds(reshard_steps(source, target), element, world)
 
     return seconds

@@ -18,32 +18,32 @@ from numpy.typing import NDArray
 
 from autopar.cost.memory import Budget, refusal
 from autopar.cost.peak import peak
-from autopar.cost.summary import twice_seconds
+from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import emitted, recompute
-from autopar.planner.deep_models import Deep
+from autopar.passes import emit_program, recompute
+from autopar.planner.deep_models import DeepModel
 from autopar.world import World
 
 
-class Rung(NamedTuple):
+class Rematerialized(NamedTuple):
     """The blocks that are recomputed, and those that only gather their weights again."""
 
     recompute: tuple[str, ...]
     regather: tuple[str, ...]
 
 
-class Tried(NamedTuple):
+class TriedRematerialization(NamedTuple):
     """What is dropped, what is held at the peak then, and the seconds of what runs twice."""
 
-    rung: Rung
+    rung: Rematerialized
     memory: Memory
     seconds: float
 
 
-class Ladder(ABC):
+class RematerializationSearch(ABC):
     """What a program may drop: more and more of it.
 
     `names`: its blocks in order; `fetching`: those that gather weights; `start`: what its plan
@@ -55,31 +55,35 @@ class Ladder(ABC):
     ) -> None:
         self.names, self.fetching, self.budget = names, fetching, budget
         idle = {*names} - {*fetching}
-        self.start = Rung(plan.recompute, tuple(n for n in plan.regather if n not in idle))
-        self.known: dict[Rung, Tried] = {}
+        self.start = Rematerialized(
+            plan.recompute, tuple(n for n in plan.regather if n not in idle)
+        )
+        self.known: dict[Rematerialized, TriedRematerialization] = {}
 
     @abstractmethod
-    def seconds_of(self, rung: Rung) -> float:
+    def seconds_of(self, rung: Rematerialized) -> float:
         """Of what runs twice."""
 
     @abstractmethod
-    def memory_of(self, rung: Rung) -> Memory:
+    def memory_of(self, rung: Rematerialized) -> Memory:
         """What is held at the peak."""
 
-    def tried(self, rung: Rung) -> Tried:
+    def tried(self, rung: Rematerialized) -> TriedRematerialization:
         if rung not in self.known:
-            self.known[rung] = Tried(rung, self.memory_of(rung), self.seconds_of(rung))
+            self.known[rung] = TriedRematerialization(
+                rung, self.memory_of(rung), self.seconds_of(rung)
+            )
         return self.known[rung]
 
-    def planned(self) -> Tried:
+    def planned(self) -> TriedRematerialization:
         return self.tried(self.start)
 
-    def counted(self) -> Tried:
+    def counted(self) -> TriedRematerialization:
         """With every weight gathered again that may be."""
         auto = self.budget.recompute == "auto" and self.fetching
-        return self.tried(Rung((), self.fetching)) if auto else self.planned()
+        return self.tried(Rematerialized((), self.fetching)) if auto else self.planned()
 
-    def best(self) -> Tried:
+    def best(self) -> TriedRematerialization:
         """As planned where that fits or nothing else may be; else the cheapest that fits, or what
         comes nearest.
         """
@@ -88,7 +92,7 @@ class Ladder(ABC):
             return planned
         return self._cheapest(planned)
 
-    def least(self, below: float) -> Tried | None:
+    def least(self, below: float) -> TriedRematerialization | None:
         """What takes the fewest seconds of all that fits, if it is fewer than `below` for what runs
         twice: every rung is tried. None where nothing does.
         """
@@ -96,21 +100,21 @@ class Ladder(ABC):
         if self.budget.recompute == "auto":
             every, fetched, mixed = self._ladders()
             rungs += [*fetched, *mixed, *every]
-        best: Tried | None = None
+        best: TriedRematerialization | None = None
         for rung in dict.fromkeys(rungs):
             if self.seconds_of(rung) < below and self._fits(self.tried(rung)):
                 best = self.tried(rung)
                 below = best.seconds
         return best
 
-    def settled(self, estimate: Ladder) -> Tried:
+    def settled(self, estimate: RematerializationSearch) -> TriedRematerialization:
         """As `best`, starting from what is planned to be dropped by an estimate: a little more
         where that does not fit, less where there is room for it.
         """
         if self.budget.recompute != "auto" or not any(self.start):
             return self.best()
         several = (each for each in self._ladders() if self.start in each)
-        rungs = [Rung((), ()), *next(several, [self.start])]
+        rungs = [Rematerialized((), ()), *next(several, [self.start])]
         number = rungs.index(self.start)
         while not self._fits(self.tried(rungs[number])) and number + 1 < len(rungs):
             number += 1
@@ -120,30 +124,34 @@ class Ladder(ABC):
             number -= 1
         return self.tried(rungs[number])
 
-    def _has_room(self, less: Rung, rung: Rung, estimate: Ladder) -> bool:
+    def _has_room(
+        self, less: Rematerialized, rung: Rematerialized, estimate: RematerializationSearch
+    ) -> bool:
         """Whether dropping less should fit, by what an estimate says that makes of a difference."""
         one, other = (estimate.tried(each).memory.peak for each in (less, rung))
         limit = self.budget.memory_bytes
         return limit is not None and self.tried(rung).memory.peak + one - other <= limit
 
-    def _ladders(self) -> tuple[list[Rung], list[Rung], list[Rung]]:
+    def _ladders(self) -> tuple[list[Rematerialized], list[Rematerialized], list[Rematerialized]]:
         """Blocks recomputed, the first ones; blocks that gather again; and all that gather again,
         some of these recomputed.
         """
         names, fetching = self.names, self.fetching
-        every = [Rung(names[: n + 1], ()) for n in range(len(names))]
-        fetched = [Rung((), fetching[: n + 1]) for n in range(len(fetching))]
-        mixed = [Rung(rung.recompute, _without(fetching, rung)) for rung in every if fetching]
+        every = [Rematerialized(names[: n + 1], ()) for n in range(len(names))]
+        fetched = [Rematerialized((), fetching[: n + 1]) for n in range(len(fetching))]
+        mixed = [
+            Rematerialized(rung.recompute, _without(fetching, rung)) for rung in every if fetching
+        ]
         return every, fetched, mixed
 
-    def _cheapest(self, start: Tried) -> Tried:
+    def _cheapest(self, start: TriedRematerialization) -> TriedRematerialization:
         """What takes the fewest seconds of those that fit; what comes nearest where nothing does.
 
         Either as few blocks as it takes gather again, and where that is not enough as few as it
         takes of these are recomputed; or as few as it takes are recomputed and the others keep all.
         """
         every, fetched, mixed = self._ladders()
-        found: list[tuple[Tried, list[Rung]]] = []
+        found: list[tuple[TriedRematerialization, list[Rematerialized]]] = []
         if fetched:
             middle = self.tried(fetched[-1])
             found = [(start, fetched) if self._fits(middle) else (middle, mixed)]
@@ -155,10 +163,10 @@ class Ladder(ABC):
             return min((start, *self.known.values()), key=lambda tried: tried.memory.peak)
         return self._climb(*min(reversed(found), key=lambda pair: self._guess(*pair)[1]))
 
-    def _fits(self, tried: Tried) -> bool:
+    def _fits(self, tried: TriedRematerialization) -> bool:
         return self.budget.fits(tried.memory)
 
-    def _guess(self, low: Tried, rungs: list[Rung]) -> tuple[int, float]:
+    def _guess(self, low: TriedRematerialization, rungs: list[Rematerialized]) -> tuple[int, float]:
         """The first rung that could fit, and its seconds, if every one takes as much off the peak
         and costs as much as the next.
         """
@@ -168,7 +176,9 @@ class Ladder(ABC):
         number = min(len(rungs), max(1, math.ceil(part * len(rungs) - 1e-9)))
         return number - 1, low.seconds + (high.seconds - low.seconds) * number / len(rungs)
 
-    def _climb(self, low: Tried, rungs: list[Rung]) -> Tried:
+    def _climb(
+        self, low: TriedRematerialization, rungs: list[Rematerialized]
+    ) -> TriedRematerialization:
         """From the guessed rung upwards until it fits."""
         number = self._guess(low, rungs)[0]
         while not self._fits(self.tried(rungs[number])):
@@ -176,23 +186,23 @@ class Ladder(ABC):
         return self.tried(rungs[number])
 
 
-class Rungs(Ladder):
+class RematerializationSteps(RematerializationSearch):
     """Of an emitted program: every rung is made and run without storage."""
 
     def __init__(self, program: Program, world: World, budget: Budget) -> None:
         assert program.plan is not None
         self.program, self.world = program, world
-        self._made: dict[Rung, Program] = {}
+        self._made: dict[Rematerialized, Program] = {}
         names = blocks(program.module.graph.nodes)
         super().__init__(names, recompute.regathers(program), program.plan, budget)
 
-    def seconds_of(self, rung: Rung) -> float:
-        return twice_seconds(self.made(rung), self.world) if any(rung) else 0.0
+    def seconds_of(self, rung: Rematerialized) -> float:
+        return rematerialization_seconds(self.made(rung), self.world) if any(rung) else 0.0
 
-    def memory_of(self, rung: Rung) -> Memory:
+    def memory_of(self, rung: Rematerialized) -> Memory:
         return peak(self.made(rung), self.budget.optimizer, self.world)
 
-    def made(self, rung: Rung) -> Program:
+    def made(self, rung: Rematerialized) -> Program:
         """The program that drops so much."""
         if rung not in self._made:
             assert self.program.plan is not None
@@ -203,17 +213,17 @@ class Rungs(Ladder):
         return self._made[rung]
 
 
-class Estimated(Ladder):
+class Estimated(RematerializationSearch):
     """Of a chosen program with many equal blocks: rungs lie on straight lines between the plan as
     it is, every weight gathered again, and every block recomputed. These are worked out on shorter
     programs.
     """
 
-    def __init__(self, deep: Deep, world: World, budget: Budget) -> None:
+    def __init__(self, deep: DeepModel, world: World, budget: Budget) -> None:
         chosen = deep.program
         assert chosen.plan is not None
         self.deep, self.world = deep, world
-        self._rungs: dict[int, Rungs] = {}
+        self._rungs: dict[int, RematerializationSteps] = {}
         self._corners: dict[str, NDArray[np.float64]] = {}
         self.budget = budget
         names = blocks(chosen.module.graph.nodes)
@@ -221,13 +231,13 @@ class Estimated(Ladder):
         fetching = tuple(name for name in names if deep.stand_in(name) in known)
         super().__init__(names, fetching, chosen.plan, budget)
 
-    def seconds_of(self, rung: Rung) -> float:
+    def seconds_of(self, rung: Rematerialized) -> float:
         return float(self._figures(rung)[-1])
 
-    def memory_of(self, rung: Rung) -> Memory:
+    def memory_of(self, rung: Rematerialized) -> Memory:
         return Memory(*(float(size) for size in self._figures(rung)[:-1]))
 
-    def _figures(self, rung: Rung) -> NDArray[np.float64]:
+    def _figures(self, rung: Rematerialized) -> NDArray[np.float64]:
         """What a rung needs, and the seconds of what runs twice."""
         found = start = self._corner("planned")
         if rung != self.start:
@@ -248,23 +258,25 @@ class Estimated(Ladder):
         rungs = self._of(short)
         corners = {
             "planned": rungs.start,
-            "recompute": Rung(rungs.names, ()),
-            "regather": Rung((), rungs.fetching),
+            "recompute": Rematerialized(rungs.names, ()),
+            "regather": Rematerialized((), rungs.fetching),
         }
         found = rungs.tried(corners[drops])
         return *dataclasses.astuple(found.memory), found.seconds
 
-    def _of(self, short: Program) -> Rungs:
+    def _of(self, short: Program) -> RematerializationSteps:
         if id(short) not in self._rungs:
-            self._rungs[id(short)] = Rungs(emitted(short, self.world), self.world, self.budget)
+            self._rungs[id(short)] = RematerializationSteps(
+                emit_program(short, self.world), self.world, self.budget
+            )
         return self._rungs[id(short)]
 
 
-def _without(fetching: tuple[str, ...], rung: Rung) -> tuple[str, ...]:
+def _without(fetching: tuple[str, ...], rung: Rematerialized) -> tuple[str, ...]:
     return tuple(name for name in fetching if name not in rung.recompute)
 
 
-def fitted(
+def rematerialize_to_fit(
     program: Program,
     world: World,
     budget: Budget | None,
@@ -281,7 +293,7 @@ def fitted(
     if budget is None:
         return recompute.recompute(program)
     if (known := program.plan.memory) is not None and budget.fits(known):
-        rungs = Rungs(program, world, budget)
+        rungs = RematerializationSteps(program, world, budget)
         return _with(rungs.made(rungs.start), known, budget)
     found, memory = effort(program, world, budget)
     if not budget.fits(memory):
@@ -294,7 +306,7 @@ def fitted(
 
 def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Memory]:
     """As `fitted`, but where nothing fits what comes nearest."""
-    rungs = Rungs(program, world, budget)
+    rungs = RematerializationSteps(program, world, budget)
     found = rungs.best()
     return _with(rungs.made(found.rung), found.memory, budget), found.memory
 

@@ -23,15 +23,15 @@ from autopar.errors import PlanError
 from autopar.ir.graph import module_path, where
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.ir.show import duration, memory
+from autopar.ir.show import format_bytes, format_seconds
 from autopar.ir.strategy import Choice, split_of
-from autopar.passes import emitted, recompute
+from autopar.passes import emit_program, recompute
 from autopar.planner.bounds.message_passing import Bound
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import Near, search
 from autopar.planner.mesh_search import bound_on, near
 from autopar.planner.named_layouts import Layouts, candidates
-from autopar.planner.objective import Terms, terms
+from autopar.planner.objective import CostTerms, cost_terms
 
 _AROUND = (8, 4, 2)  # options of everything else; fewer where tables outgrow
 _READ = (4, 8, 16, 32, 64, 128)  # options among which runners-up are looked for
@@ -47,7 +47,7 @@ class Runner:
 
     layout: str
     more_seconds: float
-    by_term: Terms
+    by_term: CostTerms
     more_bytes: float
     plan: Plan = dataclasses.field(repr=False, compare=False)
 
@@ -71,7 +71,7 @@ class Why:
         return found | {"runners": [{n: getattr(r, n) for n in names} for r in self.runners]}
 
     def __rich__(self) -> Group:
-        title = f"{self.pattern}: {self.chosen}; the step takes {duration(self.seconds)}"
+        title = f"{self.pattern}: {self.chosen}; the step takes {format_seconds(self.seconds)}"
         table = Table(title=title, title_justify="left", caption_justify="left")
         table.add_column("instead", overflow="fold")
         table.add_column("step", justify="right")
@@ -81,7 +81,7 @@ class Why:
             share = runner.more_seconds / self.seconds if self.seconds else 0.0
             parts = sorted(runner.by_term.items(), key=lambda pair: -abs(pair[1]))
             told = [f"{name} {_more(s)}" for name, s in parts if abs(s) > 1e-4 * self.seconds]
-            held = f"{'-' if runner.more_bytes < 0 else '+'}{memory(abs(runner.more_bytes))}"
+            held = f"{'-' if runner.more_bytes < 0 else '+'}{format_bytes(abs(runner.more_bytes))}"
             step = f"{_more(runner.more_seconds)} ({share:+.2%})"
             table.add_row(runner.layout, step, ", ".join(told) or "nothing to speak of", held)
         table.caption = self._caption()
@@ -109,7 +109,7 @@ class _Question:
         self.program, self.plan, self.redundant = program, plan, redundant
         self.pattern, self.world = pattern, plan.world
         self.groups = _groups(program, plan, pattern)
-        self.spent = terms(program, plan, plan.world)
+        self.spent = cost_terms(program, plan, plan.world)
         self.constraint = self._constraint(layout)
 
     def answer(self) -> Why:
@@ -178,7 +178,7 @@ class _Question:
         return None
 
     def _runner(self, text: str, made: Plan) -> Runner:
-        spent = terms(self.program, made, self.world)
+        spent = cost_terms(self.program, made, self.world)
         more = {
             name: spent.get(name, 0.0) - self.spent.get(name, 0.0)
             for name in {**self.spent, **spent}
@@ -188,7 +188,7 @@ class _Question:
 
     def _peak(self, made: Plan) -> float:
         made = dataclasses.replace(made, recompute=self.plan.recompute, regather=self.plan.regather)
-        program = emitted(dataclasses.replace(self.program, plan=made), self.world)
+        program = emit_program(dataclasses.replace(self.program, plan=made), self.world)
         program = recompute.recompute(program)
         return peak(program, self.plan.optimizer, self.world).peak
 
@@ -247,5 +247,5 @@ def _path(program: Program, name: str) -> str:
 
 def _more(seconds: float) -> str:
     size = abs(seconds)
-    text = f"{size * 1e6:.1f} µs" if size < 1e-3 else duration(size)
+    text = f"{size * 1e6:.1f} µs" if size < 1e-3 else format_seconds(size)
     return f"{'-' if seconds < 0 else '+'}{text}"

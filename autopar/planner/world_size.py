@@ -9,16 +9,16 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from autopar.cost.activations import Kept, Price
+from autopar.cost.activations import ActivationMemory, Price
 from autopar.cost.memory import Budget
-from autopar.cost.summary import summarised
+from autopar.cost.summary import summary_rows
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import emitted
+from autopar.passes import emit_program
 from autopar.planner.bounds.factor_graph import frame
-from autopar.planner.mesh_search import Candidate, best, bounded, exact
+from autopar.planner.mesh_search import Candidate, best, exact, meshes_by_bound
 from autopar.planner.named_layouts import Layouts, candidates
 from autopar.planner.rematerialize import effort
 from autopar.world import World
@@ -29,7 +29,7 @@ _TRIES = 3  # larger worlds that are tried
 _FRUGAL = 64.0  # price of a byte, in steps per peak: so high that memory is nearly all that counts
 
 
-def smaller(
+def smaller_world(
     program: Program, plan: Plan, layout: Layouts, redundant: bool, budget: Budget
 ) -> tuple[int, float] | None:
     """(ranks, modelled seconds of a step) of the smallest world that fits the model and is within
@@ -60,7 +60,7 @@ def _as_fast(
     if not given:
         return None
     whole = frame(program)
-    bounds = bounded(whole, given, world, redundant)
+    bounds = meshes_by_bound(whole, given, world, redundant)
     least = min(range(len(given)), key=bounds.__getitem__)
     if bounds[least] > seconds:
         return None
@@ -69,11 +69,11 @@ def _as_fast(
         return None
     once = dataclasses.replace(budget, recompute="none")
     made, memory = _emitted(program, plan, world, once)
-    total = summarised(made, world).seconds
+    total = summary_rows(made, world).seconds
     return total if budget.fits(memory) and total <= seconds else None
 
 
-def larger(
+def larger_world(
     program: Program, plan: Plan, layout: Layouts, redundant: bool, budget: Budget, needs: Memory
 ) -> str:
     """The smallest world that the model would fit, as "16 devices"; "" where three doublings that
@@ -81,7 +81,7 @@ def larger(
     """
     assert budget.memory_bytes is not None
     doublings = max(1, math.ceil(math.log2(needs.peak / budget.memory_bytes)))
-    price = Price(Kept(program, budget.optimizer), _FRUGAL * plan.seconds / needs.peak)
+    price = Price(ActivationMemory(program, budget.optimizer), _FRUGAL * plan.seconds / needs.peak)
     for more in range(doublings, doublings + _TRIES):
         world = _times(plan.world, 2**more)
         given = [] if world is None else _candidates(program, world, layout)
@@ -99,7 +99,7 @@ def larger(
 
 def _emitted(program: Program, plan: Plan, world: World, budget: Budget) -> tuple[Program, Memory]:
     planned = dataclasses.replace(program, plan=plan)
-    return effort(emitted(planned, world), world, budget)
+    return effort(emit_program(planned, world), world, budget)
 
 
 def _candidates(program: Program, world: World, layout: Layouts) -> list[Candidate]:

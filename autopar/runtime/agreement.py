@@ -37,7 +37,7 @@ _SHORT = 60  # characters of a value that is no tensor
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
-def same_request(world: Any, inputs: Any, **options: Any) -> None:
+def require_same_request(world: Any, inputs: Any, **options: Any) -> None:
     """Raise a RankError on every rank unless all ask for the same: it says what differs, and which
     ranks ask for what. Collective. `world` None: what runs, which rank 0 says.
 
@@ -125,7 +125,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 BUCKET = 25 << 20  # bytes that are sent at once: what DDP takes
 
 
-def same(tensors: Mapping[str, torch.Tensor], synchronise: bool) -> None:
+def require_same_tensors(tensors: Mapping[str, torch.Tensor], synchronise: bool) -> None:
     """Make every rank's parameters and buffers rank 0's. Collective.
 
     Digests are compared, so ranks that agree send nothing else. Where they differ, rank 0's tensors
@@ -223,7 +223,7 @@ MOST = 10_000  # calls from one comparison to the next
 _ODD = 0x2545F4914F6CDD1D
 
 
-class Watch:
+class InputsWatch:
     """The inputs of one module. `number` tells modules apart: the same on all ranks."""
 
     def __init__(self, number: int) -> None:

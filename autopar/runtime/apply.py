@@ -25,26 +25,26 @@ from autopar.ir.plan import reduce_dtype as read_reduce_dtype
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
-from autopar.passes.pass_manager import Pipeline
+from autopar.passes.pass_manager import PassManager
 from autopar.planner.named_layouts import Layouts, candidates
 from autopar.planner.planner import (
-    Asked,
     Inputs,
-    Ready,
-    analysed,
-    chosen,
+    PlanContext,
+    PlanRequest,
+    analyse,
+    choose_plan,
     fingerprint,
-    finished,
-    fitted,
-    traced,
+    finish_plan,
+    fit_to_memory,
+    trace_model,
 )
-from autopar.runtime.agreement import same_request
+from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
 from autopar.world import World, ranks, store
 from autopar.world.world import running_world, say_once
 
 
-def held(model: nn.Module) -> dict[str, torch.Tensor]:
+def tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's parameters, then its buffers, by every name."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -52,11 +52,11 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def current(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
+def current_tensors(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
     """The model's parameters and buffers as they are now. Raises PlanError where one is gone or has
     another shape.
     """
-    now_held = held(model)
+    now_held = tensors_by_name(model)
     tensors = dict(program.tensors)
     for entry in program.signature.inputs:
         if entry.kind not in ("parameter", "buffer"):
@@ -87,8 +87,8 @@ def _facts(
     return f"{shape} {dtype}{frozen}"
 
 
-def running(
-    ready: Ready, device_type: str, backend: Backend, overlap: Overlap
+def build_runner(
+    ready: PlanContext, device_type: str, backend: Backend, overlap: Overlap
 ) -> tuple[DeviceMesh | None, Callable[..., Any]]:
     """The mesh of the running ranks (None for one rank), with the process groups that the planned
     graph names, and what runs the graph. Collective. Raises WorldError where the plan is for
@@ -115,7 +115,7 @@ def running(
     return device_mesh, runner(program, world, backend, overlap)
 
 
-def agreed(
+def agree_on_request(
     world: World | int | Any | None,
     layout: Layouts,
     limits: tuple[Limit, Optimizer, Recompute],
@@ -125,7 +125,7 @@ def agreed(
     whole: bool = False,
     inputs: Inputs | None = None,
     options: Mapping[str, Any] | None = None,
-) -> tuple[World, Asked]:
+) -> tuple[World, PlanRequest]:
     """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError, and
     RankError where the ranks ask for something else.
     """
@@ -133,14 +133,14 @@ def agreed(
     memory, optimizer, recompute = limits
     told: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
     told |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
-    same_request(world, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
+    require_same_request(world, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
     found = ranks.together(
         "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
     )
     found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
     budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
     summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    return found, Asked(layout, budget, redundant, summed, bool(overlap), whole)
+    return found, PlanRequest(layout, budget, redundant, summed, bool(overlap), whole)
 
 
 def _named_or_running(world: World | int | Any | None) -> World:
@@ -155,29 +155,29 @@ def _named_or_running(world: World | int | Any | None) -> World:
     return found
 
 
-def shared_plan(model: nn.Module, world: World, inputs: Inputs, asked: Asked) -> Plan:
+def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, asked: PlanRequest) -> Plan:
     """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
     never one inside another.
     """
     assert asked.layout is not None
-    layout, pipeline = asked.layout, Pipeline()
-    source = ranks.together("tracing", lambda: traced(model, inputs, pipeline))
+    layout, pipeline = asked.layout, PassManager()
+    source = ranks.together("tracing", lambda: trace_model(model, inputs, pipeline))
     ranks.agree("model", fingerprint(source))
     program = ranks.together(
-        "annotating", lambda: analysed(pipeline, source, asked.reduce_dtype, asked.whole)
+        "annotating", lambda: analyse(pipeline, source, asked.reduce_dtype, asked.whole)
     )
     ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
 
     def search() -> Plan | None:
-        best = chosen(pipeline, program, world, asked)
-        return fitted(pipeline, source, best, world, asked).plan
+        best = choose_plan(pipeline, program, world, asked)
+        return fit_to_memory(pipeline, source, best, world, asked).plan
 
     found = ranks.together("searching", lambda: store.done_on_rank_0(search))
     data = ranks.from_rank_0(found.to_json() if found is not None else None)
     program = dataclasses.replace(program, plan=Plan.from_json(data))
     made_to_fit = dataclasses.replace(asked, budget=None)
     return ranks.together(
-        "rewriting", lambda: finished(pipeline, source, program, world, made_to_fit)
+        "rewriting", lambda: finish_plan(pipeline, source, program, world, made_to_fit)
     )
 
 

@@ -271,12 +271,12 @@ class Scheduled:
         _sweep(module.graph)
         graph, room = self._ordered(module.graph, phase, step)
         if self.backend is None:  # compilers take functional graphs
-            reinplace.inplace(graph)
+            reinplace.reinplace(graph)
             reinplace.check(graph)
         views.views(graph, operands=self.backend != "inductor")
         views.check(graph)
         if self.backend is None:
-            reinplace.fill(graph, room)
+            reinplace.fill_buckets(graph, room)
         self._above = max(self._above, self._above_limit(graph, step))
         module.graph = graph  # recompiles
 
@@ -307,7 +307,7 @@ class Scheduled:
         if self.backend is not None:
             return False
         filled = copied(graph)
-        reinplace.fill(filled)
+        reinplace.fill_buckets(filled)
         return live_bytes(filled, step) <= bound
 
     def _bound(self, graph: fx.Graph, step: StepMemory) -> float:

@@ -17,25 +17,25 @@ from torch import fx, nn
 from autopar._compat import pytree
 from autopar.cost.calibration.fit import Attended
 from autopar.cost.calibration.measure import Progress
-from autopar.cost.calibration.procedure import calibrate, local_products
-from autopar.ir.sharding_rule import Spec, results_of
+from autopar.cost.calibration.procedure import calibrate, local_matmuls
+from autopar.ir.sharding_rule import OpShardingRule, results_of
 from autopar.passes import annotate
 from autopar.passes.trace import trace
-from autopar.planner.planner import Inputs, arguments
+from autopar.planner.planner import Inputs, call_arguments
 from autopar.world import World, ranks
 
-Whole = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a product on one device
+UnshardedWork = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a product on one device
 
 
 class Work(NamedTuple):
     """What calibration times of a model."""
 
-    products: list[Whole]
+    products: list[UnshardedWork]
     attended: list[Attended]
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def joined_work() -> Iterator[None]:
     """The process group that torchrun asks for, of NCCL where there are GPUs, else of gloo; one
     that runs already stays as it is, one process alone needs none.
     """
@@ -52,7 +52,7 @@ def joined() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def calibrated(
+def calibrate_on_ranks(
     build: Callable[[], tuple[nn.Module, Inputs]] | None = None,
     seconds: float = 120.0,
     progress: Progress = lambda share, doing: None,
@@ -66,15 +66,15 @@ def calibrated(
     world = ranks.together("looking at the world", World.detect)
     work = Work([], [])
     if build is not None:
-        work = ranks.together("reading the model's products", lambda: whole_work(*build()))
+        work = ranks.together("reading the model's products", lambda: unsharded_work(*build()))
         ranks.agree("list of products", str(work))
-    products = local_products(work.products, world.ranks)
+    products = local_matmuls(work.products, world.ranks)
     return calibrate(world, products, seconds, progress, work.attended)
 
 
-def whole_work(model: nn.Module, inputs: Inputs) -> Work:
+def unsharded_work(model: nn.Module, inputs: Inputs) -> Work:
     """The matrix products of a model as one device computes them, and its attention: each once."""
-    program = annotate.annotate(trace.trace(model, *arguments(inputs)))
+    program = annotate.annotate(trace.trace(model, *call_arguments(inputs)))
     assert program.annotations is not None
     specs = [
         (node, program.annotations.specs[node.name])
@@ -85,8 +85,8 @@ def whole_work(model: nn.Module, inputs: Inputs) -> Work:
     return Work(_products(specs), list(dict.fromkeys(attended)))
 
 
-def _products(specs: Sequence[tuple[fx.Node, Spec]]) -> list[Whole]:
-    found: dict[Whole, None] = {}
+def _products(specs: Sequence[tuple[fx.Node, OpShardingRule]]) -> list[UnshardedWork]:
+    found: dict[UnshardedWork, None] = {}
     for node, spec in specs:
         if spec.product is None or not all(spec.product):
             continue

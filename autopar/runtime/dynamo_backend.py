@@ -27,9 +27,9 @@ from autopar.ops.devices import CPU, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.planner.named_layouts import Layouts
-from autopar.planner.planner import Ready
-from autopar.runtime.agreement import Watch
-from autopar.runtime.apply import agreed, running, shared_plan
+from autopar.planner.planner import PlanContext
+from autopar.runtime.agreement import InputsWatch
+from autopar.runtime.apply import agree_on_request, build_runner, plan_on_rank_0
 from autopar.runtime.backends import OVERLAP, Backend, Overlap
 from autopar.runtime.module import NUMBERS
 from autopar.world import World, ranks
@@ -65,15 +65,17 @@ def backend(
     Example, under torchrun: model = torch.compile(model, backend=autopar.backend(layout="ddp"))
     """
 
-    def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Ready, Run]:
+    def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
         limits = memory, optimizer, recompute
         own, more = (limits, redundant, reduce_dtype, overlap), {"backend": backend}
-        found, asked = agreed(world, layout, *own, whole=True, inputs=inputs, options=more)
-        ready = shared_plan(model, found, inputs, asked).ready
-        assert isinstance(ready, Ready)
+        found, asked = agree_on_request(
+            world, layout, *own, whole=True, inputs=inputs, options=more
+        )
+        ready = plan_on_rank_0(model, found, inputs, asked).ready
+        assert isinstance(ready, PlanContext)
         device = next((x.device for x in _tensors(model, inputs)), CPU)
         ready = ready.on_device(device)
-        return ready, running(ready, device.type, backend, overlap)[1]
+        return ready, build_runner(ready, device.type, backend, overlap)[1]
 
     def compiled(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         if _alone(world):
@@ -154,7 +156,7 @@ class _Piece:
     def __init__(
         self,
         graph: fx.GraphModule,
-        planned: Callable[[nn.Module, tuple[Any, ...]], tuple[Ready, Run]],
+        planned: Callable[[nn.Module, tuple[Any, ...]], tuple[PlanContext, Run]],
     ) -> None:
         self.graph, self.planned = graph, planned
         sources = dynamo_sources(graph.graph)
@@ -198,7 +200,7 @@ class _Planned:
     """
 
     def __init__(
-        self, ready: Ready, run: Run, places: dict[str, int], given: Sequence[int]
+        self, ready: PlanContext, run: Run, places: dict[str, int], given: Sequence[int]
     ) -> None:
         program = ready.program
         assert program.plan is not None
@@ -209,7 +211,7 @@ class _Planned:
         # no two pieces draw the same, all ranks draw alike
         seed, number = torch.initial_seed() + (next(_PLANNED) << 48), next(NUMBERS)
         seed, number = ranks.from_rank_0((seed, number))
-        self.seed, self.watch = seed % (1 << 62), Watch(number)
+        self.seed, self.watch = seed % (1 << 62), InputsWatch(number)
         self.mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
 
     def __call__(self, values: Sequence[Any]) -> Any:

@@ -58,7 +58,7 @@ def run(mesh: Mesh, rank_fn: Callable[[int], T], groups: frozenset[str] | None =
         torch.set_num_threads(threads)
 
 
-def meet(rank: int, value: Any, action: Callable[[list[Any]], T]) -> T:
+def meet_ranks(rank: int, value: Any, action: Callable[[list[Any]], T]) -> T:
     """Called by every rank inside `run`: `action` is called once with the values by rank, all ranks
     get its result.
 

@@ -24,10 +24,10 @@ from autopar.ir.program import Input, Program, autocast_text, under_autocast, wi
 from autopar.ops.devices import filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
-from autopar.passes.trace.signature import NO_GENERATION, as_planned
-from autopar.runtime.agreement import Watch
+from autopar.passes.trace.signature import NO_GENERATION, as_planned_call
+from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import local_parts, placements
-from autopar.runtime.profiler import Measured, backward, measured, phase, untouched
+from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
 from autopar.world import ranks
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -67,7 +67,7 @@ class ParallelModule(nn.Module):
         self._mesh: Mesh = program.plan.mesh
         self._coordinate = self._mesh.coordinate(rank)
         self._run = program.module if run is None else run
-        self._watch = Watch(number)
+        self._watch = InputsWatch(number)
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
         named = dict(
             pair for entry in program.signature.inputs for pair in self._hold(entry, tensors)
@@ -212,7 +212,7 @@ class ParallelModule(nn.Module):
         """Raises InputError: a plan is for steps of training, all of one shape."""
         raise InputError(NO_GENERATION)
 
-    def timeline(self, *args: Any, **kwargs: Any) -> Measured:
+    def timeline(self, *args: Any, **kwargs: Any) -> MeasuredStep:
         """How a step on these inputs goes, forward and backward, on this rank: what computes, every
         collective with its node and bytes, and what is waited for; `save(path)` is for Perfetto.
 
@@ -224,7 +224,7 @@ class ParallelModule(nn.Module):
         """
         return self._timelines(1, args, kwargs)[0]
 
-    def _timelines(self, times: int, args: Any, kwargs: Any) -> list[Measured]:
+    def _timelines(self, times: int, args: Any, kwargs: Any) -> list[MeasuredStep]:
         """Of so many steps."""
         if self._device.type != "cpu":
             raise PlanError(
@@ -233,8 +233,8 @@ class ParallelModule(nn.Module):
                 "and its CUDA activity"
             )
         ranks.together("reading the inputs", lambda: self._values(args, kwargs))
-        with untouched(self):
-            return measured(self._run, lambda run: self._step(run, args, kwargs), times)
+        with restore_after(self):
+            return measure_step(self._run, lambda run: self._step(run, args, kwargs), times)
 
     def _step(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.zero_grad()
@@ -250,7 +250,7 @@ class ParallelModule(nn.Module):
 
     def _leaves(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         signature = self._program.signature
-        leaves = as_planned(signature.forward, signature.in_spec, args, kwargs)
+        leaves = as_planned_call(signature.forward, signature.in_spec, args, kwargs)
         for position, value in signature.fixed:
             given = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
             if type(given) is not type(value) or given != value:

@@ -56,14 +56,14 @@ class Entry(NamedTuple):
         return bool(self.kind) or self.op == WAIT._schema.name
 
 
-class Script(NamedTuple):
+class OpLog(NamedTuple):
     """The entries of a step, and the events of a profile within which they run."""
 
     entries: list[Entry]
     within: tuple[str, ...]
 
 
-def of_graphs(graphs: Iterable[fx.Graph]) -> Script:
+def log_of_graphs(graphs: Iterable[fx.Graph]) -> OpLog:
     """Of derived graphs that run one after the other."""
     found: list[Entry] = []
     issued: dict[str, int] = {}  # by the name of what the result is called
@@ -80,7 +80,7 @@ def of_graphs(graphs: Iterable[fx.Graph]) -> Script:
             if entry.kind:
                 issued[node.name] = len(found)
             found.append(entry)
-    return Script(found, ("CompiledFunction", "CompiledFunctionBackward"))  # AOTAutograd's names
+    return OpLog(found, ("CompiledFunction", "CompiledFunctionBackward"))  # AOTAutograd's names
 
 
 def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
@@ -109,7 +109,7 @@ def _bytes(values: list[torch.Tensor]) -> float:
     return float(sum(value.numel() * value.element_size() for value in values))
 
 
-def of_run(module: fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> Script:
+def log_of_run(module: fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> OpLog:
     """Of a step that runs this module under autograd: `step` is given what to call in its place,
     and runs it forward and backward once.
     """
@@ -117,7 +117,7 @@ def of_run(module: fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -
     named = _Named(module, log)
     with log:
         step(named.run)
-    return Script(log.entries, (GRAPH, "autopar backward"))
+    return OpLog(log.entries, (GRAPH, "autopar backward"))
 
 
 class _Named(fx.Interpreter):
@@ -293,7 +293,9 @@ def lasted(issued: Sequence[Issued], when: Sequence[tuple[float, float]]) -> Las
     return dict(found)
 
 
-def on_the_wire(issued: Sequence[Issued], rank: int, everywhere: Sequence[Lasted]) -> list[float]:
+def threads_sending(
+    issued: Sequence[Issued], rank: int, everywhere: Sequence[Lasted]
+) -> list[float]:
     """How long each collective of this rank was on the wire: the least that it took on a rank of
     its group, which is the one that came last and so waited for none. `everywhere`: `lasted` of all
     ranks. No clocks are compared.

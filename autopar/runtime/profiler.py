@@ -25,12 +25,12 @@ from autopar.runtime.op_log import (
     Entry,
     Issued,
     Lasted,
-    Script,
+    OpLog,
     lasted,
-    of_graphs,
-    of_run,
-    on_the_wire,
+    log_of_graphs,
+    log_of_run,
     ran,
+    threads_sending,
 )
 from autopar.world import ranks
 
@@ -38,7 +38,7 @@ STEP, PHASES = "autopar step", ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Measured(Seen):
+class MeasuredStep(Seen):
     """A measured step of one rank, forward and backward. Get one from `par.timeline(*inputs)`.
 
     A collective is on the wire from when the last rank of its group has come to it until its end,
@@ -76,7 +76,7 @@ def phase(name: str) -> Any:
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def restore_after(module: nn.Module) -> Iterator[None]:
     """Gradients and buffers afterwards are those of before."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -103,7 +103,7 @@ def backward(found: Any) -> None:
         torch.autograd.backward(leaves, [torch.ones_like(x) for x in leaves])
 
 
-def profiled(step: Callable[[], None]) -> list[Any]:
+def profile_step(step: Callable[[], None]) -> list[Any]:
     """Runs the step once, all ranks from the same moment on; what torch.profiler saw of it."""
     seen = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
     with seen:
@@ -113,12 +113,12 @@ def profiled(step: Callable[[], None]) -> list[Any]:
     return list(seen.events())
 
 
-def measured(
+def measure_step(
     run: Callable[..., Any],
     step: Callable[[Callable[..., Any]], None],
     times: int = 1,
     passes: int = 2,
-) -> list[Measured]:
+) -> list[MeasuredStep]:
     """So many steps of the running ranks, after `passes` that are not looked at. Collective. `step`
     calls what it is given in the place of `run`, which runs the module, and goes backward.
     """
@@ -141,18 +141,18 @@ def measured(
     return [_once(lambda: step(marked), script) for _ in range(times)]
 
 
-def _once(step: Callable[[], None], script: Script) -> Measured:
-    events = ranks.together("profiling a step", lambda: profiled(step))
-    played = ranks.together("reading the profile", lambda: read(events, script))
+def _once(step: Callable[[], None], script: OpLog) -> MeasuredStep:
+    events = ranks.together("profiling a step", lambda: profile_step(step))
+    played = ranks.together("reading the profile", lambda: read_profile(events, script))
     return timeline(played, ranks.rank(), ranks.all_of(played.lasted))
 
 
-def _script(run: Scheduled | fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> Script:
+def _script(run: Scheduled | fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> OpLog:
     if isinstance(run, fx.GraphModule):
-        return of_run(run, step)
+        return log_of_run(run, step)
     if run.forward is None or run.backward is None:  # nothing wants gradients
-        return of_run(run.module, step)
-    return of_graphs([run.forward.graph, run.backward.graph])
+        return log_of_run(run.module, step)
+    return log_of_graphs([run.forward.graph, run.backward.graph])
 
 
 class _Op(NamedTuple):
@@ -165,7 +165,7 @@ class _Op(NamedTuple):
     entry: int
 
 
-class Played(NamedTuple):
+class ReplayedStep(NamedTuple):
     """What one rank's profile says: the ops that ran beside the script, of the collectives among
     them when the transport was at work; in microseconds from `begin` on.
     """
@@ -187,7 +187,7 @@ class Played(NamedTuple):
         return lasted(self.collectives, self.ran)
 
 
-def read(events: Sequence[Any], played: Script) -> Played:
+def read_profile(events: Sequence[Any], played: OpLog) -> ReplayedStep:
     """A profile. Raises PlanError where what ran is not what the script says."""
     script = played.entries
     whole = next(event for event in events if event.name == STEP)
@@ -198,23 +198,23 @@ def read(events: Sequence[Any], played: Script) -> Played:
     collectives = [_issued(op, script[op.entry], until.get(op.entry, op.end)) for op in issued]
     when = ran(collectives, events, begin)
     seconds = whole.time_range.elapsed_us() / 1e6
-    return Played(script, ops, issued, collectives, when, begin, seconds)
+    return ReplayedStep(script, ops, issued, collectives, when, begin, seconds)
 
 
 def _issued(op: _Op, entry: Entry, until: float) -> Issued:
     return Issued(entry.kind, entry.group, entry.numbers, op.start, max(op.end, until))
 
 
-def timeline(played: Played, rank: int, everywhere: Sequence[Lasted]) -> Measured:
+def timeline(played: ReplayedStep, rank: int, everywhere: Sequence[Lasted]) -> MeasuredStep:
     """Of this rank, beside how long the collectives of all ranks `lasted`."""
-    wire = on_the_wire(played.collectives, rank, everywhere)
+    wire = threads_sending(played.collectives, rank, everywhere)
     sent = [(end - long, end) for (_, end), long in zip(played.ran, wire, strict=True)]
     waited = list(_waited(played, sent))
     spans = [*_computed(played.ops, played.script), *(span for _, span in waited)]
     spans += _collectives(played, sent, waited)
     begin = played.begin
     moved = [s._replace(start=(s.start - begin) / 1e6, end=(s.end - begin) / 1e6) for s in spans]
-    return Measured(tuple(moved), played.seconds, rank)
+    return MeasuredStep(tuple(moved), played.seconds, rank)
 
 
 def _waits(op: _Op, script: Sequence[Entry]) -> bool:
@@ -227,7 +227,7 @@ class _Reader:
     in between an op is the next one of its name.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: OpLog) -> None:
         self.script, self.within = script
         self.anchors = [i for i, entry in enumerate(self.script) if entry.communicates]
         self.met, self.at = 0, 0  # anchors; entries
@@ -284,7 +284,9 @@ def _computed(ops: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
         yield Span(name, kind, COMPUTE, op.start, op.end, op.phase, entry.module)
 
 
-def _waited(played: Played, sent: Sequence[tuple[float, float]]) -> Iterator[tuple[int, Span]]:
+def _waited(
+    played: ReplayedStep, sent: Sequence[tuple[float, float]]
+) -> Iterator[tuple[int, Span]]:
     """What was waited for, with the entry of the collective: while nothing of this rank is on the
     wire for other ranks, but after the collective's end for this thread to wake up.
     """
@@ -325,7 +327,7 @@ def _cut(
 
 
 def _collectives(
-    played: Played, sent: Sequence[tuple[float, float]], waited: Sequence[tuple[int, Span]]
+    played: ReplayedStep, sent: Sequence[tuple[float, float]], waited: Sequence[tuple[int, Span]]
 ) -> Iterator[Span]:
     waits = [(number, span) for number, span in waited if span.kind == "wait"]
     exposed: dict[int, float] = defaultdict(float)

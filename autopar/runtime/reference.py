@@ -39,7 +39,7 @@ from autopar.ops.devices import CPU, on_device
 from autopar.ops.recomputation import Visit, unchanged
 
 
-def widened(program: Program) -> Program:
+def to_float64(program: Program) -> Program:
     """The program in float64 on the CPU: its tensors, and every float cast, constant and device
     inside the graph.
     """
@@ -52,7 +52,7 @@ def widened(program: Program) -> Program:
         if node.name in names:
             node.meta = dict(names[node.name].meta)
     graph.output(output[0] if isinstance(output, tuple) else output)
-    tensors = {name: to_double(tensor) for name, tensor in program.tensors.items()}
+    tensors = {name: tensor_to_float64(tensor) for name, tensor in program.tensors.items()}
     module = on_device(fx.GraphModule(program.module, graph), CPU)
     return dataclasses.replace(program, module=module, tensors=tensors)
 
@@ -73,7 +73,7 @@ def _wide(value: Any) -> Any:
     return value
 
 
-def to_double(tensor: Tensor) -> Tensor:
+def tensor_to_float64(tensor: Tensor) -> Tensor:
     """On the CPU; what is on the meta device has no numbers to bring."""
     device = tensor.device if tensor.is_meta else CPU
     return tensor.detach().to(device, _WIDE.get(tensor.dtype, tensor.dtype))
@@ -119,14 +119,14 @@ def poison(memory: Tensor) -> Tensor:
     return memory.fill_(float("nan") if is_inexact(memory) else 1)
 
 
-def unwritten(program: Program) -> list[fx.Node]:
+def unwritten_memory(program: Program) -> list[fx.Node]:
     """The nodes that give memory without writing to it, those within blocks too."""
     return [node for graph in _graphs(program.module) for node in graph.nodes if _is_empty(node)]
 
 
-def filled(program: Program, fill: Fill, only: str | None = None) -> Program:
+def fill_unwritten(program: Program, fill: Fill, only: str | None = None) -> Program:
     """The program with such memory filled; by `tame` but for the node `only`, if one is named."""
-    if not unwritten(program):
+    if not unwritten_memory(program):
         return program
     module = copy.deepcopy(program.module)
     for graph in _graphs(module):
@@ -141,7 +141,7 @@ def filled(program: Program, fill: Fill, only: str | None = None) -> Program:
     return dataclasses.replace(program, module=module)
 
 
-def differing(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def differing_values(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Where two runs give two numbers, as flags; None where they do nowhere."""
     if one is None or other is None or one is other:
         return None
@@ -172,7 +172,7 @@ SAMPLES = 2  # of random numbers a single one may come out near zero
 _OF_TERMS = 1e-3
 
 
-def shaken(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
+def shake(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
     """Give every float value of a run times 1 - SHAKE · (random numbers from 0 to 1).
 
     Never more, so that what an op is defined for (the cosine of an angle, a probability) it stays
@@ -192,7 +192,7 @@ def shaken(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
 
 
 @contextmanager
-def shaken_backward(sample: int) -> Iterator[None]:
+def shake_backward(sample: int) -> Iterator[None]:
     """Every float that an op of a backward makes is off as well: in a composite op, such as
     cosine_similarity, terms may cancel in a backward of which the graph shows nothing.
     """
@@ -221,7 +221,7 @@ def _off(value: Tensor, generator: torch.Generator) -> Tensor:
     return value * (1 - SHAKE * off).to(value.device)
 
 
-def floors(
+def rounding_floors(
     plain: Mapping[Key, Tensor], samples: Iterable[Mapping[Key, Tensor]]
 ) -> dict[Key, float]:
     """The least number that an error of each value is held against, by its name. `samples` are
@@ -252,7 +252,7 @@ Observe = Callable[[Program, Visit], Observed]  # one step of a program, node by
 
 
 @dataclass(frozen=True)
-class Known:
+class Reference:
     """`floors`: what an error is held against at least, see rounding.py. `undefined`: where a value
     hangs on memory that was never written, as flags.
     """
@@ -265,7 +265,7 @@ class Known:
         return max(self.floors.get(name, 0.0), 1e-300)
 
 
-def known(reference: Program, observe: Observe) -> Known:
+def reference_step(reference: Program, observe: Observe) -> Reference:
     """Raises VerificationError where an output or a gradient hangs on memory that nobody wrote."""
     decided: dict[fx.Node, Tensor] = {}
 
@@ -274,20 +274,24 @@ def known(reference: Program, observe: Observe) -> Known:
             decided[node] = result
         return result
 
-    plain = filled(reference, tame)
+    plain = fill_unwritten(reference, tame)
     values = observe(plain, decide)
 
     def sample(number: int) -> Observed:
-        with shaken_backward(number):
-            return observe(plain, shaken(decided, number))
+        with shake_backward(number):
+            return observe(plain, shake(decided, number))
 
     samples = (sample(number) for number in range(SAMPLES))
-    return Known(values, floors(values, samples), _undefined(reference, values, observe))
+    return Reference(
+        values, rounding_floors(values, samples), _undefined(reference, values, observe)
+    )
 
 
 def _undefined(reference: Program, values: Observed, observe: Observe) -> dict[Name, Tensor]:
-    nodes = unwritten(reference)
-    found = _differing(values, observe(filled(reference, poison), unchanged)) if nodes else {}
+    nodes = unwritten_memory(reference)
+    found = (
+        _differing(values, observe(fill_unwritten(reference, poison), unchanged)) if nodes else {}
+    )
     if any(isinstance(name, str) for name in found):
         _refuse(reference, nodes, values, observe)
     return found
@@ -295,7 +299,7 @@ def _undefined(reference: Program, values: Observed, observe: Observe) -> dict[N
 
 def _refuse(reference: Program, nodes: list[fx.Node], values: Observed, observe: Observe) -> None:
     for node in nodes:
-        others = observe(filled(reference, poison, only=node.name), unchanged)
+        others = observe(fill_unwritten(reference, poison, only=node.name), unchanged)
         for name in _differing(values, others):
             if isinstance(name, str):
                 raise VerificationError(
@@ -306,5 +310,5 @@ def _refuse(reference: Program, nodes: list[fx.Node], values: Observed, observe:
 
 
 def _differing(values: Observed, others: Observed) -> dict[Name, Tensor]:
-    found = {name: differing(value, others.get(name)) for name, value in values.items()}
+    found = {name: differing_values(value, others.get(name)) for name, value in values.items()}
     return {name: differ for name, differ in found.items() if differ is not None}

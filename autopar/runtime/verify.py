@@ -24,14 +24,14 @@ from autopar.ops.collectives import groups_of
 from autopar.ops.recomputation import Visit, interpret
 from autopar.runtime import lockstep
 from autopar.runtime.reference import (
-    Known,
     Observed,
+    Reference,
     double_by_default,
-    filled,
-    known,
+    fill_unwritten,
     poison,
+    reference_step,
     tame,
-    to_double,
+    tensor_to_float64,
 )
 
 STEPS = 3
@@ -95,14 +95,15 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
     assert program.plan is not None
     mesh = program.plan.mesh
     leaves = [
-        to_double(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs
+        tensor_to_float64(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in inputs
     ]
     with double_by_default():
-        single = known(reference, lambda one, visit: _Rank(one, {}, leaves).observe(visit))
+        single = reference_step(reference, lambda one, visit: _Rank(one, {}, leaves).observe(visit))
         epsilon = _adam_epsilon(single)
-        poisoned = filled(program, poison)
+        poisoned = fill_unwritten(program, poison)
         nodes = _compare_nodes(poisoned, single, leaves, tolerance)
-        expected = _Rank(filled(reference, tame), {}, leaves).train(epsilon)
+        expected = _Rank(fill_unwritten(reference, tame), {}, leaves).train(epsilon)
         ranks = lockstep.run(
             mesh,
             lambda rank: _Rank(poisoned, mesh.coordinate(rank), leaves).train(epsilon),
@@ -244,7 +245,7 @@ def _output_layouts(program: Program) -> list[Layout]:
 
 
 # -- node by node ----------------------------------------------------------------------------------
-def _compare_nodes(program: Program, single: Known, leaves: list[Any], tolerance: float) -> int:
+def _compare_nodes(program: Program, single: Reference, leaves: list[Any], tolerance: float) -> int:
     assert program.plan is not None
     mesh = program.plan.mesh
     count = 0
@@ -260,7 +261,7 @@ def _compare_nodes(program: Program, single: Known, leaves: list[Any], tolerance
     def rank_fn(rank: int) -> None:
         def visit(node: fx.Node, result: Any) -> Any:
             if isinstance(result, Tensor) and "value" in node.meta:
-                lockstep.meet(rank, result.detach(), functools.partial(compare_one, node))
+                lockstep.meet_ranks(rank, result.detach(), functools.partial(compare_one, node))
             return result
 
         own = _Rank(program, mesh.coordinate(rank), leaves)
@@ -272,7 +273,7 @@ def _compare_nodes(program: Program, single: Known, leaves: list[Any], tolerance
 
 
 def _check_node(
-    node: fx.Node, layout: Layout, parts: list[Tensor], single: Known, tolerance: float
+    node: fx.Node, layout: Layout, parts: list[Tensor], single: Reference, tolerance: float
 ) -> None:
     value = node.meta["value"]
     expected, floor = single.values[value], single.floor(value)
@@ -320,7 +321,7 @@ def _differences(found: Tensor, expected: Tensor) -> Tensor:
 
 # -- a step ----------------------------------------------------------------------------------------
 def _output_error(
-    program: Program, ranks: list[_Trained], expected: _Trained, single: Known
+    program: Program, ranks: list[_Trained], expected: _Trained, single: Reference
 ) -> float:
     errors = [0.0]
     for index, layout in enumerate(_output_layouts(program)):
@@ -354,14 +355,14 @@ def _largest(gradients: Mapping[Any, Tensor | None]) -> float:
     )
 
 
-def _adam_epsilon(single: Known) -> float:
+def _adam_epsilon(single: Reference) -> float:
     named = {n: t for n, t in single.values.items() if str(n).startswith(_GRADIENTS[0])}
     floor = max((single.floor(name) for name in named), default=0.0)
     return max(1e-8, _EPSILON * max(_largest(named), floor))
 
 
 def _gradient_errors(
-    program: Program, ranks: list[_Trained], expected: _Trained, single: Known
+    program: Program, ranks: list[_Trained], expected: _Trained, single: Reference
 ) -> dict[str, float]:
     errors: dict[str, float] = {}
     for kind, said in enumerate(_GRADIENTS):

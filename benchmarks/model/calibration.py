@@ -25,7 +25,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from autopar.cost.algorithms import flat_ways
+from autopar.cost.algorithms import flat_algorithms
 from autopar.cost.calibration import measure
 from autopar.cost.calibration.fit import (
     CPU_KEYS,
@@ -44,7 +44,7 @@ from autopar.cost.calibration.procedure import (
     cases,
     lines,
     patterns,
-    timed_collectives,
+    time_collectives,
 )
 from autopar.cost.compute import attention_seconds
 from autopar.cost.network import Pattern
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--interleaved", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    with calibrate_on_ranks.joined():
+    with calibrate_on_ranks.joined_work():
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         sizes = GPU_SIZES if gpu else CPU_SIZES
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
         start = time.perf_counter()
         if options.interleaved:
             seen = cases(ranks.running(), sizes)
-            both = timed_collectives([*seen, *drawn], device, options.seconds, quiet)
+            both = time_collectives([*seen, *drawn], device, options.seconds, quiet)
             known = Times({case: both.seconds[case] for case in seen}, both.rounds)
             world, measured = fitted(World.detect(), lines(known)), both
         else:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
             world = calibrate(World.detect(), [], options.seconds, shown)
             took = time.perf_counter() - start
             if drawn:
-                measured = timed_collectives(drawn, device, options.seconds / 4, quiet)
+                measured = time_collectives(drawn, device, options.seconds / 4, quiet)
         if ranks.rank() == 0:
             took = time.perf_counter() - start if options.interleaved else took
             print(f"{world}\ncalibrated in {took:.0f} s")
@@ -134,7 +134,7 @@ def show(world: World, drawn: Sequence[Case], strange: set[int], measured: Times
     for number, case in enumerate(drawn):
         size, took = actual_bytes(case), measured.seconds[case]
         known = without(world, case.pattern) if number in strange else world
-        expected = min(way.seconds(size) for way in flat_ways(known, case.kind, case.pattern))
+        expected = min(way.seconds(size) for way in flat_algorithms(known, case.kind, case.pattern))
         errors[number in strange].append(abs(expected / took - 1))
         groups = ".".join(f"{count}@{stride}" for count, stride in case.pattern)
         print(

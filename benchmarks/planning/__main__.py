@@ -33,14 +33,14 @@ from autopar import World
 from autopar.cli.models import NAMED, Sizes
 from autopar.cli.targets import Batch, resolve
 from autopar.cost.memory import Budget
-from autopar.cost.summary import twice_seconds
+from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emitted, recompute
+from autopar.passes import annotate, chains, emit_program, recompute
 from autopar.passes.trace import trace
 from autopar.planner import choose
 from autopar.planner.constraint import Constraint
-from autopar.planner.memory_search import affordable
+from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import best
 from benchmarks.step_time import cells
 
@@ -156,12 +156,12 @@ def chosen(program: Program, world: World, mesh: str | None) -> Program:
 def fitting(program: Program, world: World) -> Program:
     """With the plan that `autopar plan` gives for the devices' own memory."""
     budget = Budget.of(world, "auto", "adamw", "auto")
-    return affordable(program, world, "auto", budget=budget, overlap=True)
+    return search_within_memory(program, world, "auto", budget=budget, overlap=True)
 
 
 def twice(program: Program, world: World) -> float:
     """Seconds of what a chosen program makes again in the backward."""
-    return twice_seconds(recompute.recompute(emitted(program, world)), world)
+    return rematerialization_seconds(recompute.recompute(emit_program(program, world)), world)
 
 
 # -- all cases -------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ from autopar.cli.targets import Batch, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import timeline
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emitted
+from autopar.passes import annotate, chains, emit_program
 from autopar.passes.trace import trace
 from autopar.planner import choose
-from autopar.planner.deep_models import Deep
-from autopar.planner.overlap_search import simulated
-from autopar.planner.rematerialize import Estimated, Rung, Rungs
+from autopar.planner.deep_models import DeepModel
+from autopar.planner.overlap_search import simulate_plan
+from autopar.planner.rematerialize import Estimated, RematerializationSteps, Rematerialized
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0}
@@ -52,13 +52,13 @@ class Row:
 def rows(program: Program, world: World, layout: str) -> Iterator[Row]:
     chosen = choose.choose(program, world, layout)
     assert chosen.plan is not None
-    deep, budget = Deep(chosen), Budget(None, "adamw", "auto")
-    made = emitted(chosen, world)
-    estimate, whole = Estimated(deep, world, budget), Rungs(made, world, budget)
+    deep, budget = DeepModel(chosen), Budget(None, "adamw", "auto")
+    made = emit_program(chosen, world)
+    estimate, whole = Estimated(deep, world, budget), RematerializationSteps(made, world, budget)
     left_out = len(repeated(chosen)) - len(repeated(deep.shorter()))
-    step = simulated(chosen, world) / timeline(made, world).seconds - 1
+    step = simulate_plan(chosen, world) / timeline(made, world).seconds - 1
     for name, part in RECOMPUTED.items():
-        rung = Rung(whole.names[: round(part * len(whole.names))], ())
+        rung = Rematerialized(whole.names[: round(part * len(whole.names))], ())
         peak = estimate.memory_of(rung).peak / whole.memory_of(rung).peak - 1
         mesh = str(chosen.plan.mesh)
         yield Row(layout, mesh, name, left_out, None if part else step, peak)
@@ -66,7 +66,7 @@ def rows(program: Program, world: World, layout: str) -> Iterator[Row]:
 
 def repeated(program: Program) -> set[tuple[str, int]]:
     """The repeated blocks that a program has."""
-    return set(Deep(program).blocks)
+    return set(DeepModel(program).blocks)
 
 
 def analysed(model: str, layers: int, ranks: int) -> Program:

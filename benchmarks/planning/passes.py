@@ -31,8 +31,8 @@ from autopar import _compat
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.graph_events import Phase
 from autopar.ir.program import Input, Program
-from autopar.passes.pass_manager import Pipeline
-from autopar.planner.planner import Asked, analysed, chosen, finished, traced
+from autopar.passes.pass_manager import PassManager
+from autopar.planner.planner import PlanRequest, analyse, choose_plan, finish_plan, trace_model
 from autopar.runtime.backends import PASSES, Scheduled
 from benchmarks.planning.__main__ import named
 from benchmarks.step_time import cells
@@ -42,7 +42,7 @@ EMITTING = ("rewrite", "pipeline", "forms", "emit", "recompute")
 MOST = 20.0  # CPU s: what all passes over 80 layers may take
 
 
-class Counted(Pipeline):
+class Counted(PassManager):
     """Notes the CPU seconds of every pass."""
 
     def __init__(self) -> None:
@@ -72,11 +72,11 @@ class Timed(Scheduled):
 def measured(layers: int, layout: str, ranks: int) -> dict[str, float]:
     model, inputs = named(MODEL, BATCH, layers, SEQUENCE)()
     world = autopar.World.preset("dgx-h100", ranks=ranks)
-    asked = Asked(layout, Budget.of(world, 1e15, "adamw", "auto"), overlap=True)
+    asked = PlanRequest(layout, Budget.of(world, 1e15, "adamw", "auto"), overlap=True)
     pipeline = Counted()
-    source = traced(model, inputs, pipeline)
-    chose = chosen(pipeline, analysed(pipeline, source), world, asked)
-    program = finished(pipeline, source, chose, world, asked).ready.program
+    source = trace_model(model, inputs, pipeline)
+    chose = choose_plan(pipeline, analyse(pipeline, source), world, asked)
+    program = finish_plan(pipeline, source, chose, world, asked).ready.program
     run = Timed(program, world, PASSES)
     started = time.process_time()
     with _compat.fake_mode():

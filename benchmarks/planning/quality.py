@@ -38,18 +38,18 @@ from rich.table import Table
 
 from autopar import World
 from autopar.cost.activations import regathering
-from autopar.cost.algorithms import flat_ways
-from autopar.cost.communication import Move, moves
+from autopar.cost.algorithms import flat_algorithms
+from autopar.cost.communication import SentCollective, sent_collectives
 from autopar.cost.network import halves, pattern, size
-from autopar.cost.summary import summarised
+from autopar.cost.summary import summary_rows
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
-from autopar.passes import annotate, chains, emitted
+from autopar.passes import annotate, chains, emit_program
 from autopar.passes.trace import trace
-from autopar.planner.deep_models import Shallow
-from autopar.planner.overlap_search import by_step, simulated
+from autopar.planner.deep_models import ShortenedModel
+from autopar.planner.overlap_search import plans_by_step, simulate_plan
 from autopar.world import Device, Level, Measured
 from autopar.world.presets import (
     CPU_BYTES_PER_S,
@@ -86,9 +86,11 @@ class Planned:
     in_blocks: frozenset[Value]
 
     @property
-    def moves(self) -> Iterator[tuple[Move, float]]:
+    def moves(self) -> Iterator[tuple[SentCollective, float]]:
         """Every collective with the bytes that a rank sends."""
-        for move, collective in zip(moves(self.program), self.plan.collectives, strict=True):
+        for move, collective in zip(
+            sent_collectives(self.program), self.plan.collectives, strict=True
+        ):
             yield move, collective.bytes
 
     def gigabytes(self) -> Counter[str]:
@@ -98,7 +100,7 @@ class Planned:
             found[self._purpose(move)] += sent / 1e9
         return found
 
-    def _purpose(self, move: Move) -> str:
+    def _purpose(self, move: SentCollective) -> str:
         if move.inside or move.node.meta["value"][0] not in self.plan.stored:
             return "activations"
         return "sums of gradients" if move.traffic.collective in SUMS else "gathers of weights"
@@ -123,8 +125,8 @@ def planned(
     program = chains.chains(program)
     fetching = regathering(program)
     assert fetching.annotations is not None
-    program = emitted(chosen(fetching if again else program, world, mesh), world)
-    return Planned(program, summarised(program, world), fetching.annotations.again)
+    program = emit_program(chosen(fetching if again else program, world, mesh), world)
+    return Planned(program, summary_rows(program, world), fetching.annotations.again)
 
 
 # -- the work --------------------------------------------------------------------------------------
@@ -183,11 +185,11 @@ def _line(kind: str, axes: tuple[str, ...]) -> Measured:
     return Measured(kind, digits, size(digits), start, rate)
 
 
-def peers_seconds(found: Iterable[Move], world: World) -> float:
+def peers_seconds(found: Iterable[SentCollective], world: World) -> float:
     """Of all collectives, by the peer's prices."""
     total = 0.0
     for move in found:
-        way = flat_ways(world, move.traffic.collective, pattern(MESH, move.axes))[0]
+        way = flat_algorithms(world, move.traffic.collective, pattern(MESH, move.axes))[0]
         total += way.seconds(move.traffic.elements * move.element_bytes)
     return total
 
@@ -208,7 +210,7 @@ def over_the_link(found: Planned) -> float:
             assert not _leaves_a_node(within)
             whole /= ranks  # what a rank has once its node has scattered goes across
         if _leaves_a_node(digits):
-            total += flat_ways(counting, kind, digits)[0].s_per_byte * whole
+            total += flat_algorithms(counting, kind, digits)[0].s_per_byte * whole
     return total
 
 
@@ -260,10 +262,10 @@ def hidden() -> dict[str, dict[str, float]]:
     world = cluster()
     return {
         f"plan {number}": {
-            "step, ms": 1e3 * simulated(one, world),
+            "step, ms": 1e3 * simulate_plan(one, world),
             "sum, ms": 1e3 * one.plan.seconds,
         }
-        for number, one in enumerate(by_step(Shallow(program, world), "auto", None), 1)
+        for number, one in enumerate(plans_by_step(ShortenedModel(program, world), "auto", None), 1)
         if one.plan is not None
     }
 

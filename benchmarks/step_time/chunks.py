@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import fx
 
 from autopar import World, _compat
-from autopar.cost.calibration.contention import meeting_s
+from autopar.cost.calibration.contention import measure_meeting_seconds
 from autopar.cost.simulator.graph_events import (
     collective_cost,
     collective_of,
@@ -155,7 +155,7 @@ def prepared(graph: fx.Graph, world: World) -> Callable[..., Any]:
     """Scheduled, what can be in place, ready to be called."""
     graph = copied(graph)
     schedule.schedule(graph, world, frozenset(), "forward")
-    reinplace.inplace(graph)
+    reinplace.reinplace(graph)
     return fx.GraphModule(torch.nn.Module(), graph).forward
 
 
@@ -228,7 +228,7 @@ def on_rank(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     world = worlds.by_hand(job["nodes"], job["per_node"], job["rate"])
     pattern = ((world.ranks, 1),)
-    lost = meeting_s([pattern], torch.device("cpu"), _MEETING_S, lambda _: None)
+    lost = measure_meeting_seconds([pattern], torch.device("cpu"), _MEETING_S, lambda _: None)
     world = dataclasses.replace(world, meeting_s=lost)
     mesh = Mesh.parse(f"x{world.ranks}")
     connect(mesh, "cpu")

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.timeline import COMPUTE, WAITS
-from autopar.runtime.profiler import Measured
+from autopar.runtime.profiler import MeasuredStep
 from benchmarks.step_time.traces import merged, total
 
 
@@ -35,7 +35,7 @@ class Account:
         return 1 - self.exposed / self.communication if self.communication else 1.0
 
 
-def account(step: Measured) -> Account:
+def account(step: MeasuredStep) -> Account:
     """Of one rank's step."""
     on_wire = [(s.start, s.end) for s in step.spans if s.track not in (COMPUTE, WAITS)]
     exposed = step.exposed_seconds

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar.runtime.backends import Scheduled
-from autopar.runtime.calibrate_on_ranks import calibrated
+from autopar.runtime.calibrate_on_ranks import calibrate_on_ranks
 from autopar.world import ranks as autopar_ranks
 from benchmarks.cluster import sent_bytes
 from benchmarks.models import SUBJECTS, Subject
@@ -271,7 +271,9 @@ def known_world(job: Job) -> autopar.World:
         if job.calibrate_s:
             say(f"calibrating for {job.calibrate_s:g} s")
             subject = SUBJECTS[job.model]
-            world = calibrated(lambda: (subject.model(), subject.batches(1)[0]), job.calibrate_s)
+            world = calibrate_on_ranks(
+                lambda: (subject.model(), subject.batches(1)[0]), job.calibrate_s
+            )
         else:
             world = worlds.by_hand(job.nodes, job.ranks_per_node, job.rate)
         dist.barrier()  # or a slow rank would find the file already

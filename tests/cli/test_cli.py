@@ -329,9 +329,9 @@ def test_progress_after_two_seconds(
             time.sleep(0.4)
         return 3
 
-    assert terminal.watched("counting", work) == 3
-    assert terminal.watched("resting", lambda report: 4) == 4
-    assert terminal.watched("counting", work, quiet=True) == 3
+    assert terminal.watch_progress("counting", work) == 3
+    assert terminal.watch_progress("resting", lambda report: 4) == 4
+    assert terminal.watch_progress("counting", work, quiet=True) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "counting: first … 0 s\ncounting: second … 0 s\n"

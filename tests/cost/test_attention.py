@@ -18,24 +18,18 @@ from torch.nn import functional as F
 import autopar
 import models
 from autopar.cost.calibration import fit as timing
-from autopar.cost.calibration.measure import Product
-from autopar.cost.calibration.procedure import timed_computing
-from autopar.cost.compute import (
-    attention_seconds,
-    attention_share,
-    node_seconds,
-    product_seconds,
-    spec_seconds,
-)
+from autopar.cost.calibration.measure import Matmul
+from autopar.cost.calibration.procedure import time_computing
+from autopar.cost.compute import attention_seconds, attention_share, node_seconds, matmul_seconds, rule_seconds
 from autopar.cost.simulator.graph_events import flops, graph_events, op_seconds
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, Spec
+from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, OpShardingRule
 from autopar.ir.strategy import Strategy
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
 from autopar.planner.mesh_search import best, bound_on
-from autopar.planner.objective import COMPUTE, terms
+from autopar.planner.objective import COMPUTE, cost_terms
 from autopar.runtime import calibrate_on_ranks
 from autopar.world import Attention, Device, World
 from random_nets import analysed
@@ -64,21 +58,21 @@ def slow_attention(world: World) -> World:
 
 # -- one op ----------------------------------------------------------------------------------------
 def test_without_calibration_it_is_a_product_and_its_backward_five_for_two() -> None:
-    spec = Spec((), (), {}, flops=1e12, attends=CAUSAL)
-    forward = spec_seconds(spec, 1e12, 0.0, FLOAT, False, PLAIN)
-    both = spec_seconds(spec, 1e12, 0.0, FLOAT, True, PLAIN)
-    assert forward == product_seconds(1e12, 0.0, FLOAT, PLAIN) == 1.0
+    spec = OpShardingRule((), (), {}, flops=1e12, attends=CAUSAL)
+    forward = rule_seconds(spec, 1e12, 0.0, FLOAT, False, PLAIN)
+    both = rule_seconds(spec, 1e12, 0.0, FLOAT, True, PLAIN)
+    assert forward == matmul_seconds(1e12, 0.0, FLOAT, PLAIN) == 1.0
     assert both - forward == pytest.approx(2.5) and ATTENTION_BACKWARD == 2.5
     plain = replace(spec, attends=None)
-    assert spec_seconds(plain, 1e12, 0.0, FLOAT, True, PLAIN) == pytest.approx(3.0)
+    assert rule_seconds(plain, 1e12, 0.0, FLOAT, True, PLAIN) == pytest.approx(3.0)
 
 
 def test_forward_and_backward_have_their_own_shares() -> None:
     device = replace(PLAIN, attention=shares((8,), (4,), 0.5, 0.25), launch_s=1e-3)
-    spec = Spec((), (), {}, flops=1e12, attends=CAUSAL)
-    found = [spec_seconds(spec, 1e12, 0.0, FLOAT, gradient, device) for gradient in (False, True)]
+    spec = OpShardingRule((), (), {}, flops=1e12, attends=CAUSAL)
+    found = [rule_seconds(spec, 1e12, 0.0, FLOAT, gradient, device) for gradient in (False, True)]
     assert found == pytest.approx([2.0 + 1e-3, 2.0 + 10.0 + 2e-3])
-    arrays = spec_seconds(spec, np.array([1e12, 2e12]), np.array([0.0, 0.0]), FLOAT, True, device)
+    arrays = rule_seconds(spec, np.array([1e12, 2e12]), np.array([0.0, 0.0]), FLOAT, True, device)
     assert arrays == pytest.approx([found[1], 24.0 + 2e-3])
 
 
@@ -115,7 +109,7 @@ def test_search_bound_and_plan_agree_on_it() -> None:
     assert found.plan.seconds == pytest.approx(exact, rel=1e-6)
     assert max(found.bound, *found.bounds) <= exact * (1 + 1e-5)
     plan = autopar.plan(model, world, args, smaller=False, overlap=False)
-    spent = terms(plan.ready.source, plan, world)
+    spent = cost_terms(plan.ready.source, plan, world)
     assert sum(spent.values()) == pytest.approx(plan.seconds, rel=1e-9)
 
 
@@ -156,8 +150,8 @@ def ways_split(layout: Any) -> list[int]:
 def test_compute_is_what_grows() -> None:
     model, args, _ = models.gpt()
     plan = autopar.plan(model, 2, args, "megatron", smaller=False)
-    before = terms(plan.ready.source, plan, plan.world)
-    after = terms(plan.ready.source, plan, slow_attention(plan.world))
+    before = cost_terms(plan.ready.source, plan, plan.world)
+    after = cost_terms(plan.ready.source, plan, slow_attention(plan.world))
     assert after[COMPUTE] > 2 * before[COMPUTE]
     assert {k: v for k, v in after.items() if k != COMPUTE} == {
         k: v for k, v in before.items() if k != COMPUTE
@@ -174,8 +168,8 @@ def test_attention_is_timed_over_a_grid(monkeypatch: pytest.MonkeyPatch) -> None
     known = replace(PLAIN, flop_per_s={"float32": 1e9})
     wanted = timing.wanted(own, [FLOAT], known, False)
     assert {one.shape.keys for one in wanted if not one.shape.causal} == {16, 64}
-    products = [Product(FLOAT, 8, 8, 8)]
-    times, each, others = timed_computing(products, wanted, device, 0.01, lambda *_: None)
+    products = [Matmul(FLOAT, 8, 8, 8)]
+    times, each, others = time_computing(products, wanted, device, 0.01, lambda *_: None)
     assert list(times.seconds) == products and list(each) == wanted and others > 0
     found = timing.shares(each, known)
     causal = {(one.keys, one.head_size) for one in found if one.causal}
@@ -220,7 +214,7 @@ def test_shares_are_what_was_measured_of_the_rate() -> None:
 def test_a_models_own_attention() -> None:
     """Every block has the same."""
     model, args, _ = models.gpt()
-    assert calibrate_on_ranks.whole_work(model, args).attended == [(FLOAT, Attends(16, 8.0, True))]
+    assert calibrate_on_ranks.unsharded_work(model, args).attended == [(FLOAT, Attends(16, 8.0, True))]
 
 
 # -- files -----------------------------------------------------------------------------------------

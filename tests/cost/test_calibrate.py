@@ -16,17 +16,10 @@ import torch
 from typer.testing import CliRunner
 
 from autopar.cli import main
-from autopar.cost.algorithms import flat_ways, formula
+from autopar.cost.algorithms import flat_algorithms, formula
 from autopar.cost.calibration import fit, measure, procedure
-from autopar.cost.calibration.measure import Case, Product, actual_bytes
-from autopar.cost.calibration.procedure import (
-    Times,
-    cases,
-    lines,
-    local_products,
-    patterns,
-    with_products,
-)
+from autopar.cost.calibration.measure import Case, Matmul, actual_bytes
+from autopar.cost.calibration.procedure import Times, cases, lines, local_matmuls, patterns, with_matmuls
 from autopar.cost.communication import collective_cost
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
@@ -45,7 +38,7 @@ GUESS = World((Level(2, 1.5e9, 2e-4), Level(4, 1.25e9, 8e-4)), CORE, launch_s=1e
 def made_up(world: World, factors: dict[str, float], noise: float = 0.0) -> Times:
     """What calibration would measure if the formulas were true, with relative noise."""
     rng = np.random.default_rng(0)
-    seconds: dict[Case | Product, float] = {}
+    seconds: dict[Case | Matmul, float] = {}
     for case in cases(world.ranks, procedure.CPU_SIZES):
         way = formula(world, case.kind, case.pattern)
         exact = factors.get(case.kind, 1.0) * way.seconds(actual_bytes(case))
@@ -130,8 +123,8 @@ def test_what_was_not_measured_is_priced_by_the_fitted_formulas() -> None:
     """8 ranks as 2 × 2 × 2, over the outer and the inner axis: no single stride says that."""
     world = fit.fitted(GUESS, lines(made_up(TRUE, {"all_reduce": 1.0})))
     traffic, mesh = Traffic("all_reduce", 10**6), Mesh.parse("a2.b2.c2")
-    price = collective_cost(traffic, ("a", "c"), mesh, 4, world, flat_ways)
-    true = collective_cost(traffic, ("a", "c"), mesh, 4, TRUE, flat_ways)
+    price = collective_cost(traffic, ("a", "c"), mesh, 4, world, flat_algorithms)
+    true = collective_cost(traffic, ("a", "c"), mesh, 4, TRUE, flat_algorithms)
     assert price.way.algorithm == "ring"
     assert price.seconds == pytest.approx(true.seconds, rel=1e-3)
 
@@ -141,7 +134,7 @@ def test_what_was_measured_is_priced_as_measured() -> None:
     alone = Measured("all_gather", ((4, 2),), 4, 1e-3, 1e-9, together=False)
     world = replace(TRUE, measured=(alone, one))
     price = collective_cost(
-        Traffic("all_gather", 10**6), ("a",), Mesh.parse("a4.b2"), 4, world, flat_ways
+        Traffic("all_gather", 10**6), ("a",), Mesh.parse("a4.b2"), 4, world, flat_algorithms
     )
     assert price.seconds == pytest.approx(5e-3 + 3e-9 * 4e6) and price.way.algorithm == "measured"
     assert hash(world) != hash(TRUE) and world.found("all_gather", ((4, 2),), False) is alone
@@ -149,10 +142,10 @@ def test_what_was_measured_is_priced_as_measured() -> None:
 
 def test_gloos_scatters_are_exchanges_and_a_sum() -> None:
     exchange = Measured("all_to_all", ((4, 1),), 4, 1e-3, 1e-9, bends=((4096.0, 1e-9),))
-    (found,) = procedure.scattered([exchange, replace(exchange, kind="broadcast")], GUESS.device)
+    (found,) = procedure.scatter_of_measures([exchange, replace(exchange, kind="broadcast")], GUESS.device)
     world = replace(GUESS, measured=(exchange, found))
     (scatter,), (whole,) = (
-        flat_ways(world, kind, ((4, 1),)) for kind in ("reduce_scatter", "all_to_all")
+        flat_algorithms(world, kind, ((4, 1),)) for kind in ("reduce_scatter", "all_to_all")
     )
     for size in (100.0, 1e6):  # a rank takes so many bytes of each of four, and adds them up
         summing = 5 / 4 * size / GUESS.device.memory_bytes_per_s
@@ -161,9 +154,9 @@ def test_gloos_scatters_are_exchanges_and_a_sum() -> None:
 
 def test_efficiencies_of_products() -> None:
     device = replace(CORE, launch_s=1e-6)
-    exact = {Product(torch.float32, n, n, n): 2 * n**3 / 3e10 + 1e-6 for n in (64, 512)}
-    exact[Product(torch.float32, 8, 8, 8)] = 2 * 8**3 / 1e9 + 1e-6
-    world = with_products(replace(TRUE, device=device), Times({**exact}, 1), 1e-6)
+    exact = {Matmul(torch.float32, n, n, n): 2 * n**3 / 3e10 + 1e-6 for n in (64, 512)}
+    exact[Matmul(torch.float32, 8, 8, 8)] = 2 * 8**3 / 1e9 + 1e-6
+    world = with_matmuls(replace(TRUE, device=device), Times({**exact}, 1), 1e-6)
     assert world.device.flop_per_s["float32"] == pytest.approx(3e10)
     points = world.device.efficiency["float32"]
     assert [share for _, share in points] == pytest.approx([1 / 30, 1, 1])
@@ -180,7 +173,7 @@ def test_every_pattern_of_a_world() -> None:
 
 
 def test_the_products_that_ranks_may_get() -> None:
-    found = local_products([(torch.float32, 8, 6, 4)], 4)
+    found = local_matmuls([(torch.float32, 8, 6, 4)], 4)
     forward = {(p.m, p.n, p.k) for p in found if p.form == "NT"}
     assert forward == {(2, 6, 4), (8, 6, 1), (4, 3, 4), (4, 6, 2), (8, 3, 2)}
     assert {(p.m, p.n, p.k) for p in found if p.form == "NN"} == {(m, k, n) for m, n, k in forward}
@@ -198,8 +191,8 @@ def test_forms_lie_as_they_say(form: str) -> None:
         for a, b in zip(left.split(21), right.split(35), strict=True)
     ]
     for copied in measure.COPIES:
-        shape = Product(torch.float32, 3, 5, 7, form, copied)
-        run = measure.product(shape, left, right, results)
+        shape = Matmul(torch.float32, 3, 5, 7, form, copied)
+        run = measure.time_matmul(shape, left, right, results)
         for found in (*wanted, wanted[0]):
             torch.testing.assert_close(run(), found)
         torch.testing.assert_close(results.view(2, 3, 5), torch.stack(wanted))
@@ -228,9 +221,9 @@ def test_rounds_visit_each_case_as_often_as_asked() -> None:
 
 
 def test_forms_of_products_are_timed_with_copies() -> None:
-    shapes = [Product(torch.float32, 64, 32, 16, form) for form in FORMS]
+    shapes = [Matmul(torch.float32, 64, 32, 16, form) for form in FORMS]
     shares: list[float] = []
-    found = procedure.timed_forms(
+    found = procedure.time_kernel_choices(
         shapes, torch.device("cpu"), 0.1, lambda share, doing: shares.append(share)
     )
     assert [(f.m, f.n, f.k, f.form) for f in found] == [(64, 32, 16, f) for f in FORMS]
@@ -353,7 +346,7 @@ def test_a_models_own_products() -> None:
     with torch.device("meta"):
         model, tokens = GPT(), torch.zeros(2, 8, dtype=torch.int64)
     found = {
-        (m, n, k) for _, m, n, k in calibrate_on_ranks.whole_work(model, (tokens, tokens)).products
+        (m, n, k) for _, m, n, k in calibrate_on_ranks.unsharded_work(model, (tokens, tokens)).products
     }
     width = model.head.in_features
     assert (16, 3 * width, width) in found and (16, width, 4 * width) in found

@@ -11,20 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.algorithms import ways
-from autopar.cost.communication import (
-    collective_cost,
-    costs,
-    inside_costs,
-    levels,
-    path_seconds,
-    seconds,
-)
+from autopar.cost.algorithms import algorithms
+from autopar.cost.communication import collective_cost, costs, inner_costs, hierarchies, path_seconds, seconds
 from autopar.cost.network import Pattern, load, pattern, size
 from autopar.ir.layout import Element, I, Layout, P, R, S, Traffic
 from autopar.ir.mesh import Mesh
-from autopar.ir.reshard import steps
-from autopar.ops.sharded.inner_collectives import Part, inside, moving
+from autopar.ir.reshard import reshard_steps
+from autopar.ops.sharded.inner_collectives import Part, inner_collectives, moving
 from autopar.world import KINDS, Level, World
 from priced import CORE, EMULATED, FAR, GPU, NEAR, START, price
 
@@ -119,15 +112,15 @@ def test_arrays_of_bytes_are_priced_as_each_is() -> None:
 def test_a_change_says_how_its_collectives_go() -> None:
     """A weight's gather and its gradient's scatter over four ranks in two nodes, in two levels."""
     whole, split = (Layout(Mesh.parse("x4"), (1 << 21,), (state,)) for state in (R, S(0, 1 << 19)))
-    (step,) = steps(split, whole)
+    (step,) = reshard_steps(split, whole)
     for grad, backward in ((True, (2,)), (False, ())):
-        assert levels(step, Element(4, 4 * grad), EMULATED) == ((2,), backward)
-    assert levels(*steps(whole, split), Element(4, 4), EMULATED) == ((), ())
+        assert hierarchies(step, Element(4, 4 * grad), EMULATED) == ((2,), backward)
+    assert hierarchies(*reshard_steps(whole, split), Element(4, 4), EMULATED) == ((), ())
 
 
 def test_collectives_inside_an_op_go_in_one_level() -> None:
     x = Layout(Mesh.parse("x4"), (1 << 16, 64), (S(1, 16),))
-    found = list(inside_costs(inside(torch.ops.aten.rms_norm.default, [x]), x.mesh, EMULATED))
+    found = list(inner_costs(inner_collectives(torch.ops.aten.rms_norm.default, [x]), x.mesh, EMULATED))
     assert {one.algorithm for one in found} == {"ring"}
     assert price(EMULATED, "x4", "x", "all_reduce", 1 << 18).way.algorithm == "two-level"
 
@@ -169,7 +162,7 @@ def test_two_levels_where_they_win() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_ways_are_in_order_and_none_is_idle(kind: str) -> None:
-    found = ways(World.preset("dgx-h100", 1024), kind, ((1024, 1),))
+    found = algorithms(World.preset("dgx-h100", 1024), kind, ((1024, 1),))
     for one, other in itertools.pairwise(found):
         assert one.start_s < other.start_s and one.s_per_byte > other.s_per_byte
     meets = [
@@ -183,7 +176,7 @@ def test_the_ways_are_in_order_and_none_is_idle(kind: str) -> None:
 def test_costs_of_a_path_know_their_axes() -> None:
     mesh = Mesh.parse("n2.l2")
     source, target = (Layout(mesh, (64, 32), states) for states in ((P, S(0, 32)), (R, R)))
-    path = steps(source, target)
+    path = reshard_steps(source, target)
     found = list(costs(path, Element(4, 4), EMULATED))
     assert [(c.kind, c.axes, c.backward) for c in found] == [
         ("all_reduce", ("n",), False),
@@ -199,7 +192,7 @@ def test_costs_of_a_path_know_their_axes() -> None:
 def test_a_joint_sum_is_one_group() -> None:
     mesh = Mesh.parse("n2.l2")
     whole = Layout(mesh, (64,), (I, I))
-    (found,) = costs(steps(whole, Layout(mesh, (64,), (R, R))), Element(4, 4), EMULATED)
+    (found,) = costs(reshard_steps(whole, Layout(mesh, (64,), (R, R))), Element(4, 4), EMULATED)
     assert found.axes == ("n", "l") and found.backward
     assert found.seconds == price(EMULATED, "x4", "x", "all_reduce", 256).seconds
 
@@ -207,7 +200,7 @@ def test_a_joint_sum_is_one_group() -> None:
 def test_collectives_inside_an_op() -> None:
     mesh = Mesh.parse("n2.l2")
     part = Part(0, Layout(mesh, (100, 8), (I, I)), (0,))
-    (found,) = inside_costs([moving("all_reduce", part, ("l",), True)], mesh, EMULATED)
+    (found,) = inner_costs([moving("all_reduce", part, ("l",), True)], mesh, EMULATED)
     assert found.seconds == price(EMULATED, "n2.l2", "l", "all_reduce", 400).seconds
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.compute import efficiency, node_seconds, product_seconds
+from autopar.cost.compute import efficiency, node_seconds, matmul_seconds
 from autopar.errors import WorldError
 from autopar.ir.layout import Layout, R
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding_rule import Spec
+from autopar.ir.sharding_rule import OpShardingRule
 from autopar.ir.strategy import Strategy
 from autopar.world import Device, Level, World
 
@@ -22,23 +22,23 @@ PLAIN = Device("plain", {"float32": 1e12}, 8e9, 1e10)
 
 
 def test_a_roofline_by_hand() -> None:
-    assert product_seconds(1e12, 1e9, torch.float32, PLAIN) == pytest.approx(1.0)
-    assert product_seconds(1e9, 1e10, torch.float32, PLAIN) == pytest.approx(1.0)
-    assert product_seconds(0.0, 1e10, torch.float32, PLAIN) == pytest.approx(1.0)
+    assert matmul_seconds(1e12, 1e9, torch.float32, PLAIN) == pytest.approx(1.0)
+    assert matmul_seconds(1e9, 1e10, torch.float32, PLAIN) == pytest.approx(1.0)
+    assert matmul_seconds(0.0, 1e10, torch.float32, PLAIN) == pytest.approx(1.0)
     # 80 % of 1e13 FLOP/s, and the launch
-    assert product_seconds(8e12, 1.0, torch.float32, CARD) == pytest.approx(1.0 + 1e-6)
+    assert matmul_seconds(8e12, 1.0, torch.float32, CARD) == pytest.approx(1.0 + 1e-6)
 
 
 def test_ops_that_are_no_products_have_a_bandwidth_of_their_own() -> None:
     device = replace(PLAIN, op_bytes_per_s=5e9)
-    assert product_seconds(0.0, 1e10, torch.float32, device) == pytest.approx(2.0)
-    assert product_seconds(1e9, 1e10, torch.float32, device) == pytest.approx(1.0)
+    assert matmul_seconds(0.0, 1e10, torch.float32, device) == pytest.approx(2.0)
+    assert matmul_seconds(1e9, 1e10, torch.float32, device) == pytest.approx(1.0)
 
 
 def test_each_dtype_has_its_own_rate() -> None:
-    ratio = product_seconds(1e15, 0.0, torch.float32, CARD) - 1e-6
-    assert ratio == pytest.approx(10 * (product_seconds(1e15, 0.0, torch.bfloat16, CARD) - 1e-6))
-    assert product_seconds(1e12, 0.0, torch.float16, CARD) == product_seconds(
+    ratio = matmul_seconds(1e15, 0.0, torch.float32, CARD) - 1e-6
+    assert ratio == pytest.approx(10 * (matmul_seconds(1e15, 0.0, torch.bfloat16, CARD) - 1e-6))
+    assert matmul_seconds(1e12, 0.0, torch.float16, CARD) == matmul_seconds(
         1e12, 0.0, torch.bfloat16, CARD
     )
 
@@ -61,12 +61,12 @@ def test_efficiency_is_a_line_on_logarithmic_axes_and_flat_beyond() -> None:
 def test_arrays_give_what_numbers_give(device: Device) -> None:
     flops = np.array([0.0, 1.0, 1e6, 3e7, 1e9, 1e13])
     moved = np.array([1e9, 0.0, 1e3, 1e8, 1e6, 1e9])
-    found = product_seconds(flops, moved, torch.float32, device)
+    found = matmul_seconds(flops, moved, torch.float32, device)
     each = [
-        product_seconds(float(f), float(b), torch.float32, device) for f, b in zip(flops, moved)
+        matmul_seconds(float(f), float(b), torch.float32, device) for f, b in zip(flops, moved)
     ]
     assert found == pytest.approx(np.array(each), rel=1e-12)
-    table = product_seconds(flops.reshape(2, 3), moved.reshape(2, 3), torch.float32, device)
+    table = matmul_seconds(flops.reshape(2, 3), moved.reshape(2, 3), torch.float32, device)
     assert table == pytest.approx(found.reshape(2, 3))
 
 
@@ -74,10 +74,10 @@ def test_a_node_and_its_backward() -> None:
     def whole(*shape: int) -> Layout:
         return Layout(Mesh.parse("x2"), shape, (R,))
 
-    spec = Spec((), (), {}, flops=2.0 * 4 * 6 * 8)
+    spec = OpShardingRule((), (), {}, flops=2.0 * 4 * 6 * 8)
     strategy = Strategy((), (whole(4, 6), None, whole(6, 8)), (whole(4, 8),), parts=2)
     world = World((Level(2, 1e9, 0),), CARD)
-    once = product_seconds(2.0 * 4 * 6 * 8 / 2, 2.0 * (24 + 48 + 32), torch.bfloat16, CARD)
+    once = matmul_seconds(2.0 * 4 * 6 * 8 / 2, 2.0 * (24 + 48 + 32), torch.bfloat16, CARD)
     assert node_seconds(spec, strategy, torch.bfloat16, False, world) == pytest.approx(once)
     assert node_seconds(spec, strategy, torch.bfloat16, True, world) == pytest.approx(3 * once)
 

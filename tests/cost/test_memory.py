@@ -11,15 +11,7 @@ import torch
 import autopar
 import models
 from autopar import PlanError
-from autopar.cost.memory import (
-    RESERVE,
-    STATES,
-    Budget,
-    limit_text,
-    step_bytes,
-    with_flight,
-    with_reserve,
-)
+from autopar.cost.memory import RESERVE, STATES, Budget, limit_text, step_bytes, with_flight, with_reserve
 from autopar.cost.peak import Lives, highest
 from autopar.errors import LayoutError
 from autopar.ir.plan_table import Memory

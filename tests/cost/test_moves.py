@@ -11,11 +11,11 @@ from autopar import World
 from autopar.cost.communication import path_seconds
 from autopar.ir.layout import I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
-from autopar.ir.reshard import steps
+from autopar.ir.reshard import reshard_steps
 from autopar.planner.bounds import arrays
 from autopar.planner.bounds.arrays import Meshes
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
-from autopar.planner.bounds.reshard_costs import Moves
+from autopar.planner.bounds.reshard_costs import ReshardBounds
 
 WORLD = World.preset("dgx-h100", ranks=32)
 KIND = Kind((64, 32, 96), ((0, 1, 64), (1, 1, 32), (2, 1, 96)), 2, 2)
@@ -23,11 +23,11 @@ STATES = (WHOLE, REPLICATED, PARTIAL, *range(FIRST_SLOT, FIRST_SLOT + 3))
 BIG = 1e6
 
 
-def moves(meshes: list[Mesh], sources: tuple[int, ...], targets: tuple[int, ...]) -> Moves:
-    return Moves(KIND, frozenset(sources), frozenset(targets), Meshes(meshes, WORLD))
+def moves(meshes: list[Mesh], sources: tuple[int, ...], targets: tuple[int, ...]) -> ReshardBounds:
+    return ReshardBounds(KIND, frozenset(sources), frozenset(targets), Meshes(meshes, WORLD))
 
 
-def table(found: Moves, axes: int, pull: bool = False) -> np.ndarray:
+def table(found: ReshardBounds, axes: int, pull: bool = False) -> np.ndarray:
     """Seconds [source, target, mesh] between joint states, from push or from pull."""
     count = len(found.states) ** axes
     rows = []
@@ -68,7 +68,7 @@ def test_no_path_of_layout_steps_costs_less(text: str) -> None:
     joint = list(itertools.product(found.states, repeat=2))
     legal = [(n, layout(mesh, states)) for n, states in enumerate(joint)]
     for (i, source), (j, target) in itertools.product(legal, repeat=2):
-        exact = path_seconds(steps(source, target), KIND.element, WORLD)
+        exact = path_seconds(reshard_steps(source, target), KIND.element, WORLD)
         assert seconds[i, j] <= exact * (1 + 1e-4) + 1e-12, (str(source), str(target))
 
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import models
 from autopar import PlanError
-from autopar.cost.activations import Saved, SavedOf, inside_bytes, operand_bytes, result_bytes
+from autopar.cost.activations import SavedActivations, SavedActivationsByNode, inner_bytes, operand_bytes, result_bytes
 from autopar.cost.memory import optimizer_bytes
 from autopar.ir.graph import producer
 from autopar.ir.layout import I, Layout, S
@@ -19,15 +19,15 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
 from autopar.ir.strategy import Strategy
-from autopar.passes.pass_manager import Pipeline
+from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace import trace
-from autopar.planner.planner import analysed, traced
+from autopar.planner.planner import analyse, trace_model
 
 
 def modelled(program: Program) -> float:
     """Bytes that the whole graph keeps on one device: every memory once, parameters apart."""
     assert program.annotations is not None
-    of = SavedOf(program.annotations.gradient)
+    of = SavedActivationsByNode(program.annotations.gradient)
     base: dict[Value, Value] = {}  # the value whose memory a view shares
     kept: set[Value] = set()
     size: dict[Value, int] = {}
@@ -74,7 +74,7 @@ def measured(program: Program, args: Any, kwargs: Any) -> float:
 @pytest.mark.parametrize("name", ["mlp", "gpt", "gpt2", "llama", "bert", "t5"])
 def test_the_parts_add_up_to_what_autograd_keeps(name: str) -> None:
     model, args, kwargs = getattr(models, name)()
-    program = analysed(Pipeline(), traced(model, kwargs or args))
+    program = analyse(PassManager(), trace_model(model, kwargs or args))
     assert modelled(program) == pytest.approx(measured(program, args, kwargs), rel=0.02)
 
 
@@ -83,8 +83,8 @@ def test_strategies_divide_what_is_kept() -> None:
     x, weight = Layout(mesh, (8, 6), (S(0, 4), I)), Layout(mesh, (4, 6), (I, S(0, 2)))
     result = Layout(mesh, (8, 4), (S(0, 4), S(1, 2)))
     strategy = Strategy((), (x, weight, None), (result,), 4)
-    found = Saved(frozenset({0, 1}), frozenset({0}), 64.0, (None,), (4, 4, 0), (2,))
-    assert inside_bytes(found, strategy) == 32  # as x is divided
+    found = SavedActivations(frozenset({0, 1}), frozenset({0}), 64.0, (None,), (4, 4, 0), (2,))
+    assert inner_bytes(found, strategy) == 32  # as x is divided
     assert [operand_bytes(found, strategy, index) for index in (0, 1)] == [4 * 24, 4 * 12]
     assert result_bytes(found, strategy, 0) == 2 * 8
 
@@ -102,8 +102,8 @@ def test_a_frozen_weight_lets_go_of_its_input() -> None:
     model, args, _ = models.mlp()
     model.up.weight.requires_grad_(False)  # type: ignore[union-attr]
     model.down.weight.requires_grad_(False)  # type: ignore[union-attr]
-    program = analysed(Pipeline(), traced(model, args))
+    program = analyse(PassManager(), trace_model(model, args))
     assert program.annotations is not None
     products = [n for n in program.module.graph.nodes if n.target == torch.ops.aten.linear.default]
-    first, second = (SavedOf(program.annotations.gradient)(n) for n in products)
+    first, second = (SavedActivationsByNode(program.annotations.gradient)(n) for n in products)
     assert not first.operands and second.operands == {1}

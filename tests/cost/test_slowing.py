@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from autopar import World
-from autopar.cost.algorithms import flat_ways
+from autopar.cost.algorithms import flat_algorithms
 from autopar.cost.calibration import contention
-from autopar.cost.calibration.contention import crowded_out, shared_cores
+from autopar.cost.calibration.contention import measure_crowding, shared_cores
 from autopar.cost.communication import flat_price
 from autopar.planner import overlap_search
 from autopar.world import Measured, ranks
@@ -43,7 +43,7 @@ def world(*slows: float) -> World:
 )
 def test_the_transport_takes_what_computing_needs(busy: float, cores: float, lost: float) -> None:
     """Two ranks a core have half of one each; with cores to spare nothing is lost."""
-    assert crowded_out(busy, cores) == pytest.approx(lost)
+    assert measure_crowding(busy, cores) == pytest.approx(lost)
 
 
 def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_world_keeps_it_and_prices_carry_it(tmp_path: Path) -> None:
     world(0.5, 0.2, 0.3).save(tmp_path / "world.json")
     found = World.load(tmp_path / "world.json")
     assert found == world(0.5, 0.2, 0.3)
-    assert [way.slows for way in flat_ways(found, "all_gather", PAIRS)] == [0.5]
+    assert [way.slows for way in flat_algorithms(found, "all_gather", PAIRS)] == [0.5]
 
 
 def test_what_moves_takes_from_computing_and_starting_does_not() -> None:

@@ -19,7 +19,7 @@ import autopar
 import models
 from autopar.cost.network import pattern
 from autopar.cost.simulator import buckets
-from autopar.cost.simulator.engine import in_order, overlapped
+from autopar.cost.simulator.engine import in_order, simulate_overlap
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.step_events import Events, link
 from autopar.cost.simulator.timeline import Seen, bucket_seconds, simulate
@@ -36,7 +36,7 @@ def sent(seconds: float, *after: int, lane: str = "x", **more: Any) -> Event:
 
 
 def ends(events: Sequence[Event], **more: Any) -> list[float]:
-    return overlapped(events, **more).end
+    return simulate_overlap(events, **more).end
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_in_order_is_the_sum() -> None:
 
 
 def test_a_sum_runs_under_what_does_not_need_it() -> None:
-    run = overlapped([op(2), sent(3, 0), op(2), op(1, 1)])
+    run = simulate_overlap([op(2), sent(3, 0), op(2), op(1, 1)])
     assert run.end == [2, 5, 4, 6]
     assert run.exposed == {1: 1}
 
@@ -57,20 +57,20 @@ def test_what_stands_later_runs_while_the_next_op_waits() -> None:
 
 
 def test_a_collective_slows_down_what_it_hides_under() -> None:
-    run = overlapped([op(1), sent(2, 0, takes_s=1.0), op(4), op(1, 1, 2)])
+    run = simulate_overlap([op(1), sent(2, 0, takes_s=1.0), op(4), op(1, 1, 2)])
     assert run.end == pytest.approx([1, 3, 6, 7])  # two seconds at half the rate
     assert run.exposed == pytest.approx({1: 1})
 
 
 def test_what_shares_a_link_slows_down_by_its_share_and_never_stops_computing() -> None:
     lanes = [sent(1, lane=lane, takes_s=0.6) for lane in "xy"]
-    run = overlapped([*lanes, op(4)])
+    run = simulate_overlap([*lanes, op(4)])
     assert run.end == pytest.approx([2, 2, 5.2]) and run.exposed == pytest.approx({0: 0.6, 1: 0.6})
     lanes = [sent(1, lane=lane, link=link, takes_s=0.8) for link, lane in enumerate("xy")]
-    run = overlapped([*lanes, op(4)])  # they want 1.6 of 0.9 cores
+    run = simulate_overlap([*lanes, op(4)])  # they want 1.6 of 0.9 cores
     assert run.end == pytest.approx([16 / 9, 16 / 9, 5.6])
     assert run.exposed == pytest.approx({0: 0.8, 1: 0.8})
-    assert overlapped([*lanes, op(0, 0, 1)]).end == pytest.approx([1.6, 1.6, 1.6])  # of 1 core
+    assert simulate_overlap([*lanes, op(0, 0, 1)]).end == pytest.approx([1.6, 1.6, 1.6])  # of 1 core
 
 
 def test_one_lane_is_a_queue_and_lanes_share_their_link() -> None:
@@ -83,7 +83,7 @@ def test_one_lane_is_a_queue_and_lanes_share_their_link() -> None:
 def test_gathers_are_issued_ahead_but_no_earlier_than_needed() -> None:
     gathers = [sent(1, lane="z", ahead=True, held_bytes=8.0) for _ in range(3)]
     events = [gathers[0], op(3, 0), gathers[1], op(3, 2), gathers[2], op(3, 4)]
-    run = overlapped(events)
+    run = simulate_overlap(events)
     assert run.seconds == 10  # the first gather alone is waited for
     assert run.start[2] == 1  # under the first product
     assert run.start[4] == 4  # under the second, not the first
@@ -95,7 +95,7 @@ def test_gathers_ahead_keep_the_memory_bound() -> None:
     events = []
     for i in range(4):
         events += [sent(3, lane="z", ahead=True, held_bytes=8.0), op(1, 2 * i)]
-    free, bound = overlapped(events), overlapped(events, ahead_bytes=8.0)
+    free, bound = simulate_overlap(events), simulate_overlap(events, ahead_bytes=8.0)
     assert free.seconds == 4 * 3 + 1
     assert [a.event for a in free.order[:4]] == [0, 2, 4, 1]
     assert bound.seconds == 4 * (3 + 1)
@@ -112,12 +112,12 @@ def test_patience_leaves_a_chain_alone_while_there_is_something_to_compute() -> 
     nobody waits longer.
     """
     events = [op(1), sent(2, 0), sent(1, 1, lane="y"), op(2), op(1), op(2), op(1, 2)]
-    prompt, patient = (overlapped(events, patience=p) for p in (0.0, 1.0))
+    prompt, patient = (simulate_overlap(events, patience=p) for p in (0.0, 1.0))
     assert [a.event for a in prompt.order] == [0, 1, 3, 2, 4, 5, 6]
     assert [a.event for a in patient.order] == [0, 1, 3, 4, 2, 5, 6]
     assert prompt.seconds == patient.seconds == 7
     chain = [op(1), sent(2, 0), op(1, 1)]
-    assert overlapped(chain, patience=9.0).end == overlapped(chain).end
+    assert simulate_overlap(chain, patience=9.0).end == simulate_overlap(chain).end
 
 
 def test_products_for_weights_wait_for_a_gap() -> None:
@@ -125,13 +125,13 @@ def test_products_for_weights_wait_for_a_gap() -> None:
     late = {"phase": "backward"}
     events = [op(2, **late), op(2, **late), op(1, 0, **late), sent(3, 2, **late), op(2, 3, **late)]
     events += [op(2, 3, **late), op(3, 4, **late)]
-    run = overlapped(events)
+    run = simulate_overlap(events)
     assert run.exposed[3] == 1
     assert run.seconds == 2 + 1 + 3 + 2 + 2 + 3
 
 
 def test_what_is_waited_for_is_blamed_piece_by_piece() -> None:
-    run = overlapped([sent(2), sent(3, 0, lane="y"), op(1, 1)])
+    run = simulate_overlap([sent(2), sent(3, 0, lane="y"), op(1, 1)])
     assert run.exposed == {0: 2, 1: 3}
 
 
@@ -155,7 +155,7 @@ def programs(draw: st.DrawFn) -> list[Event]:
 def test_every_simulation_keeps_its_bounds(
     events: list[Event], bound: float, patience: float
 ) -> None:
-    run = overlapped(events, bound, patience=patience)
+    run = simulate_overlap(events, bound, patience=patience)
     assert sorted(action.event for action in run.order) == list(range(len(events)))
     for index, event in enumerate(events):
         assert run.end[index] >= run.start[index] + event.seconds - 1e-9
@@ -163,7 +163,7 @@ def test_every_simulation_keeps_its_bounds(
     compute = sum(event.seconds for event in events if not event.lane)
     assert compute - 1e-9 <= run.seconds <= in_order(events).seconds + 1e-9
     assert sum(run.exposed.values()) == pytest.approx(run.seconds - compute)
-    assert run.order == overlapped(events, bound, patience=patience).order
+    assert run.order == simulate_overlap(events, bound, patience=patience).order
 
 
 # -- buckets ---------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def together(events: Sequence[Event], size: int) -> list[list[int]]:
     """All that is sent is alike; what takes 9 seconds is a product."""
     leads = buckets.leading(events, [event.seconds == 9 for event in events])
     keys = [event.kind if event.lane else None for event in events]
-    return buckets.together(events, keys, leads, overlapped(events), size)
+    return buckets.together(events, keys, leads, simulate_overlap(events), size)
 
 
 def one(events: Sequence[Event], members: Sequence[int]) -> Event:
@@ -381,4 +381,4 @@ def test_a_long_step_ends(before: float) -> None:
     """Though what is left of a collective is less than the clock can tell: it stood still there."""
     for number in range(1, 20):
         events = [op(before), sent(number / 7, 0, takes_s=number / 8), op(3.3, 0), op(0.0, 1, 2)]
-        assert before + 3.3 < overlapped(events).seconds < before + 6.0
+        assert before + 3.3 < simulate_overlap(events).seconds < before + 6.0

@@ -89,7 +89,7 @@ def open_group(rank: int) -> None:
 
     # a mesh reads the numbers of its ranks, and a trace makes fakes of its own
     process_groups._connection = outside_of_fakes(process_groups._connection)
-    apply.shared_plan = outside_of_fakes(apply.shared_plan)
+    apply.plan_on_rank_0 = outside_of_fakes(apply.plan_on_rank_0)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import autopar
 import models
 import readme as program
 from autopar._compat import FakeTensorMode, pytree
-from autopar.planner.planner import fingerprint, traced
+from autopar.planner.planner import fingerprint, trace_model
 from readme import scalar
 
 Facts = dict[str, Any]
@@ -93,7 +93,7 @@ def fingerprints(rank: int) -> Facts:
     for device in (f"cuda:{rank}", "meta", "cpu"):
         with made_on(device):
             model, args, kwargs = models.llama()
-        found[device.split(":")[0]] = fingerprint(traced(model, args or kwargs))
+        found[device.split(":")[0]] = fingerprint(trace_model(model, args or kwargs))
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S, State, Step
 from autopar.ir.mesh import Mesh
-from autopar.ir.reshard import steps
+from autopar.ir.reshard import reshard_steps
 from autopar.ops.collectives import emit_step
 from autopar.runtime import lockstep
 from shards import compare, deal, gradient_layout, random_layout
@@ -98,7 +98,7 @@ def convert(source: Layout, target: Layout, seed: int) -> None:
     mesh, graph = source.mesh, fx.Graph()
     x = graph.placeholder("x")
     coordinates = {name: graph.placeholder(f"coordinate_{name}") for name in mesh.names}
-    for step in steps(source, target):
+    for step in reshard_steps(source, target):
         x = emit_step(graph, x, step, coordinates.__getitem__)
     graph.output(x)
     module = fx.GraphModule({}, graph)
@@ -137,7 +137,7 @@ def is_one_digit(step: Step) -> bool:
 def check_path(source: Layout, target: Layout) -> None:
     """Steps join up, change what they say and nothing else, and no axis changes more than twice."""
     current, changed = source, dict.fromkeys(source.mesh.names, 0)
-    for step in steps(source, target):
+    for step in reshard_steps(source, target):
         assert step.before == current
         for axis in source.mesh.names:
             before, after = step.before.state(axis), step.after.state(axis)
@@ -148,7 +148,7 @@ def check_path(source: Layout, target: Layout) -> None:
         assert len(step.axes) == 1 or "S" not in step.kind or is_one_digit(step), str(step)
         current = step.after
     assert current == target
-    assert max(changed.values()) <= 2, [step.kind for step in steps(source, target)]
+    assert max(changed.values()) <= 2, [step.kind for step in reshard_steps(source, target)]
 
 
 @pytest.mark.parametrize("mesh", ["x2.y2", "x3.y2", "x2.y3.z2"])
@@ -161,7 +161,7 @@ def test_every_path_keeps_the_value_and_the_gradient(mesh: str) -> None:
             check_path(source, target)
             convert(source, target, seed)
         except Exception as error:
-            path = [f"{step.kind} {step.axes}" for step in steps(source, target)]
+            path = [f"{step.kind} {step.axes}" for step in reshard_steps(source, target)]
             error.add_note(f"{source.states} to {target.states} of {shape} on {mesh}: {path}")
             raise
 
@@ -172,7 +172,7 @@ def test_every_change_on_one_axis(before: State, after: State) -> None:
     mesh = Mesh.parse("x2")
     source, target = Layout(mesh, (6, 4), (before,)), Layout(mesh, (6, 4), (after,))
     same_dim = before.kind == after.kind == "S" and before.dim == after.dim
-    assert len(steps(source, target)) == (0 if before == after else 2 if same_dim else 1)
+    assert len(reshard_steps(source, target)) == (0 if before == after else 2 if same_dim else 1)
     convert(source, target, 0)
 
 
@@ -186,7 +186,7 @@ def test_paths_are_short_and_legal_for_many_more() -> None:
 @pytest.mark.parametrize(("before", "after"), [(P, I), (P, R), (I, R)])
 def test_joint_changes_are_one_step_over_the_joint_group(before: State, after: State) -> None:
     source, target = (Layout(XYZ, (6, 4), (s, S(0, 2), s)) for s in (before, after))
-    (step,) = steps(source, target)
+    (step,) = reshard_steps(source, target)
     assert (step.axes, step.group_size) == (("x", "z"), 4)
     convert(source, target, 0)
 
@@ -211,7 +211,7 @@ def test_axes_that_are_one_jointly_take_the_path_of_one(meshes: str) -> None:
     for seed in range(400):
         pair = [random_layout(one, (48, 24), "SSSIRP", draw) for _ in "st"]
         parts = [factored(layout, several) for layout in pair]
-        path, longer = steps(*pair), steps(*parts)
+        path, longer = reshard_steps(*pair), reshard_steps(*parts)
         assert [(s.kind, s.group_size, s.traffic(True)) for s in path] == [
             (s.kind, s.group_size, s.traffic(True)) for s in longer
         ]
@@ -223,16 +223,22 @@ def test_axes_that_are_one_jointly_take_the_path_of_one(meshes: str) -> None:
 def test_digits_in_another_order_than_the_mesh_s_go_one_by_one() -> None:
     mesh = Mesh.parse("x2.y3")
     inside_out = Layout(mesh, (12,), (S(0, 2), S(0, 4)))
-    assert [s.axes for s in steps(inside_out, Layout(mesh, (12,), (R, R)))] == [("x",), ("y",)]
+    assert [s.axes for s in reshard_steps(inside_out, Layout(mesh, (12,), (R, R)))] == [
+        ("x",),
+        ("y",),
+    ]
     apart = Layout(mesh, (24,), (S(0, 12), S(0, 2)))
-    assert [s.axes for s in steps(apart, Layout(mesh, (24,), (R, R)))] == [("x",), ("y",)]
+    assert [s.axes for s in reshard_steps(apart, Layout(mesh, (24,), (R, R)))] == [("x",), ("y",)]
 
 
 def test_sums_come_before_gathers_and_slices_before_sums() -> None:
     mesh = Mesh.parse("x2.y2")
 
     def kinds(source: tuple[State, State], target: tuple[State, State]) -> list[str]:
-        return [s.kind for s in steps(Layout(mesh, (8, 8), source), Layout(mesh, (8, 8), target))]
+        return [
+            s.kind
+            for s in reshard_steps(Layout(mesh, (8, 8), source), Layout(mesh, (8, 8), target))
+        ]
 
     assert kinds((P, S(0, 4)), (R, R)) == ["P->R", "S->R"]
     assert kinds((S(0, 4), I), (I, R)) == ["I->R", "S->I"]
@@ -250,7 +256,7 @@ def test_elements_that_a_change_moves() -> None:
         target = layout
         for axis, state in axes.items():
             target = target.with_state(axis, state)
-        (step,) = steps(layout, target)
+        (step,) = reshard_steps(layout, target)
         return [tuple(t) for t in step.traffic(grad) if t is not None]
 
     local = 8 * 16 // 2

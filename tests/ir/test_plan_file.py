@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.planner.edit import renewed
-from autopar.planner.objective import terms
+from autopar.planner.edit import renew_plan
+from autopar.planner.objective import cost_terms
 from models import Example, gpt, mlp
 
 Json = dict[str, Any]
@@ -44,12 +44,12 @@ def test_a_plan_from_a_file_is_priced_as_it_was_planned(
     before = autopar.plan(model, autopar.World.preset("dgx-h100", 16), inputs(made), layout)
     loaded = autopar.Plan.from_json(json.loads(json.dumps(before.to_json())))
     assert loaded == before and loaded.world == before.world and not loaded.edited
-    after = renewed(model, loaded, inputs(made))
+    after = renew_plan(model, loaded, inputs(made))
     assert not after.told
     assert after.seconds == pytest.approx(before.seconds, rel=1e-12)
     assert (after.comm_bytes, after.peak_bytes) == (before.comm_bytes, before.peak_bytes)
     assert after.collectives == before.collectives and after.unsplit == before.unsplit
-    spent = terms(before.ready.source, before, before.world)
+    spent = cost_terms(before.ready.source, before, before.world)
     assert sum(spent.values()) == pytest.approx(before.seconds, rel=1e-12)
 
 
@@ -60,7 +60,7 @@ def test_a_plan_is_rewritten_on_the_world_that_it_was_planned_for(tmp_path: Any)
     two_nodes = dataclasses.replace(autopar.World.of(8), levels=levels, launch_s=0.0)
     before = autopar.plan(model, two_nodes, args, "ddp")
     before.save(tmp_path / "plan.json")
-    after = renewed(model, autopar.Plan.load(tmp_path / "plan.json"), args)
+    after = renew_plan(model, autopar.Plan.load(tmp_path / "plan.json"), args)
     wanted, found = (str(p.ready.program.module.graph) for p in (before, after))
     assert found == wanted and "inside: 4" in wanted
 
@@ -71,7 +71,7 @@ def test_figures_that_differ_from_the_file_are_told() -> None:
     def slower(data: Json) -> None:
         data["seconds"] *= 2
 
-    after = renewed(model, edited(planned(made, 4), slower), args)
+    after = renew_plan(model, edited(planned(made, 4), slower), args)
     (line,) = after.told
     assert line.startswith("seconds: ") and "the file says" in line
     one = edited(planned(made, 1), slower)
@@ -134,7 +134,7 @@ def test_an_edited_plan_runs(edit: Edit, world: int) -> None:
     assert plan.edited
     check = autopar.verify(model, None, args, layout=plan)
     assert check.grad_error < 1e-9 and check.ranks == world
-    after = renewed(model, plan, args)
+    after = renew_plan(model, plan, args)
     assert after.told[0].startswith("edited by hand since it was planned: ")
     assert after.seconds > before["seconds"]
     again = autopar.Plan.from_json(json.loads(json.dumps(after.to_json())))
@@ -149,7 +149,7 @@ def test_an_edited_gpt_runs() -> None:
     data["choices"][name]["splits"] = ["k"]
     plan = autopar.Plan.from_json(data)
     assert autopar.verify(model, None, args, layout=plan).grad_error < 1e-9
-    changed = renewed(model, plan, args).choices[name]
+    changed = renew_plan(model, plan, args).choices[name]
     assert changed.splits == ("k",) and changed.results[0].states[0].kind == "P"
 
 
@@ -199,7 +199,7 @@ def test_an_edit_that_cannot_be_is_refused(edit: Edit, says: tuple[str, ...]) ->
     model, args, _ = made = mlp()
     data = planned(made, 4, "megatron")
     with pytest.raises(autopar.PlanError) as error:
-        renewed(model, edited(data, edit), args)
+        renew_plan(model, edited(data, edit), args)
     assert all(part in str(error.value) for part in says), error.value
 
 
@@ -209,7 +209,7 @@ def test_splits_and_layouts_that_contradict_each_other_are_refused() -> None:
     layouts_of_rows(data)
     data["choices"]["linear"]["splits"] = ["k"]
     with pytest.raises(autopar.PlanError, match=r"splits k, .* as if it split _0: change both"):
-        renewed(model, autopar.Plan.from_json(data), args)
+        renew_plan(model, autopar.Plan.from_json(data), args)
 
 
 def test_a_world_that_is_none_is_named() -> None:

@@ -269,12 +269,12 @@ def test_meet_calls_the_action_once_with_all_values():
         return max(values)
 
     assert (
-        lockstep.run(Mesh.parse("a2.b2"), lambda rank: lockstep.meet(rank, rank * 10, action))
+        lockstep.run(Mesh.parse("a2.b2"), lambda rank: lockstep.meet_ranks(rank, rank * 10, action))
         == [30] * 4
     )
     assert calls == [[0, 10, 20, 30]]
     with pytest.raises(RankError, match="no lockstep run"):
-        lockstep.meet(0, 1, action)
+        lockstep.meet_ranks(0, 1, action)
 
 
 def test_ranks_get_tensors_of_their_own():

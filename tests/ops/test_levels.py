@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar.cost.algorithms import stages, ways
-from autopar.cost.communication import collective_cost, flat_price, moves, sent
-from autopar.cost.communication import levels as levels_of
+from autopar.cost.algorithms import algorithms, stages
+from autopar.cost.communication import collective_cost, flat_price, sent, sent_collectives
+from autopar.cost.communication import hierarchies as levels_of
 from autopar.ir.graph import stored
 from autopar.ir.layout import Element, I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh
-from autopar.ir.reshard import steps
+from autopar.ir.reshard import reshard_steps
 from autopar.ops import collectives as c
 from autopar.ops import comm
 from autopar.ops.collectives import emit_step, groups_of
@@ -149,7 +149,7 @@ def called(
 def test_a_step_is_emitted_the_way_that_it_is_priced(before: State, after: State) -> None:
     mesh = Mesh.parse("x4")
     source, target = (Layout(mesh, (1 << 19,), (state,)) for state in (before, after))
-    (step,) = steps(source, target)
+    (step,) = reshard_steps(source, target)
     ways = levels_of(step, Element(4, 4), UNEQUAL)
     graph = torch.fx.Graph()
     node = emit_step(graph, graph.placeholder("x"), step, graph.placeholder, ways)
@@ -166,7 +166,7 @@ def test_a_step_is_emitted_the_way_that_it_is_priced(before: State, after: State
 
 
 def test_three_levels_of_links_are_three_levels_of_sums() -> None:
-    (step,) = steps(*(Layout(Mesh.parse("x8"), (1 << 22,), (state,)) for state in (P, R)))
+    (step,) = reshard_steps(*(Layout(Mesh.parse("x8"), (1 << 22,), (state,)) for state in (P, R)))
     assert levels_of(step, Element(4, 4), EIGHT) == ((2, 2), (2, 2))
 
 
@@ -195,7 +195,7 @@ def test_what_is_looked_up_for_positions_is_stored() -> None:
     """
     model, args, _ = models.gpt()
     program = autopar.plan(model, UNEQUAL, args, layout="ddp").ready.program
-    late = [move for move in moves(program) if move.backward]
+    late = [move for move in sent_collectives(program) if move.backward]
     looked_up = [m for m in late if m.node.all_input_nodes[0].name.startswith("embedding")]
     assert looked_up and all(move.node in stored(program) for move in looked_up)
 
@@ -207,7 +207,7 @@ def test_what_may_be_joined_goes_in_the_same_levels() -> None:
     world = World.preset("pcie-4090", 16)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256))
     plan = autopar.plan(model, world, (torch.randn(32, 512),), layout="ddp")
-    sums = [move for move in moves(plan.ready.program) if move.backward]
+    sums = [move for move in sent_collectives(plan.ready.program) if move.backward]
     alone = {
         collective_cost(m.traffic, m.axes, plan.mesh, m.element_bytes, world).way.inside
         for m in sums
@@ -226,8 +226,8 @@ def test_what_may_be_joined_goes_in_the_same_levels() -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_the_stages_of_a_way_take_and_send_what_it_takes_and_sends(kind: str) -> None:
     digits, whole = ((8, 1),), 1e7
-    for inside in {way.inside for way in ways(EIGHT, kind, digits)} | {(2,), (4,), (2, 2)}:
-        found = [way for way in ways(EIGHT, kind, digits) if way.inside == inside]
+    for inside in {way.inside for way in algorithms(EIGHT, kind, digits)} | {(2,), (4,), (2, 2)}:
+        found = [way for way in algorithms(EIGHT, kind, digits) if way.inside == inside]
         each = [
             flat_price(one.kind, one.digits, whole / one.parts, EIGHT)
             for one in stages(kind, digits, inside)
@@ -273,7 +273,7 @@ def test_what_goes_over_the_wire_is_what_was_priced(
     program = plan.ready.program
     inputs = pytree.tree_leaves((torch.randn(8, 512),))
     expected: dict[str, int] = {}
-    for move in moves(program):
+    for move in sent_collectives(program):
         (axis,), kind = move.axes, move.traffic.collective
         inner = {"all_reduce": ["reduce-scatter", "all-gather"]}.get(kind, [kind.replace("_", "-")])
         across = "all-reduce sum" if kind == "all_reduce" else kind.replace("_", "-")

@@ -17,9 +17,9 @@ from autopar import InputError, PlanError
 from autopar.ir.graph import every_node
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.ops.recomputation import recomputed
+from autopar.ops.recomputation import recompute_in_backward
 from autopar.ops.sharded.dropout import next_seed
-from autopar.passes.pass_manager import Pipeline
+from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
 from dropped import DROPPED, Dropped, dropping
 from launch import launched
@@ -40,7 +40,7 @@ def random_program(name: str, mesh: str, draw: int) -> Program:
     world = autopar.World.of(Mesh.parse(mesh).size)
     plan = random_plan(known(name).program, mesh, world, draw)
     program = dataclasses.replace(known(name).program, plan=plan)
-    return planner.rewritten(Pipeline(), program, world)
+    return planner.rewrite_for_ranks(PassManager(), program, world)
 
 
 def seeds(module: fx.GraphModule) -> dict[str, list[int]]:
@@ -86,7 +86,9 @@ def test_copies_in_blocks_that_run_again_have_it_too(layout: Any) -> None:
     model, inputs = dropping("blocks")
     plan = autopar.plan(model, 2, inputs, layout=layout, recompute="full", smaller=False)
     assert plan.ready is not None
-    calls = plan.ready.program.module.graph.find_nodes(op="call_function", target=recomputed)
+    calls = plan.ready.program.module.graph.find_nodes(
+        op="call_function", target=recompute_in_backward
+    )
     assert len(calls) == 2
     autopar.verify(model, 2, inputs, layout=layout, recompute="full")
 

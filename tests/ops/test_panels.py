@@ -81,7 +81,7 @@ def _coordinates(mesh, rank):
 
 def _call(mesh, leaves, coordinates, transposed):
     x, weight, bias = leaves
-    return sharded.panel_linear(x, weight, bias, "row", "col", str(mesh), coordinates, transposed)
+    return sharded.summa_linear(x, weight, bias, "row", "col", str(mesh), coordinates, transposed)
 
 
 def _on_rank(mesh, rank, transposed=False, call=_call, wants=(True, True, True)):
@@ -233,7 +233,7 @@ def _traced(mesh, rank_fn):
         traces.append(trace)
 
     def on_rank(rank):
-        lockstep.meet(rank, None, start)
+        lockstep.meet_ranks(rank, None, start)
         traces[0].own.rank = rank
         with _Products(traces[0].orders[rank]):
             return rank_fn(rank)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding_rule import Spec
-from autopar.ops.rules import spec_of
+from autopar.ir.sharding_rule import OpShardingRule
+from autopar.ops.rules import rule_of
 from autopar.ops.rules.probe import probe
 from shards import (
     Case,
@@ -72,13 +72,13 @@ def kernel(name: str, *args: Any, note: str = "") -> Case:
     return Case(getattr(getattr(torch.ops, KERNEL), name).default, args, note=note)
 
 
-def found(case: Case) -> Spec | None:
+def found(case: Case) -> OpShardingRule | None:
     _, node = graph_of(case)
-    assert spec_of(node) is None, f"{case.name} has a rule: this tests nothing"
+    assert rule_of(node) is None, f"{case.name} has a rule: this tests nothing"
     return probe(node, {})
 
 
-def in_words(spec: Spec | None) -> str:
+def in_words(spec: OpShardingRule | None) -> str:
     """The dims of operands and results that may be split: "a _, a _ -> a _"; "" without a rule."""
     if spec is None:
         return ""
@@ -192,7 +192,7 @@ def test_probing_leaves_the_random_state_alone() -> None:
 
 
 def test_what_was_found_serves_every_layer_but_no_other_shape_or_argument() -> None:
-    known: dict[object, Spec | None] = {}
+    known: dict[object, OpShardingRule | None] = {}
     for args in (
         (real(4, 6), 1),
         (real(4, 6), 1),

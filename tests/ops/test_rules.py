@@ -14,7 +14,7 @@ from autopar.ir.layout import Layout, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import TABLE, operands_of, results_of, shape_of
 from autopar.ir.strategy import Strategy
-from autopar.passes.rewrite import pushed_back
+from autopar.passes.rewrite import push_back_layouts
 from autopar.runtime import lockstep
 from rule_cases import CASES, DIGITS, GENERATED
 from shards import (
@@ -218,7 +218,7 @@ def made_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layo
         wanted.mesh,
         [None if n is None else shape_of(n.meta["val"]) for n in operands_of(traced.node)],
     )
-    reached, operands = pushed_back(traced.spec, wanted, result, tuple(shapes))
+    reached, operands = push_back_layouts(traced.spec, wanted, result, tuple(shapes))
     results = [Layout(mesh, shape_of(v), (R,) * len(mesh.axes)) for v in results_of(traced.node)]
     results[result] = reached
     module = emitted(traced, Strategy((), operands, tuple(results), 1), mesh)

@@ -14,8 +14,8 @@ from torch.autograd import Function
 from torch.nn.utils import parametrizations, weight_norm
 
 import autopar
-from autopar.ir.sharding_rule import Spec
-from autopar.ops.rules.trials import spec_by_trial
+from autopar.ir.sharding_rule import OpShardingRule
+from autopar.ops.rules.trials import rule_by_trial
 
 KERNEL = "autopar_trials"
 
@@ -51,7 +51,7 @@ def own(backward: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Tensor]], li
     return lambda tensors: [_Own.apply(tensors[0], backward)]
 
 
-def split_dims(spec: Spec | None) -> list[int]:
+def split_dims(spec: OpShardingRule | None) -> list[int]:
     """The dims of the first operand that may be split."""
     if spec is None:
         return []
@@ -76,15 +76,15 @@ BACKWARDS = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_the_backward_must_commute_as_well(name: str) -> None:
     backward, dims, nonlinear = BACKWARDS[name]
-    spec = spec_by_trial(own(backward), [torch.empty(4, 6)])
+    spec = rule_by_trial(own(backward), [torch.empty(4, 6)])
     assert split_dims(spec) == dims
     assert (spec is not None and spec.nonlinear) == nonlinear
 
 
 def test_gradients_of_what_is_not_cut_must_add_up() -> None:
     values = [torch.empty(4, 6), torch.empty(6)]
-    assert split_dims(spec_by_trial(lambda t: [t[0] * t[1]], values)) == [0, 1]
-    assert split_dims(spec_by_trial(lambda t: [_Scaled.apply(*t)], values)) == [1]
+    assert split_dims(rule_by_trial(lambda t: [t[0] * t[1]], values)) == [0, 1]
+    assert split_dims(rule_by_trial(lambda t: [_Scaled.apply(*t)], values)) == [1]
 
 
 def test_what_is_reckoned_in_float32_inside_is_held_against_its_own_rounding() -> None:
@@ -92,7 +92,7 @@ def test_what_is_reckoned_in_float32_inside_is_held_against_its_own_rounding() -
         x, w = tensors
         return [(torch.nn.functional.normalize(x.float(), dim=-1) * w.float()).to(x.dtype)]
 
-    assert split_dims(spec_by_trial(normed, [torch.empty(64, 6), torch.empty(6)])) == [0]
+    assert split_dims(rule_by_trial(normed, [torch.empty(64, 6), torch.empty(6)])) == [0]
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -129,14 +129,14 @@ def run(name: str) -> Callable[[Sequence[Tensor]], list[Tensor]]:
 
 def test_no_kernel_sees_shapes_that_its_fake_implementation_refuses() -> None:
     SEEN.clear()
-    spec = spec_by_trial(run("trusting"), [torch.empty(4, 6), torch.empty(4)])
+    spec = rule_by_trial(run("trusting"), [torch.empty(4, 6), torch.empty(4)])
     assert split_dims(spec) == [0, 1]
     assert SEEN and all(x[0] == y[0] for x, y in SEEN)
 
 
 def test_an_op_without_a_fake_implementation_is_not_tried() -> None:
     SEEN.clear()
-    assert spec_by_trial(run("unimagined"), [torch.empty(4, 6), torch.empty(4)]) is None
+    assert rule_by_trial(run("unimagined"), [torch.empty(4, 6), torch.empty(4)]) is None
     assert not SEEN
 
 
@@ -145,7 +145,7 @@ def test_a_kernel_that_makes_other_shapes_than_it_says_is_not_split() -> None:
         x = tensors[0]
         return [x if type(x) is Tensor else x[:, :3]]
 
-    assert spec_by_trial(other, [torch.empty(4, 6)]) is None
+    assert rule_by_trial(other, [torch.empty(4, 6)]) is None
 
 
 # -- in models -------------------------------------------------------------------------------------

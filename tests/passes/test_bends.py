@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.cost import communication
-from autopar.cost.algorithms import Way, _best, flat_ways, ways
+from autopar.cost.algorithms import Algorithm, _best, flat_algorithms, algorithms
 from autopar.cost.network import pattern
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
@@ -32,7 +32,7 @@ SIZES = np.array([0.0, 500.0, 1e3, 3e3, 1e4, 7e4, 1e5, 5e5, 1e6])
 
 
 def test_a_byte_costs_more_from_each_bend_on() -> None:
-    (way,) = flat_ways(WORLD, "all_gather", ((2, 1),))
+    (way,) = flat_algorithms(WORLD, "all_gather", ((2, 1),))
     expected = np.interp(SIZES, [0, 1e4, 1e5, 1e6], [1e-3, 1e-3, 3.7e-3, 39.7e-3])
     assert [way.seconds(size) for size in SIZES] == pytest.approx(expected)
     assert way.all_seconds(SIZES) == pytest.approx(expected)
@@ -40,9 +40,9 @@ def test_a_byte_costs_more_from_each_bend_on() -> None:
 
 def test_two_levels_add_up_bend_by_bend() -> None:
     """A sum over four: scatter in the node, sum half across, gather in the node."""
-    found = {way.algorithm: way for way in ways(WORLD, "all_reduce", ((4, 1),))}
+    found = {way.algorithm: way for way in algorithms(WORLD, "all_reduce", ((4, 1),))}
     stages = [
-        flat_ways(WORLD, kind, digits)[0]
+        flat_algorithms(WORLD, kind, digits)[0]
         for kind, digits in (
             ("reduce_scatter", ((2, 1),)),
             ("all_reduce", ((2, 2),)),
@@ -56,9 +56,9 @@ def test_two_levels_add_up_bend_by_bend() -> None:
 
 
 def test_what_is_never_the_fastest_is_left_out() -> None:
-    low = Way("measured", (), 1e-3, 0.0, ((1e4, 1e-8),))
-    high = Way("two-level", (2,), 1.5e-3, 0.0, ((1e4, 2e-8),))
-    later = Way("two-level", (4,), 2e-3, 1e-9)
+    low = Algorithm("measured", (), 1e-3, 0.0, ((1e4, 1e-8),))
+    high = Algorithm("two-level", (2,), 1.5e-3, 0.0, ((1e4, 2e-8),))
+    later = Algorithm("two-level", (4,), 2e-3, 1e-9)
     assert _best([low, high, later]) == (low, later)
     assert _best([high, low]) == (low,)
 

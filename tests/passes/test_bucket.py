@@ -114,7 +114,7 @@ def joined(graph: fx.Graph, world: autopar.World, phase: Phase) -> fx.Graph:
     stored = frozenset(node.name for node in graph.find_nodes(op="placeholder"))
     listed = graph_events(graph, world, stored, phase)
     (several,) = bucket.choices(listed, buckets.SIZES)
-    found = bucket.joined(graph, several)
+    found = bucket.fuse_buckets(graph, several)
     assert found is not None
     found.lint()
     return found

@@ -20,19 +20,12 @@ from torch.utils.flop_counter import flop_registry
 import autopar
 import models
 from autopar import _compat
-from autopar.cost.simulator.graph_events import (
-    Phase,
-    collective_of,
-    flops,
-    graph_seconds,
-    group_of,
-    is_wait,
-)
+from autopar.cost.simulator.graph_events import Phase, collective_of, flops, graph_seconds, group_of, is_wait
 from autopar.ir.graph import copied
 from autopar.ir.mesh import group_ranks
 from autopar.ops import comm
 from autopar.passes.overlap import bucket, chunk, reinplace, schedule
-from autopar.passes.overlap.chunk import cut
+from autopar.passes.overlap.chunk import chunk_units_of
 from autopar.passes.overlap.chunk_units import units
 from autopar.runtime.backends import Scheduled
 from derived import called, value_of
@@ -194,7 +187,7 @@ def test_pieces_give_the_same_numbers(layout: str) -> None:
         schedule.check(found, before)
         assert same(found, graph)
         found = copied(found)
-        assert reinplace.inplace(found)
+        assert reinplace.reinplace(found)
         reinplace.check(found)
         assert same(found, graph)
 
@@ -366,7 +359,7 @@ def test_one_piece_is_an_answer() -> None:
 def test_a_lost_collective_is_reported() -> None:
     graph = product_and_sum(64)
     (unit,) = units(graph, 2, set())
-    found = cut(graph, [unit])
+    found = chunk_units_of(graph, [unit])
     chunk.check(found, graph, [unit])
     with pytest.raises(AssertionError, match="2 collectives of 1 and 0"):
         chunk.check(found, graph, [])

@@ -20,17 +20,8 @@ from autopar.ir.layout import I, Layout, P, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ops import collectives, sharded
-from autopar.ops.collectives import set_levels
-from autopar.passes import (
-    annotate,
-    chains,
-    finalize,
-    hierarchy,
-    kernel_choice,
-    recompute,
-    rewrite,
-    summa,
-)
+from autopar.ops.collectives import set_hierarchy
+from autopar.passes import annotate, chains, finalize, hierarchy, kernel_choice, recompute, rewrite, summa
 from autopar.passes.trace import trace
 from autopar.planner import choose, planner
 from autopar.world import World
@@ -60,10 +51,10 @@ def programs() -> dict[str, Program]:
     made["chains"] = chains.chains(made["annotate"])
     made["choose"] = choose.choose(made["chains"], world, autopar.Grid25D(q=2, d=1))
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
-    made["route"] = hierarchy.route(made["rewrite"], world)
-    made["pipeline"] = summa.pipeline(made["route"])
-    made["forms"] = kernel_choice.forms(made["pipeline"], world)
-    made["emit"] = finalize.emit(made["forms"])
+    made["route"] = hierarchy.choose_hierarchies(made["rewrite"], world)
+    made["pipeline"] = summa.summa(made["route"])
+    made["forms"] = kernel_choice.choose_kernels(made["pipeline"], world)
+    made["emit"] = finalize.finalize(made["forms"])
     made["recompute"] = recompute.recompute(planned(made["emit"], recompute=("blocks.1",)))
     return made
 
@@ -171,7 +162,7 @@ def partial_output(program: Program) -> Program:
 def panels_of_a_gathered_weight(program: Program) -> Program:
     def gather(graph: fx.Graph) -> None:
         product = next(
-            n for n in graph.nodes if getattr(n.target, "__name__", "") == "panel_linear"
+            n for n in graph.nodes if getattr(n.target, "__name__", "") == "summa_linear"
         )
         axis = product.args[3]
         where = {"axis": axis, "dim": 0, "mesh": str(program.plan.mesh)}
@@ -218,7 +209,7 @@ def use_before_it_is_made(program: Program) -> Program:
 def one_in_other_levels(program: Program) -> Program:
     def change(graph: fx.Graph) -> None:
         node = next(n for n in graph.nodes if n.target is collectives.all_gather)
-        set_levels(node, False, (2,))
+        set_hierarchy(node, False, (2,))
 
     return changed(program, graph=change)
 
@@ -325,7 +316,7 @@ def test_passes_do_not_change_what_they_are_given() -> None:
     annotate.annotate(made["trace"])
     chains.chains(made["annotate"])
     rewrite.rewrite(made["choose"], World.of(4))
-    finalize.emit(summa.pipeline(hierarchy.route(made["rewrite"], World.of(4))))
+    finalize.finalize(summa.summa(hierarchy.choose_hierarchies(made["rewrite"], World.of(4))))
     assert before == [str(program.module.graph) for program in made.values()]
     assert planner.fingerprint(made["trace"]) == planner.fingerprint(trace.trace(*models.gpt()[:2]))
 

@@ -24,7 +24,7 @@ def filled(function: Callable[[Tensor], object], room: float = math.inf) -> int:
         elif node.op == "call_function":
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["val"] = node.target(*args, **kwargs)
-    count = reinplace.fill(module.graph, room)
+    count = reinplace.fill_buckets(module.graph, room)
     module.graph.lint()
     module.recompile()
     torch.testing.assert_close(module(X), function(X), rtol=0, atol=0)

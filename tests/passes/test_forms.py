@@ -14,12 +14,12 @@ from torch.nn import functional as F
 import autopar
 import models
 from autopar.cost.calibration.measure import COPIES
-from autopar.cost.calibration.procedure import local_products
+from autopar.cost.calibration.procedure import local_matmuls
 from autopar.errors import WorldError
 from autopar.ir.plan import Plan
 from autopar.ops import sharded
 from autopar.ops.sharded.matmul import other_order
-from autopar.runtime.calibrate_on_ranks import whole_work
+from autopar.runtime.calibrate_on_ranks import unsharded_work
 from autopar.world import Copied, Forms, World
 
 NOTHING: tuple[Copied, Copied, Copied] = ("", "", "")
@@ -73,7 +73,7 @@ def forged(ranks: int, right: float) -> World:
     its right operand copied.
     """
     model, args, _ = models.gpt()
-    shapes = local_products(whole_work(model, args).products, ranks)
+    shapes = local_matmuls(unsharded_work(model, args).products, ranks)
     forms = {(str(p.dtype).removeprefix("torch."), p.m, p.n, p.k, p.form) for p in shapes}
     world = World.of(ranks)
     timed = tuple(Forms(*one, 1.0, 2.0, right) for one in sorted(forms))

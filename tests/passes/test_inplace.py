@@ -20,7 +20,7 @@ def replaced(function: Callable[[Tensor], object], x: Tensor = X) -> list[str]:
     module = make_fx(function)(x)
     for node in module.graph.nodes:
         _describe(node, x)
-    reinplace.inplace(module.graph)
+    reinplace.reinplace(module.graph)
     reinplace.check(module.graph)
     module.recompile()
     given = x.clone()
@@ -143,7 +143,7 @@ def test_sums_over_ranks_are_in_place_where_the_operand_is_our_own(own: bool) ->
     graph.output((first, many))
     for node in graph.nodes:
         node.meta["val"] = torch.empty(3, 3).t() if node is other else torch.empty(3, 3)
-    reinplace.inplace(graph)
+    reinplace.reinplace(graph)
     reinplace.check(graph)
     form = functional.all_reduce_ if own else functional.all_reduce
     assert sent.target is form.default

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar import _compat
-from autopar.cost.simulator.engine import overlapped
+from autopar.cost.simulator.engine import simulate_overlap
 from autopar.cost.simulator.graph_events import collective_of, graph_events, group_of
 from autopar.passes.overlap import lanes, schedule
 from autopar.world import Device, Level, World
@@ -46,7 +46,7 @@ def backward(gradients: int) -> fx.Graph:
 
 
 def seconds(graph: fx.Graph) -> float:
-    return overlapped(graph_events(graph, WORLD, frozenset(), "backward").events).seconds
+    return simulate_overlap(graph_events(graph, WORLD, frozenset(), "backward").events).seconds
 
 
 def test_gradients_go_aside_where_they_hold_up_the_next_product() -> None:

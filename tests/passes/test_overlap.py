@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from test_timeline import op, programs, sent
 
-from autopar.cost.simulator.engine import overlapped
+from autopar.cost.simulator.engine import simulate_overlap
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.timeline import Span
-from autopar.runtime.profiler import Measured
+from autopar.runtime.profiler import MeasuredStep
 from benchmarks.step_time.hidden import Account, account, could_be, least_exposed, usual
 from benchmarks.step_time.overlap import gains, parse, sentence, table
 
@@ -60,7 +60,7 @@ def test_every_model_has_a_rate() -> None:
 
 
 # -- of two ranks' steps ---------------------------------------------------------------------------
-def stepped(late: float) -> Measured:
+def stepped(late: float) -> MeasuredStep:
     """Computes for 4, one collective from 2 to 5, another in a second lane from 4 to 6; stands in
     the wait from 4 on, for a late rank after 6.
     """
@@ -71,7 +71,7 @@ def stepped(late: float) -> Measured:
         Span("one", "wait", "waits", 4.0, 6.0),
         Span("three", "skew", "waits", 6.0, 6.0 + late),
     )
-    return Measured(spans, 6.0 + late)
+    return MeasuredStep(spans, 6.0 + late)
 
 
 def test_what_two_lanes_carry_at_once_is_communication_once() -> None:
@@ -98,4 +98,4 @@ def test_the_critical_path_and_the_link_must_be_exposed() -> None:
 @given(programs())
 def test_no_simulated_order_exposes_less(events: list[Event]) -> None:
     events = [event._replace(phase="forward") for event in events]
-    assert least_exposed(events) <= sum(overlapped(events).exposed.values()) + 1e-9
+    assert least_exposed(events) <= sum(simulate_overlap(events).exposed.values()) + 1e-9

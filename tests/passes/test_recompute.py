@@ -16,7 +16,7 @@ from autopar import PlanError, report
 from autopar._compat import pytree
 from autopar.ir.graph import every_node
 from autopar.ops import collectives, comm
-from autopar.ops.recomputation import recomputed, regathered
+from autopar.ops.recomputation import recompute_in_backward, regather_in_backward
 from autopar.planner.named_layouts import Grid4D
 from autopar.runtime import lockstep
 from autopar.runtime.verify import _Rank
@@ -77,7 +77,7 @@ def test_what_gathers_nothing_regathers_nothing() -> None:
         plan = autopar.plan(model, ranks, inputs, layout, recompute="gathers")
         assert (
             plan.regather == ()
-            and plan.ready.program.module.graph.find_nodes(op="call_function", target=regathered)
+            and plan.ready.program.module.graph.find_nodes(op="call_function", target=regather_in_backward)
             == []
         )
 
@@ -91,7 +91,7 @@ def test_a_frozen_weight_keeps_no_activation_alive() -> None:
     block = torch.fx.GraphModule(torch.nn.Module(), graph)
     given, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 5)
     activation = given * 1.0
-    (y,) = regathered(block, 1, activation, weight)
+    (y,) = regather_in_backward(block, 1, activation, weight)
     gone = weakref.ref(activation)
     del activation
     assert gone() is None
@@ -183,7 +183,7 @@ def test_a_plan_keeps_its_blocks_in_a_file(tmp_path: Path) -> None:
     loaded = autopar.Plan.load(tmp_path / "plan.json")
     assert loaded.recompute == made.recompute and loaded.memory == made.memory
     par = autopar.apply(model, loaded, inputs)
-    assert len(par.graph.graph.find_nodes(op="call_function", target=recomputed)) == 2
+    assert len(par.graph.graph.find_nodes(op="call_function", target=recompute_in_backward)) == 2
     torch.testing.assert_close(par(*inputs)[1], model(*inputs)[1])
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Plan
-from autopar.cost.communication import Move, moves
+from autopar.cost.communication import SentCollective, sent_collectives
 from autopar.errors import PlanError
 from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
-from autopar.planner.objective import terms
+from autopar.planner.objective import cost_terms
 from autopar.runtime import lockstep
 from examples.gpt import GPT, Config
 
@@ -51,9 +51,9 @@ def planned(layout: str, reduce_dtype: Any = None) -> Plan:
     )
 
 
-def of_weights(plan: Plan) -> list[Move]:
+def of_weights(plan: Plan) -> list[SentCollective]:
     """The backward collectives of stored tensors."""
-    found = list(moves(plan.ready.program))
+    found = list(sent_collectives(plan.ready.program))
     assert len(found) == len(plan.collectives)
     return [
         m for m in found if m.backward and not m.inside and m.node.meta["value"][0] in plan.stored
@@ -66,7 +66,7 @@ def test_sums_of_gradients_are_wider_and_nothing_else(layout: str) -> None:
     summed = {m.element_bytes for m in of_weights(plan) if m.traffic.collective in SUMS}
     assert summed == {4} if layout in ("ddp", "fsdp") else summed <= {4}
     assert {m.element_bytes for m in of_weights(narrow)} <= {2}
-    others = [m for m in moves(plan.ready.program) if not m.inside and m not in of_weights(plan)]
+    others = [m for m in sent_collectives(plan.ready.program) if not m.inside and m not in of_weights(plan)]
     assert all(m.element_bytes == 2 for m in others if m.node.meta["value"][0] in plan.stored)
     assert plan.seconds >= narrow.seconds and plan.bound <= plan.seconds
 
@@ -84,7 +84,7 @@ def test_fsdp_sends_half_as_much_again() -> None:
 def test_the_search_reckons_as_the_price_does(layout: str) -> None:
     plan = planned(layout, **WIDE)
     program = plan.ready.source
-    assert sum(terms(program, program.plan, plan.world).values()) == pytest.approx(
+    assert sum(cost_terms(program, program.plan, plan.world).values()) == pytest.approx(
         program.plan.seconds, rel=1e-9
     )
 
@@ -93,7 +93,7 @@ def test_casts_of_parameters_count_as_parameters() -> None:
     """Stored in float32, gathered as bfloat16 after the cast, added up in float32."""
     inputs = (torch.zeros(8, 32),)
     plan = autopar.plan(Casting(), 4, inputs, layout="fsdp", smaller=False, **WIDE)
-    found = [m for m in moves(plan.ready.program) if not m.inside]
+    found = [m for m in sent_collectives(plan.ready.program) if not m.inside]
     gathers = {m.element_bytes for m in found if m.traffic.collective == "all_gather"}
     scatters = {m.element_bytes for m in found if m.traffic.collective == "reduce_scatter"}
     assert gathers == {2} and scatters == {4}
@@ -140,7 +140,7 @@ def test_such_plans_are_verified(layout: str) -> None:
 
 # -- files and mistakes ----------------------------------------------------------------------------
 def test_a_file_keeps_it(tmp_path: Path) -> None:
-    from autopar.planner.edit import renewed
+    from autopar.planner.edit import renew_plan
 
     model, inputs = gpt()
     plan = planned("fsdp", **WIDE)
@@ -149,7 +149,7 @@ def test_a_file_keeps_it(tmp_path: Path) -> None:
     assert loaded.reduce_dtype == torch.float32
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = renewed(model, loaded, inputs)
+        again = renew_plan(model, loaded, inputs)
     assert again.comm_bytes == plan.comm_bytes and not again.told
 
 

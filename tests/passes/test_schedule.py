@@ -12,16 +12,7 @@ import torch
 from torch import fx
 
 import autopar
-from autopar.cost.simulator.graph_events import (
-    carries_on,
-    collective_cost,
-    collective_of,
-    graph_events,
-    group_of,
-    group_pattern,
-    is_wait,
-    op_seconds,
-)
+from autopar.cost.simulator.graph_events import carries_on, collective_cost, collective_of, graph_events, group_of, group_pattern, is_wait, op_seconds
 from autopar.passes.overlap import schedule
 from autopar.runtime.backends import Scheduled
 from derived import scheduled

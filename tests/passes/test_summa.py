@@ -101,7 +101,7 @@ def reduces(ranks: int = 2) -> fx.Graph:
 
 
 def forms(graph: fx.Graph, most: float = float("inf")) -> list[fx.Graph]:
-    found = list(summa_panels.forms(graph, WORLD, frozenset({"x0"}), "backward", most))
+    found = list(summa_panels.panel_choices(graph, WORLD, frozenset({"x0"}), "backward", most))
     for form in found:
         form.lint()
     return found
@@ -155,9 +155,9 @@ def test_panels_from_one_root_are_joined() -> None:
         results.append(waited(graph, functional.broadcast.default, (x, 1, GROUP)))
     graph.output(tuple(results))
     members = [node for node in graph.nodes if collective_of(node) == "broadcast"]
-    assert all(fuse.joinable(node) for node in members)
+    assert all(fuse.can_fuse(node) for node in members)
     with _compat.fake_mode():
-        fuse.join(graph, members)
+        fuse.fuse(graph, members)
     assert ordered(graph)
     (node,) = [n for n in graph.nodes if collective_of(n)]
     assert node.meta["val"].shape == (10,) and node.args[1:] == (1, GROUP)

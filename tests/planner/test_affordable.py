@@ -14,16 +14,16 @@ import pytest
 
 import brute
 import models
-from autopar.cost.activations import Kept, Price
+from autopar.cost.activations import ActivationMemory, Price
 from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes import emitted
+from autopar.passes import emit_program
 from autopar.planner import memory_search as affordable_module
 from autopar.planner.ascending import ascending
 from autopar.planner.elimination import Table
-from autopar.planner.memory_search import affordable
+from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import best
 from autopar.planner.named_layouts import candidates
 from autopar.planner.ranking import ranked
@@ -36,14 +36,14 @@ OPTIMIZER = "adamw"
 
 # -- against trying everything ---------------------------------------------------------------------
 def peak_of(program: Program, plan: Plan, world: World) -> float:
-    made = emitted(dataclasses.replace(program, plan=plan), world)
+    made = emit_program(dataclasses.replace(program, plan=plan), world)
     return peak(made, OPTIMIZER, world).peak
 
 
 def drawn_limit(program: Program, world: World, draw: random.Random) -> float:
     """Between the least that one of many plans needs and what the fastest does."""
     free = Budget(None, OPTIMIZER, "none")
-    fastest = affordable(program, world, "auto", budget=free).plan
+    fastest = search_within_memory(program, world, "auto", budget=free).plan
     assert fastest is not None
     several = [
         ascending(program, mesh, world, rules)
@@ -61,7 +61,9 @@ def fits_and_is_the_fastest(seed: int) -> None:
     """
     program, _, world = random_problem(seed)
     limit = drawn_limit(program, world, random.Random(seed))
-    found = affordable(program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")).plan
+    found = search_within_memory(
+        program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")
+    ).plan
     assert found is not None
     assert peak_of(program, found, world) <= limit, seed
     assert found.bound <= found.seconds
@@ -84,13 +86,15 @@ def test_the_fastest_plan_that_fits_against_trying_everything(first: int) -> Non
 def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     """In larger graphs: above the bound that knows no limit, and above no plan that was found."""
     program, world = analysed(*getattr(models, name)()), World.preset("ethernet-25g", 4)
-    free = affordable(program, world, "auto", budget=Budget(None, OPTIMIZER, "none")).plan
+    free = search_within_memory(program, world, "auto", budget=Budget(None, OPTIMIZER, "none")).plan
     assert free is not None
     given = list(candidates("auto", world.ranks, program))
-    frugal = best(program, given, world, price=Price(Kept(program), 1.0)).plan
+    frugal = best(program, given, world, price=Price(ActivationMemory(program), 1.0)).plan
     least, most = (peak_of(program, plan, world) for plan in (frugal, free))
     limit = least + part * (most - least)
-    found = affordable(program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")).plan
+    found = search_within_memory(
+        program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")
+    ).plan
     assert found is not None and found.memory is not None and found.memory.peak <= limit < most
     # equal where the bound that knows no limit is the better one
     assert free.bound <= found.bound <= found.seconds
@@ -109,10 +113,10 @@ def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.M
 
     monkeypatch.setattr(affordable_module._Under, "_at", noted)
     program, world = analysed(*models.gpt()), World.preset("ethernet-25g", 4)
-    free = affordable(program, world, "4d").plan
+    free = search_within_memory(program, world, "4d").plan
     assert free is not None
     limit = 0.8 * peak_of(program, free, world)
-    found = affordable(program, world, "4d", budget=Budget(limit, OPTIMIZER, "auto"))
+    found = search_within_memory(program, world, "4d", budget=Budget(limit, OPTIMIZER, "auto"))
     assert found.plan is not None and found.plan.peak_bytes <= limit
     assert found.plan.recompute or found.plan.regather
     assert len(prices) == 1 and prices[0] > 0

@@ -15,9 +15,9 @@ import models
 from autopar.errors import LayoutError
 from autopar.ir.program import Program
 from autopar.planner import choose, overlap_search
-from autopar.planner.deep_models import Shallow
+from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.named_layouts import NAMES
-from autopar.planner.overlap_search import simulated
+from autopar.planner.overlap_search import simulate_plan
 from autopar.world import World
 from random_nets import analysed
 
@@ -63,7 +63,9 @@ def summed(program: Program, world: World, layout: str) -> float:
 
 def by_step(program: Program, world: World, layout: str) -> float:
     """With communication under computation."""
-    return simulated(overlap_search.by_step(Shallow(program, world), layout, None)[0], world)
+    return simulate_plan(
+        overlap_search.plans_by_step(ShortenedModel(program, world), layout, None)[0], world
+    )
 
 
 def combinations() -> list[Any]:

@@ -16,13 +16,18 @@ from autopar.cost.simulator.timeline import timeline
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emitted
+from autopar.passes import annotate, chains, emit_program
 from autopar.passes.trace import trace
 from autopar.planner import choose
-from autopar.planner.deep_models import Deep
-from autopar.planner.memory_search import _Under, affordable
-from autopar.planner.overlap_search import simulated
-from autopar.planner.rematerialize import Estimated, Rung, Rungs, fitted
+from autopar.planner.deep_models import DeepModel
+from autopar.planner.memory_search import _Under, search_within_memory
+from autopar.planner.overlap_search import simulate_plan
+from autopar.planner.rematerialize import (
+    Estimated,
+    RematerializationSteps,
+    Rematerialized,
+    rematerialize_to_fit,
+)
 
 LAYERS = 6
 TWO = World.preset("dgx-h100", ranks=2)
@@ -78,17 +83,24 @@ def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
 )
 def test_steps_and_peaks_are_those_of_the_whole(name, layout):
     program, world = chosen(name, layout, 4)
-    deep = Deep(program)
+    deep = DeepModel(program)
     assert [len(run) for run in deep.runs] in ([LAYERS], [LAYERS - 1], [LAYERS - 2])
-    assert simulated(program, world) == pytest.approx(
-        timeline(emitted(program, world), world).seconds
+    assert simulate_plan(program, world) == pytest.approx(
+        timeline(emit_program(program, world), world).seconds
     )
     # With AdamW on GPUs the peak of a shallow program may lie at the optimizer's step and that of a
     # deep one before it: no straight line, and what `worked_out` is for.
     budget = dataclasses.replace(BUDGET, optimizer="sgd-momentum")
-    estimate, whole = Estimated(deep, world, budget), Rungs(emitted(program, world), world, budget)
+    estimate, whole = (
+        Estimated(deep, world, budget),
+        RematerializationSteps(emit_program(program, world), world, budget),
+    )
     assert (estimate.names, estimate.fetching) == (whole.names, whole.fetching)
-    for rung in (Rung((), ()), Rung(whole.names, ()), Rung((), whole.fetching)):
+    for rung in (
+        Rematerialized((), ()),
+        Rematerialized(whole.names, ()),
+        Rematerialized((), whole.fetching),
+    ):
         one, other = estimate.tried(rung), whole.tried(rung)
         assert one.memory.peak == pytest.approx(other.memory.peak, rel=5e-3)
         assert one.seconds == pytest.approx(other.seconds, abs=1e-9)
@@ -100,10 +112,10 @@ def test_only_equal_blocks_are_left_out():
     plain = choose.choose(program_of(Deepened(), (x,)), world, "ddp")
     odd = choose.choose(program_of(Deepened(odd=3), (x,)), world, "ddp")
     skip = choose.choose(program_of(Deepened(skip=True), (x,)), world, "ddp")
-    assert [len(run) for run in Deep(plain).runs] == [LAYERS - 1]  # the first takes the input
-    assert Deep(odd).runs == ()  # too few on either side of it
-    assert Deep(skip).runs == ()  # every block is used at the end
-    assert Deep(odd).shorter() is odd
+    assert [len(run) for run in DeepModel(plain).runs] == [LAYERS - 1]  # the first takes the input
+    assert DeepModel(odd).runs == ()  # too few on either side of it
+    assert DeepModel(skip).runs == ()  # every block is used at the end
+    assert DeepModel(odd).shorter() is odd
 
 
 def test_blocks_under_other_layouts_are_not_equal():
@@ -112,7 +124,7 @@ def test_blocks_under_other_layouts_are_not_equal():
     middle = f"blocks.{LAYERS // 2}"
     nodes = [
         n
-        for (prefix, number), ns in Deep(program).blocks.items()
+        for (prefix, number), ns in DeepModel(program).blocks.items()
         for n in ns
         if f"{prefix}.{number}" == middle
     ]
@@ -120,7 +132,7 @@ def test_blocks_under_other_layouts_are_not_equal():
     assert names
     other = {**program.plan.stored, names[0]: None}
     plan = dataclasses.replace(program.plan, stored=other)
-    assert Deep(dataclasses.replace(program, plan=plan)).runs == ()
+    assert DeepModel(dataclasses.replace(program, plan=plan)).runs == ()
 
 
 @pytest.fixture
@@ -130,7 +142,7 @@ def too_low(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """
     honest, aim_lower, found = Estimated.memory_of, _Under.lower, list[float]()
 
-    def less(self: Estimated, rung: Rung) -> Memory:
+    def less(self: Estimated, rung: Rematerialized) -> Memory:
         memory = honest(self, rung)
         return dataclasses.replace(memory, peak=0.9 * memory.peak)
 
@@ -146,21 +158,21 @@ def too_low(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def needs(program: Program, layout: str, recompute: Recompute) -> float:
     """The peak of the plan of least time."""
     fullest = Budget(1e15, "adamw", recompute)
-    free = affordable(program, TWO, layout, budget=fullest).plan
+    free = search_within_memory(program, TWO, layout, budget=fullest).plan
     assert free is not None
     return free.peak_bytes
 
 
 def worked_out(program: Program, plan: Plan, limit: float) -> float:
-    whole = emitted(dataclasses.replace(program, plan=plan), TWO)
-    return Rungs(whole, TWO, Budget(limit)).planned().memory.peak
+    whole = emit_program(dataclasses.replace(program, plan=plan), TWO)
+    return RematerializationSteps(whole, TWO, Budget(limit)).planned().memory.peak
 
 
 def test_an_estimate_that_is_too_low_costs_no_memory(too_low):
     """The plan still fits what there is: a block or two more are dropped."""
     program = program_of(models.Gpt(layers=LAYERS).train(), models.gpt()[1])
     limit = 0.7 * needs(program, "fsdp", "auto")
-    plan = affordable(program, TWO, "fsdp", budget=Budget(limit)).plan
+    plan = search_within_memory(program, TWO, "fsdp", budget=Budget(limit)).plan
     assert plan is not None and plan.memory is not None
     assert plan.memory.peak <= limit == plan.limit
     assert worked_out(program, plan, limit) == plan.memory.peak
@@ -173,7 +185,7 @@ def test_another_plan_is_found_where_blocks_cannot_make_up_for_an_estimate(too_l
     program = program_of(Deepened(), (torch.randn(512, 32),))
     limit = 0.95 * needs(program, "auto", "none")
     budget = Budget(limit, "adamw", "none")
-    plan = affordable(program, TWO, "auto", budget=budget, overlap=overlap).plan
+    plan = search_within_memory(program, TWO, "auto", budget=budget, overlap=overlap).plan
     assert plan is not None and plan.memory is not None
     assert worked_out(program, plan, limit) == plan.memory.peak <= limit
     assert (plan.limit, too_low) == ((None, []) if overlap else (limit, [pytest.approx(0.9)]))
@@ -184,7 +196,7 @@ def test_what_fits_by_an_estimate_alone_is_refused(too_low):
     """No layout of so many ranks needs less than with every block recomputed: told, not planned."""
     program = program_of(Deepened(), (torch.randn(512, 32),))
     budget = Budget(0.95 * needs(program, "fsdp", "full"))
-    found = affordable(program, TWO, "fsdp", budget=budget)
+    found = search_within_memory(program, TWO, "fsdp", budget=budget)
     assert too_low == [pytest.approx(0.9)]
     with pytest.raises(PlanError, match="every block recomputed, needs"):
-        fitted(emitted(found, TWO), TWO, budget)
+        rematerialize_to_fit(emit_program(found, TWO), TWO, budget)

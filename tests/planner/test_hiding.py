@@ -11,17 +11,17 @@ import torch
 import autopar
 import models
 from autopar import Plan
-from autopar.cost.activations import Middle, bytes_kept
+from autopar.cost.activations import Middle, activation_bytes
 from autopar.cost.memory import Budget
 from autopar.ir.program import Program
 from autopar.passes import annotate, chains
 from autopar.passes.trace import trace
 from autopar.planner import choose, overlap_search
-from autopar.planner.deep_models import Deep, Shallow
+from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.exact_search import search
 from autopar.planner.mesh_search import best
 from autopar.planner.named_layouts import candidates
-from autopar.planner.objective import terms
+from autopar.planner.objective import cost_terms
 from autopar.world import World
 from benchmarks.planning.quality import cluster, small_gpt
 from random_nets import analysed
@@ -37,18 +37,20 @@ def program() -> Program:
 
 @lru_cache
 def several() -> list[Program]:
-    return overlap_search.by_step(Shallow(program(), WORLD), "auto", None)
+    return overlap_search.plans_by_step(ShortenedModel(program(), WORLD), "auto", None)
 
 
 def test_the_shortest_step_comes_first() -> None:
-    steps = [overlap_search.simulated(one, WORLD) for one in several()]
+    steps = [overlap_search.simulate_plan(one, WORLD) for one in several()]
     assert steps == sorted(steps) and len(steps) > 1
 
 
 def test_the_sum_is_not_what_a_step_takes() -> None:
     """On a slow link a plan that gathers and sums more, but where it hides, is a tenth faster."""
     first, summed = several()[0], min(several(), key=lambda one: one.plan.seconds)  # type: ignore[union-attr]
-    assert overlap_search.simulated(first, WORLD) < 0.9 * overlap_search.simulated(summed, WORLD)
+    assert overlap_search.simulate_plan(first, WORLD) < 0.9 * overlap_search.simulate_plan(
+        summed, WORLD
+    )
     assert first.plan is not None and summed.plan is not None
     mesh, rules = next(
         one for one in candidates("auto", WORLD.ranks, program()) if one[0] == summed.plan.mesh
@@ -60,11 +62,11 @@ def test_the_sum_is_not_what_a_step_takes() -> None:
 
 def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
     held = Middle(program(), "adamw")
-    sizes = [bytes_kept(held, one.plan) for one in several() if one.plan is not None]
+    sizes = [activation_bytes(held, one.plan) for one in several() if one.plan is not None]
     limit, best = (min(sizes) + max(sizes)) / 2, several()[sizes.index(max(sizes))]
-    others = overlap_search._Others(best, Shallow(program(), WORLD), Budget(limit))
+    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), Budget(limit))
     for one in several():
-        others._enter(Deep(one))
+        others._enter(DeepModel(one))
     left = {id(deep.program) for deep in others.near()} - {id(best)}
     assert left <= {id(one) for one, size in zip(several(), sizes, strict=True) if size <= limit}
     assert left and others.deep in others.near()
@@ -73,9 +75,9 @@ def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
 def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap_search, "_RUN", 1)
     best = several()[0]
-    others = overlap_search._Others(best, Shallow(program(), WORLD), None)
+    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), None)
     for one in several():
-        others._enter(Deep(one))
+        others._enter(DeepModel(one))
     rated = list(others.found.values())
     for one in rated:
         summed = overlap_search._plan(one.deep.program).seconds
@@ -90,9 +92,9 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap_search, "_RUN", 1)
     monkeypatch.setattr(overlap_search, "_NEAR", 10.0)
     best = several()[0]
-    others = overlap_search._Others(best, Shallow(program(), WORLD), None)
+    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), None)
     for one in several():
-        others._enter(Deep(one), "these")
+        others._enter(DeepModel(one), "these")
     others.take_named("megatron")
     these, megatron = (
         min(others.names[name].values(), key=lambda one: one.middle)
@@ -107,7 +109,9 @@ def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
     given, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
-    others = overlap_search._Others(choose.choose(given, world, "ddp"), Shallow(given, world), None)
+    others = overlap_search._Others(
+        choose.choose(given, world, "ddp"), ShortenedModel(given, world), None
+    )
     others.take_named("3d")
     seconds = [
         one.light
@@ -121,7 +125,9 @@ def test_every_plan_has_its_real_price() -> None:
     for one in several():
         assert one.plan is not None and one.annotations is not None
         assert one.annotations.share == 1.0
-        assert sum(terms(program(), one.plan, WORLD).values()) == pytest.approx(one.plan.seconds)
+        assert sum(cost_terms(program(), one.plan, WORLD).values()) == pytest.approx(
+            one.plan.seconds
+        )
 
 
 @pytest.mark.parametrize("share", [0.4, 0.1])

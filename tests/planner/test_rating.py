@@ -27,7 +27,7 @@ from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.ir.reshard import steps
+from autopar.ir.reshard import reshard_steps
 from autopar.planner import choose
 from autopar.planner.bounds.arrays import Meshes
 from autopar.planner.bounds.factor_graph import (
@@ -41,7 +41,7 @@ from autopar.planner.bounds.factor_graph import (
     frame,
 )
 from autopar.planner.bounds.option_costs import HALF, OptionCosts
-from autopar.planner.bounds.reshard_costs import Moves
+from autopar.planner.bounds.reshard_costs import ReshardBounds
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
 from autopar.planner.mesh_search import best, bound_on
@@ -224,7 +224,7 @@ def moved_at_random(
 ) -> Iterator[tuple[float, float, int, bool]]:
     """Seconds by Moves and by changes.steps, how many steps, whether one scatters jointly."""
     sources, targets = states_of(kind, edge.made), states_of(kind, edge.wanted)
-    moves = Moves(kind, frozenset(sources), frozenset(targets), meshes)
+    moves = ReshardBounds(kind, frozenset(sources), frozenset(targets), meshes)
     axes = range(meshes.count)
     pairs = [
         ([draw.choice(sources) for _ in axes], [draw.choice(targets) for _ in axes])
@@ -234,13 +234,13 @@ def moved_at_random(
     for pair in pairs:
         source, target = (laid_out(kind, meshes.meshes[0], joint, draw) for joint in pair)
         if source is not None and target is not None:
-            path = steps(source, target)
+            path = reshard_steps(source, target)
             exact = path_seconds(path, kind.element, world)
             scatters = any(s.kind[-1] == "S" and len(s.axes) > 1 for s in path)
             yield pushed(moves, *pair), exact, len(path), scatters
 
 
-def pushed(moves: Moves, source: list[int], target: list[int]) -> float:
+def pushed(moves: ReshardBounds, source: list[int], target: list[int]) -> float:
     given = np.full((len(moves.states),) * len(source) + (1,), 1e6, dtype=np.float32)
     given[(*(moves.states.index(s) for s in source), 0)] = 0
     return float(moves.push(given)[(*(moves.states.index(s) for s in target), 0)])

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from autopar.ir.program import Program
-from autopar.passes import emitted
+from autopar.passes import emit_program
 from autopar.planner import choose
-from autopar.planner.deep_models import Deep, Shallow, summed
-from autopar.planner.mesh_search import promising
+from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks
+from autopar.planner.mesh_search import promising_meshes
 from autopar.planner.named_layouts import candidates
-from autopar.planner.objective import terms
+from autopar.planner.objective import cost_terms
 from autopar.world import World
 from models import Gpt
 from random_nets import analysed
@@ -31,23 +31,23 @@ def program() -> Program:
 
 @pytest.mark.parametrize("layout", ["auto", "4d", "ddp"])  # of ddp there is one mesh
 def test_as_good_as_searched_on_the_whole(layout: str) -> None:
-    shallow, given = Shallow(program(), WORLD), list(candidates(layout, 4, program()))
+    shallow, given = ShortenedModel(program(), WORLD), list(candidates(layout, 4, program()))
     assert len(list(shallow.deep.longer.module.graph.nodes)) < len(
         list(program().module.graph.nodes)
     )
     deep = shallow.chosen(shallow.best(given), None)
     choose.check(deep.program)
-    emitted(deep.program, WORLD)
+    emit_program(deep.program, WORLD)
     plan, whole = deep.program.plan, choose.choose(program(), WORLD, layout).plan
     assert plan is not None and whole is not None
     assert plan.seconds == pytest.approx(whole.seconds, rel=1e-3)
-    assert plan.seconds == pytest.approx(sum(terms(program(), plan, WORLD).values()), rel=1e-6)
+    assert plan.seconds == pytest.approx(sum(cost_terms(program(), plan, WORLD).values()), rel=1e-6)
     assert plan.unsplit == whole.unsplit
 
 
 def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
-    shallow, given = Shallow(program(), WORLD), list(candidates("4d", 4, program()))
-    near = promising(shallow.bounds(given), given, 2)
+    shallow, given = ShortenedModel(program(), WORLD), list(candidates("4d", 4, program()))
+    near = promising_meshes(shallow.bounds(given), given, 2)
     each = [shallow.chosen(shallow.plan([one]), None).program.plan for one in near]
     least = min(plan.seconds for plan in each if plan is not None)
     found = shallow.chosen(shallow.best(given), None).program.plan
@@ -57,11 +57,11 @@ def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
 def test_a_run_of_blocks_ends_where_layouts_do() -> None:
     """Known structure, another plan: blocks are alike only while their layouts are."""
     chosen = choose.choose(program(), WORLD, "ddp")
-    plan, deep = chosen.plan, Deep(replace(chosen, plan=None))
+    plan, deep = chosen.plan, DeepModel(replace(chosen, plan=None))
     assert plan is not None
     (run,) = deep.runs
     assert deep.under(plan).runs == deep.runs
     name = next(n.name for n in deep.blocks[run[2]] if n.op == "placeholder")
     odd = replace(plan, stored={k: v for k, v in plan.stored.items() if k != name})
     assert all(run[2] not in one for one in deep.under(odd).runs)
-    assert summed(deep.under(plan), WORLD) == pytest.approx(plan.seconds, rel=1e-6)
+    assert sum_of_blocks(deep.under(plan), WORLD) == pytest.approx(plan.seconds, rel=1e-6)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import main
-from autopar.planner.edit import renewed
-from autopar.planner.objective import terms
+from autopar.planner.edit import renew_plan
+from autopar.planner.objective import cost_terms
 from autopar.planner.why import Why
 from models import gpt, mlp
 
@@ -38,7 +38,7 @@ def test_what_runners_up_cost_more(layout: str) -> None:
     for runner in answer.runners:
         assert runner.layout != answer.chosen
         assert sum(runner.by_term.values()) == pytest.approx(runner.more_seconds, abs=1e-12)
-        spent = sum(terms(plan.ready.source, runner.plan, WORLD).values())
+        spent = sum(cost_terms(plan.ready.source, runner.plan, WORLD).values())
         assert spent == pytest.approx(runner.plan.seconds, rel=1e-9)
         assert spent - plan.seconds == pytest.approx(runner.more_seconds, abs=1e-12)
     printed = text(answer)
@@ -60,7 +60,9 @@ def test_a_runner_up_holds_what_it_would_as_a_plan() -> None:
     answer = plan.why("linear")
     assert answer.peak_bytes == plan.peak_bytes and answer.runners
     for runner in answer.runners:
-        made = renewed(model, dataclasses.replace(runner.plan, fingerprint=plan.fingerprint), args)
+        made = renew_plan(
+            model, dataclasses.replace(runner.plan, fingerprint=plan.fingerprint), args
+        )
         assert made.memory is not None and plan.memory is not None
         assert made.memory.waiting == pytest.approx(plan.memory.waiting + runner.more_bytes)
         assert made.seconds == pytest.approx(plan.seconds + runner.more_seconds)

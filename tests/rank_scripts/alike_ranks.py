@@ -108,7 +108,7 @@ def kinds() -> Facts:
             "empty": torch.empty(0),
             "meta": torch.empty(3, device="meta"),
         }
-        _, said = warned(lambda given=tensors: agreement.same(given, True))
+        _, said = warned(lambda given=tensors: agreement.require_same_tensors(given, True))
         real = {n: t.detach() for n, t in tensors.items() if n != "meta"}
         facts[str(bucket)] = {
             "alike": all(

@@ -19,8 +19,8 @@ import autopar
 import models
 from autopar import PlanError
 from autopar.cost.memory import Budget
-from autopar.passes.pass_manager import Pipeline
-from autopar.planner.planner import Asked, analysed, chosen, traced
+from autopar.passes.pass_manager import PassManager
+from autopar.planner.planner import PlanRequest, analyse, choose_plan, trace_model
 from autopar.runtime import dynamo_backend
 from launch import ROOT, environment, launched
 
@@ -79,10 +79,10 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["auto", "ddp", "fsdp", "megatron", "4d"])
 def test_everything_stored_and_returned_is_whole(layout: str) -> None:
     model, args, _ = models.gpt()
-    world, pipeline = autopar.World.of(4), Pipeline()
-    asked = Asked(layout, Budget.of(world, "auto", "adamw", "none"), whole=True)
-    source = traced(model, args, pipeline)
-    program = chosen(pipeline, analysed(pipeline, source, whole=True), world, asked)
+    world, pipeline = autopar.World.of(4), PassManager()
+    asked = PlanRequest(layout, Budget.of(world, "auto", "adamw", "none"), whole=True)
+    source = trace_model(model, args, pipeline)
+    program = choose_plan(pipeline, analyse(pipeline, source, whole=True), world, asked)
     plan = program.plan
     assert plan is not None and plan.mesh.size == 4
     assert plan.bound <= plan.seconds * (1 + 1e-6)

@@ -13,8 +13,8 @@ from test_timeline import shows
 
 import autopar
 import models
-from autopar.runtime.op_log import Entry, Issued, Script, ran
-from autopar.runtime.profiler import Measured, read, timeline
+from autopar.runtime.op_log import Entry, Issued, OpLog, ran
+from autopar.runtime.profiler import MeasuredStep, read_profile, timeline
 from launch import launched
 
 
@@ -91,7 +91,7 @@ def event(name: str, start: float, end: float, *below: Any, **more: Any) -> Any:
 
 SUM, WAIT = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
 GROUP = "autopar/data4/data"
-SCRIPT = Script(
+SCRIPT = OpLog(
     [
         Entry("aten::mm", "mm", "up"),
         Entry(SUM, "sum_1", "up", "all_reduce", GROUP, 24.0, 4),
@@ -123,9 +123,9 @@ OPS = (
 )
 
 
-def told(events: list[Any], *others: float) -> Measured:
+def told(events: list[Any], *others: float) -> MeasuredStep:
     """Of rank 3, beside one on which both sums took so long."""
-    played = read(events, SCRIPT)
+    played = read_profile(events, SCRIPT)
     everywhere = [played.lasted] * 4
     if others:
         everywhere[1] = {GROUP: others}
@@ -192,7 +192,7 @@ def test_equal_collectives_go_to_the_threads_of_their_group() -> None:
 @pytest.mark.parametrize("kept", [OPS[:2] + OPS[3:], OPS[:5], (*OPS, OPS[5])])
 def test_another_step_than_the_graphs_is_refused(kept: Any) -> None:
     with pytest.raises(autopar.PlanError, match="the step that ran is not the one of the graph"):
-        read(step(*kept), SCRIPT)
+        read_profile(step(*kept), SCRIPT)
 
 
 def test_ops_that_the_script_does_not_know_keep_their_own_name() -> None:

@@ -20,11 +20,11 @@ from autopar._compat import pytree
 from autopar.ir.layout import S
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.ir.sharding_rule import TABLE, Spec
+from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, sharded
 from autopar.ops import collectives as c
 from autopar.ops.rules import pointwise
-from autopar.passes.pass_manager import Pipeline
+from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
 from autopar.runtime.verify import Check, compare
 from mutations import (
@@ -79,18 +79,18 @@ def planned(name: str) -> Program:
     """Under a named layout, or "x2.y2 3": drawn at random on that mesh with that seed."""
     if name in NAMED:
         world = World.of(NAMED[name])
-        asked = planner.Asked(name)
-        chosen = planner.chosen(Pipeline(), gpt().program, world, asked)
+        asked = planner.PlanRequest(name)
+        chosen = planner.choose_plan(PassManager(), gpt().program, world, asked)
     else:
         mesh, seed = name.split()
         world = World.of(Mesh.parse(mesh).size)
         plan = random_plan(gpt().program, mesh, world, int(seed))
         chosen = dataclasses.replace(gpt().program, plan=plan)
-    return planner.rewritten(Pipeline(), chosen, world)
+    return planner.rewrite_for_ranks(PassManager(), chosen, world)
 
 
 def verified(program: Program) -> Check:
-    leaves = pytree.tree_leaves(planner.arguments(gpt().inputs))
+    leaves = pytree.tree_leaves(planner.call_arguments(gpt().inputs))
     return compare(program, gpt().single, leaves, 1e-9)
 
 
@@ -215,7 +215,7 @@ def test_a_wrong_rule_is_found(
     """Under the first random plan that makes use of what it says wrongly."""
     build = TABLE.get(target, pointwise)
 
-    def lying(node: fx.Node) -> Spec:
+    def lying(node: fx.Node) -> OpShardingRule:
         right = build(node)
         return dataclasses.replace(
             right, **{k: frozenset(right.sizes) if v == "all" else v for k, v in lie.items()}

@@ -12,10 +12,15 @@ import autopar
 import mutations
 from autopar import VerificationError, World
 from autopar._compat import pytree
-from autopar.passes.pass_manager import Pipeline
+from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
 from autopar.runtime import reference
-from autopar.runtime.reference import Known, double_by_default, known, to_double
+from autopar.runtime.reference import (
+    Reference,
+    double_by_default,
+    reference_step,
+    tensor_to_float64,
+)
 from autopar.runtime.verify import _Rank, compare
 from odd_models import Simple, rows
 from plans import Subject, subject
@@ -58,10 +63,14 @@ def test_what_is_zero_but_for_rounding_raises_no_alarm(body: Any, layout: str) -
 
 
 # -- nothing else gets more room by that -----------------------------------------------------------
-def known_of(found: Subject) -> Known:
-    leaves = [to_double(leaf) for leaf in pytree.tree_leaves(planner.arguments(found.inputs))]
+def known_of(found: Subject) -> Reference:
+    leaves = [
+        tensor_to_float64(leaf) for leaf in pytree.tree_leaves(planner.call_arguments(found.inputs))
+    ]
     with double_by_default():
-        return known(found.single, lambda one, visit: _Rank(one, {}, leaves).observe(visit))
+        return reference_step(
+            found.single, lambda one, visit: _Rank(one, {}, leaves).observe(visit)
+        )
 
 
 def test_a_value_of_its_own_size_is_held_against_itself() -> None:
@@ -92,7 +101,7 @@ def test_a_choice_that_was_made_stays_made() -> None:
 
 def test_a_jump_hides_nothing_larger_than_a_millionth() -> None:
     plain = {"jumps": torch.tensor([0.0, 1.0])}
-    floor = reference.floors(plain, [{"jumps": torch.tensor([1.0, 1.0])}])["jumps"]
+    floor = reference.rounding_floors(plain, [{"jumps": torch.tensor([1.0, 1.0])}])["jumps"]
     assert 1e-9 * floor < 2e-6
 
 
@@ -105,9 +114,9 @@ def test_a_mistake_next_to_what_cancels_is_found() -> None:
 
     found = subject(simple(body), (rows(),))
     world = World.of(2)
-    chosen = planner.chosen(Pipeline(), found.program, world, planner.Asked("ddp"))
-    program = planner.rewritten(Pipeline(), chosen, world)
-    leaves = pytree.tree_leaves(planner.arguments(found.inputs))
+    chosen = planner.choose_plan(PassManager(), found.program, world, planner.PlanRequest("ddp"))
+    program = planner.rewrite_for_ranks(PassManager(), chosen, world)
+    leaves = pytree.tree_leaves(planner.call_arguments(found.inputs))
     compare(program, found.single, leaves, 1e-9)
     small = next(n.name for n in program.module.graph.nodes if 1e-5 in n.args)
     wrong = mutations.broken(program, small, mutations.another_divisor)

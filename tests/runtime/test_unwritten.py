@@ -11,7 +11,7 @@ from torch import Tensor
 import autopar
 from autopar import VerificationError
 from autopar.ops import local
-from autopar.passes.pass_manager import Pipeline
+from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
 from autopar.runtime import reference
 from autopar.world import World
@@ -116,16 +116,16 @@ def test_what_a_model_gives_may_not_hang_on_it(body: Any, name: str) -> None:
 
 
 def test_filling_leaves_the_program_as_it_was() -> None:
-    pipeline, one = Pipeline(), World.of(1)
-    source = planner.traced(Simple(inverted), (rows(),))
-    program = planner.analysed(pipeline, source)
-    chosen = planner.chosen(pipeline, program, one, planner.Asked("ddp"))
-    program = planner.rewritten(pipeline, chosen, one)
+    pipeline, one = PassManager(), World.of(1)
+    source = planner.trace_model(Simple(inverted), (rows(),))
+    program = planner.analyse(pipeline, source)
+    chosen = planner.choose_plan(pipeline, program, one, planner.PlanRequest("ddp"))
+    program = planner.rewrite_for_ranks(pipeline, chosen, one)
     before = str(program.module.graph)
-    (node,) = reference.unwritten(program)
-    filled = reference.filled(program, reference.poison)
+    (node,) = reference.unwritten_memory(program)
+    filled = reference.fill_unwritten(program, reference.poison)
     assert str(program.module.graph) == before and "poison" in filled.module.code
-    tamed = reference.filled(program, reference.poison, only=f"not {node.name}")
+    tamed = reference.fill_unwritten(program, reference.poison, only=f"not {node.name}")
     assert "poison" not in tamed.module.code and "tame" in tamed.module.code
-    source = planner.traced(Simple(lambda m, x: m.up(x).sum()), (rows(),))
-    assert reference.filled(source, reference.poison) is source
+    source = planner.trace_model(Simple(lambda m, x: m.up(x).sum()), (rows(),))
+    assert reference.fill_unwritten(source, reference.poison) is source

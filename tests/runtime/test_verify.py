@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import autopar
 from autopar import VerificationError, World
 from autopar.ir.layout import Layout
-from autopar.ir.sharding_rule import TABLE, Spec
+from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, local
 from autopar.planner.bounds.option_costs import OptionCosts
 from odd_models import ODD, Simple, rows, sequences
@@ -39,7 +39,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, target: Any, **changes: Any) -> None
     """Changes fields of an op's rule."""
     build = TABLE[target]
 
-    def lie(node: fx.Node) -> Spec:
+    def lie(node: fx.Node) -> OpShardingRule:
         return dataclasses.replace(build(node), **changes)
 
     monkeypatch.setitem(TABLE, target, lie)

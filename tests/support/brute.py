@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.cost.communication import inside_costs, path_seconds
+from autopar.cost.communication import inner_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
 from autopar.ir.graph import producer
 from autopar.ir.layout import Element, I, Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Program, Value
-from autopar.ir.reshard import steps
+from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Choice as AxisChoice
 from autopar.ir.strategy import Strategy, axis_choices, placements, split_of, strategies
-from autopar.ops.sharded.inner_collectives import inside
+from autopar.ops.sharded.inner_collectives import inner_collectives
 from autopar.planner.bounds.factor_graph import carries_gradient
 from autopar.world import World
 
@@ -70,15 +70,19 @@ class Objective:
         gradient = carries_gradient(self.notes, node)
         dtype = next(v.dtype for v in results_of(node) if isinstance(v, torch.Tensor))
         own = node_seconds(self.notes.specs[node.name], strategy, dtype, gradient, self.world)
-        found = [x for x in inside(node.target, strategy.operands) if gradient or not x.backward]
-        return own + sum(cost.seconds for cost in inside_costs(found, self.mesh, self.world))
+        found = [
+            x
+            for x in inner_collectives(node.target, strategy.operands)
+            if gradient or not x.backward
+        ]
+        return own + sum(cost.seconds for cost in inner_costs(found, self.mesh, self.world))
 
     # -- values ------------------------------------------------------------------------------------
     def _conversion(
         self, source: Layout, target: Layout, element_bytes: int, gradient: bool
     ) -> float:
         element = Element(element_bytes, element_bytes * gradient)
-        return path_seconds(steps(source, target), element, self.world)
+        return path_seconds(reshard_steps(source, target), element, self.world)
 
     def placed(self, node: fx.Node) -> Layouts:
         """How a parameter may be stored, or the layout of an input that wants a gradient."""

@@ -138,7 +138,7 @@ class Trial:
         assert shown.exit_code == 0, "show refuses what load takes"
         assert autopar.Plan.from_json(plan.to_json()) == plan
         try:
-            made = edit.renewed(self.model, plan, self.inputs)
+            made = edit.renew_plan(self.model, plan, self.inputs)
         except autopar.AutoparError as error:
             return refusal(error)
         _assert_finite(made.seconds, made.comm_bytes, made.peak_bytes)

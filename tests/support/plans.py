@@ -15,12 +15,12 @@ from autopar import LayoutError
 from autopar._compat import pytree
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes.pass_manager import Pipeline
+from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace import trace
 from autopar.planner import choose, exact_search, planner
 from autopar.planner.constraint import Constraint
-from autopar.planner.regions import Conversions
-from autopar.runtime.reference import widened
+from autopar.planner.regions import ReshardCosts
+from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import Check, compare
 from autopar.world import World
 
@@ -37,26 +37,28 @@ class Subject:
     def named(self, ranks: int, layout: str) -> Check:
         """Verified under a named layout; raises LayoutError where it does not fit."""
         world = World.of(ranks)
-        chosen = planner.chosen(Pipeline(), self.program, world, planner.Asked(layout))
-        return self._compared(planner.rewritten(Pipeline(), chosen, world))
+        chosen = planner.choose_plan(
+            PassManager(), self.program, world, planner.PlanRequest(layout)
+        )
+        return self._compared(planner.rewrite_for_ranks(PassManager(), chosen, world))
 
     def at_random(self, mesh: str, seed: int) -> Check:
         """Verified under a plan that draws one legal layout for every tensor and op."""
         world = World.of(Mesh.parse(mesh).size)
         plan = random_plan(self.program, mesh, world, seed)
         program = dataclasses.replace(self.program, plan=plan)
-        return self._compared(planner.rewritten(Pipeline(), program, world))
+        return self._compared(planner.rewrite_for_ranks(PassManager(), program, world))
 
     def _compared(self, several: Program) -> Check:
         return compare(
-            several, self.single, pytree.tree_leaves(planner.arguments(self.inputs)), 1e-9
+            several, self.single, pytree.tree_leaves(planner.call_arguments(self.inputs)), 1e-9
         )
 
 
 def subject(model: nn.Module, inputs: Any) -> Subject:
-    program = planner.analysed(Pipeline(), widened(planner.traced(model, inputs)))
+    program = planner.analyse(PassManager(), to_float64(planner.trace_model(model, inputs)))
     one = World.of(1)
-    single = planner.rewritten(Pipeline(), choose.choose(program, one, "auto"), one)
+    single = planner.rewrite_for_ranks(PassManager(), choose.choose(program, one, "auto"), one)
     return Subject(model, inputs, program, single)
 
 
@@ -85,7 +87,7 @@ def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:
 
     with (
         mock.patch.object(exact_search, "minimise", thrown),
-        mock.patch.object(Conversions, "_between", free),
+        mock.patch.object(ReshardCosts, "_between", free),
     ):
         return exact_search.search(
             program, Mesh.parse(mesh), world, Constraint("auto"), redundant=True
@@ -95,7 +97,7 @@ def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:
 def assert_equal_to_eager(subject: Subject) -> None:
     """The traced graph in float64 gives what the model gives: verify compares with the graph."""
     model = copy.deepcopy(subject.model).double()
-    args, kwargs = pytree.tree_map(_double, planner.arguments(subject.inputs))
+    args, kwargs = pytree.tree_map(_double, planner.call_arguments(subject.inputs))
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = {name: tensor.detach().clone() for name, tensor in held.items()}
     default = torch.get_default_dtype()

@@ -17,7 +17,7 @@ from autopar.errors import LayoutError
 from autopar.ir.layout import I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Atom, Input, Program, Signature
-from autopar.ir.sharding_rule import Spec, operands_of, results_of, shape_of
+from autopar.ir.sharding_rule import OpShardingRule, operands_of, results_of, shape_of
 from autopar.ir.strategy import Strategy, axis_choices, strategies
 from autopar.ops.local import Call, emit_local
 from autopar.passes.annotate import annotate
@@ -81,7 +81,7 @@ class Traced:
 
     case: Case
     node: fx.Node
-    spec: Spec
+    spec: OpShardingRule
     factors: dict[str, tuple[Atom, ...]]
     gradient: bool
 

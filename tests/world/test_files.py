@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli.main import app
-from autopar.planner.edit import renewed
+from autopar.planner.edit import renew_plan
 from autopar.world import World, json_file
 from models import mlp
 
@@ -236,7 +236,7 @@ def test_digests_switch_no_check_off(digests: str, data: Json, plan: autopar.Pla
         data["planned"] = ["0" * 16, "f" * 16]
     loaded = autopar.Plan.from_json(data)
     for use in (
-        lambda: renewed(model, loaded, args),
+        lambda: renew_plan(model, loaded, args),
         lambda: autopar.verify(model, None, args, layout=loaded),
         lambda: autopar.apply(model, loaded, args),
     ):
@@ -257,14 +257,14 @@ def test_splits_that_contradict_layouts_are_refused_with_right_digests_too(data:
     loaded = autopar.Plan.from_json(data)
     assert not loaded.edited
     with pytest.raises(autopar.PlanError, match="change both"):
-        renewed(model, loaded, args)
+        renew_plan(model, loaded, args)
 
 
 def test_every_output_has_its_layout(data: Json) -> None:
     model, args, _ = mlp()
     data["outputs"] = {}
     with pytest.raises(autopar.PlanError, match=r"`outputs` of the plan lacks '0'"):
-        renewed(model, autopar.Plan.from_json(data), args)
+        renew_plan(model, autopar.Plan.from_json(data), args)
 
 
 def test_a_plan_that_was_changed_in_this_process_is_read_again() -> None:

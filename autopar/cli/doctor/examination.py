@@ -37,7 +37,7 @@ from autopar.cli.doctor import exchanges, kernels, machine, training
 from autopar.cli.doctor.session import Finding, Result, Session, found_by, merged
 from autopar.errors import RankError
 from autopar.ir import show
-from autopar.ir.show import memory
+from autopar.ir.show import format_bytes
 from autopar.world import json_file, store
 
 _STYLE = """
@@ -114,7 +114,7 @@ def _machine(found: Mapping[str, Any]) -> str:
     if not found:
         return ""
     devices = "".join(
-        f"<li>{html.escape(str(one['name']))}, {memory(one['memory_bytes'])}</li>"
+        f"<li>{html.escape(str(one['name']))}, {format_bytes(one['memory_bytes'])}</li>"
         for one in found["devices"]
     )
     warnings = "".join(f"<li>{html.escape(line)}</li>" for line in found["warnings"])
@@ -335,30 +335,32 @@ def tell(facts: dict[str, Any], out: Console) -> None:
     """Print what `machine.facts` found, for people."""
     versions, where = facts["versions"], facts["environment"]
     told = [f"{name} {value}" for name, value in versions.items() if value]
-    terminal.line(out, "versions", ", ".join(told))
+    terminal.print_line(out, "versions", ", ".join(told))
     for device in facts["devices"]:
-        terminal.line(out, "device", _device(device))
-    terminal.line(out, "modelled", _modelled(facts["world"]["device"]))
+        terminal.print_line(out, "device", _device(device))
+    terminal.print_line(out, "modelled", _modelled(facts["world"]["device"]))
     there = [name for name, is_there in facts["backends"].items() if is_there]
-    terminal.line(out, "backends", ", ".join(there) or "none")
+    terminal.print_line(out, "backends", ", ".join(there) or "none")
     shared = where["shared_memory_bytes"]
-    room = "no /dev/shm" if shared is None else f"/dev/shm {show.memory(shared)}"
+    room = "no /dev/shm" if shared is None else f"/dev/shm {show.format_bytes(shared)}"
     omp = os.environ.get("OMP_NUM_THREADS", "not set")
-    terminal.line(
+    terminal.print_line(
         out,
         "host",
         f"{where['cores']} cores, OMP_NUM_THREADS {omp}, {where['threads']} threads, {room}",
     )
     measured = "measured" if facts["world"]["calibrated"] else "assumed"
-    terminal.line(out, "world", f"{facts['world']['text']} ({measured})")
+    terminal.print_line(out, "world", f"{facts['world']['text']} ({measured})")
     for line in facts["warnings"]:
         out.print(f"[bold yellow]note    [/] {escape(line)}", soft_wrap=True)
-    terminal.line(out, "next", f"{SEVERAL}  (three minutes at most; one rank without torchrun)")
+    terminal.print_line(
+        out, "next", f"{SEVERAL}  (three minutes at most; one rank without torchrun)"
+    )
 
 
 def _device(device: dict[str, Any]) -> str:
     name = f"{device['index']}: {device['name']}" if "index" in device else device["name"]
-    text = f"{name}, {show.memory(device['memory_bytes'])}"
+    text = f"{name}, {show.format_bytes(device['memory_bytes'])}"
     if "known_as" in device:
         text += f", capability {device['capability']}, planned as "
         text += device["known_as"] or "an A100, as nothing is known of it"

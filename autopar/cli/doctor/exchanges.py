@@ -71,7 +71,7 @@ def devices_of_ranks(session: Session) -> Finding:
     told = store.all_of([socket.gethostname(), own])
     nodes = list(dict.fromkeys(host for host, _ in told))  # numbers: names of hosts are private
     each = [{"rank": n, "node": nodes.index(host), **one} for n, (host, one) in enumerate(told)]
-    devices.agreed((), session.device)  # raises where two ranks have one
+    devices.agree_on_device((), session.device)  # raises where two ranks have one
     names = list(dict.fromkeys(one["name"] for one in each))
     fault = f"the ranks have different devices: {', '.join(names)}" if len(names) > 1 else ""
     plural = "s" if len(nodes) > 1 else ""
@@ -285,9 +285,9 @@ def _as_one(several: list[Trial], operands: list[Tensor]) -> fx.GraphModule:
         return [trial.run(x) for trial, x in zip(several, xs, strict=True)]
 
     made: fx.GraphModule = make_fx(apart, tracing_mode="fake")(*operands)
-    members = [node for node in made.graph.nodes if fuse.joinable(node)]
+    members = [node for node in made.graph.nodes if fuse.can_fuse(node)]
     assert len(members) == len(several), f"{len(members)} of {len(several)} can be joined"
-    fuse.join(made.graph, members)
+    fuse.fuse(made.graph, members)
     assert ordered(made.graph)
     made.graph.lint()
     made.recompile()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from autopar import _compat
-from autopar.cost.algorithms import flat_ways
+from autopar.cost.algorithms import flat_algorithms
 from autopar.cost.calibration import measure
 from autopar.cost.calibration.fit import six
 from autopar.cost.calibration.measure import Case
@@ -42,7 +42,7 @@ Of = tuple[str, Pattern]  # a kind of collective over the groups of a pattern
 Array = NDArray[np.float64]
 
 
-def slowed(
+def measure_slowing(
     world: World,
     patterns: list[Pattern],
     device: torch.device,
@@ -96,17 +96,17 @@ def _by_work(
     starts = np.median(work_s[:, :, 0], axis=0)
     found = []
     for of, alone, work, part in zip(kinds, alone_s, starts, passed, strict=True):
-        start = crowded_out(max(0.0, work) / alone, cores) * alone
+        start = measure_crowding(max(0.0, work) / alone, cores) * alone
         rate = float(np.median(rates[:, [kind == of[0] for kind, _ in kinds]]))
         moving = _moving_s(world, of)
         busy = max(0.0, rate) * part * _LARGE / moving if moving > 0 else 0.0
-        found.append((float(start), float(crowded_out(busy, cores))))
+        found.append((float(start), float(measure_crowding(busy, cores))))
     return found
 
 
 def _moving_s(world: World, of: Of) -> float:
     """What a large one takes beyond its start."""
-    (way,) = flat_ways(world, *of)
+    (way,) = flat_algorithms(world, *of)
     return way.seconds(_LARGE) - way.start_s
 
 
@@ -137,7 +137,7 @@ def _whole(work: Started) -> Callable[[], object]:
     return lambda: work()()
 
 
-def crowded_out(busy: float, cores: float) -> float:
+def measure_crowding(busy: float, cores: float) -> float:
     """The part of computing that gives way to a transport which keeps `busy` cores busy, where a
     rank has so many cores for both.
 
@@ -229,7 +229,7 @@ _COMPUTE_S = 1e-2  # between two collectives, about
 _TURNS = 5  # of computing and meeting in one measurement
 
 
-def meeting_s(
+def measure_meeting_seconds(
     patterns: list[Pattern], device: torch.device, seconds: float, progress: Callable[[float], None]
 ) -> float:
     """Computing and collectives in turn, less both alone, in the middle over kinds, patterns and

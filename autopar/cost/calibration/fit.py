@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from autopar.cost.algorithms import Way, formula
+from autopar.cost.algorithms import Algorithm, formula
 from autopar.cost.calibration import measure
 from autopar.cost.network import Pattern
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends
@@ -125,8 +125,8 @@ def _straight(one: Measured) -> Measured:
     return replace(one, start_s=start, s_per_byte=rate, bends=()) if one.bends else one
 
 
-def _way(one: Measured) -> Way:
-    return Way("measured", (), one.start_s, one.s_per_byte, one.bends)
+def _way(one: Measured) -> Algorithm:
+    return Algorithm("measured", (), one.start_s, one.s_per_byte, one.bends)
 
 
 def _with_bandwidths(world: World, sums: Sequence[Measured]) -> World:

@@ -54,7 +54,7 @@ class Case(NamedTuple):
     whole_bytes: int
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """One rank's product (m, k) · (k, n) in this dtype; "T" in its form: that operand lies
     transposed. `copied`: the operand that is copied into the other order first.
     """
@@ -147,7 +147,7 @@ def in_turn(source: Tensor, rows: int, columns: int, transposed: bool = False) -
     return itertools.cycle(found)
 
 
-def product(shape: Product, left: Tensor, right: Tensor, results: Tensor) -> Callable[[], Tensor]:
+def time_matmul(shape: Matmul, left: Tensor, right: Tensor, results: Tensor) -> Callable[[], Tensor]:
     """What runs the product once, on some of these numbers and into some of the results."""
     x = in_turn(left, shape.m, shape.k, shape.form[0] == "T")
     y = in_turn(right, shape.k, shape.n, shape.form[1] == "T")

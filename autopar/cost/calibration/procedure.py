@@ -12,17 +12,9 @@ import torch
 
 from autopar.cost.algorithms import summing_s_per_byte
 from autopar.cost.calibration import fit, measure
-from autopar.cost.calibration.contention import meeting_s, slowed
+from autopar.cost.calibration.contention import measure_meeting_seconds, measure_slowing
 from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fitted, six
-from autopar.cost.calibration.measure import (
-    Case,
-    Product,
-    Progress,
-    after_warming,
-    in_rounds,
-    part,
-    warmed,
-)
+from autopar.cost.calibration.measure import Case, Matmul, Progress, after_warming, in_rounds, part, warmed
 from autopar.cost.network import Pattern, size
 from autopar.errors import WorldError
 from autopar.world import KINDS, Device, Form, Forms, Measured, World, ranks
@@ -45,7 +37,7 @@ _ALONE = 4  # what plans do not run is measured so many times less often
 class Times:
     """What was measured: seconds of each case and product, and from how many samples at least."""
 
-    seconds: dict[Case | Product, float]
+    seconds: dict[Case | Matmul, float]
     rounds: int
 
 
@@ -80,7 +72,7 @@ def cases(count: int, sizes: Sequence[int], kinds: Sequence[str] = KINDS) -> lis
 
 def calibrate(
     world: World,
-    products: Sequence[Product] = (),
+    products: Sequence[Matmul] = (),
     seconds: float = 120.0,
     progress: Progress = lambda share, doing: None,
     attended: Sequence[Attended] = (),
@@ -112,7 +104,7 @@ def calibrate(
 
 def _computing(
     world: World,
-    products: Sequence[Product],
+    products: Sequence[Matmul],
     attended: Sequence[Attending],
     device: torch.device,
     seconds: float,
@@ -126,16 +118,16 @@ def _computing(
     left = len(everything) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
     noted = part(progress, 0.0, on_products)
-    found, each, others = timed_computing(
+    found, each, others = time_computing(
         shapes,
         attended,
         device,
         seconds * on_products,
         lambda done, doing: noted(done, doing + note),
     )
-    world = with_products(world, found, measure.launch_s(device))
+    world = with_matmuls(world, found, measure.launch_s(device))
     reached = fit.shares(each, world.device)
-    forms = timed_forms(
+    forms = time_kernel_choices(
         [p for p in shapes if p in set(products)],
         device,
         seconds * (share - on_products),
@@ -153,8 +145,8 @@ def _communicating(
     kinds = [kind for kind in KINDS if not (gloo and kind == "reduce_scatter")]
     wanted = cases(world.ranks, GPU_SIZES if device.type == "cuda" else CPU_SIZES, kinds)
     share = _ON_COLLECTIVES - _ON_MEETING - _ON_SLOWING
-    times = timed_collectives(wanted, device, seconds * share, part(progress, start, share))
-    meeting = meeting_s(
+    times = time_collectives(wanted, device, seconds * share, part(progress, start, share))
+    meeting = measure_meeting_seconds(
         patterns(world.ranks),
         device,
         seconds * _ON_MEETING,
@@ -163,9 +155,9 @@ def _communicating(
     found = lines(times)
     world = fitted(
         replace(world, meeting_s=meeting),
-        [*found, *scattered(found, world.device)] if gloo else found,
+        [*found, *scatter_of_measures(found, world.device)] if gloo else found,
     )
-    return slowed(
+    return measure_slowing(
         world,
         patterns(world.ranks),
         device,
@@ -174,24 +166,24 @@ def _communicating(
     )
 
 
-def squares(gpu: bool) -> list[Product]:
+def squares(gpu: bool) -> list[Matmul]:
     """Products of square matrices, from those that are launched to those that are computed."""
     sizes = GPU_SQUARES if gpu else CPU_SQUARES
-    return [Product(d, n, n, n) for d in _dtypes(gpu) for n in sizes]
+    return [Matmul(d, n, n, n) for d in _dtypes(gpu) for n in sizes]
 
 
 def _dtypes(gpu: bool) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float32) if gpu else (torch.float32,)
 
 
-def _bearable(shape: Product, world: World) -> bool:
+def _bearable(shape: Matmul, world: World) -> bool:
     """It fits and it ends: the same answer on all ranks."""
     long = shape.flops / world.device.rate(shape.dtype) > LONGEST_S
     return not long and shape.moved_bytes < world.device.memory_bytes / 4
 
 
 # -- measuring -------------------------------------------------------------------------------------
-def timed_collectives(
+def time_collectives(
     wanted: Sequence[Case], device: torch.device, seconds: float, progress: Progress
 ) -> Times:
     """Seconds of each case: the slowest rank's, as a step waits for it."""
@@ -229,8 +221,8 @@ def _with_first(digits: Pattern, rank: int) -> bool:
     return rest == 0
 
 
-def timed_computing(
-    wanted: Sequence[Product],
+def time_computing(
+    wanted: Sequence[Matmul],
     attended: Sequence[Attending],
     device: torch.device,
     seconds: float,
@@ -257,8 +249,8 @@ def timed_computing(
     return _medians(wanted, timed), each, moved / float(np.median(of_others))
 
 
-def timed_forms(
-    wanted: Sequence[Product], device: torch.device, seconds: float, progress: Progress
+def time_kernel_choices(
+    wanted: Sequence[Matmul], device: torch.device, seconds: float, progress: Progress
 ) -> tuple[Forms, ...]:
     """Each of these products as it comes and with either operand copied, over rounds and ranks. The
     lower quartile as it comes stands against the upper ones with a copy: noise is no gain.
@@ -284,16 +276,16 @@ def timed_forms(
     )
 
 
-def _products(wanted: Sequence[Product], device: torch.device) -> list[Callable[[], torch.Tensor]]:
+def _products(wanted: Sequence[Matmul], device: torch.device) -> list[Callable[[], torch.Tensor]]:
     """What runs each, on some of common numbers and into others."""
     numbers = {
         dtype: [measure.pool(count, device, dtype) for count in counts]
         for dtype, counts in _sizes(wanted).items()
     }
-    return [measure.product(shape, *numbers[shape.dtype]) for shape in wanted]
+    return [measure.time_matmul(shape, *numbers[shape.dtype]) for shape in wanted]
 
 
-def _sizes(wanted: Sequence[Product]) -> dict[torch.dtype, tuple[int, int, int]]:
+def _sizes(wanted: Sequence[Matmul]) -> dict[torch.dtype, tuple[int, int, int]]:
     """By dtype, the numbers of the largest left and right operand and of the largest result."""
     found: dict[torch.dtype, tuple[int, int, int]] = {}
     for shape in wanted:
@@ -307,7 +299,7 @@ def _sizes(wanted: Sequence[Product]) -> dict[torch.dtype, tuple[int, int, int]]
 
 
 def _medians(
-    wanted: Sequence[Case | Product], samples: Sequence[Sequence[float] | np.ndarray]
+    wanted: Sequence[Case | Matmul], samples: Sequence[Sequence[float] | np.ndarray]
 ) -> Times:
     found = {one: float(np.median(s)) for one, s in zip(wanted, samples, strict=True)}
     return Times(found, min(len(s) for s in samples))
@@ -328,7 +320,7 @@ def lines(times: Times) -> list[Measured]:
     return found
 
 
-def scattered(known: Sequence[Measured], device: Device) -> list[Measured]:
+def scatter_of_measures(known: Sequence[Measured], device: Device) -> list[Measured]:
     """gloo's reduce-scatters: all-to-alls of what they take, and a local sum of what arrives (see
     wire.py).
     """
@@ -344,7 +336,7 @@ def scattered(known: Sequence[Measured], device: Device) -> list[Measured]:
     ]
 
 
-def with_products(world: World, times: Times, launch_s: float) -> World:
+def with_matmuls(world: World, times: Times, launch_s: float) -> World:
     """The world with the rates and efficiencies of the products that were measured, each with the
     seconds that launching it took.
     """
@@ -352,7 +344,7 @@ def with_products(world: World, times: Times, launch_s: float) -> World:
     rates, shares = dict(device.flop_per_s), dict(device.efficiency)
     by_dtype: dict[str, list[tuple[float, float]]] = {}
     for shape, seconds in times.seconds.items():
-        assert isinstance(shape, Product)
+        assert isinstance(shape, Matmul)
         by_dtype.setdefault(_name(shape.dtype), []).append((shape.flops, seconds))
     for name, points in by_dtype.items():
         rates[name], shares[name] = efficiencies(points, launch_s)
@@ -363,14 +355,14 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def local_products(
+def local_matmuls(
     products: Sequence[tuple[torch.dtype, int, int, int]], count: int
-) -> list[Product]:
+) -> list[Matmul]:
     """The products that a rank may get of a model's whole ones, (dtype, m, n, k): each split over
     all the ranks in every way that comes out even; forward, for the gradient of what comes in, and
     for that of the weight.
     """
-    found: dict[Product, None] = {}
+    found: dict[Matmul, None] = {}
     sizes: tuple[int, int, int]
     form: Form
     for dtype, whole_m, whole_n, whole_k in products:
@@ -378,7 +370,7 @@ def local_products(
             if whole_m % rows == whole_n % columns == whole_k % inner == 0:
                 m, n, k = whole_m // rows, whole_n // columns, whole_k // inner
                 for sizes, form in (((m, n, k), "NT"), ((m, k, n), "NN"), ((n, k, m), "TN")):
-                    found[Product(dtype, *sizes, form)] = None
+                    found[Matmul(dtype, *sizes, form)] = None
     return list(found)
 
 

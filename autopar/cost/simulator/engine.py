@@ -64,7 +64,7 @@ def in_order(events: Sequence[Event]) -> Run:
     return Run(start, end, exposed, order, waits)
 
 
-def overlapped(
+def simulate_overlap(
     events: Sequence[Event],
     ahead_bytes: float = math.inf,
     window: int = _WINDOW,

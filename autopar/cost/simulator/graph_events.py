@@ -15,10 +15,10 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import OpOverload, pytree
 from autopar.cost.communication import flat_price, sent
-from autopar.cost.compute import attention_seconds, product_seconds
+from autopar.cost.compute import attention_seconds, matmul_seconds
 from autopar.cost.network import Pattern, size
 from autopar.cost.simulator.buckets import leading
-from autopar.cost.simulator.engine import overlapped
+from autopar.cost.simulator.engine import simulate_overlap
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.step_events import ROOTED, link
 from autopar.ir.mesh import group_ranks
@@ -118,7 +118,7 @@ def listed_seconds(listed: Listed, world: World) -> float:
     events = listed.events
     issued = sum(bool(event.lane) for event in events)
     meeting = [e._replace(seconds=e.seconds + world.meeting_s) if e.lane else e for e in events]
-    return overlapped(meeting).seconds + call_seconds(world) * issued
+    return simulate_overlap(meeting).seconds + call_seconds(world) * issued
 
 
 def call_seconds(world: World) -> float:
@@ -126,7 +126,7 @@ def call_seconds(world: World) -> float:
     return _CALL_S if world.backend == "gloo" else 0.0
 
 
-def lead_to_products(listed: Listed) -> list[bool]:
+def lead_to_matmuls(listed: Listed) -> list[bool]:
     """Of every event, whether a product hangs on it further on in the graph."""
     return leading(listed.events, [flops(node) > 0 for node in listed.nodes])
 
@@ -135,7 +135,7 @@ def off_path(listed: Listed) -> set[fx.Node]:
     """The collectives that no product stands still for: gathers of what is stored, which are issued
     ahead, and sums on which no product hangs any more, which wait for the end of the backward.
     """
-    leads, found = lead_to_products(listed), set()
+    leads, found = lead_to_matmuls(listed), set()
     for node, event, leads_on in zip(listed.nodes, listed.events, leads, strict=True):
         if event.lane and (event.ahead or (event.phase == "backward" and not leads_on)):
             found.add(node)
@@ -280,7 +280,7 @@ def op_seconds(node: fx.Node, world: World, pieces: int = 1) -> float:
     work = flops(node) / pieces
     found = _attention(node)
     if found is None:
-        return product_seconds(work, moved, dtype, world.device)
+        return matmul_seconds(work, moved, dtype, world.device)
     attends, backward, _ = found
     return attention_seconds(work, moved, attends, backward, dtype, world.device)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autopar.cost.algorithms import Stage, stages
-from autopar.cost.communication import Move, flat_price, moves
+from autopar.cost.communication import SentCollective, flat_price, sent_collectives
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
 from autopar.cost.network import Pattern, pattern, size, within
 from autopar.cost.simulator.buckets import Bucket
@@ -78,9 +78,9 @@ class Events:
         self.entries = {entry.node: entry for entry in program.signature.inputs}
         self.gradients: dict[fx.Node, tuple[int, ...]] = defaultdict(tuple)
         self.carrying = self._carrying()
-        self.moved: dict[fx.Node, list[Move]] = defaultdict(list)
-        self.repeated: dict[fx.Node, list[Move]] = defaultdict(list)
-        for move in moves(program):
+        self.moved: dict[fx.Node, list[SentCollective]] = defaultdict(list)
+        self.repeated: dict[fx.Node, list[SentCollective]] = defaultdict(list)
+        for move in sent_collectives(program):
             (self.repeated if move.again else self.moved)[move.node].append(move)
         self.blocks: dict[str | None, list[fx.Node]] = defaultdict(list)  # that run again
         for node in self.nodes:
@@ -145,7 +145,7 @@ class Events:
         self,
         node: fx.Node,
         seconds: float,
-        found: Sequence[Move],
+        found: Sequence[SentCollective],
         after: tuple[int, ...],
         phase: Any,
     ) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class Events:
         self,
         node: fx.Node,
         seconds: float,
-        found: Sequence[Move],
+        found: Sequence[SentCollective],
         after: tuple[int, ...],
         phase: Any,
     ) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class Events:
         return left or done
 
     def _collectives(
-        self, node: fx.Node, found: Iterable[Move], after: tuple[int, ...], phase: Any
+        self, node: fx.Node, found: Iterable[SentCollective], after: tuple[int, ...], phase: Any
     ) -> tuple[int, ...]:
         for move in found:
             if move.backward == (phase == "backward"):
@@ -188,7 +188,7 @@ class Events:
         return after
 
     def _send(
-        self, node: fx.Node, move: Move, after: tuple[int, ...], phase: Any, pieces: int = 1
+        self, node: fx.Node, move: SentCollective, after: tuple[int, ...], phase: Any, pieces: int = 1
     ) -> int:
         """A collective; in several levels, an event for each of its stages, which run over groups
         of their own, as they do in scheduled graphs.
@@ -205,7 +205,7 @@ class Events:
         self,
         node: fx.Node,
         stage: Stage,
-        move: Move,
+        move: SentCollective,
         after: tuple[int, ...],
         phase: Any,
         pieces: int,
@@ -231,7 +231,7 @@ class Events:
             takes_s=price.takes_s / pieces,
         )
 
-    def _may_join(self, stage: Stage, move: Move, pieces: int, late_s: float) -> None:
+    def _may_join(self, stage: Stage, move: SentCollective, pieces: int, late_s: float) -> None:
         """The collective that is added next (passes/overlap/bucket.py)."""
         kind = stage.kind
         if pieces == 1 and not move.inside and kind in _JOINED:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from autopar.cost.simulator import buckets
-from autopar.cost.simulator.engine import Run, in_order, overlapped
+from autopar.cost.simulator.engine import Run, in_order, simulate_overlap
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.step_events import Events
 from autopar.ir.program import Program
@@ -268,7 +268,7 @@ def simulate(events: Iterable[Event], overlap: bool = True) -> Timeline:
     scheduler orders it.
     """
     listed = tuple(events)
-    return Timeline(listed, overlapped(listed) if overlap else in_order(listed))
+    return Timeline(listed, simulate_overlap(listed) if overlap else in_order(listed))
 
 
 def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
@@ -290,7 +290,7 @@ def bucket_seconds(program: Program, world: World) -> tuple[float, ...]:
 
 def _in_buckets(step: Events) -> Iterator[Timeline]:
     apart = tuple(step.run())
-    run = overlapped(apart)
+    run = simulate_overlap(apart)
     first = Timeline(apart, run)
     yield first
     keys = [step.joinable.get(index, (None,))[0] for index in range(len(apart))]
@@ -303,5 +303,5 @@ def _in_buckets(step: Events) -> Iterator[Timeline]:
             events = buckets.joined(apart, found, step.joint)
             known[looks] = first  # what stays where buckets wait for one another
             if events is not None:
-                known[looks] = Timeline(events, overlapped(events, defers=(run.defer,)))
+                known[looks] = Timeline(events, simulate_overlap(events, defers=(run.defer,)))
         yield known[looks]

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch import fx
 
-from autopar.ir.sharding_rule import TABLE, Spec, operands_of, results_of, value_of
+from autopar.ir.sharding_rule import TABLE, OpShardingRule, operands_of, results_of, value_of
 from autopar.ops.rules import matmul as products
 from autopar.ops.rules import reductions
 from autopar.ops.rules import reductions as losses
@@ -20,7 +20,7 @@ from autopar.ops.rules.registry import floating, unsplit
 from autopar.ops.rules.shapes import FILLS, NEW_FILLS, slice_extent
 
 
-def spec_of(node: fx.Node) -> Spec | None:
+def rule_of(node: fx.Node) -> OpShardingRule | None:
     """The rule of a node, or None: no line of the table and no tag says how its op may be split."""
     build = TABLE.get(node.target)
     if build is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -28,7 +28,7 @@ def spec_of(node: fx.Node) -> Spec | None:
     return None if build is None else _only_floats_partial(node, build(node))
 
 
-def _only_floats_partial(node: fx.Node, made: Spec) -> Spec:
+def _only_floats_partial(node: fx.Node, made: OpShardingRule) -> OpShardingRule:
     """Integers and flags cannot be parts of a sum: dividing or reducing them gives another type,
     and an op that makes them of floats would round each part.
     """
@@ -50,8 +50,8 @@ __all__ = [
     "pointwise",
     "products",
     "reductions",
+    "rule_of",
     "slice_extent",
-    "spec_of",
     "unsplit",
     "views",
 ]

@@ -10,7 +10,7 @@ from torch import fx
 from autopar.ir.sharding_rule import (
     Attends,
     Dims,
-    Spec,
+    OpShardingRule,
     bound,
     operands_of,
     rule,
@@ -36,7 +36,7 @@ rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear=("0", "1"), prod
 
 
 @spec(aten.matmul.default)
-def matmul(node: fx.Node) -> Spec:
+def matmul(node: fx.Node) -> OpShardingRule:
     left, right = (n for n in operands_of(node) if n is not None)
     a, b = operand_shape(left), operand_shape(right)
     sizes: dict[str, int] = {"k": a[-1]}
@@ -55,7 +55,7 @@ def matmul(node: fx.Node) -> Spec:
         sizes["n"] = b[-1]
         columns = [("n",)]
     batch_names = frozenset(f"b{i}" for i in range(len(batch)))
-    return Spec(
+    return OpShardingRule(
         ((*left_dims, *rows, ("k",)), (*right_dims, ("k",), *columns)),
         ((*result, *rows, *columns),),
         sizes,
@@ -82,12 +82,12 @@ def broadcast(shape: tuple[int, ...], result: Sequence[tuple[str, ...]]) -> Dims
 
 
 @spec(aten.addmm.default)
-def addmm(node: fx.Node) -> Spec:
+def addmm(node: fx.Node) -> OpShardingRule:
     """n, m k, k n -> m n: what is added may also be (m, n), or have dims of 1."""
     added, left, right = (n for n in operands_of(node) if n is not None)
     (m, k), n = operand_shape(left), operand_shape(right)[1]
     result = (("m",), ("n",))
-    return Spec(
+    return OpShardingRule(
         (broadcast(operand_shape(added), result), (("m",), ("k",)), (("k",), ("n",))),
         (result,),
         {"m": m, "n": n, "k": k},
@@ -109,7 +109,7 @@ def addmm(node: fx.Node) -> Spec:
         aten.conv3d.padding,
     )
 )
-def convolution(node: fx.Node) -> Spec:
+def convolution(node: fx.Node) -> OpShardingRule:
     """b (g c) h w, (g o) c i j, (g o) -> b (g o) y z: pixels stay whole, groups may be split like
     samples.
     """
@@ -124,7 +124,7 @@ def convolution(node: fx.Node) -> Spec:
     before = named(shape[-len(kernel) :], sizes, "h")
     window, after = named(tuple(kernel), sizes, "i"), named(pixels, sizes, "y")
     whole = frozenset(name for (name,) in (*before, *window, *after))
-    return Spec(
+    return OpShardingRule(
         ((*batch, ("g", "c"), *before), (("g", "o"), ("c",), *window), (("g", "o"),)),
         ((*batch, ("g", "o"), *after),),
         sizes,
@@ -142,7 +142,7 @@ def convolution(node: fx.Node) -> Spec:
 
 
 @spec(aten.scaled_dot_product_attention.default)
-def attention(node: fx.Node) -> Spec:
+def attention(node: fx.Node) -> OpShardingRule:
     """b (g r) q e, b g k e, b g k v -> b (g r) q v: the keys stay whole; the queries may be split
     where no offset is needed.
     """
@@ -171,7 +171,7 @@ def attention(node: fx.Node) -> Spec:
     causal = bool(bound(node)["is_causal"])
     whole = {"e", "k", "v"} | ({"q"} if causal else set())
     attends = Attends(k[-2], (q[-1] + v[-1]) / 2, causal)
-    return Spec(
+    return OpShardingRule(
         (
             (*broadcast(q[:-3], leading), *heads, ("q",), ("e",)),
             (*broadcast(k[:-3], leading), *key_heads, ("k",), ("e",)),

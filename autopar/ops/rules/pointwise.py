@@ -6,7 +6,15 @@ import dataclasses
 
 from torch import fx
 
-from autopar.ir.sharding_rule import Dims, Spec, bound, operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import (
+    Dims,
+    OpShardingRule,
+    bound,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
+)
 from autopar.ops.rules.registry import aten, floating, named, operand_shape, spec, unsplit
 
 _JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
@@ -74,14 +82,14 @@ _LINEAR_FIRST = {
         aten.bitwise_not.default,
     )
 )
-def pointwise(node: fx.Node) -> Spec:
+def pointwise(node: fx.Node) -> OpShardingRule:
     """Right-aligned broadcast: a dim of the result is a factor of every operand that has it at full
     size.
     """
     return entries_of(node, shape_of(results_of(node)[0]))
 
 
-def entries_of(node: fx.Node, shape: tuple[int, ...]) -> Spec:
+def entries_of(node: fx.Node, shape: tuple[int, ...]) -> OpShardingRule:
     """The rule of an op that makes each entry of a tensor of this shape for itself."""
     sizes: dict[str, int] = {}
     result = tuple(named(shape, sizes))
@@ -93,7 +101,7 @@ def entries_of(node: fx.Node, shape: tuple[int, ...]) -> Spec:
         own = operand_shape(operand)
         aligned = result[len(result) - len(own) :]
         operands.append(tuple(() if s == 1 else dim for s, dim in zip(own, aligned, strict=True)))
-    return Spec(
+    return OpShardingRule(
         tuple(operands), (result,) * len(results_of(node)), sizes, linear=_linear_groups(node)
     )
 
@@ -116,9 +124,9 @@ def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
     return ()
 
 
-def expand_like_identity(node: fx.Node) -> Spec:
+def expand_like_identity(node: fx.Node) -> OpShardingRule:
     made = pointwise(node)
-    return Spec(made.operands, made.results, made.sizes, linear=(frozenset({0}),))
+    return OpShardingRule(made.operands, made.results, made.sizes, linear=(frozenset({0}),))
 
 
 @spec(
@@ -130,7 +138,7 @@ def expand_like_identity(node: fx.Node) -> Spec:
         aten.binary_cross_entropy_with_logits.default,
     )
 )
-def elementwise_loss(node: fx.Node) -> Spec:
+def elementwise_loss(node: fx.Node) -> OpShardingRule:
     """A loss entry by entry, then kept, summed, or averaged over all entries (see local.py)."""
     shapes = [operand_shape(n) for n in operands_of(node)[:2] if n is not None]
     if shapes[0] != shapes[1]:

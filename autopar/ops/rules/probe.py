@@ -21,13 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autopar.ir.sharding_rule import Spec, bound, operands_of, results_of, shape_of, value_of
-from autopar.ops.rules.trials import Call, differing_results, spec_by_trial
+from autopar.ir.sharding_rule import (
+    OpShardingRule,
+    bound,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
+)
+from autopar.ops.rules.trials import Call, differing_results, rule_by_trial
 
 _ELEMENTS = 1 << 20  # larger tensors are not probed: the op then runs unsplit, and is listed
 
 
-def probe(node: fx.Node, known: dict[object, Spec | None]) -> Spec | None:
+def probe(node: fx.Node, known: dict[object, OpShardingRule | None]) -> OpShardingRule | None:
     """The rule of a node by trial, or None where no dim of its results commutes with slicing.
 
     None too for ops that are random, that do not run on the CPU or on fake tensors, that fail in
@@ -43,13 +50,13 @@ def probe(node: fx.Node, known: dict[object, Spec | None]) -> Spec | None:
     key = _key(node, values)
     if key not in known:
         small = all(value.numel() <= _ELEMENTS for value in values)
-        found = spec_by_trial(_caller(node), values) if small else None
+        found = rule_by_trial(_caller(node), values) if small else None
         known[key] = found if found is None or _fits(found, node) else None
     spec = known[key]
     return None if spec is None else _with_absent(spec, operands)
 
 
-def _fits(spec: Spec, node: fx.Node) -> bool:
+def _fits(spec: OpShardingRule, node: fx.Node) -> bool:
     """Whether the results have the shapes that they have in the graph: what reads memory as another
     type makes others of float64.
     """
@@ -62,7 +69,7 @@ def _key(node: fx.Node, values: Sequence[Tensor]) -> object:
     return node.target, tuple((shape_of(v), v.dtype) for v in values), str(others)
 
 
-def _with_absent(spec: Spec, operands: Sequence[fx.Node | None]) -> Spec:
+def _with_absent(spec: OpShardingRule, operands: Sequence[fx.Node | None]) -> OpShardingRule:
     """The rule with None for each optional operand that is absent."""
     present = iter(spec.operands)
     return replace(spec, operands=tuple(None if n is None else next(present) for n in operands))
@@ -107,7 +114,9 @@ _KEPT = 8  # sizes up to this are not made smaller
 _SMALL = (12, 20, 28, 18, 30, 42, 45, 50, 24, 36)  # what others become, in order of size
 
 
-def function_spec(node: fx.Node, known: dict[object, Spec | None]) -> Spec | None:
+def function_rule(
+    node: fx.Node, known: dict[object, OpShardingRule | None]
+) -> OpShardingRule | None:
     """The rule of a node whose target is a custom function, or None: it runs unsplit. `known` is
     that of `probe`.
     """
@@ -123,7 +132,7 @@ def function_spec(node: fx.Node, known: dict[object, Spec | None]) -> Spec | Non
 
 def _by_smaller_trial(
     node: fx.Node, values: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
-) -> Spec | None:
+) -> OpShardingRule | None:
     small = _smaller(shapes)
     if small is None:
         return None
@@ -137,7 +146,7 @@ def _by_smaller_trial(
         made = node.target(*tensors)
         return [made] if isinstance(made, Tensor) else list(made)
 
-    spec = spec_by_trial(call, tried)
+    spec = rule_by_trial(call, tried)
     if spec is None:
         return None
     dims = [*spec.operands, *spec.results]

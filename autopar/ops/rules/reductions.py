@@ -10,13 +10,21 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.ir.sharding_rule import TABLE, Spec, bound, operands_of, results_of, rule, value_of
+from autopar.ir.sharding_rule import (
+    TABLE,
+    OpShardingRule,
+    bound,
+    operands_of,
+    results_of,
+    rule,
+    value_of,
+)
 from autopar.ops.rules.pointwise import pointwise
 from autopar.ops.rules.registry import aten, floating, named, operand_shape, spec, unsplit
 
 
 @spec((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))
-def summed(node: fx.Node) -> Spec:
+def summed(node: fx.Node) -> OpShardingRule:
     """A sum is partial over a split dim that it sums; so is a mean, once scaled (see local.py)."""
     return _reduction(node, summed=True)
 
@@ -33,11 +41,11 @@ def summed(node: fx.Node) -> Spec:
         aten.logsumexp.default,
     )
 )
-def reduced(node: fx.Node) -> Spec:
+def reduced(node: fx.Node) -> OpShardingRule:
     return _reduction(node, summed=False)
 
 
-def _reduction(node: fx.Node, summed: bool) -> Spec:
+def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
@@ -51,7 +59,7 @@ def _reduction(node: fx.Node, summed: bool) -> Spec:
     result = tuple(() if j in gone else d for j, d in enumerate(dims) if keep or j not in gone)
     factors = frozenset(f"d{j}" for j in gone)
     linear = (frozenset({0}),) if summed else ()
-    return Spec(
+    return OpShardingRule(
         (tuple(dims),),
         (result,),
         sizes,
@@ -62,7 +70,7 @@ def _reduction(node: fx.Node, summed: bool) -> Spec:
 
 
 @spec((aten.layer_norm.default, aten.rms_norm.default))
-def norm(node: fx.Node) -> Spec:
+def norm(node: fx.Node) -> OpShardingRule:
     """ "... d, d, d -> ... d": one normalised dim may be split (its statistics are reduced over the
     axes), several may not.
     """
@@ -73,7 +81,7 @@ def norm(node: fx.Node) -> Spec:
     own = tuple(dims[len(dims) - len(bound(node)["normalized_shape"]) :])
     factors = frozenset(name for (name,) in own)
     alone, none = len(own) == 1, frozenset[str]()
-    return Spec(
+    return OpShardingRule(
         (tuple(dims), *(None if n is None else own for n in affine)),
         (tuple(dims),),
         sizes,
@@ -89,7 +97,7 @@ def norm(node: fx.Node) -> Spec:
         aten._native_batch_norm_legit_no_training.default,
     )
 )
-def batch_norm(node: fx.Node) -> Spec:
+def batch_norm(node: fx.Node) -> OpShardingRule:
     """b c ..., then c each -> b c ..., then c each: in training the statistics run over all but the
     channels, which are whole.
     """
@@ -105,7 +113,7 @@ def batch_norm(node: fx.Node) -> Spec:
     if not training:  # no statistics: two empty results
         sizes["none"] = 0
         results[1:] = [(("none",),)] * 2
-    return Spec(
+    return OpShardingRule(
         (tuple(dims), *(None if n is None else channels for n in rest)),
         tuple(results),
         sizes,
@@ -122,10 +130,10 @@ def batch_norm(node: fx.Node) -> Spec:
         aten._log_softmax.default,
     )
 )
-def softmax(node: fx.Node) -> Spec:
+def softmax(node: fx.Node) -> OpShardingRule:
     made = pointwise(node)
     dim = bound(node)["dim"] % len(made.results[0])
-    return Spec(made.operands, made.results, made.sizes, shared=frozenset({f"d{dim}"}))
+    return OpShardingRule(made.operands, made.results, made.sizes, shared=frozenset({f"d{dim}"}))
 
 
 _NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
@@ -135,7 +143,7 @@ _plain_embedding = TABLE[aten.embedding.default]
 
 
 @spec(aten.embedding.default)
-def embedding(node: fx.Node) -> Spec:
+def embedding(node: fx.Node) -> OpShardingRule:
     """Rows and tokens may be split, unless gradients are scaled by how often a row is looked up,
     which only the whole batch says.
     """
@@ -149,7 +157,7 @@ _BAG_MAX = 2  # the mode that keeps which entries it took
 
 
 @spec(aten.embedding_bag.padding_idx)
-def embedding_bag(node: fx.Node) -> Spec:
+def embedding_bag(node: fx.Node) -> OpShardingRule:
     """v d, i, b -> b d: the width may be split, rows and bags stay whole. Three more results are
     for the backward alone; where the graph takes one, or in the mode "max", nothing is split.
     """
@@ -171,7 +179,7 @@ def embedding_bag(node: fx.Node) -> Spec:
 
 
 @spec(aten.cross_entropy_loss.default)
-def cross_entropy(node: fx.Node) -> Spec:
+def cross_entropy(node: fx.Node) -> OpShardingRule:
     """Classes may be split, tokens too: of a mean the result is invariant, as it needs their number
     everywhere, a sum is partial over the tokens.
     """
@@ -186,7 +194,7 @@ def cross_entropy(node: fx.Node) -> Spec:
     tokens = tuple(d for j, d in enumerate(dims) if j != class_dim)
     reduction = bound(node)["reduction"]
     split = frozenset(d[0] for d in tokens)
-    return Spec(
+    return OpShardingRule(
         (tuple(dims), tokens, None if weight is None else (dims[class_dim],)),
         (tokens if reduction == _NONE else (),),
         sizes,

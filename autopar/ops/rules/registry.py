@@ -8,15 +8,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.sharding_rule import TABLE, Dims, Spec, operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import (
+    TABLE,
+    Dims,
+    OpShardingRule,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
+)
 
 aten = torch.ops.aten
 
 
-def spec(target: Any) -> Callable[[Callable[[fx.Node], Spec]], Callable[[fx.Node], Spec]]:
+def spec(
+    target: Any,
+) -> Callable[[Callable[[fx.Node], OpShardingRule]], Callable[[fx.Node], OpShardingRule]]:
     """Enter a function as the rule of one op or of several."""
 
-    def enter(build: Callable[[fx.Node], Spec]) -> Callable[[fx.Node], Spec]:
+    def enter(build: Callable[[fx.Node], OpShardingRule]) -> Callable[[fx.Node], OpShardingRule]:
         for one in target if isinstance(target, tuple) else (target,):
             TABLE[one] = build
         return build
@@ -24,7 +34,7 @@ def spec(target: Any) -> Callable[[Callable[[fx.Node], Spec]], Callable[[fx.Node
     return enter
 
 
-def unsplit(node: fx.Node, found: str = "none") -> Spec:
+def unsplit(node: fx.Node, found: str = "none") -> OpShardingRule:
     """The rule of an op that nothing is known of: every dim is whole."""
     operands = operands_of(node)
     shapes = [None if n is None else operand_shape(n) for n in operands]
@@ -40,7 +50,7 @@ def unsplit(node: fx.Node, found: str = "none") -> Spec:
 
     operand_dims = tuple(None if s is None else dims(s) for s in shapes)
     result_dims = tuple(dims(s) for s in outputs)
-    return Spec(operand_dims, result_dims, sizes, whole=frozenset(sizes), found=found)
+    return OpShardingRule(operand_dims, result_dims, sizes, whole=frozenset(sizes), found=found)
 
 
 def operand_shape(node: fx.Node) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.ir.sharding_rule import (
     Dims,
-    Spec,
+    OpShardingRule,
     bound,
     operands_of,
     results_of,
@@ -39,18 +39,18 @@ from autopar.ops.rules.registry import aten, named, operand_shape, spec, unsplit
         aten.view_as.default,
     )
 )
-def view(node: fx.Node) -> Spec:
+def view(node: fx.Node) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     if 0 in operand_shape(source):
         return unsplit(node, found="rule")
     sizes, left, right, whole = view_factors(operand_shape(source), shape_of(value_of(node)))
     rest = (None,) * (len(operands_of(node)) - 1)
-    return Spec((left, *rest), (right,), sizes, whole=whole, linear=(frozenset({0}),))
+    return OpShardingRule((left, *rest), (right,), sizes, whole=whole, linear=(frozenset({0}),))
 
 
 @spec((aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default))
-def permutation(node: fx.Node) -> Spec:
+def permutation(node: fx.Node) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     shape = operand_shape(source)
@@ -65,14 +65,18 @@ def permutation(node: fx.Node) -> Spec:
         order[a], order[b] = order[b], order[a]
     else:
         order.reverse()
-    return Spec((tuple(dims),), (tuple(dims[d] for d in order),), sizes, linear=(frozenset({0}),))
+    return OpShardingRule(
+        (tuple(dims),), (tuple(dims[d] for d in order),), sizes, linear=(frozenset({0}),)
+    )
 
 
 @spec((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default))
-def expand(node: fx.Node) -> Spec:
+def expand(node: fx.Node) -> OpShardingRule:
     made = pointwise(node)
     rest = (None,) * (len(made.operands) - 1)
-    return Spec((made.operands[0], *rest), made.results, made.sizes, linear=(frozenset({0}),))
+    return OpShardingRule(
+        (made.operands[0], *rest), made.results, made.sizes, linear=(frozenset({0}),)
+    )
 
 
 FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
@@ -92,23 +96,23 @@ NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.defaul
 
 
 @spec(FILLS)
-def fill(node: fx.Node) -> Spec:
+def fill(node: fx.Node) -> OpShardingRule:
     sizes: dict[str, int] = {}
-    return Spec((), (tuple(named(shape_of(value_of(node)), sizes)),), sizes)
+    return OpShardingRule((), (tuple(named(shape_of(value_of(node)), sizes)),), sizes)
 
 
 @spec(MADE)
-def made_whole(node: fx.Node) -> Spec:
+def fill_unsharded(node: fx.Node) -> OpShardingRule:
     """Small tensors that come from nothing: made whole, then sliced."""
     return unsplit(node, found="rule")
 
 
 @spec(NEW_FILLS)
-def new_fill(node: fx.Node) -> Spec:
+def new_fill(node: fx.Node) -> OpShardingRule:
     made = unsplit(node)
     sizes = dict(made.sizes)
     result = tuple(named(shape_of(value_of(node)), sizes))
-    return Spec(made.operands, (result,), sizes, whole=made.whole)
+    return OpShardingRule(made.operands, (result,), sizes, whole=made.whole)
 
 
 def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, int], Dims, Dims]:
@@ -126,7 +130,7 @@ def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, in
     return sizes, tuple(joined), tuple(single)
 
 
-def whole_dim(node: fx.Node, dim: int, linear: bool = True) -> Spec:
+def unsharded_dim(node: fx.Node, dim: int, linear: bool = True) -> OpShardingRule:
     """An op that works along one dim (which may change size) and leaves the other dims alone."""
     source = operands_of(node)[0]
     assert source is not None
@@ -140,26 +144,26 @@ def whole_dim(node: fx.Node, dim: int, linear: bool = True) -> Spec:
     whole = frozenset({f"d{dim}", *(f"r{i}" for i in range(len(results)))})
     rest = (None,) * (len(operands_of(node)) - 1)
     groups = (frozenset({0}),) if linear else ()
-    return Spec((tuple(dims), *rest), tuple(results), sizes, whole=whole, linear=groups)
+    return OpShardingRule((tuple(dims), *rest), tuple(results), sizes, whole=whole, linear=groups)
 
 
 @spec((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default))
-def split(node: fx.Node) -> Spec:
+def split(node: fx.Node) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     dim = bound(node)["dim"]
     lengths = {shape_of(value)[dim] for value in results_of(node)}
     if len(lengths) > 1:
-        return whole_dim(node, dim)
+        return unsharded_dim(node, dim)
     count = len(results_of(node))
     sizes, joined, single = pieces(source, dim, count, lengths.pop())
-    return Spec(
+    return OpShardingRule(
         (joined,), (single,) * count, sizes, whole=frozenset({"pieces"}), linear=(frozenset({0}),)
     )
 
 
 @spec(aten.slice.Tensor)
-def slice_(node: fx.Node) -> Spec:
+def slice_(node: fx.Node) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     values = bound(node)
@@ -169,10 +173,10 @@ def slice_(node: fx.Node) -> Spec:
         return expand_like_identity(node)
     if values["step"] == 1 and length and size % length == 0 and start % length == 0:
         sizes, joined, single = pieces(source, dim, size // length, length)
-        return Spec(
+        return OpShardingRule(
             (joined,), (single,), sizes, whole=frozenset({"pieces"}), linear=(frozenset({0}),)
         )
-    return whole_dim(node, dim)
+    return unsharded_dim(node, dim)
 
 
 def slice_extent(node: fx.Node) -> tuple[int, int]:
@@ -187,14 +191,14 @@ def slice_extent(node: fx.Node) -> tuple[int, int]:
 
 
 @spec(aten.cat.default)
-def cat(node: fx.Node) -> Spec:
+def cat(node: fx.Node) -> OpShardingRule:
     tensors = [n for n in operands_of(node) if n is not None]
     dim = bound(node)["dim"]
     lengths = {operand_shape(n)[dim] for n in tensors}
     everything = (frozenset(range(len(tensors))),)
     if len(lengths) == 1:
         sizes, joined, single = pieces(tensors[0], dim, len(tensors), lengths.pop())
-        return Spec(
+        return OpShardingRule(
             (single,) * len(tensors),
             (joined,),
             sizes,
@@ -209,17 +213,17 @@ def cat(node: fx.Node) -> Spec:
         sizes[f"p{i}"] = operand_shape(tensor)[dim]
         operands.append(tuple((f"p{i}",) if j == dim else d for j, d in enumerate(dims)))
     whole = frozenset({f"d{dim}", *(f"p{i}" for i in range(len(tensors)))})
-    return Spec(tuple(operands), (tuple(dims),), sizes, whole=whole, linear=everything)
+    return OpShardingRule(tuple(operands), (tuple(dims),), sizes, whole=whole, linear=everything)
 
 
 @spec(aten.stack.default)
-def stack(node: fx.Node) -> Spec:
+def stack(node: fx.Node) -> OpShardingRule:
     tensors = [n for n in operands_of(node) if n is not None]
     sizes: dict[str, int] = {}
     dims = named(shape_of(value_of(node)), sizes)
     dim = bound(node)["dim"] % len(dims)
     single = tuple(d for j, d in enumerate(dims) if j != dim)
-    return Spec(
+    return OpShardingRule(
         (single,) * len(tensors),
         (tuple(dims),),
         sizes,
@@ -229,7 +233,7 @@ def stack(node: fx.Node) -> Spec:
 
 
 @spec((aten.select.int, aten.unbind.int))
-def select(node: fx.Node) -> Spec:
+def select(node: fx.Node) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
@@ -237,7 +241,7 @@ def select(node: fx.Node) -> Spec:
     dim = bound(node)["dim"] % len(dims)
     kept = tuple(d for j, d in enumerate(dims) if j != dim)
     count = len(results_of(node))
-    return Spec(
+    return OpShardingRule(
         (tuple(dims),),
         (kept,) * count,
         sizes,
@@ -247,19 +251,19 @@ def select(node: fx.Node) -> Spec:
 
 
 @spec(aten.constant_pad_nd.default)
-def constant_pad(node: fx.Node) -> Spec:
+def constant_pad(node: fx.Node) -> OpShardingRule:
     values = bound(node)
     return _padding(node, values["pad"], values["value"] in (None, 0))
 
 
 @spec(aten.pad.default)
-def pad(node: fx.Node) -> Spec:
+def pad(node: fx.Node) -> OpShardingRule:
     values = bound(node)
     linear = values["mode"] != "constant" or values["value"] in (None, 0)
     return _padding(node, values["pad"], linear)
 
 
-def _padding(node: fx.Node, amounts: list[int], linear: bool) -> Spec:
+def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
@@ -271,22 +275,24 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> Spec:
             results[i] = (f"r{i}",)
             whole |= {f"d{i}", f"r{i}"}
     groups = (frozenset({0}),) if linear else ()
-    return Spec((tuple(dims),), (tuple(results),), sizes, whole=frozenset(whole), linear=groups)
+    return OpShardingRule(
+        (tuple(dims),), (tuple(results),), sizes, whole=frozenset(whole), linear=groups
+    )
 
 
 @spec((aten.cumsum.default, aten.diff.default, aten.sort.default, aten.topk.default))
-def along(node: fx.Node) -> Spec:
+def along(node: fx.Node) -> OpShardingRule:
     if (
         len([n for n in operands_of(node) if n is not None]) > 1
     ):  # diff with something before or after
         return unsplit(node)
-    return whole_dim(
+    return unsharded_dim(
         node, bound(node)["dim"], linear=node.target in (aten.cumsum.default, aten.diff.default)
     )
 
 
 @spec(aten.flip.default)
-def flip(node: fx.Node) -> Spec:
+def flip(node: fx.Node) -> OpShardingRule:
     made = expand_like_identity(node)
     dims = len(made.results[0])
     return dataclasses.replace(made, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))

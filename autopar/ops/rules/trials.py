@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from autopar._compat import FakeTensorMode, strict_fake_mode
-from autopar.ir.sharding_rule import Dims, Spec, shape_of
+from autopar.ir.sharding_rule import Dims, OpShardingRule, shape_of
 
 _COMBINATIONS = 256  # of operands' dims of one size
 _PRIMES = (2, 3, 5, 7)
@@ -97,7 +97,7 @@ class _Op:
             return None
 
 
-def spec_by_trial(call: Call, values: Sequence[Tensor]) -> Spec | None:
+def rule_by_trial(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
     """The rule of any function of tensors whose forward and backward commute with slicing some dim
     of its operands and results; None where there is no such dim, or where that cannot be tried.
 
@@ -127,7 +127,7 @@ def _unlogged() -> Iterator[None]:
         logging.disable(level)
 
 
-def _spec_by_trial(call: Call, values: Sequence[Tensor]) -> Spec | None:
+def _spec_by_trial(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
     shapes, mode = [shape_of(v) for v in values], strict_fake_mode()
     samples = [_sample(v, i, positive=False) for i, v in enumerate(values)]
     op = _Op(call, _differentiable(call, mode, samples))
@@ -369,7 +369,7 @@ def _spec(
     shapes: Sequence[tuple[int, ...]],
     results: Sequence[tuple[int, ...]],
     found: Sequence[tuple[Cuts, Cuts]],
-) -> Spec:
+) -> OpShardingRule:
     """Factors d0, d1, … as found; every other dim is a whole factor of its own."""
     sizes: dict[str, int] = {}
 
@@ -382,4 +382,4 @@ def _spec(
     operands = tuple(dims("w", i, shape, 0) for i, shape in enumerate(shapes))
     outputs = tuple(dims("v", i, shape, 1) for i, shape in enumerate(results))
     whole = frozenset(name for name in sizes if not name.startswith("d"))
-    return Spec(operands, outputs, sizes, whole=whole, found="probe")
+    return OpShardingRule(operands, outputs, sizes, whole=whole, found="probe")

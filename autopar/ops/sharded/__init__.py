@@ -9,7 +9,7 @@ the same order. Digits may come in any order; nothing here takes mesh order for 
 
 from autopar.ops.sharded.attention import attention
 from autopar.ops.sharded.dropout import dropout
-from autopar.ops.sharded.matmul import linear, panel_linear
+from autopar.ops.sharded.matmul import linear, summa_linear
 from autopar.ops.sharded.norms import layer_norm, log_softmax, rms_norm, softmax
 from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding
 
@@ -22,7 +22,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "log_softmax",
-    "panel_linear",
     "rms_norm",
     "softmax",
+    "summa_linear",
 ]

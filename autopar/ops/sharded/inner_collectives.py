@@ -34,7 +34,7 @@ class Part(NamedTuple):
         return self.times * math.prod(self.layout.local_shape[dim] for dim in self.dims)
 
 
-class Inside(NamedTuple):
+class InnerCollective(NamedTuple):
     """One collective inside an op: what moves, over which axes, forward or backward, and which part
     of an operand that is. Sharded ops reckon in float32 (ops/sharded/norms.py): 4 bytes an element.
     """
@@ -48,12 +48,12 @@ class Inside(NamedTuple):
 
 def moving(
     kind: Any, part: Part, axes: tuple[str, ...], backward: bool, element_bytes: int = 4
-) -> Inside:
+) -> InnerCollective:
     """A collective of this part."""
-    return Inside(Traffic(kind, part.elements), axes, backward, part, element_bytes)
+    return InnerCollective(Traffic(kind, part.elements), axes, backward, part, element_bytes)
 
 
-def inside(target: Any, operands: Sequence[Layout | None]) -> list[Inside]:
+def inner_collectives(target: Any, operands: Sequence[Layout | None]) -> list[InnerCollective]:
     """The collectives that an op runs inside when its operands lie so; none where the dim that it
     works along is whole.
     """
@@ -64,7 +64,7 @@ def inside(target: Any, operands: Sequence[Layout | None]) -> list[Inside]:
 
 def _rows(
     layout: Layout, dim: int, forward: Sequence[int], backward: Sequence[int]
-) -> list[Inside]:
+) -> list[InnerCollective]:
     """All-reduces of so many numbers per row each, over the axes of `dim`."""
     axes = tuple(digit.axis for digit in layout.digits(dim % len(layout.shape)))
     rows = tuple(d for d in range(len(layout.shape)) if d != dim % len(layout.shape))
@@ -79,7 +79,7 @@ def _rows(
     )
 
 
-def _cross_entropy(layout: Layout) -> list[Inside]:
+def _cross_entropy(layout: Layout) -> list[InnerCollective]:
     class_dim = 1 if len(layout.shape) > 1 else 0
     found = _rows(layout, class_dim, (1, 2), ())
     classes = {digit.axis for digit in layout.digits(class_dim)}
@@ -88,11 +88,11 @@ def _cross_entropy(layout: Layout) -> list[Inside]:
     return [*found, mean] if tokens else found
 
 
-def _along(layout: Layout) -> list[Inside]:
+def _along(layout: Layout) -> list[InnerCollective]:
     return _rows(layout, -1, (1, 1), (1,))
 
 
-_INSIDE: dict[Any, Callable[[Layout], list[Inside]]] = {
+_INSIDE: dict[Any, Callable[[Layout], list[InnerCollective]]] = {
     aten.layer_norm.default: lambda layout: _rows(layout, -1, (1, 1), (2,)),
     aten.rms_norm.default: lambda layout: _rows(layout, -1, (1,), (1,)),
     aten.softmax.int: _along,
@@ -101,4 +101,4 @@ _INSIDE: dict[Any, Callable[[Layout], list[Inside]]] = {
     aten._log_softmax.default: _along,
     aten.cross_entropy_loss.default: _cross_entropy,
 }
-HAVE_INSIDE = frozenset(_INSIDE)
+HAVE_INNER_COLLECTIVES = frozenset(_INSIDE)

@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from autopar.ops import comm
-from autopar.ops.autograd import widened
+from autopar.ops.autograd import widen_for_sum
 from autopar.world import Copied
 
 
@@ -84,7 +84,7 @@ def other_order(x: Tensor) -> Tensor:
     return x.t().contiguous().t() if x.is_contiguous() else x.contiguous()
 
 
-def panel_linear(
+def summa_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -202,7 +202,7 @@ def _gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool) -> l
         coming = _issue(blocks, t + 1, size)
         parts = [
             comm.issue_reduce(
-                widened(lane.multiply(dy, comm.wait(panel), transposed), lane.wide),
+                widen_for_sum(lane.multiply(dy, comm.wait(panel), transposed), lane.wide),
                 t,
                 size,
                 lane.outgoing,

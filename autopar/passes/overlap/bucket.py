@@ -17,19 +17,11 @@ import torch
 from torch import fx
 
 from autopar.cost.simulator import buckets
-from autopar.cost.simulator.engine import overlapped
-from autopar.cost.simulator.graph_events import (
-    Listed,
-    Phase,
-    collective_of,
-    graph_events,
-    graph_seconds,
-    lead_to_products,
-    listed_seconds,
-)
+from autopar.cost.simulator.engine import simulate_overlap
+from autopar.cost.simulator.graph_events import Listed, Phase, collective_of, graph_events, graph_seconds, lead_to_matmuls, listed_seconds
 from autopar.ir.graph import copied, ordered
 from autopar.passes.overlap import summa_panels
-from autopar.passes.overlap.fuse import join, joinable
+from autopar.passes.overlap.fuse import fuse, can_fuse
 from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -51,7 +43,7 @@ def bucket(
     form, listed = _kind_of_bucket(graph, world, stored, phase, most)
     best, least = form, listed_seconds(listed, world)
     for several in choices(listed, sizes):
-        found = joined(form, several)
+        found = fuse_buckets(form, several)
         if found is None:
             continue
         taken = graph_seconds(found, world, stored, phase)
@@ -64,26 +56,26 @@ def _kind_of_bucket(
     graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
 ) -> tuple[fx.Graph, Listed]:
     """The graph with its panels in the form that is modelled to be the fastest, and its events."""
-    forms = [graph, *summa_panels.forms(graph, world, stored, phase, most)]
+    forms = [graph, *summa_panels.panel_choices(graph, world, stored, phase, most)]
     found = [(form, graph_events(form, world, stored, phase)) for form in forms]
     if len(found) == 1:
         return found[0]
     return min(found, key=lambda each: listed_seconds(each[1], world))
 
 
-def joined(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Graph | None:
+def fuse_buckets(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Graph | None:
     """A copy of the graph with each bucket as one; None where buckets wait for one another."""
     found = copied(graph)
     twins = dict(zip(graph.nodes, found.nodes, strict=True))
     for members in several:
-        join(found, [twins[node] for node in members])
+        fuse(found, [twins[node] for node in members])
     return found if ordered(found) else None
 
 
 def choices(listed: Listed, sizes: Sequence[int]) -> Iterator[list[list[fx.Node]]]:
     """What is joined into buckets of at most each of these bytes, the same buckets once."""
     keys = [_key(node) for node in listed.nodes]
-    run, leads = overlapped(listed.events), lead_to_products(listed)
+    run, leads = simulate_overlap(listed.events), lead_to_matmuls(listed)
     known: list[list[buckets.Bucket]] = [[]]
     for size in sizes:
         found = buckets.together(listed.events, keys, leads, run, size)
@@ -94,7 +86,7 @@ def choices(listed: Listed, sizes: Sequence[int]) -> Iterator[list[list[fx.Node]
 
 def _key(node: fx.Node) -> Hashable:
     """What collectives share that are joined; None for those that are not, and for ops."""
-    if not joinable(node):
+    if not can_fuse(node):
         return None
     return collective_of(node), _dtype(node), str(node.args[1:])
 

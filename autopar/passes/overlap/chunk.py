@@ -29,38 +29,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar.cost.compute import product_seconds
-from autopar.cost.simulator.engine import Run, overlapped
-from autopar.cost.simulator.graph_events import (
-    Listed,
-    Phase,
-    bytes_of,
-    call_seconds,
-    carries_on,
-    collective_cost,
-    collective_of,
-    flops,
-    graph_events,
-    off_path,
-    op_seconds,
-)
+from autopar.cost.compute import matmul_seconds
+from autopar.cost.simulator.engine import Run, simulate_overlap
+from autopar.cost.simulator.graph_events import Listed, Phase, bytes_of, call_seconds, carries_on, collective_cost, collective_of, flops, graph_events, off_path, op_seconds
 from autopar.ir.graph import copied, made, ordered
-from autopar.passes.overlap.chunk_units import (
-    PRODUCTS,
-    SHAPED,
-    Cut,
-    Unit,
-    operand,
-    shape_of,
-    units,
-    value_of,
-)
+from autopar.passes.overlap.chunk_units import MATMULS, SHAPED, Cut, Unit, operand, shape_of, units, value_of
 from autopar.world import World
 
 aten = torch.ops.aten
 
 
-def cut(graph: fx.Graph, units: Sequence[Unit]) -> fx.Graph:
+def chunk_units_of(graph: fx.Graph, units: Sequence[Unit]) -> fx.Graph:
     """A copy of the graph with these units of it in pieces."""
     found = copied(graph)
     twins = dict(zip(graph.nodes, found.nodes, strict=True))
@@ -226,7 +205,7 @@ def chunk(
     if not able:
         return graph
     able += [unit for count in PIECES[1:] for unit in units(graph, count, whole)]
-    run = overlapped(listed.events)
+    run = simulate_overlap(listed.events)
     least = (run.seconds + _meetings(graph, world)) * (1 - WORTH)
     best, seen = graph, set[frozenset[tuple[fx.Node, int]]]()
     for most in reversed(PIECES):
@@ -238,7 +217,7 @@ def chunk(
         seen.add(names)
         found = _cut(graph, [choice.unit for choice in chosen])
         events = graph_events(found, world, stored, phase).events
-        taken = overlapped(events).seconds + _meetings(found, world)
+        taken = simulate_overlap(events).seconds + _meetings(found, world)
         if taken < least:
             best, least = found, taken
     return best
@@ -269,7 +248,7 @@ def check(found: fx.Graph, before: fx.Graph, units: Sequence[Unit]) -> None:
 def _cut(graph: fx.Graph, chosen: Sequence[Unit]) -> fx.Graph:
     if not chosen:
         return graph
-    found = cut(graph, chosen)
+    found = chunk_units_of(graph, chosen)
     check(found, graph, chosen)
     return found
 
@@ -312,7 +291,7 @@ def _alone(unit: Unit, world: World) -> _Alone:
     pieces, nodes = unit.pieces, list(unit.cuts)
     work = [n for n in nodes if not carries_on(n) and collective_of(n) is None]
     for node in nodes:
-        if node.target in PRODUCTS:
+        if node.target in MATMULS:
             side = value_of(node).shape[unit.cuts[node].dim] / pieces
             if side < _LEAST_SIDE or flops(node) / pieces < _LEAST_FLOPS:
                 return _Alone(0.0, 0.0)
@@ -321,7 +300,7 @@ def _alone(unit: Unit, world: World) -> _Alone:
     saved = sum(whole) - sum(part) - (pieces - 1) * max(part) + longer
     out = [n for n in nodes if not unit.cuts.keys() >= n.users.keys()]
     moved = float(sum(2 * bytes_of(node) for node in out))
-    side_by_side = product_seconds(0.0, moved, value_of(nodes[0]).dtype, world.device)
+    side_by_side = matmul_seconds(0.0, moved, value_of(nodes[0]).dtype, world.device)
     meetings = _each(world) * (pieces - 1) * len(unit.collectives)
     return _Alone(saved, longer + side_by_side + meetings)
 

@@ -23,7 +23,7 @@ from autopar.cost.simulator.graph_events import collective_of, group_of, group_p
 
 aten = torch.ops.aten
 
-PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
+MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 SHAPED = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _ALIKE = frozenset(
     {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
@@ -152,7 +152,7 @@ def operand(node: fx.Node, place: int, cut: Cut) -> Cut | None:
     if collective_of(node) == _GATHER:
         ranks = size(group_pattern(group_of(node)))
         return cut if cut.dim else Cut(0, cut.outer // ranks)
-    if node.target in PRODUCTS:
+    if node.target in MATMULS:
         left = 1 if node.target is aten.addmm.default else 0
         last = len(shape_of(node)) - 1
         if place == left:
@@ -188,7 +188,7 @@ def units(graph: fx.Graph, pieces: int, without: Set[fx.Node]) -> list[Unit]:
                 found.append(Unit(cuts, pieces))
                 taken |= cuts.keys()
     for node in nodes:
-        if node.target in PRODUCTS and node not in taken:
+        if node.target in MATMULS and node not in taken:
             cuts = next(filter(None, (_summed(node, c, search) for c in _sides(node, pieces))), {})
             if cuts and not taken & cuts.keys() and _joinable(cuts):
                 found.append(Unit(cuts, pieces))
@@ -228,7 +228,7 @@ def _to_wait(node: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
     if is_wait(node):
         return {node: cut}
     for user in node.users:
-        if user.target in PRODUCTS or collective_of(user) == _GATHER:
+        if user.target in MATMULS or collective_of(user) == _GATHER:
             continue
         onward = through(user, node, cut, search.pieces)
         if onward is None or (user, onward) in search.nowhere:
@@ -248,7 +248,7 @@ def _fed(gather: fx.Node, search: _Search) -> dict[fx.Node, Cut]:
     for dim, length in enumerate(shape_of(given)):
         if length % search.pieces == 0:
             found = _flooded(gather, given, Cut(dim), search)
-            if any(node.target in PRODUCTS for node in found):
+            if any(node.target in MATMULS for node in found):
                 return found
     return {}
 
@@ -266,7 +266,7 @@ def _follow(node: fx.Node, cut: Cut, search: _Search, found: dict[fx.Node, Cut])
     """Puts into `found` the node and its users on the way to products; whether there are any."""
     reached = False
     for user in node.users:
-        if user.target in PRODUCTS:
+        if user.target in MATMULS:
             reached |= _multiplied(user, node, cut, search, found)
             continue
         able = is_wait(user) or user.target in SHAPED | _ALIKE | _MOVING

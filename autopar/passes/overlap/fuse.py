@@ -31,7 +31,7 @@ _COALESCED = {
 }
 
 
-def joinable(node: fx.Node) -> bool:
+def can_fuse(node: fx.Node) -> bool:
     """An all-to-all only where its result is summed at once, as gloo's reduce-scatters are: its
     parts are not contiguous.
     """
@@ -43,7 +43,7 @@ def joinable(node: fx.Node) -> bool:
     )
 
 
-def join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+def fuse(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     """Replace collectives by one; where it stands is mended by `graphs.ordered`."""
     members, written = _as_cut(members), _form(members[0])
     with graph.inserting_after(members[-1]):

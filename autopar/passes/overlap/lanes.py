@@ -10,15 +10,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from autopar.cost.simulator.engine import overlapped
-from autopar.cost.simulator.graph_events import (
-    Listed,
-    Phase,
-    collective_of,
-    graph_events,
-    group_of,
-    lead_to_products,
-)
+from autopar.cost.simulator.engine import simulate_overlap
+from autopar.cost.simulator.graph_events import Listed, Phase, collective_of, graph_events, group_of, lead_to_matmuls
 from autopar.cost.simulator.links import Event
 from autopar.world import World
 
@@ -29,9 +22,9 @@ WORTH = 0.01  # of the simulated seconds: what a second group must gain
 def lanes(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> None:
     """Move collectives in place, the same ones on every rank. See `opened`."""
     listed = graph_events(graph, world, stored, phase)
-    best, least = frozenset[int](), overlapped(listed.events).seconds * (1 - WORTH)
+    best, least = frozenset[int](), simulate_overlap(listed.events).seconds * (1 - WORTH)
     for moved in _choices(listed, phase):
-        seconds = overlapped(_moved(listed, moved)).seconds
+        seconds = simulate_overlap(_moved(listed, moved)).seconds
         if seconds < least:
             best, least = moved, seconds
     for index in best:
@@ -49,7 +42,7 @@ def _choices(listed: Listed, phase: Phase) -> list[frozenset[int]]:
     """What may be moved: sums of gradients, gathers of what is stored, both; only from groups that
     then keep something.
     """
-    leads = lead_to_products(listed)
+    leads = lead_to_matmuls(listed)
     sent = [i for i, e in enumerate(listed.events) if e.lane and not e.lane.endswith(LANE)]
     gathers = {index for index in sent if listed.events[index].ahead}
     sums = {i for i in sent if phase == "backward" and not leads[i]} - gathers

@@ -43,7 +43,7 @@ _ROWS, _ROW_BYTES = 4, 1 << 18  # at most so many, of at least so many bytes, ar
 _PLACING = frozenset({aten.scatter_add, aten.index_copy, aten.index_add, aten.masked_fill})
 
 
-def inplace(graph: fx.Graph) -> int:
+def reinplace(graph: fx.Graph) -> int:
     """Replace what can be; how many were. Neither what comes in nor what goes out is written to."""
     count = 0
     for node in list(graph.nodes):
@@ -219,7 +219,7 @@ def _in_place(target: Any) -> OpOverload | None:
 _RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.t, aten.transpose, aten.permute)
 
 
-def fill(graph: fx.Graph, room: float = math.inf) -> int:
+def fill_buckets(graph: fx.Graph, room: float = math.inf) -> int:
     """Let products fill the buckets that they are copied into, in a graph whose order is final; how
     many do. `room`: the bytes of buckets that may be there before they are full.
     """

@@ -30,16 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import fx
 
-from autopar.cost.simulator.engine import Run, overlapped
-from autopar.cost.simulator.graph_events import (
-    Phase,
-    collective_of,
-    fetchable,
-    graph_events,
-    group_of,
-    is_wait,
-    keeps_place,
-)
+from autopar.cost.simulator.engine import Run, simulate_overlap
+from autopar.cost.simulator.graph_events import Phase, collective_of, fetchable, graph_events, group_of, is_wait, keeps_place
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.liveness import Lives, Staging, StepMemory, live_bytes
 from autopar.ir.graph import reorder
@@ -83,11 +75,11 @@ def _patient(events: Sequence[Event], freedom: Freedom) -> Run:
     asks for them at once.
     """
     ahead = _most_ahead(events, freedom)
-    prompt = overlapped(events, ahead, freedom.window)
+    prompt = simulate_overlap(events, ahead, freedom.window)
     interval = prompt.seconds / (sum(bool(event.lane) for event in events) or math.inf)
     for times in freedom.patience if interval else ():
         patience, defers = times * interval, (prompt.defer,)
-        run = overlapped(events, ahead, freedom.window, defers, patience)
+        run = simulate_overlap(events, ahead, freedom.window, defers, patience)
         if run.seconds <= (1 + _FREE) * prompt.seconds:
             return run
     return prompt

@@ -21,17 +21,7 @@ import torch
 from torch import fx
 
 from autopar.cost.network import size
-from autopar.cost.simulator.graph_events import (
-    Phase,
-    bytes_of,
-    carries_on,
-    collective_of,
-    graph_events,
-    group_of,
-    group_pattern,
-    is_wait,
-    off_path,
-)
+from autopar.cost.simulator.graph_events import Phase, bytes_of, carries_on, collective_of, graph_events, group_of, group_pattern, is_wait, off_path
 from autopar.cost.simulator.step_events import ROOTED
 from autopar.ir.graph import computed, copied, ordered
 from autopar.passes.overlap import fuse
@@ -42,7 +32,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _HELD = 2  # panels of one operand, where they follow one another
 
 
-def forms(
+def panel_choices(
     graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
 ) -> Iterator[fx.Graph]:
     """Copies of the graph in which each panel is sent once: all of them apart; those together that

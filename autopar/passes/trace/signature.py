@@ -41,7 +41,7 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         _named(signature, args, kwargs, type(model).__name__)
 
 
-def as_planned(
+def as_planned_call(
     signature: inspect.Signature | None,
     spec: pytree.TreeSpec,
     args: tuple[Any, ...],

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cost.activations import Price
-from autopar.cost.algorithms import flat_ways, in_step, ways
-from autopar.cost.compute import spec_seconds
+from autopar.cost.algorithms import algorithms, flat_algorithms, in_step
+from autopar.cost.compute import rule_seconds
 from autopar.cost.network import pattern
 from autopar.ir.graph import carries_gradient
 from autopar.ir.layout import Digit
@@ -35,7 +35,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Annotations
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Slot
-from autopar.ops.sharded.inner_collectives import HAVE_INSIDE, inside
+from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES, inner_collectives
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame
 from autopar.world import World
 
@@ -84,7 +84,7 @@ class Meshes:
         """
         key = (kind, axes, flat)
         if key not in self._lines:
-            find = flat_ways if flat else ways
+            find = flat_algorithms if flat else algorithms
             several = []
             for mesh in self.meshes:
                 digits = pattern(mesh, tuple(mesh.axes[a].name for a in axes))
@@ -229,10 +229,10 @@ class NodeCosts:
             states = [f.results[index] for f in found]
             elements = elements + local(self.meshes, shape_of(value), states)
         flops = spec.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in found])
-        total = spec_seconds(
+        total = rule_seconds(
             spec, flops, elements * dtype.itemsize, dtype, gradient, self.meshes.world.device
         )
-        if node.target in HAVE_INSIDE:
+        if node.target in HAVE_INNER_COLLECTIVES:
             total = total + self._inside(node, found, gradient)
         if self.price is not None:
             total = total + self.price.seconds_per_byte * self._kept(node, found, self.price)
@@ -268,7 +268,7 @@ class NodeCosts:
         table = np.zeros((len(self.meshes),) + (len(dims),) * count)
         for places in itertools.product(range(len(dims)), repeat=count):
             stub = _cut(shape_of(value_of(source)), [dims[i] for i in places], self.meshes.sizes)
-            for one in inside(node.target, [stub]):
+            for one in inner_collectives(node.target, [stub]):
                 if gradient or not one.backward:
                     whole = np.asarray(one.traffic.elements * one.element_bytes, dtype=np.float64)
                     axes = tuple(int(a) for a in one.axes)

@@ -21,9 +21,16 @@ from torch import fx
 from autopar.ir.graph import alike, carries_gradient, module_path, numbered_block, producer
 from autopar.ir.layout import Element
 from autopar.ir.program import Annotations, Atom, Program, Value
-from autopar.ir.sharding_rule import Dims, Spec, operands_of, results_of, shape_of, value_of
-from autopar.ir.strategy import Choice, Slot, Through, free_choices, spec_look
-from autopar.ops.sharded.inner_collectives import HAVE_INSIDE
+from autopar.ir.sharding_rule import (
+    Dims,
+    OpShardingRule,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
+)
+from autopar.ir.strategy import Choice, PartialPassThrough, Slot, free_choices, rule_look
+from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES
 from autopar.planner.regions import Known, Region, Regions
 
 WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots count on
@@ -204,10 +211,10 @@ class _Builder:
         return self.known.options(key, make)
 
     def _option(
-        self, spec: Spec, factors: dict[str, tuple[Atom, ...]], choice: Choice
+        self, spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]], choice: Choice
     ) -> AxisOption:
         def state(dims: Dims, index: int | None) -> int:
-            if isinstance(choice, Through):
+            if isinstance(choice, PartialPassThrough):
                 return PARTIAL if index is None or index in choice.operands else REPLICATED
             if not isinstance(choice, Slot):
                 return {"I": WHOLE, "R": REPLICATED, "P": PARTIAL}[choice.kind]
@@ -321,8 +328,8 @@ def node_look(notes: Annotations, node: fx.Node) -> Hashable:
     """All of a node that its options and their cost depend on, but for the constraint."""
     shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
     results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-    target = node.target if node.target in HAVE_INSIDE else None
-    rule = spec_look(notes.specs[node.name], notes.factors[node.name])
+    target = node.target if node.target in HAVE_INNER_COLLECTIVES else None
+    rule = rule_look(notes.specs[node.name], notes.factors[node.name])
     return target, rule, shapes, results[0].dtype
 
 
@@ -332,7 +339,7 @@ Block = tuple[str, int]
 Twins = Mapping[int, Variable]  # by id of a variable of the whole frame, one of the shorter frame
 
 
-def shortened(frame: Frame) -> tuple[Frame, Twins]:
+def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
     """The frame without the middle of each run of equal blocks. A frame without such runs is given
     back as it is.
     """

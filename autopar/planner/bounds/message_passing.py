@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from autopar.planner.bounds.arrays import BIG, HALF, Floats, Rated, least, only, spread
 from autopar.planner.bounds.factor_graph import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
 from autopar.planner.bounds.option_costs import OptionCosts
-from autopar.planner.bounds.reshard_costs import Moves
+from autopar.planner.bounds.reshard_costs import ReshardBounds
 
 _ALIKE = 1e-3  # of the bound: what all replaced messages together may take from it
 _REMEMBERED = 40  # messages of a kind that a new one is compared with
@@ -53,7 +53,7 @@ class _End:
     mine: tuple[int, ...]
     theirs: tuple[int, ...]
     states: tuple[int, ...]
-    moves: Moves
+    moves: ReshardBounds
     look: int
 
     def across(self, given: Floats) -> Floats:
@@ -67,7 +67,7 @@ class _Look(NamedTuple):
 
     made: tuple[int, ...]
     wanted: tuple[int, ...]
-    moves: Moves
+    moves: ReshardBounds
     number: int
 
 
@@ -89,7 +89,7 @@ class Bound:
         self._place = {id(v): i for i, v in enumerate(frame.variables)}
         self._inward: dict[int, Rated] = {} if start is None else start._inward
         self._rated = {id(v): self._mesh_last(costs.rated(v)) for v in frame.variables}
-        self._moves: dict[Hashable, Moves] = {} if start is None else start._moves
+        self._moves: dict[Hashable, ReshardBounds] = {} if start is None else start._moves
         self._looks: dict[Hashable, _Look] = {} if start is None else start._looks
         self._ends: dict[int, list[_End]] = {id(v): self._ends_of(v) for v in frame.variables}
         self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
@@ -130,10 +130,12 @@ class Bound:
         left = (states[i] for i in self._rated[id(variable)].options)
         return tuple(left if kind.gradient else (REPLICATED if s == WHOLE else s for s in left))
 
-    def _moves_of(self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]) -> Moves:
+    def _moves_of(
+        self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
+    ) -> ReshardBounds:
         key = (kind, frozenset(made), frozenset(wanted))
         if key not in self._moves:
-            self._moves[key] = Moves(kind, frozenset(made), frozenset(wanted), self.meshes)
+            self._moves[key] = ReshardBounds(kind, frozenset(made), frozenset(wanted), self.meshes)
         return self._moves[key]
 
     def _with_leaves(self, variable: Variable) -> Rated:

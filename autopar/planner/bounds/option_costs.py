@@ -11,11 +11,11 @@ from torch import fx
 
 from autopar.cost.activations import Price
 from autopar.cost.compute import optimizer_seconds_of
-from autopar.ir.dim_roles import goes_with_weight, has_weight, letter
+from autopar.ir.dim_roles import goes_with_weight, has_weight, loop_dim_of
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Annotations
-from autopar.ir.sharding_rule import Spec
+from autopar.ir.sharding_rule import OpShardingRule
 from autopar.ir.strategy import Choice, Slot
 from autopar.planner.bounds.arrays import (
     BIG,
@@ -231,7 +231,7 @@ class OptionCosts:
         free = np.array([c.roles(self.path(node.name)) is None for c in self.constraints])
         return free.reshape((-1,) + (1,) * self.meshes.count)
 
-    def _wasteful(self, spec: Spec, factors: Any, unique: list[Slot | None]) -> Any:
+    def _wasteful(self, spec: OpShardingRule, factors: Any, unique: list[Slot | None]) -> Any:
         """Whether an axis is idle on which some factor of the product could still be split."""
         idle = np.array([[slot is None for slot in unique]])
         wasteful: Any = np.False_
@@ -247,7 +247,7 @@ class OptionCosts:
         return wasteful
 
     def _kept_apart(
-        self, node: fx.Node, spec: Spec, unique: list[Slot | None], legal: Bools
+        self, node: fx.Node, spec: OpShardingRule, unique: list[Slot | None], legal: Bools
     ) -> Bools:
         """Without those in which an axis that shall stay apart shares its loop dim; as it is on
         meshes that this would leave nothing.
@@ -261,7 +261,7 @@ class OptionCosts:
         ).reshape(len(self.meshes), self.meshes.count)
         if not apart.any():
             return legal
-        letters = [None if slot is None else letter(spec, slot.factor) for slot in unique]
+        letters = [None if slot is None else loop_dim_of(spec, slot.factor) for slot in unique]
         kept = legal
         for one in {x for x in letters if x}:
             here = np.array([[x == one for x in letters]])

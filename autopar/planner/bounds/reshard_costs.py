@@ -94,7 +94,7 @@ class _Together(NamedTuple):
             _enter(found, self.axis, places, least)
 
 
-class Moves:
+class ReshardBounds:
     """Of one kind of value, from `sources` to `targets`; `states` are these.
     Arrays are float32 [state of axis 0, state of axis 1, …, mesh], in seconds.
     """
