@@ -1,4 +1,7 @@
-"""TODO."""
+"""Models that the command line knows by name: GPT and Llama in published sizes, on the meta device.
+
+Example: `autopar plan llama3-8b` plans `NAMED["llama3-8b"]`. Called by targets.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""TODO."""
+"""What the dims of a model mean: its batch, its sequence and its residual stream, read off inputs
+and parameters, and the loop dims m, n and k of its matrix products.
+
+Example: in `x @ w` of a linear layer, x is (m, k) and w is (k, n); m holds batch and sequence.
+Called by the planner, for what a layout may split, and by cost/symbols.py, for names in formulas.
+"""
 
 from __future__ import annotations
 

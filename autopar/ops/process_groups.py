@@ -1,4 +1,8 @@
-"""TODO."""
+"""The process groups of a mesh: `connect` opens one for every axis, and those that a graph names.
+
+Called by runtime/apply.py on all ranks together. A group is found by its name in the graph
+(`ir.mesh.group_name`), which is the same on every rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The passes: each takes a Program and returns a new one; none imports another."""
+"""Graph rewrites, in the order in which they run. Each takes a `Program` and returns a new one, and
+has a `check` that holds what it promises; none imports another.
+
+trace/ → annotate → chains → (the planner chooses) → rewrite → hierarchy → summa → kernel_choice →
+finalize → recompute. overlap/ has those that run on the forward and the backward that AOTAutograd
+derives.
+"""
 
 from autopar.ir.program import Program
 from autopar.passes import finalize, hierarchy, kernel_choice, rewrite, summa

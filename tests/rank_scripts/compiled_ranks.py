@@ -26,14 +26,14 @@ STEPS = 4
 def planned() -> Callable[[], list[Any]]:
     """From now on, the plans that the backend makes."""
     found: list[Any] = []
-    own = dynamo_backend.shared_plan
+    own = dynamo_backend.plan_on_rank_0
 
     def keep(*given: Any) -> Any:
         found.append(own(*given))
         return found[-1]
 
     mock.patch.object(
-        dynamo_backend, "shared_plan", keep
+        dynamo_backend, "plan_on_rank_0", keep
     ).start()  # for as long as the process runs
     return lambda: found
 

@@ -166,7 +166,7 @@ def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch)
     """A detach that is lost on the way."""
     model, inputs, _ = ODD["a_branch_that_is_detached"]()
 
-    emit = autopar.passes.finalize.emit
+    emit = autopar.passes.finalize.finalize
 
     def only_several(program: Any) -> Any:
         made = emit(program)
@@ -177,7 +177,7 @@ def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch)
             made.module.recompile()
         return made
 
-    monkeypatch.setattr(autopar.passes.finalize, "emit", only_several)
+    monkeypatch.setattr(autopar.passes.finalize, "finalize", only_several)
     assert refused(model, 2, inputs, "ddp").startswith("grad_error is ")
 
 

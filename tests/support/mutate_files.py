@@ -29,7 +29,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar import api
 from autopar.cli import main as cli_main
 from autopar.planner import edit
 from autopar.world import World
@@ -222,14 +221,14 @@ def run(plans: int, worlds: int, seed: int) -> tuple[list[str], dict[str, int]]:
 def traced_once() -> Any:
     """Tracing takes most of the time, and gives the same each time."""
     known: dict[bool, Any] = {}
-    trace = api.traced
+    trace = edit.trace_model
 
     def traced(model: nn.Module, inputs: Any, pipeline: Any = None) -> Any:
         if not known:
             known[True] = trace(model, inputs)
         return replace(known[True])
 
-    return mock.patch.object(api, "traced", traced)
+    return mock.patch.object(edit, "trace_model", traced)
 
 
 def main() -> int:
