@@ -1,4 +1,4 @@
-"""Every private torch API that autopar/_compat.py passes on still does what we need it for."""
+"""Every private torch API that autopar/_compat passes on still does what we need it for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from functorch.compile import make_boxed_func
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from autopar import PlanError, _compat
+from autopar._compat import compiling
 
 TESTED: set[str] = set()
 T = TypeVar("T")
@@ -154,8 +157,9 @@ def test_wait_tensor_waits_for_work_that_we_started(group: dist.ProcessGroup) ->
 def test_private_names_of_torch_are_used_nowhere_else() -> None:
     """Attributes and imports of torch that start with one underscore; operators apart."""
     found = []
-    for path in sorted(Path(_compat.__file__).parent.rglob("*.py")):
-        if path.name != "_compat.py":
+    folder = Path(_compat.__file__).parent
+    for path in sorted(folder.parent.rglob("*.py")):
+        if folder not in path.parents:
             found += [
                 f"{path.name}: {name}" for name in _private_names(ast.parse(path.read_text()))
             ]
@@ -183,7 +187,7 @@ def test_operators_know_their_schema_and_their_tags() -> None:
     assert torch.Tag.nondeterministic_seeded in torch.ops.aten.rand_like.default.tags
 
 
-@covers("BoxedCodeGen", "aot_module_simplified", "default_partition")
+@covers("BoxedCodeGen")
 def test_derived_graphs_show_collectives_and_take_lists() -> None:
     """Forward and backward are cut by a function of ours and run from a list that they clear."""
 
@@ -195,7 +199,7 @@ def test_derived_graphs_show_collectives_and_take_lists() -> None:
     cut: list[torch.fx.GraphModule] = []
 
     def partition(joint: torch.fx.GraphModule, inputs: object, **more: int) -> object:
-        cut.extend(_compat.default_partition(joint, inputs, **more))
+        cut.extend(default_partition(joint, inputs, **more))
         return tuple(cut)
 
     def compiler(gm: torch.fx.GraphModule, example_inputs: object) -> Callable[..., object]:
@@ -204,7 +208,7 @@ def test_derived_graphs_show_collectives_and_take_lists() -> None:
     x = torch.ones(2, requires_grad=True)
     module = torch.fx.symbolic_trace(Sum())
     with pytest.raises(AssertionError, match="that is all"):
-        _compat.aot_module_simplified(module, [x], compiler, compiler, partition)
+        aot_module_simplified(module, [x], compiler, compiler, partition)
     forward, _ = cut
     assert [n.name for n in forward.graph.nodes][:2] == ["primals_1", "mul"]
     assert "_c10d_functional.all_reduce" in forward.code
@@ -270,7 +274,7 @@ def test_both_graphs_are_compiled_at_once_by_any_backend() -> None:
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     value = torch.ones(3, requires_grad=True)
     table = _compat.inductor_decompositions()
-    run = _compat.derive(module, [value], compiler, _compat.default_partition, table)
+    run = _compat.derive(module, [value], compiler, default_partition, table)
     assert len(count) == 2 and not any("silu" in name for names in count for name in names)
     (result,) = run(value)
     result.sum().backward()
@@ -357,7 +361,7 @@ def test_attention_draws_where_it_drops() -> None:
     x = graph.placeholder("x")
     rates = [((x, x, x), {}), ((x, x, x, 0.0), {}), ((x, x, x, 0.1), {})]
     rates += [((x, x, x), {"dropout_p": 0.0}), ((x, x, x), {"dropout_p": 0.1})]
-    found = [_compat._draws(graph.call_function(op, *given)) for given in rates]
+    found = [compiling._draws(graph.call_function(op, *given)) for given in rates]
     assert found == [False, False, True, False, True]
 
 
@@ -417,7 +421,7 @@ def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     def failing(*_: Any) -> Any:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(_compat, "_compiled", failing)
+    monkeypatch.setattr(compiling, "_compiled", failing)
     run = _compat.compiled_for(lambda x: x * 2)
     with pytest.warns(UserWarning, match="op by op, as RuntimeError: no compiler"):
         assert torch.equal(run(torch.ones(2)), torch.full((2,), 2.0))
