@@ -187,6 +187,26 @@ def test_operators_know_their_schema_and_their_tags() -> None:
     assert torch.Tag.nondeterministic_seeded in torch.ops.aten.rand_like.default.tags
 
 
+@covers("constant_result", "not_compiled")
+def test_dynamo_takes_a_result_as_a_constant_and_leaves_a_function_alone() -> None:
+    calls: list[str] = []
+
+    @_compat.constant_result
+    def size() -> int:
+        calls.append("size")
+        return int("3")
+
+    @_compat.not_compiled
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        calls.append("alone" if not torch.compiler.is_dynamo_compiling() else "compiled")
+        return x + 1
+
+    run = torch.compile(lambda x: alone(x * size()), backend="eager")
+    assert run(torch.ones(1)).item() == 4.0 and "size" in calls
+    calls.clear()
+    assert run(torch.ones(1)).item() == 4.0 and calls == ["alone"]
+
+
 @covers("BoxedCodeGen")
 def test_derived_graphs_show_collectives_and_take_lists() -> None:
     """Forward and backward are cut by a function of ours and run from a list that they clear."""

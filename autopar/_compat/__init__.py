@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from autopar._compat.compiling import (
     compile_in_order,
     compiled_for,
+    constant_result,
     derive,
     dynamo_sources,
     inductor_decompositions,
     named_backend,
+    not_compiled,
     partition,
     takes_a_list,
 )
@@ -67,6 +69,7 @@ __all__ = [
     "checkpoints_inlined",
     "compile_in_order",
     "compiled_for",
+    "constant_result",
     "default_store",
     "derive",
     "dynamo_sources",
@@ -81,6 +84,7 @@ __all__ = [
     "masks_as_given",
     "named_backend",
     "next_autograd_step",
+    "not_compiled",
     "partition",
     "placing_of",
     "process_group",

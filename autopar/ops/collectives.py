@@ -290,7 +290,8 @@ def _of_change(node: fx.Node) -> set[str]:
     taken = inspect.signature(node.target).parameters
     if "lane" not in taken or node.kwargs.get("of") == "R":
         return set()  # nothing is sent in either direction
-    axis, mesh, lane = (node.kwargs.get(key, 0) for key in ("axis", "mesh", "lane"))
+    where: Any = tuple(node.kwargs.get(key, 0) for key in ("axis", "mesh", "lane"))
+    axis, mesh, lane = where
     both = node.kwargs.get("to") != "I"
     keys = [key for key in _LEVELS[: 1 + both] if key in taken] or [""]
     ways: list[Any] = [node.kwargs.get(key, ()) for key in keys]

@@ -47,26 +47,26 @@ _compat.safe_gathers()  # before anything is sent
 # Who takes part depends on strings alone: dynamo takes it as a constant, it need not trace parsers.
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant_result
 def size_of(axis: Axes, mesh: str) -> int:
     """The number of ranks that a change over `axis` joins."""
     return _participants(axis if isinstance(axis, str) else tuple(axis), mesh)[0]
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant_result
 def sizes_of(axis: Axes, mesh: str) -> tuple[int, ...]:
     """The number of ranks on each of these axes, in mesh order."""
     parsed = Mesh.parse(mesh)
     return tuple(parsed.sizes[name] for name in parsed.ordered(axis))
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant_result
 def group_of(axis: Axes, mesh: str) -> str:
     """The name of the process group over `axis`."""
     return _participants(axis if isinstance(axis, str) else tuple(axis), mesh)[1]
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant_result
 def route(axis: Axes, mesh: str, inside: Hierarchy = (), lane: int = 0) -> Route:
     """Which groups a collective over `axis` goes through, in one level or in several.
 
@@ -100,7 +100,7 @@ def _participants(axis: str | tuple[str, ...], mesh: str) -> tuple[int, str]:
     return math.prod(parsed.sizes[name] for name in axes), group_name(mesh, axes)
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant_result
 def _reduce_scatter_is_slow(group: str, device_type: str) -> bool:
     """On gloo it clones, sums and slices: the bytes and the time of a whole all-reduce, twice those
     of an all-to-all and a local sum (measured on 2 and 4 ranks, 16 KB to 16 MB).

@@ -27,7 +27,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import fx
 
 from autopar._compat import (
@@ -247,6 +246,8 @@ class Scheduled:
         if self.backend == "inductor":
             return compile_in_order(gm, example_inputs, backward=backward)
         made = named_backend(self.backend) if isinstance(self.backend, str) else self.backend
+        from functorch.compile import make_boxed_func  # imports dynamo, which takes a second
+
         return make_boxed_func(made(gm, list(example_inputs)))
 
     def _partition(

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree
+from autopar._compat import not_compiled, pytree
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -170,7 +170,7 @@ class ParallelModule(nn.Module):
         with without_autocast(cast):
             return self._run(*values)
 
-    @torch.compiler.disable
+    @not_compiled
     def _begun(self, args: Any, kwargs: Any) -> list[Any]:
         """What the graph takes, once it is known that no rank refuses its own inputs, and from time
         to time that all are given the same ones.
@@ -185,7 +185,7 @@ class ParallelModule(nn.Module):
         self._watch.called([x for x in given if not isinstance(x, DTensor)])
         return values
 
-    @torch.compiler.disable  # torch.compile of this module would trace all of it, for minutes
+    @not_compiled  # torch.compile of this module would trace all of it, for minutes
     def _values(self, args: Any, kwargs: Any) -> list[Any]:
         """What the graph takes: the rank's own part of everything."""
         if self.training != self._program.signature.training:
@@ -326,7 +326,7 @@ class ParallelModule(nn.Module):
             )
 
     # -- what it returns ---------------------------------------------------------------------------
-    @torch.compiler.disable
+    @not_compiled
     def _returned(self, results: Any) -> Any:
         remaining = iter(results)
         leaves = []
