@@ -8,6 +8,7 @@ JOBS ?= 2
 DEMO ?=
 PYTEST ?=
 FUZZ ?=
+SHARD ?=
 
 # One thread a rank: four ranks that each take every core only wait for one another.
 export OMP_NUM_THREADS := 1
@@ -35,15 +36,16 @@ $(INSTALLED): pyproject.toml requirements.lock
 demo: $(INSTALLED) ## train a GPT on 4 ranks and hold every loss against one device; leaves out/demo/
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --out out/demo $(DEMO)
 
-lint: $(INSTALLED) ## ruff and mypy
+lint: $(INSTALLED) ## ruff, mypy, and whether files and functions are short
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tests/support/sizes.py
 
 test: lint ## lint, then the tests but for those marked slow
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
 
-test-all: lint ## lint, then every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" $(PYTEST)
+test-all: lint ## lint, then every test; SHARD=1/4 only the first of four parts
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" $(if $(SHARD),--shard $(SHARD)) $(PYTEST)
 
 fuzz: $(INSTALLED) ## fresh random modules for ten minutes, held against one device; FUZZ="--gloo" passes options on
 	$(BIN)/python -m tests.fuzz --seconds 600 --ranks 2-16 --jobs $(JOBS) $(FUZZ)

@@ -29,6 +29,10 @@ settings.register_profile(
 settings.load_profile("autopar")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", help="I/N: the I-th of N parts of the tests, as 1/4")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks heavy cells slow; where all tests are collected, each line of heavy.txt names one."""
     names = [f"{item.path.name}::{item.nodeid.split('::', 1)[1]}" for item in items]
@@ -38,3 +42,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     everything = len({item.path for item in items}) == len(list(HERE.rglob("test_*.py")))
     if everything and (gone := heavy.unmatched(names)):
         raise pytest.UsageError(f"tests/support/heavy.txt names tests that are not there: {gone}")
+    if shard := config.getoption("--shard"):
+        _keep_shard(config, items, shard)
+
+
+def _keep_shard(config: pytest.Config, items: list[pytest.Item], shard: str) -> None:
+    """Deselects what is not in this part. A test function's cells stay together, as they share what
+    they launch; functions are dealt out in the order of their names.
+    """
+    number, count = map(int, shard.split("/"))
+    functions = sorted({_function(item) for item in items})
+    own = {name for place, name in enumerate(functions) if place % count == number - 1}
+    config.hook.pytest_deselected(items=[item for item in items if _function(item) not in own])
+    items[:] = [item for item in items if _function(item) in own]
+
+
+def _function(item: pytest.Item) -> str:
+    return item.nodeid.split("[")[0]

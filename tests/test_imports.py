@@ -29,13 +29,6 @@ def test_imports_point_one_way() -> None:
     assert violations(sources(AUTOPAR)) == []
 
 
-def test_the_top_of_the_tree_shows_passes_and_cost() -> None:
-    for name in ("passes", "cost"):
-        link = ROOT / name
-        assert link.is_symlink() and link.resolve() == AUTOPAR / name
-    assert len([path for path in AUTOPAR.iterdir() if path.name != "__pycache__"]) <= 15
-
-
 def test_a_file_outside_the_order_is_reported() -> None:
     (message,) = violations({"errors": "", "extra.thing": ""})
     assert message.startswith("autopar.extra.thing has no place: put 'extra' in ORDER")

@@ -1,0 +1,123 @@
+"""The house is in order: few rooms, the field's words for them, and a sign at each door."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sizes import too_long
+
+ROOT = Path(__file__).parent.parent
+AUTOPAR = ROOT / "autopar"
+FILES = sorted(AUTOPAR.rglob("*.py"))
+MOST_FILES, MOST_NAMES = 140, 15
+ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
+
+
+def test_there_are_few_rooms() -> None:
+    assert len(FILES) <= MOST_FILES
+    assert len([path for path in AUTOPAR.iterdir() if path.name != "__pycache__"]) <= MOST_NAMES
+
+
+def test_passes_and_cost_are_links_at_the_root() -> None:
+    for name in ("passes", "cost"):
+        link = ROOT / name
+        assert link.is_symlink() and link.resolve() == AUTOPAR / name
+
+
+def test_files_and_functions_are_short() -> None:
+    assert not [f"{path.name}: {fault}" for path in FILES for fault in too_long(path.read_text())]
+
+
+def test_what_is_too_long_is_reported() -> None:
+    body = "\n".join(f"    x = {i}  # counts\n    # does not\n" for i in range(41))
+    (fault,) = too_long(f'def f():\n    """Nor\n    does this."""\n{body}')
+    assert fault == "line 1: f has 41 lines of code"
+    assert list(too_long("\n" * 401)) == [
+        "401 lines, 400 are enough: ask what second thing it does"
+    ]
+
+
+def test_names_of_one_package_differ_by_more_than_an_ending() -> None:
+    for folder in {path.parent for path in FILES}:
+        names = sorted(path.stem for path in folder.glob("*.py"))
+        pairs = [pair for pair in itertools.combinations(names, 2) if alike(*pair)]
+        assert not pairs, f"{folder}: {pairs}"
+
+
+@pytest.mark.parametrize("pair", [("cut", "cuts"), ("cuts", "cutting"), ("fit", "fitted")])
+def test_alike_names(pair: tuple[str, str]) -> None:
+    assert alike(*pair) and not alike("chunk", "chunk_units")
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two names are one word with two endings."""
+    stems = [{name, *(name.removesuffix(e) for e in ENDINGS)} for name in (one, other)]
+    return bool({stem for stem in stems[0] if len(stem) > 2} & stems[1])
+
+
+def test_every_file_says_what_it_is() -> None:
+    for path in FILES:
+        doc = ast.get_docstring(ast.parse(path.read_text()))
+        assert doc and "TODO" not in doc, f"{path} has no docstring"
+
+
+def test_no_docstring_starts_with_of() -> None:
+    assert not [place for place, doc in docstrings() if doc.startswith("Of ")]
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """(file:line, docstring) of every file, class and function."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds) and (doc := ast.get_docstring(node)):
+                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", doc
+
+
+# -- words -----------------------------------------------------------------------------------------
+def retired() -> set[str]:
+    """The words that docs/glossary.md lists as retired."""
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    table = text[text.index("## Retired words") :]
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", table, re.MULTILINE)
+    return {word.strip(" `") for row in rows[1:] for word in row.split(",")}
+
+
+def words(name: str) -> list[str]:
+    """
+    >>> words("SavedActivations"), words("chunk_units")
+    (['saved', 'activations'], ['chunk', 'units'])
+    """
+    parts = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower().split("_")
+    return [part for part in parts if part]
+
+
+def public_names() -> Iterator[tuple[str, str]]:
+    """(file, name) of modules, and of what stands at their top without an underscore before it."""
+    for path in FILES:
+        place = str(path.relative_to(ROOT))
+        yield place, path.stem
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_":
+                yield place, node.name
+
+
+def test_no_module_or_public_name_uses_a_retired_word() -> None:
+    assert len(retired()) > 20
+    uses = [
+        f"{place}: {name}"
+        for place, name in public_names()
+        if set(words(name)) & retired() or name in retired()
+    ]
+    assert not uses
+
+
+def test_words() -> None:
+    assert words("SavedActivations") == ["saved", "activations"]
+    assert words("chunk_units") == ["chunk", "units"]
