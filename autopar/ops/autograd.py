@@ -187,7 +187,7 @@ def _sum(grad: Tensor, route: Route, wide: Wide) -> Tensor:
 
 
 def widen_for_sum(grad: Tensor, wide: Wide) -> Tensor:
-    """Return `grad` in the dtype it is to be summed in: `wide`, or its own dtype where that is
+    """Return `grad` in the dtype that it is summed in: `wide`, or its own dtype if that is
     wider.
     """
     return grad if wide is None else grad.to(torch.promote_types(grad.dtype, wide))

@@ -1,5 +1,4 @@
-"""Custom autograd functions in a traced graph: each call becomes one op, whose backward is the
-user's.
+"""Custom autograd functions in a traced graph: a call becomes one op, with the user's backward.
 
     x + Quantise.apply(x, 4)    ->    quantise = autopar_functions.Quantise_1f0c…(x); x + quantise
 
@@ -47,16 +46,12 @@ _capturing = False  # whether ops are recorded rather than run
 
 
 class Refused(Exception):
-    """A model does what a graph cannot express. Its arguments (reason, place, advice) make a
-    TraceError.
-    """
+    """A refusal, with arguments (reason, place, advice), from which export makes a TraceError."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What identifies a call: its arguments with None in place of each tensor, and its results
-    likewise.
-    """
+    """The identity of a call: its arguments with None for each tensor, and its results likewise."""
 
     function: type[Function]
     spec: pytree.TreeSpec
@@ -67,15 +62,15 @@ class Signature:
     single: bool  # the call returns one value, not a tuple
 
     def key(self) -> tuple[Any, ...]:
-        """Return a key that two calls share exactly if they are the same op."""
+        """Return a key that is equal for two calls only if they are the same op."""
         values = tuple((type(v), v if isinstance(v, _PLAIN) else id(v)) for v in self.fixed)
         constants = tuple((type(v), repr(v)) for v in self.returned)
         tensor_places = self.tensors, self.results, self.single
         return self.function, self.spec, values, constants, *tensor_places
 
     def digest(self) -> str:
-        """Return a short hash that is the same in every process if the arguments are numbers and
-        the like.
+        """Return a hash that is the same in every process if the arguments are numbers and
+        alike.
         """
         values = [v if isinstance(v, _PLAIN) else type(v).__qualname__ for v in self.fixed]
         named = f"{self.function.__module__}.{self.function.__qualname__}"
@@ -95,11 +90,8 @@ def is_custom(target: Any) -> bool:
 
 @contextmanager
 def honoured(model: nn.Module) -> Iterator[None]:
-    """Record calls of custom functions as ops, and inline checkpointed regions, while a model is
-    captured.
-
-    Checkpointing is inlined because the plan decides what is recomputed in the backward. Raises
-    Refused for a call that cannot become an op.
+    """Record custom functions as ops and inline checkpointed regions while a model is captured: the
+    plan decides what is recomputed in the backward. Raises Refused.
     """
     global _capturing
     names = {id(module): name for name, module in model.named_modules()}
@@ -123,9 +115,7 @@ def honoured(model: nn.Module) -> Iterator[None]:
 
 
 def _run_inlined(run: Any, preserve_rng_state: Any, *args: Any) -> Any:
-    """Run a checkpointed function in place. Reentrant checkpointing gives gradients only if one of
-    its own arguments requires one.
-    """
+    """Run a checkpointed function; it carries gradients where one of its own arguments does."""
     carries = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     with torch.set_grad_enabled(carries and torch.is_grad_enabled()):
         return run(*args)
@@ -135,9 +125,7 @@ _RECORDED = ("_functorch", "_higher_order_ops", "_library", "_dynamo", "_prims_c
 
 
 def _is_recorded(function: type[Function]) -> bool:
-    """Whether torch made this function itself, for ops that are recorded as such with their own
-    backward.
-    """
+    """Whether torch itself made the function, for ops that are recorded with their own backward."""
     package, _, rest = function.__module__.partition(".")
     return not _capturing or (package == "torch" and rest.split(".")[0] in _RECORDED)
 
@@ -193,11 +181,7 @@ def is_inner(filename: str) -> bool:
 
 # -- calling as an op ------------------------------------------------------------------------------
 def _call_as_op(function: type[Function], args: tuple[Any, ...], place: Place) -> Any:
-    """Call the op of a custom function in place of the function, and return what the function
-    would.
-
-    The function first runs on fake tensors, which says what it returns and whether it can be an op.
-    """
+    """Call the op of a function and return its results; a run on fake tensors first says which."""
     leaves, spec = pytree.tree_flatten(args)
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     tensors = [leaves[i] for i in places]
@@ -205,22 +189,18 @@ def _call_as_op(function: type[Function], args: tuple[Any, ...], place: Place) -
     with run_as_they_are():
         returned = _try_on_fakes(function, spec, fixed, places, tensors, place)
     single = not isinstance(returned, tuple)
-    returned_values = (returned,) if single else returned
-    results = tuple(i for i, value in enumerate(returned_values) if isinstance(value, torch.Tensor))
-    constants = tuple(None if i in results else value for i, value in enumerate(returned_values))
+    values = (returned,) if single else returned
+    results = tuple(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
+    constants = tuple(None if i in results else value for i, value in enumerate(values))
     if not results:
         raise place.refuse(_reason(function, "returns no tensor"), _ADVICE)
     signature = Signature(function, spec, fixed, places, constants, results, single)
     op_results = _op_of(signature)(*tensors)
     outputs = [op_results] if len(results) == 1 else op_results
-    no_gradient = [
-        not returned_values[i].requires_grad for i in results
-    ]  # marked non-differentiable by ctx
+    no_gradient = [not values[i].requires_grad for i in results]  # as ctx marked them
     pairs = zip(outputs, no_gradient, strict=True)
-    detached_outputs = iter([x.detach() if x.requires_grad and none else x for x, none in pairs])
-    merged = [
-        next(detached_outputs) if i in results else value for i, value in enumerate(constants)
-    ]
+    detached = iter([x.detach() if x.requires_grad and none else x for x, none in pairs])
+    merged = [next(detached) if i in results else value for i, value in enumerate(constants)]
     return merged[0] if single else tuple(merged)
 
 
@@ -240,9 +220,7 @@ def _reason(function: type[Function], why: str) -> str:
 
 @contextmanager
 def run_as_they_are() -> Iterator[None]:
-    """Run custom functions within, in place of recording them; also those that one of them
-    calls.
-    """
+    """Run custom functions within, in place of recording them, nested ones too."""
     global _capturing
     before, _capturing = _capturing, False
     try:
@@ -271,12 +249,9 @@ def _define_op(signature: Signature) -> OpOverload:
     while name in taken_names:  # other arguments, or another class of the same name
         count += 1
         name = f"{base}_{count}"
-    parameters = ", ".join(f"Tensor x{i}" for i in range(len(signature.tensors)))
-    return_types = ", ".join(["Tensor"] * len(signature.results))
-    _library[0].define(
-        f"{name}({parameters}) -> "
-        + (return_types if "," not in return_types else f"({return_types})")
-    )
+    params = ", ".join(f"Tensor x{i}" for i in range(len(signature.tensors)))
+    types = ", ".join(["Tensor"] * len(signature.results))
+    _library[0].define(f"{name}({params}) -> " + (types if "," not in types else f"({types})"))
     op: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def run(*tensors: torch.Tensor) -> Any:
@@ -303,9 +278,8 @@ def _define_op(signature: Signature) -> OpOverload:
 
 
 class _Linked(Function):
-    """While a model is captured, gives the op's result a gradient where the function's would have
-    one, so that a model that reads `requires_grad` or calls `register_hook` behaves as it does when
-    it runs.
+    """Gives the op's result a gradient where the function's would have one, while a model is
+    captured: a model may read `requires_grad` or call `register_hook`.
     """
 
     @staticmethod
@@ -319,9 +293,7 @@ class _Linked(Function):
 
 
 def _apply_function(signature: Signature, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return what the user's function gives for these tensors. With a float64 input, as in verify,
-    floating-point results are float64 too.
-    """
+    """Return what the user's function gives, in float64 where an input is, as under verify."""
     returned = signature.function.apply(
         *_unflatten_arguments(signature.spec, signature.fixed, signature.tensors, tensors)
     )
@@ -343,7 +315,7 @@ def _unflatten_arguments(
     return pytree.tree_unflatten(leaves, spec)
 
 
-# -- trying a call on fake tensors ------------------------------------------------------------------
+# -- trying a call on fake tensors -----------------------------------------------------------------
 def _try_on_fakes(
     function: type[Function],
     spec: pytree.TreeSpec,
@@ -352,9 +324,8 @@ def _try_on_fakes(
     tensors: Sequence[torch.Tensor],
     place: Place,
 ) -> Any:
-    """Run the function forward and backward on fake tensors and return its results.
-
-    Raises Refused where the function does what an op cannot: see `_Watch`.
+    """Run the function forward and backward on fake tensors and return its results. Raises Refused
+    where the function does what an op cannot: see `_Watch`.
     """
     with without_modes(), without_torch_functions(), torch.enable_grad():
         mode = fake_mode()

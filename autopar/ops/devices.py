@@ -125,9 +125,9 @@ def of_rank(tensors: Iterable[torch.Tensor], wanted: torch.device | str | None) 
     if not ranks.sends_from(device):
         backends = ", ".join(f"{kind}:{backend}" for kind, backend in ranks.backends().items())
         raise WorldError(
-            f"device {device} is asked for, but the running process group ({backends}) does not send "
-            f"from {device.type}: give init_process_group a backend for it (nccl for cuda), or name "
-            "another device"
+            f"device {device} is asked for, but the running process group ({backends}) does not "
+            f"send from {device.type}: give init_process_group a backend for it (nccl for cuda), or "
+            "name another device"
         )
     return _numbered(device)
 
@@ -199,8 +199,8 @@ def _refuse_shared(places: Iterable[tuple[str, str]]) -> None:
     for (host, name), members in by_place.items():
         if len(members) > 1 and name:
             raise WorldError(
-                f"{ranks.named(members)} of node {host} all compute on {name}: give each a device of "
-                'its own, with torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the '
+                f"{ranks.named(members)} of node {host} all compute on {name}: give each a device "
+                'of its own, with torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the '
                 "model is made"
             )
 
