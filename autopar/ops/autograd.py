@@ -197,7 +197,9 @@ def widen_for_sum(grad: Tensor, wide: Wide) -> Tensor:
 
 
 def _expose(x: Tensor, dim: int, inner: int, size: int) -> Tensor:
-    """Return x (..., outer·size·inner, ...) with the axis in front: (size, ..., outer, inner, ...)."""
+    """Return x (..., outer·size·inner, ...) with the axis in front, (size, ..., outer, inner,
+    ...).
+    """
     return x.unflatten(dim, (-1, size, inner)).movedim(dim + 1, 0)
 
 

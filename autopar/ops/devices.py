@@ -126,8 +126,8 @@ def of_rank(tensors: Iterable[torch.Tensor], wanted: torch.device | str | None) 
         backends = ", ".join(f"{kind}:{backend}" for kind, backend in ranks.backends().items())
         raise WorldError(
             f"device {device} is asked for, but the running process group ({backends}) does not "
-            f"send from {device.type}: give init_process_group a backend for it (nccl for cuda), or "
-            "name another device"
+            f"send from {device.type}: give init_process_group a backend for it (nccl for cuda), "
+            "or name another device"
         )
     return _numbered(device)
 
