@@ -135,8 +135,8 @@ def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 def expand_like_identity(node: fx.Node) -> OpShardingRule:
     """Return the pointwise rule of an op whose first operand may be partial."""
-    made = pointwise(node)
-    return OpShardingRule(made.operands, made.results, made.sizes, linear=(frozenset({0}),))
+    rule = pointwise(node)
+    return OpShardingRule(rule.operands, rule.results, rule.sizes, linear=(frozenset({0}),))
 
 
 @spec(

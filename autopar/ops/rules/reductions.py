@@ -145,9 +145,14 @@ def softmax(node: fx.Node) -> OpShardingRule:
     """Return the pointwise rule with the dim of the softmax as a factor that the sharded op may
     split.
     """
-    made = pointwise(node)
-    dim = bound(node)["dim"] % len(made.results[0])
-    return OpShardingRule(made.operands, made.results, made.sizes, shared=frozenset({f"d{dim}"}))
+    pointwise_rule = pointwise(node)
+    dim = bound(node)["dim"] % len(pointwise_rule.results[0])
+    return OpShardingRule(
+        pointwise_rule.operands,
+        pointwise_rule.results,
+        pointwise_rule.sizes,
+        shared=frozenset({f"d{dim}"}),
+    )
 
 
 _NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
@@ -161,10 +166,10 @@ def embedding(node: fx.Node) -> OpShardingRule:
     """Return the rule by which rows and tokens may be split, unless gradients are scaled by how
     often a row is looked up, which depends on the unsharded batch.
     """
-    made = _plain_embedding(node)
+    plain_rule = _plain_embedding(node)
     if not bound(node)["scale_grad_by_freq"]:
-        return made
-    return replace(made, whole=frozenset(made.sizes) - {"d"})
+        return plain_rule
+    return replace(plain_rule, whole=frozenset(plain_rule.sizes) - {"d"})
 
 
 _MODE_MAX = 2  # the mode that saves which entries it took
@@ -177,19 +182,19 @@ def embedding_bag(node: fx.Node) -> OpShardingRule:
     The other three results are for the backward alone; where the graph uses one, or in the mode
     "max", nothing is split.
     """
-    made = unsplit(node, found="rule")
+    unsplit_rule = unsplit(node, found="rule")
     weight = operands_of(node)[0]
     taken = {user.args[1] for user in node.users if user.target is operator.getitem}
     if weight is None or bound(node)["mode"] == _MODE_MAX or taken != {0}:
-        return made
-    table, *others = made.operands
-    (bags, _), *rest = made.results
+        return unsplit_rule
+    table, *others = unsplit_rule.operands
+    (bags, _), *rest = unsplit_rule.results
     assert table is not None
     return replace(
-        made,
+        unsplit_rule,
         operands=((table[0], ("d",)), *others),
         results=((bags, ("d",)), *rest),
-        sizes={**made.sizes, "d": operand_shape(weight)[1]},
+        sizes={**unsplit_rule.sizes, "d": operand_shape(weight)[1]},
         shared=frozenset({"d"}),
     )
 

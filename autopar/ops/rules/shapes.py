@@ -1,9 +1,9 @@
 """Op sharding rules of ops that change shapes: views, permutations, tensors made from nothing, and
 ops that cut, join, pad or run along one dim.
 
-Example: chunking a dim of 12 into three makes it "(pieces piece)": "piece" may be split in whole
-and parts alike, "pieces" may not. Importing this file enters the rules in the table; ops/local.py
-uses `slice_extent` and the tuples of ops.
+Example: a chunk of a dim of 12 into three pieces reads the dim as "(pieces piece)", of sizes 3 and
+4: an axis may split "piece", which each result has too, but not "pieces". Importing this file
+enters the rules in the table; ops/local.py uses `slice_extent` and the tuples of ops.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def permutation(node: fx.Node) -> OpShardingRule:
 @spec((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default))
 def expand(node: fx.Node) -> OpShardingRule:
     """Return the rule of an expand: dims of 1 that grow have a factor in the result alone."""
-    made = pointwise(node)
-    absent = (None,) * (len(made.operands) - 1)
+    rule = pointwise(node)
+    absent = (None,) * (len(rule.operands) - 1)
     return OpShardingRule(
-        (made.operands[0], *absent), made.results, made.sizes, linear=(frozenset({0}),)
+        (rule.operands[0], *absent), rule.results, rule.sizes, linear=(frozenset({0}),)
     )
 
 
@@ -115,10 +115,10 @@ def fill_unsharded(node: fx.Node) -> OpShardingRule:
 @spec(NEW_FILLS)
 def new_fill(node: fx.Node) -> OpShardingRule:
     """Return the rule of a tensor of one number whose operand gives the dtype and device only."""
-    made = unsplit(node)
-    sizes = dict(made.sizes)
+    rule = unsplit(node)
+    sizes = dict(rule.sizes)
     result = tuple(named(shape_of(value_of(node)), sizes))
-    return OpShardingRule(made.operands, (result,), sizes, whole=made.whole)
+    return OpShardingRule(rule.operands, (result,), sizes, whole=rule.whole)
 
 
 def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, int], Dims, Dims]:
@@ -311,6 +311,6 @@ def along(node: fx.Node) -> OpShardingRule:
 @spec(aten.flip.default)
 def flip(node: fx.Node) -> OpShardingRule:
     """Return the rule of a flip: flipped dims stay unsharded."""
-    made = expand_like_identity(node)
-    dims = len(made.results[0])
-    return dataclasses.replace(made, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))
+    rule = expand_like_identity(node)
+    dims = len(rule.results[0])
+    return dataclasses.replace(rule, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))
