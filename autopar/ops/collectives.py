@@ -86,8 +86,8 @@ def all_gather(
     assert coordinate is not None, (
         "all_gather to I takes its own slice in the backward: pass `coordinate`"
     )
-    own = _joint_coordinate(coordinate, axis, mesh)
-    return autograd.AllGatherToInvariant.apply(x, own, dim, inner, forward_route)
+    own_coordinate = _joint_coordinate(coordinate, axis, mesh)
+    return autograd.AllGatherToInvariant.apply(x, own_coordinate, dim, inner, forward_route)
 
 
 def reduce_scatter(
@@ -175,11 +175,11 @@ def take_slice(
     """
     size, dim = comm.size_of(axis, mesh), dim % x.dim()
     inner = x.shape[dim] // size if inner is None else inner
-    own = _joint_coordinate(coordinate, axis, mesh)
+    own_coordinate = _joint_coordinate(coordinate, axis, mesh)
     if of == "I":
         backward_route = comm.route(axis, mesh, backward_inside, lane)
-        return autograd.SliceOfInvariant.apply(x, own, dim, inner, size, backward_route)
-    return autograd.SliceOfReplicated.apply(x, own, dim, inner, size)
+        return autograd.SliceOfInvariant.apply(x, own_coordinate, dim, inner, size, backward_route)
+    return autograd.SliceOfReplicated.apply(x, own_coordinate, dim, inner, size)
 
 
 def place(
@@ -190,8 +190,8 @@ def place(
     """
     dim = dim % x.dim()
     inner = x.shape[dim] if inner is None else inner
-    own = _joint_coordinate(coordinate, axis, mesh)
-    return autograd.Place.apply(x, own, dim, inner, comm.size_of(axis, mesh))
+    own_coordinate = _joint_coordinate(coordinate, axis, mesh)
+    return autograd.Place.apply(x, own_coordinate, dim, inner, comm.size_of(axis, mesh))
 
 
 def all_to_all(
@@ -230,10 +230,10 @@ def _joint_coordinate(coordinate: Coordinate, axis: Axes, mesh: str) -> Tensor:
     """
     if isinstance(coordinate, Tensor):
         return coordinate
-    own, *others = coordinate
-    for place, size in zip(others, comm.sizes_of(axis, mesh)[1:], strict=True):
-        own = own * size + place
-    return own
+    joint, *others = coordinate
+    for next_coordinate, size in zip(others, comm.sizes_of(axis, mesh)[1:], strict=True):
+        joint = joint * size + next_coordinate
+    return joint
 
 
 HierarchySizes = tuple[int, ...]
@@ -367,15 +367,15 @@ def _call_with_coordinate(step: Step, coordinate: Callable[[str], fx.Node]) -> _
     """Return the call for a step that depends on the rank's own coordinate."""
     axis = step.axes[-1]
     before, after = step.before.state(axis), step.after.state(axis)
-    own = _unwrap_single(tuple(coordinate(name) for name in step.axes))
+    own_coordinate = _unwrap_single(tuple(coordinate(name) for name in step.axes))
     match step.kind:
         case "I->S" | "R->S":
             digit = {"dim": after.dim, "inner": step.after.inner(axis)}
-            return take_slice, (own,), {**digit, "of": before.kind}
+            return take_slice, (own_coordinate,), {**digit, "of": before.kind}
         case "S->I":
             digit = {"dim": before.dim, "inner": step.before.inner(axis)}
-            return all_gather, (), {**digit, "coordinate": own, "to": "I"}
+            return all_gather, (), {**digit, "coordinate": own_coordinate, "to": "I"}
         case "S->P":
             digit = {"dim": before.dim, "inner": step.before.inner(axis)}
-            return place, (own,), digit
+            return place, (own_coordinate,), digit
     raise AssertionError(step.kind)

@@ -126,8 +126,8 @@ _RECORDED = ("_functorch", "_higher_order_ops", "_library", "_dynamo", "_prims_c
 
 def _is_recorded(function: type[Function]) -> bool:
     """Whether torch itself made the function, for ops that are recorded with their own backward."""
-    package, _, rest = function.__module__.partition(".")
-    return not _capturing or (package == "torch" and rest.split(".")[0] in _RECORDED)
+    package, _, submodule = function.__module__.partition(".")
+    return not _capturing or (package == "torch" and submodule.split(".")[0] in _RECORDED)
 
 
 class Captured:
@@ -300,8 +300,8 @@ def _apply_function(signature: Signature, tensors: Sequence[torch.Tensor]) -> An
     values = (returned,) if signature.single else returned
     in_float64 = any(tensor.dtype == torch.float64 for tensor in tensors)
     results = []
-    for place in signature.results:
-        value = values[place]
+    for index in signature.results:
+        value = values[index]
         results.append(value.double() if in_float64 and value.is_floating_point() else value)
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -310,8 +310,8 @@ def _unflatten_arguments(
     spec: pytree.TreeSpec, fixed: Sequence[Any], places: Sequence[int], tensors: Sequence[Any]
 ) -> Any:
     leaves = list(fixed)
-    for place, tensor in zip(places, tensors, strict=True):
-        leaves[place] = tensor
+    for index, tensor in zip(places, tensors, strict=True):
+        leaves[index] = tensor
     return pytree.tree_unflatten(leaves, spec)
 
 
@@ -358,12 +358,12 @@ def _backward(
         for value in (returned if isinstance(returned, tuple) else (returned,))
         if isinstance(value, torch.Tensor) and value.requires_grad
     ]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not results or not wanted:
+    differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+    if not results or not differentiable:
         return
     try:
         gradients = [torch.ones_like(result) for result in results]
-        torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+        torch.autograd.grad(results, differentiable, gradients, allow_unused=True)
     except Refused:
         raise
     except Exception as error:

@@ -140,14 +140,17 @@ def _numbered(device: torch.device) -> torch.device:
     if accelerator is None or device.type != accelerator.type:
         return device
     count = torch.accelerator.device_count()
-    own = os.environ.get("LOCAL_RANK", "")
+    local_rank = os.environ.get("LOCAL_RANK", "")
     index = device.index
     if index is None:
-        index = int(own) if own.isdigit() else torch.accelerator.current_device_index()
+        index = (
+            int(local_rank) if local_rank.isdigit() else torch.accelerator.current_device_index()
+        )
     if index >= count:
         raise WorldError(
             f"rank {ranks.rank()} is to compute on {device.type}:{index}, but this node has "
-            f"{count} (LOCAL_RANK is {own or 'not set'}): start at most {count} ranks on each node"
+            f"{count} (LOCAL_RANK is {local_rank or 'not set'}): start at most "
+            f"{count} ranks on each node"
         )
     return torch.device(device.type, index)
 
@@ -194,8 +197,8 @@ def agree_on_device(
 def _refuse_shared(places: Iterable[tuple[str, str]]) -> None:
     """Raise WorldError where two ranks of one node compute on the same accelerator."""
     by_place: dict[tuple[str, str], list[int]] = {}
-    for number, place in enumerate(places):
-        by_place.setdefault(place, []).append(number)
+    for number, host_and_name in enumerate(places):
+        by_place.setdefault(host_and_name, []).append(number)
     for (host, name), members in by_place.items():
         if len(members) > 1 and name:
             raise WorldError(

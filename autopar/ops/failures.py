@@ -91,9 +91,9 @@ def _blame(beating: Pulse, error: RuntimeError) -> str:
     beating.say()
     silent_ranks = beating.silent()
     signs = beating.signs()
-    own = signs[beating.rank]
-    if own is not None:
-        signs[beating.rank] = own._replace(where=previous)
+    own_sign = signs[beating.rank]
+    if own_sign is not None:
+        signs[beating.rank] = own_sign._replace(where=previous)
     where = positions(signs)
     if silent_ranks:
         return f"{missing(silent_ranks)}. The last that was heard: {where}"

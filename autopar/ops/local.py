@@ -78,8 +78,8 @@ class Call:
         """Return the coordinates on the axes that split a dim, and its digits, in the same
         order.
         """
-        found = list(layout.digits(dim % len(layout.shape)))
-        return [self.coordinate(digit.axis) for digit in found], found
+        dim_digits = list(layout.digits(dim % len(layout.shape)))
+        return [self.coordinate(digit.axis) for digit in dim_digits], dim_digits
 
 
 def _operand_or(value: Any, operand: fx.Node | None) -> Any:
@@ -380,7 +380,7 @@ def _attention(call: Call) -> fx.Node:
     assert key is not None
     coordinates, digits = _all_digits(call, layout, len(layout.shape) - 1)
     axes = tuple(sorted({axis for dim in digits for axis, *_ in dim}))
-    own = (None, 0) if digits[-1] else call.own_seed(axes)
+    own_seed_and_draw = (None, 0) if digits[-1] else call.own_seed(axes)
     return call.emit(
         sharded.attention,
         values["query"],
@@ -394,5 +394,5 @@ def _attention(call: Call) -> fx.Node:
         coordinates,
         [*digits, []],
         [*layout.shape[:-1], shape_of(value_of(key))[-2]],
-        *own,
+        *own_seed_and_draw,
     )

@@ -136,13 +136,13 @@ def convolution(node: fx.Node) -> OpShardingRule:
     flops = 2.0 * math.prod((*shape[: -len(kernel) - 1], outputs, channels, *kernel, *pixels))
     before = named(shape[-len(kernel) :], sizes, "h")
     window, after = named(tuple(kernel), sizes, "i"), named(pixels, sizes, "y")
-    whole = frozenset(name for (name,) in (*before, *window, *after))
+    unsharded = frozenset(name for (name,) in (*before, *window, *after))
     return OpShardingRule(
         ((*batch, ("g", "c"), *before), (("g", "o"), ("c",), *window), (("g", "o"),)),
         ((*batch, ("g", "o"), *after),),
         sizes,
         sum=frozenset({"c"}),
-        whole=whole,
+        whole=unsharded,
         added=frozenset({2}),
         linear=(frozenset({0, 2}), frozenset({1, 2})),
         flops=flops,
@@ -182,7 +182,7 @@ def attention(node: fx.Node) -> OpShardingRule:
         None if mask is None else broadcast(operand_shape(mask), [*leading, *heads, ("q",), ("k",)])
     )
     causal = bool(bound(node)["is_causal"])
-    whole = {"e", "k", "v"} | ({"q"} if causal else set())
+    unsharded = {"e", "k", "v"} | ({"q"} if causal else set())
     attends = Attends(k[-2], (q[-1] + v[-1]) / 2, causal)
     return OpShardingRule(
         (
@@ -193,7 +193,7 @@ def attention(node: fx.Node) -> OpShardingRule:
         ),
         ((*leading, *heads, ("q",), ("v",)),),
         sizes,
-        whole=frozenset(whole),
+        whole=frozenset(unsharded),
         linear=(frozenset({2}),),
         product=(frozenset(sizes) - {"e", "k", "v"}, frozenset(), frozenset()),
         flops=attends.flops(math.prod(out[:-1])),

@@ -112,8 +112,8 @@ def unrepeatable(node: fx.Node) -> bool:
     values = [value_of(n) for n in operands_of(node) if n is not None]
     if any(not isinstance(v, Tensor) or v.numel() > _PROBED_ELEMENTS for v in values):
         return False
-    several = isinstance(value_of(node), list | tuple)
-    used = {user.args[1] for user in node.users} if several else {0}
+    is_tuple = isinstance(value_of(node), list | tuple)
+    used = {user.args[1] for user in node.users} if is_tuple else {0}
     return any(index in used for index in differing_results(_function_of(node), values))
 
 
@@ -163,15 +163,17 @@ def _rule_by_smaller_trial(
 
     def call(tensors: Sequence[Tensor]) -> list[Tensor]:
         assert callable(node.target)
-        made = node.target(*tensors)
-        return [made] if isinstance(made, Tensor) else list(made)
+        results = node.target(*tensors)
+        return [results] if isinstance(results, Tensor) else list(results)
 
     rule = rule_by_trial(call, small_values)
     if rule is None:
         return None
     dims = [*rule.operands, *rule.results]
-    made = [_shape_of(rule.sizes, of) for of in dims if of is not None]
-    if made != [_shrink(small, shape) for shape in shapes]:
+    tried_shapes = [
+        _shape_of(rule.sizes, tensor_dims) for tensor_dims in dims if tensor_dims is not None
+    ]
+    if tried_shapes != [_shrink(small, shape) for shape in shapes]:
         return None
     large = {small_size: size for size, small_size in small.items()}
     return replace(rule, sizes={name: large.get(n, n) for name, n in rule.sizes.items()})

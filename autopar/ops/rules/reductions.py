@@ -89,11 +89,11 @@ def norm(node: fx.Node) -> OpShardingRule:
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
-    own = tuple(dims[len(dims) - len(bound(node)["normalized_shape"]) :])
-    factors = frozenset(name for (name,) in own)
-    one_dim, no_factors = len(own) == 1, frozenset[str]()
+    normalised = tuple(dims[len(dims) - len(bound(node)["normalized_shape"]) :])
+    factors = frozenset(name for (name,) in normalised)
+    one_dim, no_factors = len(normalised) == 1, frozenset[str]()
     return OpShardingRule(
-        (tuple(dims), *(None if n is None else own for n in affine)),
+        (tuple(dims), *(None if n is None else normalised for n in affine)),
         (tuple(dims),),
         sizes,
         shared=factors if one_dim else no_factors,
@@ -112,7 +112,7 @@ def batch_norm(node: fx.Node) -> OpShardingRule:
     """Return the rule "b c ..., then c each -> b c ..., then c each": in training the statistics
     run over all dims but the channels, so these dims are unsharded.
     """
-    source, *rest = operands_of(node)
+    source, *affine = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
@@ -125,7 +125,7 @@ def batch_norm(node: fx.Node) -> OpShardingRule:
         sizes["none"] = 0
         results[1:] = [(("none",),)] * 2
     return OpShardingRule(
-        (tuple(dims), *(None if n is None else channels for n in rest)),
+        (tuple(dims), *(None if n is None else channels for n in affine)),
         tuple(results),
         sizes,
         shared=frozenset() if training else others | {"d1"},
@@ -184,16 +184,16 @@ def embedding_bag(node: fx.Node) -> OpShardingRule:
     """
     unsplit_rule = unsplit(node, found="rule")
     weight = operands_of(node)[0]
-    taken = {user.args[1] for user in node.users if user.target is operator.getitem}
-    if weight is None or bound(node)["mode"] == _MODE_MAX or taken != {0}:
+    used_results = {user.args[1] for user in node.users if user.target is operator.getitem}
+    if weight is None or bound(node)["mode"] == _MODE_MAX or used_results != {0}:
         return unsplit_rule
     table, *others = unsplit_rule.operands
-    (bags, _), *rest = unsplit_rule.results
+    (bags, _), *other_results = unsplit_rule.results
     assert table is not None
     return replace(
         unsplit_rule,
         operands=((table[0], ("d",)), *others),
-        results=((bags, ("d",)), *rest),
+        results=((bags, ("d",)), *other_results),
         sizes={**unsplit_rule.sizes, "d": operand_shape(weight)[1]},
         shared=frozenset({"d"}),
     )

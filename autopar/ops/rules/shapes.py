@@ -46,9 +46,11 @@ def view(node: fx.Node) -> OpShardingRule:
     assert source is not None
     if 0 in operand_shape(source):
         return unsplit(node, found="rule")
-    sizes, left, right, whole = view_factors(operand_shape(source), shape_of(value_of(node)))
+    sizes, left, right, unsharded = view_factors(operand_shape(source), shape_of(value_of(node)))
     absent = (None,) * (len(operands_of(node)) - 1)
-    return OpShardingRule((left, *absent), (right,), sizes, whole=whole, linear=(frozenset({0}),))
+    return OpShardingRule(
+        (left, *absent), (right,), sizes, whole=unsharded, linear=(frozenset({0}),)
+    )
 
 
 @spec((aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default))
@@ -149,10 +151,12 @@ def unsharded_dim(node: fx.Node, dim: int, linear: bool = True) -> OpShardingRul
     for i, value in enumerate(results_of(node)):
         sizes[f"r{i}"] = shape_of(value)[dim]
         results.append(tuple((f"r{i}",) if j == dim else d for j, d in enumerate(dims)))
-    whole = frozenset({f"d{dim}", *(f"r{i}" for i in range(len(results)))})
+    unsharded = frozenset({f"d{dim}", *(f"r{i}" for i in range(len(results)))})
     absent = (None,) * (len(operands_of(node)) - 1)
     groups = (frozenset({0}),) if linear else ()
-    return OpShardingRule((tuple(dims), *absent), tuple(results), sizes, whole=whole, linear=groups)
+    return OpShardingRule(
+        (tuple(dims), *absent), tuple(results), sizes, whole=unsharded, linear=groups
+    )
 
 
 @spec((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default))
@@ -225,8 +229,10 @@ def cat(node: fx.Node) -> OpShardingRule:
     for i, tensor in enumerate(tensors):
         sizes[f"p{i}"] = operand_shape(tensor)[dim]
         operands.append(tuple((f"p{i}",) if j == dim else d for j, d in enumerate(dims)))
-    whole = frozenset({f"d{dim}", *(f"p{i}" for i in range(len(tensors)))})
-    return OpShardingRule(tuple(operands), (tuple(dims),), sizes, whole=whole, linear=all_operands)
+    unsharded = frozenset({f"d{dim}", *(f"p{i}" for i in range(len(tensors)))})
+    return OpShardingRule(
+        tuple(operands), (tuple(dims),), sizes, whole=unsharded, linear=all_operands
+    )
 
 
 @spec(aten.stack.default)
@@ -284,15 +290,15 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
-    results, whole = list(dims), set()
+    results, unsharded = list(dims), set()
     for i, size in enumerate(shape_of(value_of(node))):
         if any(amounts[2 * (len(dims) - 1 - i) : 2 * (len(dims) - i)]):
             sizes[f"r{i}"] = size
             results[i] = (f"r{i}",)
-            whole |= {f"d{i}", f"r{i}"}
+            unsharded |= {f"d{i}", f"r{i}"}
     groups = (frozenset({0}),) if linear else ()
     return OpShardingRule(
-        (tuple(dims),), (tuple(results),), sizes, whole=frozenset(whole), linear=groups
+        (tuple(dims),), (tuple(results),), sizes, whole=frozenset(unsharded), linear=groups
     )
 
 

@@ -249,7 +249,7 @@ def _is_linear(op: _Op, trial: Trial) -> bool:
     """
     part = [c.flip(0) * 0.5 if c.dim() else c * 0.5 for c in trial.cotangents]
     remainder = [c - p for c, p in zip(trial.cotangents, part, strict=True)]
-    sides = [op.run(trial.operands, given).gradients for given in (part, remainder)]
+    sides = [op.run(trial.operands, cotangents).gradients for cotangents in (part, remainder)]
     added = [a + b for a, b in zip(*sides, strict=True) if a is not None and b is not None]
     return _all_near(added, [g for g in trial.whole.gradients if g is not None])
 
@@ -262,13 +262,13 @@ def _factors(
     used: set[tuple[str, int, int]] = set()
     for size in sorted({s for shape in shapes for s in shape if s > 1}):
         for cuts in _combinations(shapes, size):
-            own = {("operand", i, d) for i, d in enumerate(cuts) if d is not None}
-            result_cuts = None if own & used else _commutes(op, mode, trials, cuts, size)
+            dims = {("operand", i, d) for i, d in enumerate(cuts) if d is not None}
+            result_cuts = None if dims & used else _commutes(op, mode, trials, cuts, size)
             if result_cuts is None:
                 continue
-            own |= {("result", i, d) for i, d in enumerate(result_cuts) if d is not None}
-            if not own & used:
-                used |= own
+            dims |= {("result", i, d) for i, d in enumerate(result_cuts) if d is not None}
+            if not dims & used:
+                used |= dims
                 yield cuts, result_cuts
 
 
@@ -386,5 +386,5 @@ def _rule_of_factors(
 
     operands = tuple(dims("w", i, shape, 0) for i, shape in enumerate(shapes))
     outputs = tuple(dims("v", i, shape, 1) for i, shape in enumerate(results))
-    whole = frozenset(name for name in sizes if not name.startswith("d"))
-    return OpShardingRule(operands, outputs, sizes, whole=whole, found="probe")
+    unsharded = frozenset(name for name in sizes if not name.startswith("d"))
+    return OpShardingRule(operands, outputs, sizes, whole=unsharded, found="probe")

@@ -111,7 +111,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _drop_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     seed, *coordinates = ctx.saved_tensors
     p, facts = ctx.facts
-    lists = [None if given else list(given) for given in facts]  # torch takes [] for no tensors
+    lists = [None if fact else list(fact) for fact in facts]  # torch takes [] for no tensors
     x_gradient = _drop(gradient, p, seed, coordinates, *facts)
     return x_gradient, None, None, [None] * len(coordinates), *lists
 
@@ -135,8 +135,8 @@ def _whole(x: Tensor, seed: Tensor, *coordinates: Tensor, how: _DropoutArguments
     index = torch.zeros((), dtype=torch.int64, device=x.device)
     for dim, table in enumerate(tables):
         index = index + table.view(-1, *[1] * (x.dim() - dim - 1))
-    kept = _hash(index.expand(x.shape), _keys(seed)) >= round(how.p * 2**32)
-    return torch.where(kept, x / (1 - how.p), 0).contiguous()
+    keep_mask = _hash(index.expand(x.shape), _keys(seed)) >= round(how.p * 2**32)
+    return torch.where(keep_mask, x / (1 - how.p), 0).contiguous()
 
 
 def _formula(

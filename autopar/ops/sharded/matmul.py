@@ -204,7 +204,7 @@ def _summa_gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool
     comes once.
     """
     blocks = [(lane.block, lane.incoming) for lane in lanes]
-    own: list[Tensor] = []
+    own_blocks: list[Tensor] = []
     leaving: list[Tensor] = []
     next_panels = _issue_panels(blocks, 0, size)
     for t in range(size):
@@ -219,9 +219,9 @@ def _summa_gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool
             )
             for lane, panel in zip(lanes, panels, strict=True)
         ]
-        own = _keep_own_blocks(lanes, own, leaving, t - 1) if t else own
+        own_blocks = _keep_own_blocks(lanes, own_blocks, leaving, t - 1) if t else own_blocks
         leaving = parts
-    return _keep_own_blocks(lanes, own, leaving, size - 1)
+    return _keep_own_blocks(lanes, own_blocks, leaving, size - 1)
 
 
 def _keep_own_blocks(

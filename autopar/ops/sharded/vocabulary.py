@@ -215,9 +215,12 @@ class _TokenLoss(Function):
         x = widen(logits)
         weight = None if weight is None else weight.to(x.dtype)
         local = torch.where(owned, local, 0)
-        own = torch.logsumexp(x, -1)  # the kernel with the least memory: x may be the largest value
-        maximum = total(own, axes, mesh, "max")
-        sums = total(_local_sums(x, own, maximum, local, owned, weight, smoothing), axes, mesh)
+        # x may be the largest value of the step: logsumexp is the kernel with the least memory
+        local_log_sum = torch.logsumexp(x, -1)
+        maximum = total(local_log_sum, axes, mesh, "max")
+        sums = total(
+            _local_sums(x, local_log_sum, maximum, local, owned, weight, smoothing), axes, mesh
+        )
         exp_sum, at_target, token_weight, everywhere, weight_sum = _unstack_sums(
             sums, weight, smoothing, classes
         )
