@@ -23,6 +23,8 @@ Wide = torch.dtype | None  # the dtype that a gradient is summed in; None: its o
 
 
 class AllGather(Function):
+    """S → R: all-gather forward, reduce-scatter backward, summed in `wide`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dim: int, inner: int, there: Route, back: Route, wide: Wide
@@ -39,6 +41,8 @@ class AllGather(Function):
 
 
 class AllGatherToInvariant(Function):
+    """S → I: all-gather forward, own slice backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, there: Route
@@ -55,6 +59,8 @@ class AllGatherToInvariant(Function):
 
 
 class ReduceScatter(Function):
+    """P → S: reduce-scatter forward, all-gather backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, inner: int, there: Route, back: Route) -> Tensor:
         ctx.facts = dim, inner, back
@@ -67,6 +73,8 @@ class ReduceScatter(Function):
 
 
 class AllReduce(Function):
+    """P → R: all-reduce forward and backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Route, back: Route, wide: Wide) -> Tensor:
         ctx.facts = back, wide
@@ -79,6 +87,8 @@ class AllReduce(Function):
 
 
 class AllReduceToInvariant(Function):
+    """P → I: all-reduce forward, nothing backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Route) -> Tensor:
         return comm.hierarchical_all_reduce(x, there)
@@ -90,6 +100,8 @@ class AllReduceToInvariant(Function):
 
 
 class Replicate(Function):
+    """I → R: nothing forward, all-reduce backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, back: Route, wide: Wide) -> Tensor:
         ctx.facts = back, wide
@@ -116,6 +128,8 @@ class Scale(Function):
 
 
 class SliceOfInvariant(Function):
+    """I → S: own slice forward, all-gather backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int, back: Route
@@ -130,6 +144,8 @@ class SliceOfInvariant(Function):
 
 
 class SliceOfReplicated(Function):
+    """R → S: own slice forward, padding with zeros backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
         ctx.facts = dim, inner, size
@@ -144,6 +160,8 @@ class SliceOfReplicated(Function):
 
 
 class Place(Function):
+    """S → P: placing into zeros forward, own slice backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
         ctx.facts = dim, inner, size
@@ -158,6 +176,8 @@ class Place(Function):
 
 
 class AllToAll(Function):
+    """S → S: all-to-all forward and backward."""
+
     @staticmethod
     def forward(
         ctx: Any,

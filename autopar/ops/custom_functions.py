@@ -181,7 +181,7 @@ def is_inner(filename: str) -> bool:
 
 # -- calling as an op ------------------------------------------------------------------------------
 def _call_as_op(function: type[Function], args: tuple[Any, ...], place: Place) -> Any:
-    """Call the op of a function and return its results; a run on fake tensors first says which."""
+    """Return what the function would, by its op; a run on fake tensors first finds the results."""
     leaves, spec = pytree.tree_flatten(args)
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     tensors = [leaves[i] for i in places]

@@ -137,11 +137,8 @@ def _describe(node: fx.Node) -> str:
         else ""
     )
     over = f" ({kind} over {axes_of_group(groups[0])})" if groups else ""
-    near = [
-        node,
-        *node.all_input_nodes,
-        *node.users,
-    ]  # the rewrite inserts it between nodes with a path
+    # The rewrite inserts collectives between nodes of the model, which have a path.
+    near = [node, *node.all_input_nodes, *node.users]
     path = next((path for other in near if (path := _path(other))), "")
     return f"{node.name}{over}" + (f" of {path}" if path else "")
 

@@ -36,7 +36,7 @@ class Call:
     operands: Sequence[fx.Node | None]
     operand_layouts: Sequence[Layout | None]
     results: Sequence[Layout]
-    coordinate: Callable[[str], fx.Node]  # the rank's own place on an axis
+    coordinate: Callable[[str], fx.Node]  # the rank's own coordinate on an axis
     seed: Callable[[], fx.Node]  # for random numbers: the same on all ranks and copies
     # a host seed that depends on the rank's coordinates on these axes, and the number of this draw
     own_seed: Callable[[tuple[str, ...]], tuple[fx.Node | None, int]] = lambda _: (None, 0)

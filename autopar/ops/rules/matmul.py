@@ -168,9 +168,7 @@ def attention(node: fx.Node) -> OpShardingRule:
         shape_of(value_of(node)),
     )
     if q[-3:-2] != out[-3:-2] or k[-3:-2] != v[-3:-2]:
-        return unsplit(
-            node
-        )  # heads that are broadcast, other than those of keys and values together
+        return unsplit(node)  # heads are broadcast, and not those of keys and values together
     sizes: dict[str, int] = {"q": q[-2], "e": q[-1], "k": k[-2], "v": v[-1]}
     leading = named(out[:-3], sizes, "b")
     heads: list[tuple[str, ...]] = []

@@ -273,12 +273,16 @@ def select(node: fx.Node) -> OpShardingRule:
 
 @spec(aten.constant_pad_nd.default)
 def constant_pad(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a constant pad: zeros keep a partial value partial."""
     values = bound(node)
     return _padding(node, values["pad"], values["value"] in (None, 0))
 
 
 @spec(aten.pad.default)
 def pad(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a pad in any mode: all but a constant other than zero keep a partial value
+    partial.
+    """
     values = bound(node)
     linear = values["mode"] != "constant" or values["value"] in (None, 0)
     return _padding(node, values["pad"], linear)
@@ -305,9 +309,8 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
 @spec((aten.cumsum.default, aten.diff.default, aten.sort.default, aten.topk.default))
 def along(node: fx.Node) -> OpShardingRule:
     """Return the rule of an op that runs along one dim, which stays unsharded."""
-    if (
-        len([n for n in operands_of(node) if n is not None]) > 1
-    ):  # diff with something before or after
+    # diff has more operands where it prepends or appends tensors
+    if len([n for n in operands_of(node) if n is not None]) > 1:
         return unsplit(node)
     return unsharded_dim(
         node, bound(node)["dim"], linear=node.target in (aten.cumsum.default, aten.diff.default)
