@@ -1,6 +1,6 @@
-"""Operators: what may be split how, and what an emitted graph calls instead.
+"""Operators: how each op may be split, and the functions that an emitted graph calls on each rank.
 
-rules/ has the sharding rule of each op; sharded/ the ops whose reduced dim is split; collectives.py
-the functions that take a value from one layout to another, over comm.py (what is sent) and
-autograd.py (what is sent backward).
+rules/ has the sharding rule of each op. sharded/ has the ops whose reduced dim is split, such as a
+layer norm over a sharded last dim. collectives.py has the functions that reshard a tensor; they are
+built from comm.py (the forward communication) and autograd.py (the backward communication).
 """

@@ -1,7 +1,10 @@
-"""The changes of state as autograd functions: the value's change forward, its adjoint backward.
+"""The reshards as autograd functions: each changes the value forward and applies the adjoint change
+to the gradient backward.
 
-One class per row of the table in collectives.py: dynamo traces these as they are, and the names
-show in profiles. A `Route` says which groups a collective goes through.
+Example: `AllGather` gathers the shards of a dim forward and reduce-scatters the gradient backward.
+There is one class for each row of the table in collectives.py, which calls them, except that
+`Scale` serves both `invariant` and `partial`. Dynamo traces these classes as they are, and their
+names show in profiles. A `Route` lists the process groups that a collective goes through.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from torch.autograd.function import once_differentiable
 from autopar.ops import comm
 from autopar.ops.comm import Route
 
-Wide = torch.dtype | None  # what a gradient is added up in; None: its own
+Wide = torch.dtype | None  # the dtype that a gradient is summed in; None: its own dtype
 
 
 class AllGather(Function):
+    """S → R: all-gather forward, reduce-scatter backward, summed in `wide`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dim: int, inner: int, there: Route, back: Route, wide: Wide
@@ -36,6 +41,8 @@ class AllGather(Function):
 
 
 class AllGatherToInvariant(Function):
+    """S → I: all-gather forward, own slice backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, there: Route
@@ -52,6 +59,8 @@ class AllGatherToInvariant(Function):
 
 
 class ReduceScatter(Function):
+    """P → S: reduce-scatter forward, all-gather backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, inner: int, there: Route, back: Route) -> Tensor:
         ctx.facts = dim, inner, back
@@ -64,6 +73,8 @@ class ReduceScatter(Function):
 
 
 class AllReduce(Function):
+    """P → R: all-reduce forward and backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Route, back: Route, wide: Wide) -> Tensor:
         ctx.facts = back, wide
@@ -76,6 +87,8 @@ class AllReduce(Function):
 
 
 class AllReduceToInvariant(Function):
+    """P → I: all-reduce forward, nothing backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Route) -> Tensor:
         return comm.hierarchical_all_reduce(x, there)
@@ -87,6 +100,8 @@ class AllReduceToInvariant(Function):
 
 
 class Replicate(Function):
+    """I → R: nothing forward, all-reduce backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, back: Route, wide: Wide) -> Tensor:
         ctx.facts = back, wide
@@ -99,7 +114,7 @@ class Replicate(Function):
 
 
 class Scale(Function):
-    """Divides the value by one number and the gradient by another; by 1 is nothing at all."""
+    """Divide the value by one number and the gradient by another; division by 1 is left out."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value_by: int, gradient_by: int) -> Tensor:
@@ -113,6 +128,8 @@ class Scale(Function):
 
 
 class SliceOfInvariant(Function):
+    """I → S: own slice forward, all-gather backward."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int, back: Route
@@ -127,6 +144,8 @@ class SliceOfInvariant(Function):
 
 
 class SliceOfReplicated(Function):
+    """R → S: own slice forward, padding with zeros backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
         ctx.facts = dim, inner, size
@@ -141,6 +160,8 @@ class SliceOfReplicated(Function):
 
 
 class Place(Function):
+    """S → P: placing into zeros forward, own slice backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
         ctx.facts = dim, inner, size
@@ -155,6 +176,8 @@ class Place(Function):
 
 
 class AllToAll(Function):
+    """S → S: all-to-all forward and backward."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -179,11 +202,14 @@ class AllToAll(Function):
 
 
 def _sum(grad: Tensor, route: Route, wide: Wide) -> Tensor:
+    """Return the sum of the gradients over the ranks of the route, in the dtype of `grad`."""
     return comm.hierarchical_all_reduce(widen_for_sum(grad, wide), route).to(grad.dtype)
 
 
 def widen_for_sum(grad: Tensor, wide: Wide) -> Tensor:
-    """In the dtype that it is to be added up in, or its own if that is the wider one."""
+    """Return `grad` in the dtype that it is summed in: `wide`, or its own dtype if that is
+    wider.
+    """
     return grad if wide is None else grad.to(torch.promote_types(grad.dtype, wide))
 
 
@@ -191,20 +217,24 @@ def widen_for_sum(grad: Tensor, wide: Wide) -> Tensor:
 
 
 def _expose(x: Tensor, dim: int, inner: int, size: int) -> Tensor:
-    """x (..., outer·size·inner, ...) with the axis in front: (size, ..., outer, inner, ...)."""
+    """Return x (..., outer·size·inner, ...) with the axis in front, (size, ..., outer, inner,
+    ...).
+    """
     return x.unflatten(dim, (-1, size, inner)).movedim(dim + 1, 0)
 
 
 def _absorb(x: Tensor, dim: int, inner: int) -> Tensor:
-    """The inverse: x (size, ..., outer·inner, ...) to (..., outer·size·inner, ...)."""
+    """Undo `_expose`: take x (size, ..., outer·inner, ...) to (..., outer·size·inner, ...)."""
     return x.unflatten(dim + 1, (-1, inner)).movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
 def _gather(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
+    """Return the shards of all ranks joined on `dim`."""
     return _absorb(comm.hierarchical_all_gather(x.unsqueeze(0), route), dim, inner)
 
 
 def _scatter(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
+    """Return the rank's own slice on `dim` of the sum over all ranks."""
     exposed = _expose(x, dim, inner, comm.route_size(route))
     return comm.hierarchical_reduce_scatter(exposed, route).squeeze(0).flatten(dim, dim + 1)
 
@@ -212,17 +242,20 @@ def _scatter(x: Tensor, dim: int, inner: int, route: Route) -> Tensor:
 def _swap(
     x: Tensor, from_dim: int, to_dim: int, from_inner: int, to_inner: int, size: int, group: str
 ) -> Tensor:
+    """Return x gathered on `from_dim` and split on `to_dim` by one all-to-all."""
     outgoing = _expose(x, to_dim, to_inner, size).flatten(to_dim + 1, to_dim + 2)
     return _absorb(comm.all_to_all(outgoing, group), from_dim, from_inner)
 
 
 def _take(x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
+    """Return the rank's own slice of a dim: the digit of the axis at `coordinate`."""
     return (
         x.unflatten(dim, (-1, size, inner)).index_select(dim + 1, coordinate).flatten(dim, dim + 2)
     )
 
 
 def _pad(x: Tensor, coordinate: Tensor, dim: int, inner: int, size: int) -> Tensor:
+    """Return a tensor of zeros, `size` times as long on the dim, with x in the rank's own slice."""
     outer = x.shape[dim] // inner
     zeros = x.new_zeros((*x.shape[:dim], outer, size, inner, *x.shape[dim + 1 :]))
     return zeros.index_copy(dim + 1, coordinate, x.unflatten(dim, (outer, 1, inner))).flatten(

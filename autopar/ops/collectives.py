@@ -1,9 +1,8 @@
-"""The changes of state that emitted graphs call: differentiable functions on the rank's local
-tensor.
+"""The reshards that emitted graphs call: differentiable functions on the rank's local tensor.
 
-On a mesh axis a tensor is I (invariant), R (replicated), S (sharded) or P (partial); the state
-fixes its gradient's: I has I, R has P, S has S, P has R. CHANGES lists what each function does to
-the value and to the gradient:
+On a mesh axis a tensor is I (invariant), R (replicated), S (sharded) or P (partial). The state of a
+value fixes that of its gradient: I has I, R has P, S has S, P has R. Each function makes one step
+of a reshard:
 
 | function | from → to | forward | backward |
 |---|---|---|---|
@@ -21,24 +20,24 @@ the value and to the gradient:
 | place | S → P | place into zeros | take own slice |
 | partial(of="R") | R → P | divide by the axis size | divide by the axis size |
 
-Arguments that mean the same everywhere:
-    axis        the name of a mesh axis, or a tuple of names: then the change is a joint one over
-                their common group, whose ranks count in mesh order, whatever the order of the tuple
+These arguments mean the same in every function:
+    axis        the name of a mesh axis, or a tuple of names: then one collective runs over their
+                common group, whose ranks count in mesh order, whatever the order of the tuple
     mesh        the mesh as `str(mesh)`, such as "data2.x2"
     dim         the tensor dim
     inner       the axis holds one digit of the dim; `inner` is the number of LOCAL elements of the
                 dim to the right of that digit. None: the outermost digit, that is contiguous slices
-    coordinate  the rank's own place on the axis: int64 of shape (1,), a tensor so that graphs are
-                the same on all ranks; for several axes one of each, in mesh order
-    inside      the collective goes in two levels, so many ranks (neighbours on the axis) inside, or
-                in more of them: see autopar/ops/comm.py. `backward_inside`: that of the backward
-    reduce_dtype  what the gradient is added up in, if that is wider than its own dtype
-    lane        which of the process groups carries it: what waits in one lane holds up no other
+    coordinate  the rank's own coordinate on the axis: int64 of shape (1,), a tensor so that graphs
+                are the same on all ranks; for several axes one of each, in mesh order
+    inside      sizes of the inner levels of a hierarchical collective, innermost first: see
+                autopar/ops/comm.py. `backward_inside` says the same for the backward collective
+    reduce_dtype  the dtype that the gradient is summed in, if it is wider than the gradient's own
+    lane        which set of process groups carries the collective: lanes do not wait for each other
 
 Every communication goes through `autopar.ops.comm`.
 
-One change of state as one node of a graph, a call of a function of collectives.py; and the
-process groups that the nodes of an emitted graph go over.
+The passes call `emit_step` to append one such call to a graph, and the runtime calls `groups_of`
+for the process groups that an emitted graph needs.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from autopar.ops.comm import Axes, Hierarchy, Route
 
 Coordinate = Tensor | Sequence[Tensor]
 
-# -- the changes of state --------------------------------------------------------------------------
+# -- the reshards ----------------------------------------------------------------------------------
 
 
 def all_gather(
@@ -74,21 +73,21 @@ def all_gather(
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """S → R or I: the dim grows by the axis size. `coordinate` is needed for I, whose backward
-    takes the own slice.
+    takes the rank's own slice.
 
     On "x2", rank 0 with [0, 1] and rank 1 with [2, 3]: both get [0, 1, 2, 3]; with inner=1 both get
     [0, 2, 1, 3].
     """
-    there, back = _both_ways(axis, mesh, inside, backward_inside, lane)
+    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside, lane)
     dim = dim % x.dim()
     inner = x.shape[dim] if inner is None else inner
     if to == "R":
-        return autograd.AllGather.apply(x, dim, inner, there, back, reduce_dtype)
+        return autograd.AllGather.apply(x, dim, inner, forward_route, backward_route, reduce_dtype)
     assert coordinate is not None, (
         "all_gather to I takes its own slice in the backward: pass `coordinate`"
     )
-    place = _joint(coordinate, axis, mesh)
-    return autograd.AllGatherToInvariant.apply(x, place, dim, inner, there)
+    own_coordinate = _joint_coordinate(coordinate, axis, mesh)
+    return autograd.AllGatherToInvariant.apply(x, own_coordinate, dim, inner, forward_route)
 
 
 def reduce_scatter(
@@ -101,13 +100,15 @@ def reduce_scatter(
     backward_inside: Hierarchy = (),
     lane: int = 0,
 ) -> Tensor:
-    """P → S: the dim shrinks by the axis size; it is read as (outer, axis, inner), so `inner`
-    counts AFTER the scatter.
+    """P → S: the values are summed over the axis and the dim shrinks by the axis size. The dim is
+    read as (outer, axis, inner), so `inner` counts AFTER the scatter.
+
+    On "x2", rank 0 with [0, 1] and rank 1 with [2, 3]: rank 0 gets [2], rank 1 gets [4].
     """
-    there, back = _both_ways(axis, mesh, inside, backward_inside, lane)
+    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside, lane)
     dim = dim % x.dim()
     inner = x.shape[dim] // comm.size_of(axis, mesh) if inner is None else inner
-    return autograd.ReduceScatter.apply(x, dim, inner, there, back)
+    return autograd.ReduceScatter.apply(x, dim, inner, forward_route, backward_route)
 
 
 def all_reduce(
@@ -120,13 +121,13 @@ def all_reduce(
     lane: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """P → R or I: the sum over the ranks of the axis; over several axes at once where `axis` is a
+    """P → R or I: the sum over the ranks of the axis, or of several axes at once where `axis` is a
     tuple.
     """
-    there, back = _both_ways(axis, mesh, inside, backward_inside, lane)
+    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside, lane)
     if to == "R":
-        return autograd.AllReduce.apply(x, there, back, reduce_dtype)
-    return autograd.AllReduceToInvariant.apply(x, there)
+        return autograd.AllReduce.apply(x, forward_route, backward_route, reduce_dtype)
+    return autograd.AllReduceToInvariant.apply(x, forward_route)
 
 
 def replicate(
@@ -137,20 +138,22 @@ def replicate(
     lane: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """I → R: the value stays; the ranks' gradients are summed, over several axes at once where
-    `axis` is a tuple.
+    """I → R: the value stays as it is; the gradients of the ranks are summed in the backward, over
+    several axes at once where `axis` is a tuple.
     """
     return autograd.Replicate.apply(x, comm.route(axis, mesh, backward_inside, lane), reduce_dtype)
 
 
 def invariant(x: Tensor, axis: Axes, mesh: str) -> Tensor:
-    """R → I: the value stays; every rank keeps its part, gradient / size, of the whole gradient."""
+    """R → I: the value stays as it is; in the backward every rank takes gradient / size, its part
+    of the full gradient.
+    """
     return autograd.Scale.apply(x, 1, comm.size_of(axis, mesh))
 
 
 def partial(x: Tensor, axis: Axes, mesh: str, of: Literal["I", "R"] = "I") -> Tensor:
-    """I or R → P: every rank holds x / size; the gradient of I passes as it is, that of R is
-    divided too.
+    """I or R → P: every rank holds x / size. The gradient passes unchanged for I and is divided by
+    the size for R.
     """
     size = comm.size_of(axis, mesh)
     return autograd.Scale.apply(x, size, 1 if of == "I" else size)
@@ -167,28 +170,28 @@ def take_slice(
     backward_inside: Hierarchy = (),
     lane: int = 0,
 ) -> Tensor:
-    """I or R → S: the own slice; the dim is read as (outer, axis, inner), so `inner` counts AFTER
-    the slicing.
+    """I or R → S: the rank's own slice. The dim is read as (outer, axis, inner), so `inner` counts
+    AFTER the slicing.
     """
     size, dim = comm.size_of(axis, mesh), dim % x.dim()
     inner = x.shape[dim] // size if inner is None else inner
-    own = _joint(coordinate, axis, mesh)
+    own_coordinate = _joint_coordinate(coordinate, axis, mesh)
     if of == "I":
-        back = comm.route(axis, mesh, backward_inside, lane)
-        return autograd.SliceOfInvariant.apply(x, own, dim, inner, size, back)
-    return autograd.SliceOfReplicated.apply(x, own, dim, inner, size)
+        backward_route = comm.route(axis, mesh, backward_inside, lane)
+        return autograd.SliceOfInvariant.apply(x, own_coordinate, dim, inner, size, backward_route)
+    return autograd.SliceOfReplicated.apply(x, own_coordinate, dim, inner, size)
 
 
 def place(
     x: Tensor, coordinate: Coordinate, axis: Axes, dim: int, mesh: str, inner: int | None = None
 ) -> Tensor:
-    """S → P: zeros but for the own slice; the dim grows by the axis size, `inner` as for
-    `all_gather`.
+    """S → P: zeros everywhere except the rank's own slice. The dim grows by the axis size; `inner`
+    is as for `all_gather`.
     """
     dim = dim % x.dim()
     inner = x.shape[dim] if inner is None else inner
-    own = _joint(coordinate, axis, mesh)
-    return autograd.Place.apply(x, own, dim, inner, comm.size_of(axis, mesh))
+    own_coordinate = _joint_coordinate(coordinate, axis, mesh)
+    return autograd.Place.apply(x, own_coordinate, dim, inner, comm.size_of(axis, mesh))
 
 
 def all_to_all(
@@ -201,8 +204,8 @@ def all_to_all(
     to_inner: int | None = None,
     lane: int = 0,
 ) -> Tensor:
-    """S(from_dim) → S(to_dim), two different dims: from_dim grows by the axis size, to_dim shrinks
-    by it.
+    """S(from_dim) → S(to_dim), for two different dims: from_dim grows by the axis size, to_dim
+    shrinks by it.
 
     `from_inner` is `inner` as for `all_gather`, `to_inner` as for `reduce_scatter`.
     """
@@ -214,25 +217,27 @@ def all_to_all(
     return autograd.AllToAll.apply(x, from_dim, to_dim, from_inner, to_inner, size, group)
 
 
-def _both_ways(
+def _routes(
     axis: Axes, mesh: str, inside: Hierarchy, backward_inside: Hierarchy, lane: int
 ) -> tuple[Route, Route]:
-    there = comm.route(axis, mesh, inside, lane)
-    return there, comm.route(axis, mesh, backward_inside, lane)
+    forward_route = comm.route(axis, mesh, inside, lane)
+    return forward_route, comm.route(axis, mesh, backward_inside, lane)
 
 
-def _joint(coordinate: Coordinate, axis: Axes, mesh: str) -> Tensor:
-    """The place in the common group of several axes, from that on each."""
+def _joint_coordinate(coordinate: Coordinate, axis: Axes, mesh: str) -> Tensor:
+    """Return the rank's coordinate in the common group of several axes, from its coordinate on
+    each.
+    """
     if isinstance(coordinate, Tensor):
         return coordinate
-    own, *others = coordinate
-    for place, size in zip(others, comm.sizes_of(axis, mesh)[1:], strict=True):
-        own = own * size + place
-    return own
+    joint, *others = coordinate
+    for next_coordinate, size in zip(others, comm.sizes_of(axis, mesh)[1:], strict=True):
+        joint = joint * size + next_coordinate
+    return joint
 
 
 HierarchySizes = tuple[int, ...]
-_LEVELS = "inside", "backward_inside"  # what says so of a change, forward and backward
+_HIERARCHY_KWARGS = "inside", "backward_inside"  # forward, backward
 
 
 def emit_step(
@@ -243,83 +248,99 @@ def emit_step(
     levels: tuple[HierarchySizes, HierarchySizes] = ((), ()),
     reduce_dtype: torch.dtype | None = None,
 ) -> fx.Node:
-    """Appends to `graph` the node that takes the local part of a value `x` through `step`.
+    """Append to `graph` the node that reshards the local part of a value `x` by one `step`.
 
-    `coordinate` gives the rank's own place on an axis; it is asked only where the step needs it.
-    `levels`: how the collectives go, forward and backward (see `cost.comm.levels`). `reduce_dtype`:
-    what the gradient is added up in (None: its own), where the adjoint is a sum.
+    `coordinate` returns the node of the rank's own coordinate on an axis; it is called only where
+    the step needs it. `levels` are the levels of the hierarchical collectives, forward and
+    backward; () is flat. `reduce_dtype` is the dtype that the gradient is summed in (None: its
+    own), where the backward is a sum.
     """
-    function, args, kwargs = _moving(step) or _placing(step, coordinate)
-    where = {"axis": _one_or_all(step.axes), "mesh": str(step.before.mesh)}
-    ways = zip(_LEVELS, levels, strict=True)
-    how: dict[str, Any] = {name: _one_or_all(inside) for name, inside in ways if inside}
+    function, args, kwargs = _call_without_coordinate(step) or _call_with_coordinate(
+        step, coordinate
+    )
+    axis_and_mesh = {"axis": _unwrap_single(step.axes), "mesh": str(step.before.mesh)}
+    named_levels = zip(_HIERARCHY_KWARGS, levels, strict=True)
+    options: dict[str, Any] = {
+        name: _unwrap_single(inside) for name, inside in named_levels if inside
+    }
     if reduce_dtype is not None and TRAFFIC[step.kind][1] in SUMS:
-        how["reduce_dtype"] = reduce_dtype
-    return graph.call_function(function, (x, *args), {**where, **kwargs, **how})
+        options["reduce_dtype"] = reduce_dtype
+    return graph.call_function(function, (x, *args), {**axis_and_mesh, **kwargs, **options})
 
 
 def hierarchy_of(node: fx.Node, backward: bool) -> HierarchySizes:
-    """How the forward or backward collective of such a node goes; () in one level."""
-    found: Any = node.kwargs.get(_LEVELS[backward], ())
-    return (found,) if isinstance(found, int) else tuple(found)
+    """Return the levels of the forward or backward collective of a reshard node; () means flat."""
+    sizes: Any = node.kwargs.get(_HIERARCHY_KWARGS[backward], ())
+    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
 
 
 def set_hierarchy(node: fx.Node, backward: bool, levels: HierarchySizes) -> None:
-    """Makes that collective go so."""
-    kept = {key: value for key, value in node.kwargs.items() if key != _LEVELS[backward]}
-    node.kwargs = {**kept, **({_LEVELS[backward]: _one_or_all(levels)} if levels else {})}
+    """Set the levels of the forward or backward collective of a reshard node; () makes it flat."""
+    other_kwargs = {
+        key: value for key, value in node.kwargs.items() if key != _HIERARCHY_KWARGS[backward]
+    }
+    node.kwargs = {
+        **other_kwargs,
+        **({_HIERARCHY_KWARGS[backward]: _unwrap_single(levels)} if levels else {}),
+    }
 
 
 def groups_of(module: fx.GraphModule) -> frozenset[str]:
-    """The names of the process groups that an emitted graph communicates over, forward and
-    backward: all that `mesh.connect` is to open for it. A sharded function says its axes by the
-    names of its arguments.
+    """Return the names of the process groups that an emitted graph communicates over, forward and
+    backward: those that `process_groups.connect` opens for it.
+
+    The reshards name their axes by `axis`, the sharded ops by the arguments `axes`, `token_axes`,
+    `row`, `column` and `digits`.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for node, _ in every_node(module):
-        file = getattr(node.target, "__module__", None) or ""
-        if file == __name__:
-            found |= _of_change(node)
-        elif file.startswith(f"{__package__}."):
-            found |= _of_sharded(node)
-    return frozenset(found)
+        module_name = getattr(node.target, "__module__", None) or ""
+        if module_name == __name__:
+            names |= _groups_of_reshard(node)
+        elif module_name.startswith(f"{__package__}."):
+            names |= _groups_of_sharded_op(node)
+    return frozenset(names)
 
 
-def _of_change(node: fx.Node) -> set[str]:
+def _groups_of_reshard(node: fx.Node) -> set[str]:
     assert callable(node.target)
-    taken = inspect.signature(node.target).parameters
-    if "lane" not in taken or node.kwargs.get("of") == "R":
+    parameters = inspect.signature(node.target).parameters
+    if "lane" not in parameters or node.kwargs.get("of") == "R":
         return set()  # nothing is sent in either direction
     where: Any = tuple(node.kwargs.get(key, 0) for key in ("axis", "mesh", "lane"))
     axis, mesh, lane = where
-    both = node.kwargs.get("to") != "I"
-    keys = [key for key in _LEVELS[: 1 + both] if key in taken] or [""]
-    ways: list[Any] = [node.kwargs.get(key, ()) for key in keys]
-    return {group for way in ways for _, group in comm.route(axis, mesh, way, lane)}
+    has_backward = node.kwargs.get("to") != "I"
+    keys = [key for key in _HIERARCHY_KWARGS[: 1 + has_backward] if key in parameters] or [""]
+    hierarchies: list[Any] = [node.kwargs.get(key, ()) for key in keys]
+    return {group for inside in hierarchies for _, group in comm.route(axis, mesh, inside, lane)}
 
 
-def _of_sharded(node: fx.Node) -> set[str]:
+def _groups_of_sharded_op(node: fx.Node) -> set[str]:
     assert callable(node.target)
-    given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
-    if "mesh" not in given:
+    arguments = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    if "mesh" not in arguments:
         return set()
-    sets = [given[key] for key in ("axes", "token_axes", "row", "column") if key in given]
-    sets.append([axis for axis, *_ in given.get("digits", ())])
-    return {comm.group_of(axes, given["mesh"]) for axes in sets if axes}
+    axis_sets = [
+        arguments[key] for key in ("axes", "token_axes", "row", "column") if key in arguments
+    ]
+    axis_sets.append([axis for axis, *_ in arguments.get("digits", ())])
+    return {comm.group_of(axes, arguments["mesh"]) for axes in axis_sets if axes}
 
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def _one_or_all(found: tuple[Any, ...]) -> Any:
+def _unwrap_single(found: tuple[Any, ...]) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-# The digits of several axes are one, jointly: the last axis has its right end.
+# Several axes together hold one digit; the last axis holds its right end, which gives `inner`.
 
 
-def _moving(step: Step) -> _Call | None:
-    """The changes that are the same on every rank."""
+def _call_without_coordinate(step: Step) -> _Call | None:
+    """Return the call for a step that is the same on every rank, or None where it needs a
+    coordinate.
+    """
     axis = step.axes[-1]
     before, after = step.before.state(axis), step.after.state(axis)
     match step.kind:
@@ -343,19 +364,19 @@ def _moving(step: Step) -> _Call | None:
     return None
 
 
-def _placing(step: Step, coordinate: Callable[[str], fx.Node]) -> _Call:
-    """The changes that depend on the rank's own place."""
+def _call_with_coordinate(step: Step, coordinate: Callable[[str], fx.Node]) -> _Call:
+    """Return the call for a step that depends on the rank's own coordinate."""
     axis = step.axes[-1]
     before, after = step.before.state(axis), step.after.state(axis)
-    own = _one_or_all(tuple(coordinate(name) for name in step.axes))
+    own_coordinate = _unwrap_single(tuple(coordinate(name) for name in step.axes))
     match step.kind:
         case "I->S" | "R->S":
             digit = {"dim": after.dim, "inner": step.after.inner(axis)}
-            return take_slice, (own,), {**digit, "of": before.kind}
+            return take_slice, (own_coordinate,), {**digit, "of": before.kind}
         case "S->I":
             digit = {"dim": before.dim, "inner": step.before.inner(axis)}
-            return all_gather, (), {**digit, "coordinate": own, "to": "I"}
+            return all_gather, (), {**digit, "coordinate": own_coordinate, "to": "I"}
         case "S->P":
             digit = {"dim": before.dim, "inner": step.before.inner(axis)}
-            return place, (own,), digit
+            return place, (own_coordinate,), digit
     raise AssertionError(step.kind)

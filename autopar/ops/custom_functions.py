@@ -1,10 +1,11 @@
-"""Custom autograd functions in a traced graph: each call is one op, whose backward is the user's.
+"""Custom autograd functions in a traced graph: a call becomes one op, with the user's backward.
 
     x + Quantise.apply(x, 4)    ->    quantise = autopar_functions.Quantise_1f0c…(x); x + quantise
 
-Export would record what `forward` computes and forget `backward`. So while a model is captured,
-`apply` calls an op of its own instead. The op runs `Quantise.apply` on the tensors that it is
-given: by autograd where the graph runs as it is, and through it where AOTAutograd derives graphs.
+Export alone would record the ops that `forward` runs and lose the user's `backward`. While
+passes/trace/export.py captures a model inside `honoured`, `Quantise.apply` therefore calls an op of
+its own. That op runs `Quantise.apply` on its tensors, so the user's backward runs wherever autograd
+or AOTAutograd differentiates it. A call that cannot become such an op raises `Refused`.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _capturing = False  # whether ops are recorded rather than run
 
 
 class Refused(Exception):
-    """(reason, place, advice): what a graph cannot say of a model, for a TraceError."""
+    """A refusal, with arguments (reason, place, advice), from which export makes a TraceError."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Of a call: its arguments with None for every tensor, and what it returns likewise."""
+    """The identity of a call: its arguments with None for each tensor, and its results likewise."""
 
     function: type[Function]
     spec: pytree.TreeSpec
@@ -58,21 +59,23 @@ class Signature:
     tensors: tuple[int, ...]  # places of tensors among the leaves of the arguments
     returned: tuple[Any, ...]
     results: tuple[int, ...]  # places of tensors in `returned`
-    single: bool  # it returns no tuple
+    single: bool  # the call returns one value, not a tuple
 
     def key(self) -> tuple[Any, ...]:
-        """Two calls with the same key are the same op."""
+        """Return a key that is equal for two calls only if they are the same op."""
         values = tuple((type(v), v if isinstance(v, _PLAIN) else id(v)) for v in self.fixed)
         constants = tuple((type(v), repr(v)) for v in self.returned)
-        rest = self.tensors, self.results, self.single
-        return self.function, self.spec, values, constants, *rest
+        tensor_places = self.tensors, self.results, self.single
+        return self.function, self.spec, values, constants, *tensor_places
 
     def digest(self) -> str:
-        """The same in every process, for arguments that are numbers and the like."""
+        """Return a hash that is the same in every process if the arguments are numbers and
+        alike.
+        """
         values = [v if isinstance(v, _PLAIN) else type(v).__qualname__ for v in self.fixed]
         named = f"{self.function.__module__}.{self.function.__qualname__}"
-        told = f"{named} {self.tensors} {self.results} {self.single} {values!r}"
-        return hashlib.sha256(told.encode()).hexdigest()[:8]
+        text = f"{named} {self.tensors} {self.results} {self.single} {values!r}"
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 _signatures: dict[OpOverload, Signature] = {}
@@ -87,21 +90,21 @@ def is_custom(target: Any) -> bool:
 
 @contextmanager
 def honoured(model: nn.Module) -> Iterator[None]:
-    """While a model is captured: calls of custom functions become ops, and what is checkpointed is
-    inlined, for what runs again in the backward is the plan's to say. Raises Refused.
+    """Record custom functions as ops and inline checkpointed regions while a model is captured: the
+    plan decides what is recomputed in the backward. Raises Refused.
     """
     global _capturing
     names = {id(module): name for name, module in model.named_modules()}
 
     def apply(function: type[Function], *args: Any) -> Any:
         if function is CheckpointFunction:
-            return _inlined(*args)
+            return _run_inlined(*args)
         if _is_recorded(function):
             return apply_function(function, *args)
         place = Place.of(names, model)
         if function is BackwardHookFunction:
             raise place.refuse("has a backward hook", HOOK_ADVICE)
-        return _as_op(function, args, place)
+        return _call_as_op(function, args, place)
 
     _capturing = True
     try:
@@ -111,8 +114,8 @@ def honoured(model: nn.Module) -> Iterator[None]:
         _capturing = False
 
 
-def _inlined(run: Any, preserve_rng_state: Any, *args: Any) -> Any:
-    """Reentrant checkpointing gives gradients where one of its own arguments has one."""
+def _run_inlined(run: Any, preserve_rng_state: Any, *args: Any) -> Any:
+    """Run a checkpointed function; it carries gradients where one of its own arguments does."""
     carries = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     with torch.set_grad_enabled(carries and torch.is_grad_enabled()):
         return run(*args)
@@ -122,14 +125,14 @@ _RECORDED = ("_functorch", "_higher_order_ops", "_library", "_dynamo", "_prims_c
 
 
 def _is_recorded(function: type[Function]) -> bool:
-    """What torch makes itself, for ops that are recorded as such with their own backward."""
-    package, _, rest = function.__module__.partition(".")
-    return not _capturing or (package == "torch" and rest.split(".")[0] in _RECORDED)
+    """Whether torch itself made the function, for ops that are recorded with their own backward."""
+    package, _, submodule = function.__module__.partition(".")
+    return not _capturing or (package == "torch" and submodule.split(".")[0] in _RECORDED)
 
 
 class Captured:
-    """A custom function that dynamo has captured: forward and backward are graphs, and `run` calls
-    both as one function of the tensors.
+    """A custom function that dynamo has captured: its forward and backward are graphs, and `run`
+    calls both as one function of the tensors.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -137,22 +140,23 @@ class Captured:
         self.__name__ = self.__qualname__ = "captured"
 
     def apply(self, *args: Any) -> Any:
-        """As an op, where a model is captured."""
+        """Call the function, as an op while a model is captured."""
         if not _capturing:
             return self.run(*args)
-        return _as_op(cast(Any, self), args, Place("a function that dynamo captured", ""))
+        return _call_as_op(cast(Any, self), args, Place("a function that dynamo captured", ""))
 
 
 # -- where -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Place:
-    """Where in a model something is called: the module, and the user's line."""
+    """Where in a model a function is called: the module, and the user's line."""
 
     module: str
     line: str
 
     @staticmethod
     def of(names: dict[int, str], model: nn.Module) -> Place:
+        """Return the place of the running call, found on the stack."""
         module, line, frame = "", "", sys._getframe(1)
         while frame is not None:
             code, own = frame.f_code, frame.f_locals.get("self")
@@ -165,36 +169,39 @@ class Place:
         return Place(module or type(model).__name__, line)
 
     def refuse(self, what: str, advice: str) -> Refused:
+        """Return the error that refuses this call."""
         return Refused(f"{self.module} {what}", self.line, advice)
 
 
 def is_inner(filename: str) -> bool:
+    """Whether a file is torch's, autopar's or generated, and not the user's."""
     inner = (Path(torch.__file__).parent, Path(__file__).parent)
     return filename.startswith("<") or any(Path(filename).is_relative_to(p) for p in inner)
 
 
-# -- a call as an op -------------------------------------------------------------------------------
-def _as_op(function: type[Function], args: tuple[Any, ...], place: Place) -> Any:
+# -- calling as an op ------------------------------------------------------------------------------
+def _call_as_op(function: type[Function], args: tuple[Any, ...], place: Place) -> Any:
+    """Return what the function would, by its op; a run on fake tensors first finds the results."""
     leaves, spec = pytree.tree_flatten(args)
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     tensors = [leaves[i] for i in places]
     fixed = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
     with run_as_they_are():
-        returned = _tried(function, spec, fixed, places, tensors, place)
+        returned = _try_on_fakes(function, spec, fixed, places, tensors, place)
     single = not isinstance(returned, tuple)
-    found = (returned,) if single else returned
-    results = tuple(i for i, value in enumerate(found) if isinstance(value, torch.Tensor))
-    constants = tuple(None if i in results else value for i, value in enumerate(found))
+    values = (returned,) if single else returned
+    results = tuple(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
+    constants = tuple(None if i in results else value for i, value in enumerate(values))
     if not results:
-        raise place.refuse(_applies(function, "returns no tensor"), _ADVICE)
+        raise place.refuse(_reason(function, "returns no tensor"), _ADVICE)
     signature = Signature(function, spec, fixed, places, constants, results, single)
-    made = _op(signature)(*tensors)
-    several = [made] if len(results) == 1 else made
-    without = [not found[i].requires_grad for i in results]  # those that ctx marked as such
-    pairs = zip(several, without, strict=True)
-    values = iter([x.detach() if x.requires_grad and none else x for x, none in pairs])
-    whole = [next(values) if i in results else value for i, value in enumerate(constants)]
-    return whole[0] if single else tuple(whole)
+    op_results = _op_of(signature)(*tensors)
+    outputs = [op_results] if len(results) == 1 else op_results
+    no_gradient = [not values[i].requires_grad for i in results]  # as ctx marked them
+    pairs = zip(outputs, no_gradient, strict=True)
+    detached = iter([x.detach() if x.requires_grad and none else x for x, none in pairs])
+    merged = [next(detached) if i in results else value for i, value in enumerate(constants)]
+    return merged[0] if single else tuple(merged)
 
 
 HOOK_ADVICE = (
@@ -207,13 +214,13 @@ _ADVICE = (
 )
 
 
-def _applies(function: type[Function], why: str) -> str:
+def _reason(function: type[Function], why: str) -> str:
     return f"applies the autograd function {function.__name__}, which {why}"
 
 
 @contextmanager
 def run_as_they_are() -> Iterator[None]:
-    """Custom functions are run, not recorded, also those that one calls in turn."""
+    """Run custom functions within, in place of recording them, nested ones too."""
     global _capturing
     before, _capturing = _capturing, False
     try:
@@ -222,32 +229,33 @@ def run_as_they_are() -> Iterator[None]:
         _capturing = before
 
 
-def _op(signature: Signature) -> OpOverload:
-    """The op of such a call; the same one each time."""
+def _op_of(signature: Signature) -> OpOverload:
+    """Return the op of a call, defining it at the first such call."""
     key = signature.key()
     if key not in _ops:
-        _ops[key] = _made(signature)
+        _ops[key] = _define_op(signature)
         _signatures[_ops[key]] = signature
     return _ops[key]
 
 
-def _made(signature: Signature) -> OpOverload:
+def _define_op(signature: Signature) -> OpOverload:
+    """Define the op of a call in the library, with its shapes and its gradient."""
     if not _library:
         _library.append(torch.library.Library(NAMESPACE, "FRAGMENT"))
     plain = re.sub(r"\W", "_", signature.function.__name__)
     base = name = f"{plain}_{signature.digest()}"
-    known = {str(op._schema.name).partition("::")[2] for op in _signatures}
+    taken_names = {str(op._schema.name).partition("::")[2] for op in _signatures}
     count = 1
-    while name in known:  # another object among the arguments, or a class of the same name
+    while name in taken_names:  # other arguments, or another class of the same name
         count += 1
         name = f"{base}_{count}"
-    taken = ", ".join(f"Tensor x{i}" for i in range(len(signature.tensors)))
-    given = ", ".join(["Tensor"] * len(signature.results))
-    _library[0].define(f"{name}({taken}) -> " + (given if "," not in given else f"({given})"))
+    params = ", ".join(f"Tensor x{i}" for i in range(len(signature.tensors)))
+    types = ", ".join(["Tensor"] * len(signature.results))
+    _library[0].define(f"{name}({params}) -> " + (types if "," not in types else f"({types})"))
     op: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def run(*tensors: torch.Tensor) -> Any:
-        return _applied(signature, tensors)
+        return _apply_function(signature, tensors)
 
     def differentiable(*tensors: torch.Tensor) -> Any:
         if not _capturing:
@@ -270,8 +278,8 @@ def _made(signature: Signature) -> OpOverload:
 
 
 class _Linked(Function):
-    """While a model is captured: the op's result carries a gradient where the function's would, so
-    that a model that looks (`requires_grad`, `register_hook`) does what it does when it runs.
+    """Gives the op's result a gradient where the function's would have one, while a model is
+    captured: a model may read `requires_grad` or call `register_hook`.
     """
 
     @staticmethod
@@ -284,31 +292,31 @@ class _Linked(Function):
         raise RuntimeError("a gradient through a custom function is asked for within the forward")
 
 
-def _applied(signature: Signature, tensors: Sequence[torch.Tensor]) -> Any:
-    """The user's function on these tensors. In float64, as verify runs it, results are too."""
+def _apply_function(signature: Signature, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return what the user's function gives, in float64 where an input is, as under verify."""
     returned = signature.function.apply(
-        *_rebuilt(signature.spec, signature.fixed, signature.tensors, tensors)
+        *_unflatten_arguments(signature.spec, signature.fixed, signature.tensors, tensors)
     )
-    found = (returned,) if signature.single else returned
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    values = (returned,) if signature.single else returned
+    in_float64 = any(tensor.dtype == torch.float64 for tensor in tensors)
     results = []
-    for place in signature.results:
-        value = found[place]
-        results.append(value.double() if wide and value.is_floating_point() else value)
+    for index in signature.results:
+        value = values[index]
+        results.append(value.double() if in_float64 and value.is_floating_point() else value)
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _rebuilt(
+def _unflatten_arguments(
     spec: pytree.TreeSpec, fixed: Sequence[Any], places: Sequence[int], tensors: Sequence[Any]
 ) -> Any:
     leaves = list(fixed)
-    for place, tensor in zip(places, tensors, strict=True):
-        leaves[place] = tensor
+    for index, tensor in zip(places, tensors, strict=True):
+        leaves[index] = tensor
     return pytree.tree_unflatten(leaves, spec)
 
 
-# -- tried on tensors without values ---------------------------------------------------------------
-def _tried(
+# -- trying a call on fake tensors -----------------------------------------------------------------
+def _try_on_fakes(
     function: type[Function],
     spec: pytree.TreeSpec,
     fixed: Sequence[Any],
@@ -316,24 +324,24 @@ def _tried(
     tensors: Sequence[torch.Tensor],
     place: Place,
 ) -> Any:
-    """What the function returns, of fake tensors, when it has been run forward and backward. Raises
-    Refused where it does what an op cannot: see `_Watch`.
+    """Run the function forward and backward on fake tensors and return its results. Raises Refused
+    where the function does what an op cannot: see `_Watch`.
     """
     with without_modes(), without_torch_functions(), torch.enable_grad():
         mode = fake_mode()
-        fakes = [_stand_in(mode, tensor) for tensor in tensors]
+        fakes = [_fake_like(mode, tensor) for tensor in tensors]
         with mode, _Watch(mode, function, place):
-            given = [fake.clone() if fake.requires_grad else fake for fake in fakes]
-            before = [tensor._version for tensor in given]
-            returned = function.apply(*_rebuilt(spec, fixed, places, given))
-            if before != [tensor._version for tensor in given]:
+            arguments = [fake.clone() if fake.requires_grad else fake for fake in fakes]
+            versions = [tensor._version for tensor in arguments]
+            returned = function.apply(*_unflatten_arguments(spec, fixed, places, arguments))
+            if versions != [tensor._version for tensor in arguments]:
                 why = "changes an argument in place"
-                raise place.refuse(_applies(function, why), "Let it work on a clone of it.")
+                raise place.refuse(_reason(function, why), "Let it work on a clone of it.")
             _backward(function, returned, fakes, place)
     return returned
 
 
-def _stand_in(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def _fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     with mode:
         fake = torch.empty_strided(
             tuple(int(n) for n in tensor.shape), tensor.stride(),
@@ -350,24 +358,24 @@ def _backward(
         for value in (returned if isinstance(returned, tuple) else (returned,))
         if isinstance(value, torch.Tensor) and value.requires_grad
     ]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not results or not wanted:
+    differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+    if not results or not differentiable:
         return
     try:
         gradients = [torch.ones_like(result) for result in results]
-        torch.autograd.grad(results, wanted, gradients, allow_unused=True)
+        torch.autograd.grad(results, differentiable, gradients, allow_unused=True)
     except Refused:
         raise
     except Exception as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         why = f"has a backward that does not run on tensors without values: {message}"
-        raise place.refuse(_applies(function, why), _ADVICE) from error
+        raise place.refuse(_reason(function, why), _ADVICE) from error
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses what makes a custom function more than an op of its arguments: tensors from
-    elsewhere (parameters and activations that it knows by a closure, whose gradients would be lost,
-    and which a rank holds only a part of) and random numbers, which ranks would draw apart.
+    """Refuses what makes a custom function more than an op of its arguments: random numbers, which
+    ranks would draw differently, and tensors from elsewhere, such as parameters and activations in
+    a closure, whose gradients would be lost and of which a rank may hold only a shard.
     """
 
     def __init__(self, mode: FakeTensorMode, function: type[Function], place: Place) -> None:
@@ -378,12 +386,12 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             why = f"draws random numbers ({func}), on every rank others"
             advice = "Draw them outside of the model and pass them as inputs, or use dropout."
-            raise self.place.refuse(_applies(self.function, why), advice)
+            raise self.place.refuse(_reason(self.function, why), advice)
         for leaf in pytree.tree_leaves((args, kwargs or {})):
             if isinstance(leaf, torch.Tensor) and self._foreign(leaf):
                 why = f"takes a tensor of shape {tuple(leaf.shape)} that is no argument of it"
                 advice = "Pass every parameter and every activation that it reads to apply()."
-                raise self.place.refuse(_applies(self.function, why), advice)
+                raise self.place.refuse(_reason(self.function, why), advice)
         return func(*args, **(kwargs or {}))
 
     def _foreign(self, leaf: torch.Tensor) -> bool:

@@ -1,5 +1,10 @@
-"""How an op is called on its shards: the same call with local shapes, or the sharded implementation
-where its own dim is split.
+"""The call that an op becomes on a rank's shards: the same op with local shapes, or a sharded
+implementation where the dim that the op reduces is split.
+
+Examples: a view of (8, 6) to (48,) with eight rows on four ranks becomes a reshape to (12,); a
+layer norm over a split last dim becomes `sharded.layer_norm`. passes/rewrite.py calls `emit_local`
+for each node, and cost/activations.py for the shapes that a rank saves. An op without an entry here
+is called on its shards as it is.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ aten = torch.ops.aten
 
 @dataclass
 class Call:
-    """One node about to be emitted: the original, its operands already in the layouts that its
-    strategy wants, and helpers.
+    """A node about to be emitted, its operands already in the layouts of its strategy, and
+    helpers.
     """
 
     graph: fx.Graph
@@ -31,16 +36,17 @@ class Call:
     operands: Sequence[fx.Node | None]
     operand_layouts: Sequence[Layout | None]
     results: Sequence[Layout]
-    coordinate: Callable[[str], fx.Node]  # the rank's own place on an axis
-    seed: Callable[[], fx.Node]  # of the node's random numbers: the same on all ranks and in copies
-    # the same on the host, for the rank's place on these axes, and which of its draws is the node's
+    coordinate: Callable[[str], fx.Node]  # the rank's own coordinate on an axis
+    seed: Callable[[], fx.Node]  # for random numbers: the same on all ranks and copies
+    # a host seed that depends on the rank's coordinates on these axes, and the number of this draw
     own_seed: Callable[[tuple[str, ...]], tuple[fx.Node | None, int]] = lambda _: (None, 0)
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Append a call to the graph."""
         return self.graph.call_function(target, args, kwargs)
 
     def values(self) -> dict[str, Any]:
-        """The node's arguments by schema name, tensors replaced by the operands."""
+        """Return the node's arguments by schema name, with tensors replaced by the operands."""
         remaining = iter(self.operands)
         values = bound(self.node)
         for argument in arguments_of(self.node):
@@ -48,13 +54,13 @@ class Call:
                 continue
             value = values[argument.name]
             if isinstance(value, list | tuple):
-                values[argument.name] = [_filled(item, next(remaining)) for item in value]
+                values[argument.name] = [_operand_or(item, next(remaining)) for item in value]
             else:
-                values[argument.name] = _filled(value, next(remaining))
+                values[argument.name] = _operand_or(value, next(remaining))
         return values
 
     def again(self, values: dict[str, Any], target: Any = None) -> fx.Node:
-        """The same op (or another of the same schema) with these arguments."""
+        """Append the same op, or another of the same schema, with these arguments."""
         target = target or self.node.target
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -64,27 +70,30 @@ class Call:
                     kwargs[argument.name] = values[argument.name]
             else:
                 args.append(values[argument.name])
-        while args and len(args) > len(self.node.args) and not _given(self.node, len(args) - 1):
+        while args and len(args) > len(self.node.args) and not _by_name(self.node, len(args) - 1):
             args.pop()
         return self.graph.call_function(target, tuple(args), kwargs)
 
     def digits(self, layout: Layout, dim: int) -> tuple[list[fx.Node], list[Digit]]:
-        """The digits of a dim and the coordinates on their axes, in the same order."""
-        found = list(layout.digits(dim % len(layout.shape)))
-        return [self.coordinate(digit.axis) for digit in found], found
+        """Return the coordinates on the axes that split a dim, and its digits, in the same
+        order.
+        """
+        dim_digits = list(layout.digits(dim % len(layout.shape)))
+        return [self.coordinate(digit.axis) for digit in dim_digits], dim_digits
 
 
-def _filled(value: Any, operand: fx.Node | None) -> Any:
-    """The operand where the original took a tensor; a number in a tensor's place stays."""
+def _operand_or(value: Any, operand: fx.Node | None) -> Any:
+    """Return the operand where the original took a tensor; a number in a tensor's place stays."""
     return operand if isinstance(value, fx.Node) else value
 
 
-def _given(node: fx.Node, position: int) -> bool:
+def _by_name(node: fx.Node, position: int) -> bool:
+    """Whether the node passes the argument at this position by keyword."""
     return arguments_of(node)[position].name in node.kwargs
 
 
 def emit_local(call: Call) -> fx.Node:
-    """Emit the node on its shards; returns the new node."""
+    """Append the node's call on its shards to the graph and return the new node."""
     emit = _SPECIAL.get(call.node.target)
     if emit is not None:
         return emit(call)
@@ -94,7 +103,9 @@ def emit_local(call: Call) -> fx.Node:
 _SPECIAL: dict[Any, Callable[[Call], fx.Node]] = {}
 
 
-def _for(*targets: Any) -> Callable[[Callable[[Call], fx.Node]], Callable[[Call], fx.Node]]:
+def _emits(*targets: Any) -> Callable[[Callable[[Call], fx.Node]], Callable[[Call], fx.Node]]:
+    """Return a decorator that enters a function as the emitter of these ops."""
+
     def enter(emit: Callable[[Call], fx.Node]) -> Callable[[Call], fx.Node]:
         for target in targets:
             _SPECIAL[target] = emit
@@ -104,7 +115,7 @@ def _for(*targets: Any) -> Callable[[Callable[[Call], fx.Node]], Callable[[Call]
 
 
 # -- shapes ----------------------------------------------------------------------------------------
-@_for(
+@_emits(
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
@@ -119,9 +130,9 @@ def _reshape(call: Call) -> fx.Node:
     return call.emit(aten.reshape.default, call.operands[0], list(call.results[0].local_shape))
 
 
-@_for(aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default)
-def _from_memory(call: Call) -> fx.Node:
-    """Ops that read memory by its strides: a shard, or what a collective made, need not be
+@_emits(aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default)
+def _contiguous_first(call: Call) -> fx.Node:
+    """Emit an op that reads memory by its strides on a contiguous copy: shards need not be
     contiguous.
     """
     values = call.values()
@@ -129,50 +140,52 @@ def _from_memory(call: Call) -> fx.Node:
     return call.again(values)
 
 
-@_for(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+@_emits(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 def _expand(call: Call) -> fx.Node:
     return call.emit(aten.expand.default, call.operands[0], list(call.results[0].local_shape))
 
 
-@_for(*FILLS, *NEW_FILLS)
+@_emits(*FILLS, *NEW_FILLS)
 def _fill(call: Call) -> fx.Node:
     values = call.values()
     values["size"] = list(call.results[0].local_shape)
     return call.again(values)
 
 
-@_for(aten.split.Tensor)
+@_emits(aten.split.Tensor)
 def _split(call: Call) -> fx.Node:
     values = call.values()
-    values["split_size"] = _scaled(call, values["dim"], values["split_size"])
+    values["split_size"] = _local_length(call, values["dim"], values["split_size"])
     return call.again(values)
 
 
-@_for(aten.split_with_sizes.default)
+@_emits(aten.split_with_sizes.default)
 def _split_with_sizes(call: Call) -> fx.Node:
     values = call.values()
-    values["split_sizes"] = [_scaled(call, values["dim"], size) for size in values["split_sizes"]]
+    values["split_sizes"] = [
+        _local_length(call, values["dim"], size) for size in values["split_sizes"]
+    ]
     return call.again(values)
 
 
-def _scaled(call: Call, dim: int, length: int) -> int:
-    """What a rank has of a stretch of the first operand's dim."""
+def _local_length(call: Call, dim: int, length: int) -> int:
+    """Return the local length of a stretch of the first operand's dim."""
     layout = call.operand_layouts[0]
     assert layout is not None
     return length * layout.local_shape[dim] // layout.shape[dim]
 
 
-@_for(aten.slice.Tensor)
+@_emits(aten.slice.Tensor)
 def _slice(call: Call) -> fx.Node:
     values = call.values()
-    if values["step"] == 1:  # else the dim is whole
+    if values["step"] == 1:  # with another step the dim is unsharded
         start, length = slice_extent(call.node)
-        values["start"] = _scaled(call, values["dim"], start)
-        values["end"] = _scaled(call, values["dim"], start + length)
+        values["start"] = _local_length(call, values["dim"], start)
+        values["end"] = _local_length(call, values["dim"], start + length)
     return call.again(values)
 
 
-@_for(
+@_emits(
     aten.conv1d.default,
     aten.conv2d.default,
     aten.conv3d.default,
@@ -190,18 +203,18 @@ def _convolution(call: Call) -> fx.Node:
 
 
 # -- sums ------------------------------------------------------------------------------------------
-@_for(aten.mean.dim, aten.mean.default)
+@_emits(aten.mean.dim, aten.mean.default)
 def _mean(call: Call) -> fx.Node:
-    """The local mean divides by the local count: what is missing to the global one is a factor."""
+    """Emit the local mean times local count / global count: a partial value of the mean."""
     layout, result = call.operand_layouts[0], call.results[0]
     assert layout is not None
     mean = call.again(call.values())
-    local = layout.local_size / result.local_size
-    whole = math.prod(layout.shape) / math.prod(result.shape)
-    return mean if local == whole else call.emit(aten.mul.Tensor, mean, local / whole)
+    local_count = layout.local_size / result.local_size
+    count = math.prod(layout.shape) / math.prod(result.shape)
+    return mean if local_count == count else call.emit(aten.mul.Tensor, mean, local_count / count)
 
 
-@_for(
+@_emits(
     aten.mse_loss.default,
     aten.l1_loss.default,
     aten.smooth_l1_loss.default,
@@ -209,25 +222,27 @@ def _mean(call: Call) -> fx.Node:
     aten.binary_cross_entropy_with_logits.default,
 )
 def _elementwise_loss(call: Call) -> fx.Node:
+    """Emit the local loss; a mean is divided by the number of shards, to add up to the mean."""
     loss, values = call.again(call.values()), bound(call.node)
     if _REDUCTIONS[values["reduction"]] != "mean":
         return loss
     layouts = [layout for layout in call.operand_layouts if layout is not None]
-    split = {axis for layout in layouts for axis in layout.axes_of("S")}
-    parts = math.prod(layouts[0].mesh.sizes[axis] for axis in split)
-    return loss if parts == 1 else call.emit(aten.mul.Tensor, loss, 1 / parts)
+    split_axes = {axis for layout in layouts for axis in layout.axes_of("S")}
+    shards = math.prod(layouts[0].mesh.sizes[axis] for axis in split_axes)
+    return loss if shards == 1 else call.emit(aten.mul.Tensor, loss, 1 / shards)
 
 
 # -- sharded implementations -----------------------------------------------------------------------
-def _axes(layout: Layout | None, dim: int) -> tuple[str, ...]:
+def _axes_of_dim(layout: Layout | None, dim: int) -> tuple[str, ...]:
+    """Return the axes that split a dim."""
     assert layout is not None
     return tuple(digit.axis for digit in layout.digits(dim % len(layout.shape)))
 
 
-@_for(aten.layer_norm.default)
+@_emits(aten.layer_norm.default)
 def _layer_norm(call: Call) -> fx.Node:
     layout, values = call.operand_layouts[0], call.values()
-    axes = _axes(layout, -1)
+    axes = _axes_of_dim(layout, -1)
     if not axes or layout is None:
         return call.again(values)
     return call.emit(
@@ -242,10 +257,10 @@ def _layer_norm(call: Call) -> fx.Node:
     )
 
 
-@_for(aten.rms_norm.default)
+@_emits(aten.rms_norm.default)
 def _rms_norm(call: Call) -> fx.Node:
     layout, values = call.operand_layouts[0], call.values()
-    axes = _axes(layout, -1)
+    axes = _axes_of_dim(layout, -1)
     if not axes or layout is None:
         return call.again(values)
     return call.emit(
@@ -259,10 +274,10 @@ def _rms_norm(call: Call) -> fx.Node:
     )
 
 
-@_for(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
+@_emits(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
 def _softmax(call: Call) -> fx.Node:
     layout, values = call.operand_layouts[0], call.values()
-    axes = _axes(layout, values["dim"])
+    axes = _axes_of_dim(layout, values["dim"])
     if not axes or layout is None:
         return call.again(values)
     log = call.node.target in (aten.log_softmax.int, aten._log_softmax.default)
@@ -274,7 +289,7 @@ def _softmax(call: Call) -> fx.Node:
     return call.emit(function, source, values["dim"], axes, str(layout.mesh))
 
 
-@_for(aten.embedding.default)
+@_emits(aten.embedding.default)
 def _embedding(call: Call) -> fx.Node:
     layout, values = call.operand_layouts[0], call.values()
     assert layout is not None
@@ -295,7 +310,7 @@ def _embedding(call: Call) -> fx.Node:
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 
-@_for(aten.cross_entropy_loss.default)
+@_emits(aten.cross_entropy_loss.default)
 def _cross_entropy(call: Call) -> fx.Node:
     layout, target_layout, values = call.operand_layouts[0], call.operand_layouts[1], call.values()
     assert layout is not None and target_layout is not None
@@ -324,6 +339,9 @@ def _cross_entropy(call: Call) -> fx.Node:
 def _all_digits(
     call: Call, layout: Layout, dims: int
 ) -> tuple[list[fx.Node], list[list[tuple[str, int, int]]]]:
+    """Return the coordinates, and the digits of each of the first `dims` dims, for
+    `sharded.dropout`.
+    """
     coordinates: list[fx.Node] = []
     by_dim: list[list[tuple[str, int, int]]] = []
     for dim in range(dims):
@@ -333,7 +351,7 @@ def _all_digits(
     return coordinates, by_dim
 
 
-@_for(aten.dropout.default)
+@_emits(aten.dropout.default)
 def _dropout(call: Call) -> fx.Node:
     values, layout = call.values(), call.results[0]
     if not values["train"] or values["p"] == 0:
@@ -350,10 +368,10 @@ def _dropout(call: Call) -> fx.Node:
     )
 
 
-@_for(aten.scaled_dot_product_attention.default)
+@_emits(aten.scaled_dot_product_attention.default)
 def _attention(call: Call) -> fx.Node:
-    """The fused kernel; with dropout `sharded.attention`, which may have one where batch and heads
-    alone are split.
+    """Emit torch's fused op, or `sharded.attention` where it has dropout; that may use a fused
+    kernel too where only batch and heads are split.
     """
     values, layout = call.values(), call.results[0]
     if not values["dropout_p"]:
@@ -362,7 +380,7 @@ def _attention(call: Call) -> fx.Node:
     assert key is not None
     coordinates, digits = _all_digits(call, layout, len(layout.shape) - 1)
     axes = tuple(sorted({axis for dim in digits for axis, *_ in dim}))
-    own = (None, 0) if digits[-1] else call.own_seed(axes)
+    own_seed_and_draw = (None, 0) if digits[-1] else call.own_seed(axes)
     return call.emit(
         sharded.attention,
         values["query"],
@@ -376,5 +394,5 @@ def _attention(call: Call) -> fx.Node:
         coordinates,
         [*digits, []],
         [*layout.shape[:-1], shape_of(value_of(key))[-2]],
-        *own,
+        *own_seed_and_draw,
     )

@@ -1,7 +1,9 @@
 """The process groups of a mesh: `connect` opens one for every axis, and those that a graph names.
 
-Called by runtime/apply.py on all ranks together. A group is found by its name in the graph
-(`ir.mesh.group_name`), which is the same on every rank.
+Example: for "data2.x2" it opens the groups of the axes data and x, and for a graph with a
+hierarchical collective the groups of its levels as well. runtime/apply.py calls it on all ranks
+together. A group is found by its name in the graph (`ir.mesh.group_name`), which is the same on
+every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from autopar.world import ranks
 
 @dataclass(frozen=True)
 class _Connection:
-    """What one mesh has open: groups by (their ranks, lane), and the names that lead to them."""
+    """The open groups of one mesh, by (the ranks of every group of the name, lane), and the names
+    registered for them.
+    """
 
     world: dist.ProcessGroup
     device_mesh: DeviceMesh
@@ -36,8 +40,8 @@ _connections: dict[tuple[Mesh, str], _Connection] = {}
 
 
 def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMesh:
-    """Opens a process group for every axis, and those that `names` name in addition (see
-    `group_name` and `conversion.groups_of`), in one order, and gives the mesh for DTensor.
+    """Open a process group for every axis and for each of `names` (see `group_name` and
+    `collectives.groups_of`), in one order, and return the mesh for DTensor.
 
     Collective: all ranks of the running default process group call it with the same mesh and names.
     A second call opens only what is not open. A mesh of one rank gives a DeviceMesh with the one
@@ -46,22 +50,22 @@ def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMe
     world = _running_world(mesh)
     _end_groups_at_exit()
     with undone_on_failure():
-        known = _connections.get((mesh, device_type))
-        if known is None or known.world is not world:
-            known = _connections[mesh, device_type] = _connection(mesh, device_type, world)
-        wanted = {group_name(str(mesh), (axis,)) for axis in mesh.names}
-        for name in sorted(wanted.union(names)):
-            if name not in known.names:
-                group = _group(mesh, name, known)
-                _compat.unregister_process_group(name)  # that a broken connection may have left
+        connection = _connections.get((mesh, device_type))
+        if connection is None or connection.world is not world:
+            connection = _connections[mesh, device_type] = _connection(mesh, device_type, world)
+        axis_groups = {group_name(str(mesh), (axis,)) for axis in mesh.names}
+        for name in sorted(axis_groups.union(names)):
+            if name not in connection.names:
+                group = _open_group(mesh, name, connection)
+                _compat.unregister_process_group(name)  # a broken connection may have left it
                 _compat.register_process_group(name, group)
-                known.names.add(name)
-    return known.device_mesh
+                connection.names.add(name)
+    return connection.device_mesh
 
 
 def _connection(mesh: Mesh, device_type: str, world: dist.ProcessGroup) -> _Connection:
-    """A new one; names lead to the same groups for all types of devices. Its axes are in storage
-    order, as DTensor cuts axis by axis.
+    """Return a new connection; names lead to the same groups for all types of devices. The axes of
+    its DeviceMesh are in storage order, as DTensor splits axis by axis.
     """
     sizes, axes = tuple(mesh.sizes.values()) or (1,), mesh.names or ("rank",)
     order = mesh.storage_order or (0,)
@@ -73,40 +77,43 @@ def _connection(mesh: Mesh, device_type: str, world: dist.ProcessGroup) -> _Conn
         device_mesh = DeviceMesh(device_type, places, mesh_dim_names=names)
     for axis in axes:
         _compat.set_timeout(device_mesh.get_group(axis), _compat.timeout_of(world))
-    for (other, _), known in _connections.items():
-        if other == mesh and known.world is world:
-            return _Connection(world, device_mesh, known.groups, known.names)
-    made = _Connection(world, device_mesh, {}, set())
-    _find_open_groups(mesh, made)
-    return made
+    for (other, _), connection in _connections.items():
+        if other == mesh and connection.world is world:
+            return _Connection(world, device_mesh, connection.groups, connection.names)
+    new_connection = _Connection(world, device_mesh, {}, set())
+    _find_open_groups(mesh, new_connection)
+    return new_connection
 
 
 @contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """What is connected within is forgotten if it fails, so that the next attempt finds all ranks
-    alike. Where only some of them fail, it must fail on the others too: see `ranks.together`.
+    """Undo the connections made within if it fails, so that the next attempt finds all ranks in the
+    same state. Where only some ranks fail, the others must fail too: see `ranks.together`.
     """
     before = {
-        key: (known, dict(known.groups), set(known.names)) for key, known in _connections.items()
+        key: (connection, dict(connection.groups), set(connection.names))
+        for key, connection in _connections.items()
     }
     try:
         yield
     except BaseException:
-        kept = {name for _, _, names in before.values() for name in names}
-        for known in _connections.values():
-            for name in known.names - kept:
+        names_before = {name for _, _, names in before.values() for name in names}
+        for connection in _connections.values():
+            for name in connection.names - names_before:
                 _compat.unregister_process_group(name)
         _connections.clear()
-        for key, (known, groups, names) in before.items():
-            known.groups.clear()
-            known.groups.update(groups)
-            known.names.intersection_update(names)
-            _connections[key] = known
+        for key, (connection, groups, names) in before.items():
+            connection.groups.clear()
+            connection.groups.update(groups)
+            connection.names.intersection_update(names)
+            _connections[key] = connection
         raise
 
 
 def disconnect() -> None:
-    """Forgets every connection: the names are free again, the next `connect` opens new groups."""
+    """Forget every connection: the names are free again, and the next `connect` opens new
+    groups.
+    """
     for connection in _connections.values():
         for name in connection.names:
             _compat.unregister_process_group(name)
@@ -114,10 +121,12 @@ def disconnect() -> None:
 
 
 def _end_groups() -> None:
-    """Ends gloo's threads while Python still runs. Such a thread lets go of the tensors of its last
-    collective a moment after that is waited for, and needs Python's lock for it; one that asks for
-    the lock while the interpreter is being torn down aborts the process ("terminate called without
-    an active exception"). Only a group that nothing holds any more joins its threads.
+    """End gloo's threads while Python still runs.
+
+    Such a thread releases the tensors of its last collective a moment after that is waited for, and
+    needs the GIL for it. A thread that asks for the GIL while the interpreter is being torn down
+    aborts the process ("terminate called without an active exception"). A group joins its threads
+    only when nothing holds it any more.
     """
     running = dist.is_initialized()
     if running and "gloo" not in ranks.backends().values():
@@ -135,6 +144,9 @@ def _end_groups_at_exit() -> None:
 
 
 def _running_world(mesh: Mesh) -> dist.ProcessGroup:
+    """Return the default process group. Raises WorldError where none is running or its size is not
+    that of the mesh.
+    """
     if not dist.is_initialized():
         raise WorldError(
             f"mesh {str(mesh)!r} has {mesh.size} ranks, but no process group is running; "
@@ -152,20 +164,24 @@ def _running_world(mesh: Mesh) -> dist.ProcessGroup:
 
 
 def _partition(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
-    """All groups of this name: every rank is in one."""
+    """Return the ranks of all groups of this name: every rank is in one group."""
     return tuple(sorted({tuple(group_ranks(name, rank)) for rank in range(mesh.size)}))
 
 
 def _find_open_groups(mesh: Mesh, connection: _Connection) -> None:
-    """What torch has open: one group of all ranks, and one for every axis of the DeviceMesh."""
+    """Enter the groups that torch has open already: one of all ranks, and one for every axis of the
+    DeviceMesh.
+    """
     for axis in mesh.names:
         key = _partition(mesh, group_name(str(mesh), (axis,))), "0"
         connection.groups[key] = connection.device_mesh.get_group(axis)
     connection.groups[(tuple(range(mesh.size)),), "0"] = connection.world
 
 
-def _group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessGroup:
-    """The group of this rank; names with the same ranks, such as those of two levels, share it."""
+def _open_group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessGroup:
+    """Return the group of this rank, opening it at first; names with the same ranks, such as those
+    of two levels, share it.
+    """
     partition = _partition(mesh, name)
     key = partition, _matched(name)[-1] or "0"
     if key not in connection.groups:

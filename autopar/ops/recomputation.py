@@ -1,7 +1,11 @@
-"""Parts of a graph whose values, or whose gathered weights, are not kept for the backward but made
-again there.
+"""Activation checkpointing in an emitted graph: blocks that run again in the backward, and weights
+that are gathered again there.
 
-Run an emitted graph node by node, with somebody looking on.
+passes/recompute.py puts `recompute_in_backward` around a block whose activations are not saved, and
+`regather_in_backward` around a matmul whose gathered weight is not saved: the shard is, and the
+gather runs again. runtime/backends.py calls `tagged` and `spread`, which say the same to torch's
+partitioners by tags. `interpret` runs an emitted graph node by node with a callback;
+runtime/reference.py and runtime/verify.py use it.
 """
 
 from __future__ import annotations
@@ -25,31 +29,33 @@ from autopar.ir.graph import inlined
 
 
 def recompute_in_backward(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:
-    """What `block` gives for these inputs, its collectives included; the backward runs it again.
+    """Return what `block` gives for these inputs; the backward runs it again, with its collectives.
 
-    `draws`: it draws random numbers from torch's generators, which must be the same again. Our own
-    dropout (autopar/ops/sharded/dropout.py) does not.
+    `draws`: the block draws random numbers from torch's generators, whose state is then saved so
+    that the second run draws the same. Our own dropout (autopar/ops/sharded/dropout.py) needs no
+    such state.
     """
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
 
 def regather_in_backward(block: fx.GraphModule, fetching: int, *inputs: Any) -> Any:
-    """What `block` gives for these inputs. Its first `fetching` ops fetch stored weights, which the
-    rest takes: what they give is dropped after the forward, and when the backward asks for it they
-    alone run again.
+    """Return what `block` gives for these inputs, without saving the weights that it gathers.
+
+    The first `fetching` ops of the block fetch stored weights for the others. Their results are
+    freed after the forward; when the backward needs them, these ops alone run again.
     """
-    if torch.compiler.is_compiling():  # there the partitioner does it, told by checkpoint's tags
-        return checkpoint(block, *inputs, use_reentrant=False, context_fn=_products_are_kept)
-    parts = _parts(block, fetching)
+    if torch.compiler.is_compiling():  # there the partitioner does it, by checkpoint's tags
+        return checkpoint(block, *inputs, use_reentrant=False, context_fn=_save_matmuls)
+    parts = _parts_of(block, fetching)
     stored = [inputs[place] for place in parts.needs]
     weights = parts.fetch(*stored)
-    with _Dropping(lambda: parts.fetch(*stored), weights):
+    with _DropAndRefetch(lambda: parts.fetch(*stored), weights):
         return parts.rest(*inputs, *weights)
 
 
-class _Dropping(saved_tensors_hooks):
-    """Autograd keeps, of all that shares memory with one of these tensors, only how to `make` them
-    again.
+class _DropAndRefetch(saved_tensors_hooks):
+    """Saved-tensor hooks that save, for any view of one of these tensors, only its geometry; the
+    backward calls `make` to get the tensors again.
     """
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> None:
@@ -72,8 +78,8 @@ class _Dropping(saved_tensors_hooks):
 
 
 class _Parts(NamedTuple):
-    """A block in two: what fetches gives all that the rest takes of it, and needs these inputs of
-    the block; the rest takes that after all inputs of the block.
+    """A block in two graphs. `fetch` takes the block's inputs at the places `needs` and returns
+    what `rest` uses of it; `rest` takes all inputs of the block, then these results.
     """
 
     fetch: fx.GraphModule
@@ -81,45 +87,51 @@ class _Parts(NamedTuple):
     rest: fx.GraphModule
 
 
-def _parts(block: fx.GraphModule, fetching: int) -> _Parts:
-    """Kept with the block."""
-    found: _Parts | None = block.__dict__.get("_autopar_parts")
-    if found is None:
-        found = block.__dict__["_autopar_parts"] = _cut(block, fetching)
-    return found
+def _parts_of(block: fx.GraphModule, fetching: int) -> _Parts:
+    """Return the block's two parts, which are cached in the block."""
+    parts: _Parts | None = block.__dict__.get("_autopar_parts")
+    if parts is None:
+        parts = block.__dict__["_autopar_parts"] = _split_block(block, fetching)
+    return parts
 
 
-def _cut(block: fx.GraphModule, fetching: int) -> _Parts:
+def _split_block(block: fx.GraphModule, fetching: int) -> _Parts:
+    """Split a block after its first `fetching` calls."""
     inputs = [n for n in block.graph.nodes if n.op == "placeholder"]
     calls = [n for n in block.graph.nodes if n.op == "call_function"]
-    first = dict.fromkeys(calls[:fetching])
-    needs = tuple(place for place, n in enumerate(inputs) if not first.keys().isdisjoint(n.users))
-    fetched = [n for n in first if not first.keys() >= n.users.keys()]
-    fetch = _graph([inputs[place] for place in needs], first, tuple(fetched))
-    given = block.graph.output_node().args[0]
-    return _Parts(fetch, needs, _graph([*inputs, *fetched], calls[fetching:], given))
+    fetching_calls = dict.fromkeys(calls[:fetching])
+    needs = tuple(
+        place for place, n in enumerate(inputs) if not fetching_calls.keys().isdisjoint(n.users)
+    )
+    fetched = [n for n in fetching_calls if not fetching_calls.keys() >= n.users.keys()]
+    fetch = _graph_of([inputs[place] for place in needs], fetching_calls, tuple(fetched))
+    outputs = block.graph.output_node().args[0]
+    return _Parts(fetch, needs, _graph_of([*inputs, *fetched], calls[fetching:], outputs))
 
 
-def _graph(inputs: Iterable[fx.Node], calls: Iterable[fx.Node], outputs: Any) -> fx.GraphModule:
+def _graph_of(inputs: Iterable[fx.Node], calls: Iterable[fx.Node], outputs: Any) -> fx.GraphModule:
+    """Return a graph module of these calls."""
     graph = fx.Graph()
-    made = {node: graph.placeholder(node.name) for node in inputs}
+    copies = {node: graph.placeholder(node.name) for node in inputs}
     for node in calls:
-        made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output(fx.map_arg(outputs, made.__getitem__))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(fx.map_arg(outputs, copies.__getitem__))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _products_are_kept() -> Any:
+def _save_matmuls() -> Any:
+    """Return checkpoint contexts that save the results of matmuls and recompute everything else."""
+
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        product = getattr(op, "overloadpacket", op) in flop_registry
-        return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.MUST_RECOMPUTE
+        is_matmul = getattr(op, "overloadpacket", op) in flop_registry
+        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.MUST_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 def tagged(module: fx.GraphModule) -> fx.GraphModule:
-    """The same in one graph, in which what is made again in the backward has the marks that torch's
-    partitioners want: `CheckpointPolicy.MUST_RECOMPUTE`, and a number for each block.
+    """Return the module as one flat graph whose recomputed nodes have the tags of torch's
+    partitioners: `CheckpointPolicy.MUST_RECOMPUTE`, and a number for each block.
     """
     flat = inlined(module)
     numbers: dict[str, int] = {}
@@ -131,19 +143,19 @@ def tagged(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def spread(joint: fx.Graph) -> None:
-    """In a joint graph traced from that: what only shows or copies what is made again, as the
-    product's own transpose of a gathered weight does, is not kept either.
+    """Extend the recomputation tags of a joint graph, traced from a tagged module, to views and
+    copies of recomputed values, such as the transpose of a gathered weight that a matmul makes.
     """
     for node in joint.nodes:
         inputs = node.all_input_nodes
-        if len(inputs) == 1 and "recompute" not in node.meta and _copies(node):
+        if len(inputs) == 1 and "recompute" not in node.meta and _is_view_or_copy(node):
             marks = inputs[0].meta
             if marks.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE:
                 node.meta |= {key: marks[key] for key in ("recompute", "ac_graph_id")}
 
 
-def _copies(node: fx.Node) -> bool:
-    """Whether a node's result is its operand in another view, order, dtype or memory."""
+def _is_view_or_copy(node: fx.Node) -> bool:
+    """Whether the result of a node is its operand in another view, order, dtype or memory."""
     target = node.target
     if target is operator.getitem:
         return True
@@ -154,26 +166,28 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _returns(target: OpOverload) -> Sequence[Any]:
-    found: Sequence[Any] = target._schema.returns
-    return found
+    returns: Sequence[Any] = target._schema.returns
+    return returns
 
 
 _COPIES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten._unsafe_view)
 
 
-Visit = Callable[[fx.Node, Any], Any]  # (node, what it gave) -> what the graph goes on with
+Visit = Callable[[fx.Node, Any], Any]  # (node, its result) -> the result that later nodes take
 
 
 def interpret(module: fx.GraphModule, inputs: list[Any], visit: Visit) -> Any:
-    """Return what the graph returns; `visit` is called at every node, within blocks too."""
+    """Run the graph node by node and return its outputs; `visit` is called at every node, within
+    blocks too.
+    """
     env: dict[fx.Node, Any] = {}
-    given = iter(inputs)
+    remaining = iter(inputs)
     for node in module.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.op == "output":
             return args[0]
         if node.op == "placeholder":
-            result = next(given)
+            result = next(remaining)
         elif node.op == "get_attr":
             result = getattr(module, str(node.target))
         elif node.target in (recompute_in_backward, regather_in_backward):
@@ -186,5 +200,5 @@ def interpret(module: fx.GraphModule, inputs: list[Any], visit: Visit) -> Any:
 
 
 def unchanged(_: fx.Node, result: Any) -> Any:
-    """The visit that does nothing."""
+    """Return the result as it is: the visit that does nothing."""
     return result

@@ -1,5 +1,10 @@
-"""The table: how each op may be split. One line an op where the notation of rules.py suffices, a
-short function where it does not; a file for each kind of op.
+"""The table of op sharding rules: how each aten op may be split.
+
+Example: linear is "... k, n k, n -> ... n" with k summed, one line in the notation of
+ir/sharding_rule.py. Where that does not suffice, a short function builds the rule from the node.
+There is a file for each kind of op: matmul, pointwise, reductions (with losses and embeddings) and
+shapes. passes/annotate.py calls `rule_of` for every node, and `probe` (probe.py) for ops without a
+rule here; ops/local.py emits the ops on their shards.
 """
 
 from __future__ import annotations
@@ -21,7 +26,9 @@ from autopar.ops.rules.shapes import FILLS, NEW_FILLS, slice_extent
 
 
 def rule_of(node: fx.Node) -> OpShardingRule | None:
-    """The rule of a node, or None: no line of the table and no tag says how its op may be split."""
+    """Return the sharding rule of a node, or None where neither the table nor the pointwise tag
+    covers its op.
+    """
     build = TABLE.get(node.target)
     if build is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         build = pointwise
@@ -29,16 +36,16 @@ def rule_of(node: fx.Node) -> OpShardingRule | None:
 
 
 def _only_floats_partial(node: fx.Node, made: OpShardingRule) -> OpShardingRule:
-    """Integers and flags cannot be parts of a sum: dividing or reducing them gives another type,
-    and an op that makes them of floats would round each part.
+    """Return the rule without the partial pass-through of integers and flags: dividing or reducing
+    them gives another dtype, and an op that makes them of floats would round each part.
     """
     if not all(floating(value) for value in results_of(node)):
         return dataclasses.replace(made, linear=())
-    fixed = {
+    not_floating = {
         i for i, n in enumerate(operands_of(node)) if n is not None and not floating(value_of(n))
     }
     return dataclasses.replace(
-        made, linear=tuple(group for group in made.linear if not group & fixed)
+        made, linear=tuple(group for group in made.linear if not group & not_floating)
     )
 
 

@@ -1,4 +1,9 @@
-"""Rules of matrix products, convolutions and attention."""
+"""Op sharding rules of matmuls, convolutions and attention.
+
+Example: mm is "m k, k n -> m n": m and n may be split, and a split k makes the result partial.
+`product` gives the roles of the factors, by which named layouts and SUMMA find the rows, columns
+and summed dims of a matmul. Importing this file enters the rules in the table.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +42,7 @@ rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear=("0", "1"), prod
 
 @spec(aten.matmul.default)
 def matmul(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a matmul with broadcast batch dims; either operand may be a vector."""
     left, right = (n for n in operands_of(node) if n is not None)
     a, b = operand_shape(left), operand_shape(right)
     sizes: dict[str, int] = {"k": a[-1]}
@@ -73,17 +79,24 @@ def matmul(node: fx.Node) -> OpShardingRule:
 def aligned(
     shape: tuple[int, ...], result: Sequence[tuple[str, ...]]
 ) -> list[tuple[int, tuple[str, ...]]]:
+    """Return (size, factors) of each dim of an operand that is aligned with a result on the
+    right.
+    """
     return list(zip(shape, result[len(result) - len(shape) :], strict=True))
 
 
 def broadcast(shape: tuple[int, ...], result: Sequence[tuple[str, ...]]) -> Dims:
-    """The dims of an operand that is broadcast to dims with these factors, aligned on the right."""
+    """Return the dims of an operand that is broadcast to dims with these factors, aligned on the
+    right.
+    """
     return tuple(() if size == 1 else dim for size, dim in aligned(shape, result))
 
 
 @spec(aten.addmm.default)
 def addmm(node: fx.Node) -> OpShardingRule:
-    """n, m k, k n -> m n: what is added may also be (m, n), or have dims of 1."""
+    """Return the rule "n, m k, k n -> m n"; the added operand may also be (m, n), or have dims of
+    1.
+    """
     added, left, right = (n for n in operands_of(node) if n is not None)
     (m, k), n = operand_shape(left), operand_shape(right)[1]
     result = (("m",), ("n",))
@@ -110,8 +123,8 @@ def addmm(node: fx.Node) -> OpShardingRule:
     )
 )
 def convolution(node: fx.Node) -> OpShardingRule:
-    """b (g c) h w, (g o) c i j, (g o) -> b (g o) y z: pixels stay whole, groups may be split like
-    samples.
+    """Return the rule "b (g c) h w, (g o) c i j, (g o) -> b (g o) y z": pixels stay unsharded,
+    groups may be split like samples.
     """
     source, weight, _ = operands_of(node)
     assert source is not None and weight is not None
@@ -123,13 +136,13 @@ def convolution(node: fx.Node) -> OpShardingRule:
     flops = 2.0 * math.prod((*shape[: -len(kernel) - 1], outputs, channels, *kernel, *pixels))
     before = named(shape[-len(kernel) :], sizes, "h")
     window, after = named(tuple(kernel), sizes, "i"), named(pixels, sizes, "y")
-    whole = frozenset(name for (name,) in (*before, *window, *after))
+    unsharded = frozenset(name for (name,) in (*before, *window, *after))
     return OpShardingRule(
         ((*batch, ("g", "c"), *before), (("g", "o"), ("c",), *window), (("g", "o"),)),
         ((*batch, ("g", "o"), *after),),
         sizes,
         sum=frozenset({"c"}),
-        whole=whole,
+        whole=unsharded,
         added=frozenset({2}),
         linear=(frozenset({0, 2}), frozenset({1, 2})),
         flops=flops,
@@ -143,8 +156,8 @@ def convolution(node: fx.Node) -> OpShardingRule:
 
 @spec(aten.scaled_dot_product_attention.default)
 def attention(node: fx.Node) -> OpShardingRule:
-    """b (g r) q e, b g k e, b g k v -> b (g r) q v: the keys stay whole; the queries may be split
-    where no offset is needed.
+    """Return the rule "b (g r) q e, b g k e, b g k v -> b (g r) q v": keys stay unsharded; queries
+    may be split unless the mask is causal, which would need their offset.
     """
     query, key, value, mask = operands_of(node)
     assert query is not None and key is not None and value is not None
@@ -155,9 +168,7 @@ def attention(node: fx.Node) -> OpShardingRule:
         shape_of(value_of(node)),
     )
     if q[-3:-2] != out[-3:-2] or k[-3:-2] != v[-3:-2]:
-        return unsplit(
-            node
-        )  # heads that are broadcast, other than those of keys and values together
+        return unsplit(node)  # heads are broadcast, and not those of keys and values together
     sizes: dict[str, int] = {"q": q[-2], "e": q[-1], "k": k[-2], "v": v[-1]}
     leading = named(out[:-3], sizes, "b")
     heads: list[tuple[str, ...]] = []
@@ -169,7 +180,7 @@ def attention(node: fx.Node) -> OpShardingRule:
         None if mask is None else broadcast(operand_shape(mask), [*leading, *heads, ("q",), ("k",)])
     )
     causal = bool(bound(node)["is_causal"])
-    whole = {"e", "k", "v"} | ({"q"} if causal else set())
+    unsharded = {"e", "k", "v"} | ({"q"} if causal else set())
     attends = Attends(k[-2], (q[-1] + v[-1]) / 2, causal)
     return OpShardingRule(
         (
@@ -180,7 +191,7 @@ def attention(node: fx.Node) -> OpShardingRule:
         ),
         ((*leading, *heads, ("q",), ("v",)),),
         sizes,
-        whole=frozenset(whole),
+        whole=frozenset(unsharded),
         linear=(frozenset({2}),),
         product=(frozenset(sizes) - {"e", "k", "v"}, frozenset(), frozenset()),
         flops=attends.flops(math.prod(out[:-1])),

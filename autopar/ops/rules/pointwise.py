@@ -1,4 +1,10 @@
-"""Rules of ops that make each entry for itself."""
+"""Op sharding rules of pointwise ops: each entry of the result depends on the same entry of the
+operands.
+
+Example: in (8, 6) + (6,) both dims may be split, and the second operand is split with the last dim.
+Also elementwise losses. rules/__init__.py uses `pointwise` for every op with torch's pointwise tag;
+the other files of rules use `pointwise` and `expand_like_identity`.
+"""
 
 from __future__ import annotations
 
@@ -83,14 +89,14 @@ _LINEAR_FIRST = {
     )
 )
 def pointwise(node: fx.Node) -> OpShardingRule:
-    """Right-aligned broadcast: a dim of the result is a factor of every operand that has it at full
-    size.
+    """Return the rule for right-aligned broadcast: a dim of the result is a factor of every operand
+    that has it at full size.
     """
     return entries_of(node, shape_of(results_of(node)[0]))
 
 
 def entries_of(node: fx.Node, shape: tuple[int, ...]) -> OpShardingRule:
-    """The rule of an op that makes each entry of a tensor of this shape for itself."""
+    """Return the rule of an op that computes each entry of a tensor of this shape on its own."""
     sizes: dict[str, int] = {}
     result = tuple(named(shape, sizes))
     operands: list[Dims | None] = []
@@ -98,15 +104,18 @@ def entries_of(node: fx.Node, shape: tuple[int, ...]) -> OpShardingRule:
         if operand is None:
             operands.append(None)
             continue
-        own = operand_shape(operand)
-        aligned = result[len(result) - len(own) :]
-        operands.append(tuple(() if s == 1 else dim for s, dim in zip(own, aligned, strict=True)))
+        own_shape = operand_shape(operand)
+        aligned = result[len(result) - len(own_shape) :]
+        operands.append(
+            tuple(() if s == 1 else dim for s, dim in zip(own_shape, aligned, strict=True))
+        )
     return OpShardingRule(
         tuple(operands), (result,) * len(results_of(node)), sizes, linear=_linear_groups(node)
     )
 
 
 def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
+    """Return the groups of operands through which partial values pass together."""
     tensors = [i for i, n in enumerate(operands_of(node)) if n is not None]
     if not all(floating(v) for v in results_of(node)):
         return ()
@@ -125,8 +134,9 @@ def _linear_groups(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def expand_like_identity(node: fx.Node) -> OpShardingRule:
-    made = pointwise(node)
-    return OpShardingRule(made.operands, made.results, made.sizes, linear=(frozenset({0}),))
+    """Return the pointwise rule of an op whose first operand may be partial."""
+    rule = pointwise(node)
+    return OpShardingRule(rule.operands, rule.results, rule.sizes, linear=(frozenset({0}),))
 
 
 @spec(
@@ -139,7 +149,9 @@ def expand_like_identity(node: fx.Node) -> OpShardingRule:
     )
 )
 def elementwise_loss(node: fx.Node) -> OpShardingRule:
-    """A loss entry by entry, then kept, summed, or averaged over all entries (see local.py)."""
+    """Return the rule of an entrywise loss that is then kept, summed, or averaged over all entries
+    (see local.py).
+    """
     shapes = [operand_shape(n) for n in operands_of(node)[:2] if n is not None]
     if shapes[0] != shapes[1]:
         return unsplit(node)  # torch.nn.functional expands them first, so this is rare

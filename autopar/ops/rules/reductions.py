@@ -1,6 +1,9 @@
-"""Rules of sums, norms and softmax.
+"""Op sharding rules of reductions, norms and softmax, and of ops that index by tokens: embeddings
+and cross entropy.
 
-Rules of ops that index by tokens: embeddings and cross entropy.
+Example: a sum over a split dim is partial; a softmax over a split dim has a sharded implementation
+(ops/sharded), so that dim is `shared`; an amax may not be split on the dims it reduces. Importing
+this file enters the rules in the table.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from autopar.ops.rules.registry import aten, floating, named, operand_shape, spe
 
 @spec((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))
 def summed(node: fx.Node) -> OpShardingRule:
-    """A sum is partial over a split dim that it sums; so is a mean, once scaled (see local.py)."""
+    """Return the rule of a sum or a mean: partial over a split dim that it sums; a mean is scaled
+    first (see local.py).
+    """
     return _reduction(node, summed=True)
 
 
@@ -42,6 +47,7 @@ def summed(node: fx.Node) -> OpShardingRule:
     )
 )
 def reduced(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a reduction whose reduced dims may not be split."""
     return _reduction(node, summed=False)
 
 
@@ -51,13 +57,18 @@ def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
     values = bound(node)
-    listed = values.get("dim")
-    if listed is None or listed == []:
-        listed = list(range(len(dims)))
-    gone = {d % len(dims) for d in (listed if isinstance(listed, list | tuple) else [listed])}
+    dims_argument = values.get("dim")
+    if dims_argument is None or dims_argument == []:
+        dims_argument = list(range(len(dims)))
+    reduced_dims = {
+        d % len(dims)
+        for d in (dims_argument if isinstance(dims_argument, list | tuple) else [dims_argument])
+    }
     keep = values.get("keepdim", False)
-    result = tuple(() if j in gone else d for j, d in enumerate(dims) if keep or j not in gone)
-    factors = frozenset(f"d{j}" for j in gone)
+    result = tuple(
+        () if j in reduced_dims else d for j, d in enumerate(dims) if keep or j not in reduced_dims
+    )
+    factors = frozenset(f"d{j}" for j in reduced_dims)
     linear = (frozenset({0}),) if summed else ()
     return OpShardingRule(
         (tuple(dims),),
@@ -71,22 +82,22 @@ def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
 
 @spec((aten.layer_norm.default, aten.rms_norm.default))
 def norm(node: fx.Node) -> OpShardingRule:
-    """ "... d, d, d -> ... d": one normalised dim may be split (its statistics are reduced over the
-    axes), several may not.
+    """Return the rule "... d, d, d -> ... d": one normalised dim may be split, with its statistics
+    reduced over the axes; of several, none may be.
     """
     source, *affine = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
-    own = tuple(dims[len(dims) - len(bound(node)["normalized_shape"]) :])
-    factors = frozenset(name for (name,) in own)
-    alone, none = len(own) == 1, frozenset[str]()
+    normalised = tuple(dims[len(dims) - len(bound(node)["normalized_shape"]) :])
+    factors = frozenset(name for (name,) in normalised)
+    one_dim, no_factors = len(normalised) == 1, frozenset[str]()
     return OpShardingRule(
-        (tuple(dims), *(None if n is None else own for n in affine)),
+        (tuple(dims), *(None if n is None else normalised for n in affine)),
         (tuple(dims),),
         sizes,
-        shared=factors if alone else none,
-        whole=none if alone else factors,
+        shared=factors if one_dim else no_factors,
+        whole=no_factors if one_dim else factors,
     )
 
 
@@ -98,23 +109,23 @@ def norm(node: fx.Node) -> OpShardingRule:
     )
 )
 def batch_norm(node: fx.Node) -> OpShardingRule:
-    """b c ..., then c each -> b c ..., then c each: in training the statistics run over all but the
-    channels, which are whole.
+    """Return the rule "b c ..., then c each -> b c ..., then c each": in training the statistics
+    run over all dims but the channels, so these dims are unsharded.
     """
-    source, *rest = operands_of(node)
+    source, *affine = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
     others, channels = frozenset(sizes) - {"d1"}, (dims[1],)
     training = node.target is not aten._native_batch_norm_legit_no_training.default
     if training and not bound(node)["training"]:
-        return unsplit(node)  # torch.nn calls the other op
+        return unsplit(node)  # torch.nn calls the other op then
     results = [tuple(dims), *([channels] * (len(results_of(node)) - 1))]
     if not training:  # no statistics: two empty results
         sizes["none"] = 0
         results[1:] = [(("none",),)] * 2
     return OpShardingRule(
-        (tuple(dims), *(None if n is None else channels for n in rest)),
+        (tuple(dims), *(None if n is None else channels for n in affine)),
         tuple(results),
         sizes,
         shared=frozenset() if training else others | {"d1"},
@@ -131,9 +142,17 @@ def batch_norm(node: fx.Node) -> OpShardingRule:
     )
 )
 def softmax(node: fx.Node) -> OpShardingRule:
-    made = pointwise(node)
-    dim = bound(node)["dim"] % len(made.results[0])
-    return OpShardingRule(made.operands, made.results, made.sizes, shared=frozenset({f"d{dim}"}))
+    """Return the pointwise rule with the dim of the softmax as a factor that the sharded op may
+    split.
+    """
+    pointwise_rule = pointwise(node)
+    dim = bound(node)["dim"] % len(pointwise_rule.results[0])
+    return OpShardingRule(
+        pointwise_rule.operands,
+        pointwise_rule.results,
+        pointwise_rule.sizes,
+        shared=frozenset({f"d{dim}"}),
+    )
 
 
 _NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
@@ -144,44 +163,46 @@ _plain_embedding = TABLE[aten.embedding.default]
 
 @spec(aten.embedding.default)
 def embedding(node: fx.Node) -> OpShardingRule:
-    """Rows and tokens may be split, unless gradients are scaled by how often a row is looked up,
-    which only the whole batch says.
+    """Return the rule by which rows and tokens may be split, unless gradients are scaled by how
+    often a row is looked up, which depends on the unsharded batch.
     """
-    made = _plain_embedding(node)
+    plain_rule = _plain_embedding(node)
     if not bound(node)["scale_grad_by_freq"]:
-        return made
-    return replace(made, whole=frozenset(made.sizes) - {"d"})
+        return plain_rule
+    return replace(plain_rule, whole=frozenset(plain_rule.sizes) - {"d"})
 
 
-_BAG_MAX = 2  # the mode that keeps which entries it took
+_MODE_MAX = 2  # the mode that saves which entries it took
 
 
 @spec(aten.embedding_bag.padding_idx)
 def embedding_bag(node: fx.Node) -> OpShardingRule:
-    """v d, i, b -> b d: the width may be split, rows and bags stay whole. Three more results are
-    for the backward alone; where the graph takes one, or in the mode "max", nothing is split.
+    """Return the rule "v d, i, b -> b d": the width may be split, rows and bags stay unsharded.
+
+    The other three results are for the backward alone; where the graph uses one, or in the mode
+    "max", nothing is split.
     """
-    made = unsplit(node, found="rule")
+    unsplit_rule = unsplit(node, found="rule")
     weight = operands_of(node)[0]
-    taken = {user.args[1] for user in node.users if user.target is operator.getitem}
-    if weight is None or bound(node)["mode"] == _BAG_MAX or taken != {0}:
-        return made
-    table, *others = made.operands
-    (bags, _), *rest = made.results
+    used_results = {user.args[1] for user in node.users if user.target is operator.getitem}
+    if weight is None or bound(node)["mode"] == _MODE_MAX or used_results != {0}:
+        return unsplit_rule
+    table, *others = unsplit_rule.operands
+    (bags, _), *other_results = unsplit_rule.results
     assert table is not None
     return replace(
-        made,
+        unsplit_rule,
         operands=((table[0], ("d",)), *others),
-        results=((bags, ("d",)), *rest),
-        sizes={**made.sizes, "d": operand_shape(weight)[1]},
+        results=((bags, ("d",)), *other_results),
+        sizes={**unsplit_rule.sizes, "d": operand_shape(weight)[1]},
         shared=frozenset({"d"}),
     )
 
 
 @spec(aten.cross_entropy_loss.default)
 def cross_entropy(node: fx.Node) -> OpShardingRule:
-    """Classes may be split, tokens too: of a mean the result is invariant, as it needs their number
-    everywhere, a sum is partial over the tokens.
+    """Return the rule by which classes and tokens may be split. A mean is invariant over the
+    tokens' axes, as it needs their number everywhere; a sum is partial over them.
     """
     logits, target, weight = operands_of(node)
     assert logits is not None and target is not None

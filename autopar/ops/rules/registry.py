@@ -1,4 +1,9 @@
-"""What the rules of all ops share: entering them in the table, and naming the dims of a tensor."""
+"""Helpers of the op sharding rules: `spec` enters a rule in the table, `named` names the dims of a
+tensor, `unsplit` is the rule of an op that nothing is known of.
+
+Example: `named((8, 6), sizes)` returns [("d0",), ("d1",)] and sets sizes to {"d0": 8, "d1": 6}. The
+other files of this folder use these helpers; passes/annotate.py uses `unsplit`.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +29,29 @@ aten = torch.ops.aten
 def spec(
     target: Any,
 ) -> Callable[[Callable[[fx.Node], OpShardingRule]], Callable[[fx.Node], OpShardingRule]]:
-    """Enter a function as the rule of one op or of several."""
+    """Return a decorator that enters a function as the rule of one op or of several."""
 
     def enter(build: Callable[[fx.Node], OpShardingRule]) -> Callable[[fx.Node], OpShardingRule]:
-        for one in target if isinstance(target, tuple) else (target,):
-            TABLE[one] = build
+        for op in target if isinstance(target, tuple) else (target,):
+            TABLE[op] = build
         return build
 
     return enter
 
 
 def unsplit(node: fx.Node, found: str = "none") -> OpShardingRule:
-    """The rule of an op that nothing is known of: every dim is whole."""
+    """Return the rule of an op of which nothing is known: every dim is unsharded."""
     operands = operands_of(node)
     shapes = [None if n is None else operand_shape(n) for n in operands]
     outputs = [shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor)]
     sizes: dict[str, int] = {}
 
     def dims(shape: tuple[int, ...]) -> Dims:
-        made = []
+        factors = []
         for size in shape:
             sizes[name := f"w{len(sizes)}"] = size
-            made.append((name,))
-        return tuple(made)
+            factors.append((name,))
+        return tuple(factors)
 
     operand_dims = tuple(None if s is None else dims(s) for s in shapes)
     result_dims = tuple(dims(s) for s in outputs)
@@ -54,6 +59,7 @@ def unsplit(node: fx.Node, found: str = "none") -> OpShardingRule:
 
 
 def operand_shape(node: fx.Node) -> tuple[int, ...]:
+    """Return the shape of an operand that is a tensor."""
     value = value_of(node)
     assert isinstance(value, torch.Tensor), (node, value)
     return shape_of(value)
@@ -62,6 +68,7 @@ def operand_shape(node: fx.Node) -> tuple[int, ...]:
 def named(
     shape: tuple[int, ...], sizes: dict[str, int], prefix: str = "d"
 ) -> list[tuple[str, ...]]:
+    """Return one factor of its own for each dim of a shape, and enter their sizes in `sizes`."""
     dims: list[tuple[str, ...]] = []
     for i, size in enumerate(shape):
         sizes[f"{prefix}{i}"] = size
@@ -70,4 +77,5 @@ def named(
 
 
 def floating(value: Any) -> bool:
+    """Whether a value is a tensor of a floating-point dtype."""
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point

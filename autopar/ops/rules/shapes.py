@@ -1,8 +1,9 @@
-"""Rules of views: the same entries in another shape or order.
+"""Op sharding rules of ops that change shapes: views, permutations, tensors made from nothing, and
+ops that cut, join, pad or run along one dim.
 
-Rules of tensors that are made from nothing.
-
-Rules of ops that cut, join, pad or walk along one dim.
+Example: a chunk of a dim of 12 into three pieces reads the dim as "(pieces piece)", of sizes 3 and
+4: an axis may split "piece", which each result has too, but not "pieces". Importing this file
+enters the rules in the table; ops/local.py uses `slice_extent` and the tuples of ops.
 """
 
 from __future__ import annotations
@@ -40,17 +41,21 @@ from autopar.ops.rules.registry import aten, named, operand_shape, spec, unsplit
     )
 )
 def view(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a reshape, whose factors are those common to both shapes."""
     source = operands_of(node)[0]
     assert source is not None
     if 0 in operand_shape(source):
         return unsplit(node, found="rule")
-    sizes, left, right, whole = view_factors(operand_shape(source), shape_of(value_of(node)))
-    rest = (None,) * (len(operands_of(node)) - 1)
-    return OpShardingRule((left, *rest), (right,), sizes, whole=whole, linear=(frozenset({0}),))
+    sizes, left, right, unsharded = view_factors(operand_shape(source), shape_of(value_of(node)))
+    absent = (None,) * (len(operands_of(node)) - 1)
+    return OpShardingRule(
+        (left, *absent), (right,), sizes, whole=unsharded, linear=(frozenset({0}),)
+    )
 
 
 @spec((aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default))
 def permutation(node: fx.Node) -> OpShardingRule:
+    """Return the rule of an op that permutes the dims."""
     source = operands_of(node)[0]
     assert source is not None
     shape = operand_shape(source)
@@ -72,10 +77,11 @@ def permutation(node: fx.Node) -> OpShardingRule:
 
 @spec((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default))
 def expand(node: fx.Node) -> OpShardingRule:
-    made = pointwise(node)
-    rest = (None,) * (len(made.operands) - 1)
+    """Return the rule of an expand: dims of 1 that grow have a factor in the result alone."""
+    rule = pointwise(node)
+    absent = (None,) * (len(rule.operands) - 1)
     return OpShardingRule(
-        (made.operands[0], *rest), made.results, made.sizes, linear=(frozenset({0}),)
+        (rule.operands[0], *absent), rule.results, rule.sizes, linear=(frozenset({0}),)
     )
 
 
@@ -97,27 +103,29 @@ NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.defaul
 
 @spec(FILLS)
 def fill(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a tensor of one number: each dim may be split."""
     sizes: dict[str, int] = {}
     return OpShardingRule((), (tuple(named(shape_of(value_of(node)), sizes)),), sizes)
 
 
 @spec(MADE)
 def fill_unsharded(node: fx.Node) -> OpShardingRule:
-    """Small tensors that come from nothing: made whole, then sliced."""
+    """Return the rule of small tensors made from nothing: they are made unsharded, then sliced."""
     return unsplit(node, found="rule")
 
 
 @spec(NEW_FILLS)
 def new_fill(node: fx.Node) -> OpShardingRule:
-    made = unsplit(node)
-    sizes = dict(made.sizes)
+    """Return the rule of a tensor of one number whose operand gives the dtype and device only."""
+    rule = unsplit(node)
+    sizes = dict(rule.sizes)
     result = tuple(named(shape_of(value_of(node)), sizes))
-    return OpShardingRule(made.operands, (result,), sizes, whole=made.whole)
+    return OpShardingRule(rule.operands, (result,), sizes, whole=rule.whole)
 
 
 def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, int], Dims, Dims]:
-    """A dim cut into `count` equal pieces of `size`: "(m d)" whole, "d" each piece. Returns (sizes,
-    whole's dims, piece's dims).
+    """Return (sizes, dims of the joined tensor, dims of a piece) for a dim cut into `count` equal
+    pieces of `size`: "(pieces piece)" joined, "piece" in each piece.
     """
     value = value_of(node)
     sizes: dict[str, int] = {}
@@ -131,7 +139,9 @@ def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, in
 
 
 def unsharded_dim(node: fx.Node, dim: int, linear: bool = True) -> OpShardingRule:
-    """An op that works along one dim (which may change size) and leaves the other dims alone."""
+    """Return the rule of an op that works along one dim, which may change size, and leaves the
+    other dims alone.
+    """
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
@@ -141,14 +151,17 @@ def unsharded_dim(node: fx.Node, dim: int, linear: bool = True) -> OpShardingRul
     for i, value in enumerate(results_of(node)):
         sizes[f"r{i}"] = shape_of(value)[dim]
         results.append(tuple((f"r{i}",) if j == dim else d for j, d in enumerate(dims)))
-    whole = frozenset({f"d{dim}", *(f"r{i}" for i in range(len(results)))})
-    rest = (None,) * (len(operands_of(node)) - 1)
+    unsharded = frozenset({f"d{dim}", *(f"r{i}" for i in range(len(results)))})
+    absent = (None,) * (len(operands_of(node)) - 1)
     groups = (frozenset({0}),) if linear else ()
-    return OpShardingRule((tuple(dims), *rest), tuple(results), sizes, whole=whole, linear=groups)
+    return OpShardingRule(
+        (tuple(dims), *absent), tuple(results), sizes, whole=unsharded, linear=groups
+    )
 
 
 @spec((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default))
 def split(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a split: equal pieces may be split inside, unequal ones stay unsharded."""
     source = operands_of(node)[0]
     assert source is not None
     dim = bound(node)["dim"]
@@ -164,6 +177,7 @@ def split(node: fx.Node) -> OpShardingRule:
 
 @spec(aten.slice.Tensor)
 def slice_(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a slice; one that is a piece of equal pieces may be split inside."""
     source = operands_of(node)[0]
     assert source is not None
     values = bound(node)
@@ -180,7 +194,7 @@ def slice_(node: fx.Node) -> OpShardingRule:
 
 
 def slice_extent(node: fx.Node) -> tuple[int, int]:
-    """(first index, number of entries) that an aten.slice takes of its dim."""
+    """Return (first index, number of entries) that an aten.slice takes of its dim."""
     values = bound(node)
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -192,10 +206,13 @@ def slice_extent(node: fx.Node) -> tuple[int, int]:
 
 @spec(aten.cat.default)
 def cat(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a concatenation: equal pieces may be split inside, unequal ones stay
+    unsharded.
+    """
     tensors = [n for n in operands_of(node) if n is not None]
     dim = bound(node)["dim"]
     lengths = {operand_shape(n)[dim] for n in tensors}
-    everything = (frozenset(range(len(tensors))),)
+    all_operands = (frozenset(range(len(tensors))),)
     if len(lengths) == 1:
         sizes, joined, single = pieces(tensors[0], dim, len(tensors), lengths.pop())
         return OpShardingRule(
@@ -203,7 +220,7 @@ def cat(node: fx.Node) -> OpShardingRule:
             (joined,),
             sizes,
             whole=frozenset({"pieces"}),
-            linear=everything,
+            linear=all_operands,
         )
     sizes = {}
     dims = named(shape_of(value_of(node)), sizes)
@@ -212,12 +229,15 @@ def cat(node: fx.Node) -> OpShardingRule:
     for i, tensor in enumerate(tensors):
         sizes[f"p{i}"] = operand_shape(tensor)[dim]
         operands.append(tuple((f"p{i}",) if j == dim else d for j, d in enumerate(dims)))
-    whole = frozenset({f"d{dim}", *(f"p{i}" for i in range(len(tensors)))})
-    return OpShardingRule(tuple(operands), (tuple(dims),), sizes, whole=whole, linear=everything)
+    unsharded = frozenset({f"d{dim}", *(f"p{i}" for i in range(len(tensors)))})
+    return OpShardingRule(
+        tuple(operands), (tuple(dims),), sizes, whole=unsharded, linear=all_operands
+    )
 
 
 @spec(aten.stack.default)
 def stack(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a stack: the new dim stays unsharded."""
     tensors = [n for n in operands_of(node) if n is not None]
     sizes: dict[str, int] = {}
     dims = named(shape_of(value_of(node)), sizes)
@@ -234,16 +254,17 @@ def stack(node: fx.Node) -> OpShardingRule:
 
 @spec((aten.select.int, aten.unbind.int))
 def select(node: fx.Node) -> OpShardingRule:
+    """Return the rule of an op that takes single indices of a dim, which stays unsharded."""
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
     dim = bound(node)["dim"] % len(dims)
-    kept = tuple(d for j, d in enumerate(dims) if j != dim)
+    remaining_dims = tuple(d for j, d in enumerate(dims) if j != dim)
     count = len(results_of(node))
     return OpShardingRule(
         (tuple(dims),),
-        (kept,) * count,
+        (remaining_dims,) * count,
         sizes,
         whole=frozenset({f"d{dim}"}),
         linear=(frozenset({0}),),
@@ -252,39 +273,44 @@ def select(node: fx.Node) -> OpShardingRule:
 
 @spec(aten.constant_pad_nd.default)
 def constant_pad(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a constant pad: zeros keep a partial value partial."""
     values = bound(node)
     return _padding(node, values["pad"], values["value"] in (None, 0))
 
 
 @spec(aten.pad.default)
 def pad(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a pad in any mode: all but a constant other than zero keep a partial value
+    partial.
+    """
     values = bound(node)
     linear = values["mode"] != "constant" or values["value"] in (None, 0)
     return _padding(node, values["pad"], linear)
 
 
 def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
+    """Return the rule of a pad: padded dims stay unsharded."""
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
-    results, whole = list(dims), set()
+    results, unsharded = list(dims), set()
     for i, size in enumerate(shape_of(value_of(node))):
         if any(amounts[2 * (len(dims) - 1 - i) : 2 * (len(dims) - i)]):
             sizes[f"r{i}"] = size
             results[i] = (f"r{i}",)
-            whole |= {f"d{i}", f"r{i}"}
+            unsharded |= {f"d{i}", f"r{i}"}
     groups = (frozenset({0}),) if linear else ()
     return OpShardingRule(
-        (tuple(dims),), (tuple(results),), sizes, whole=frozenset(whole), linear=groups
+        (tuple(dims),), (tuple(results),), sizes, whole=frozenset(unsharded), linear=groups
     )
 
 
 @spec((aten.cumsum.default, aten.diff.default, aten.sort.default, aten.topk.default))
 def along(node: fx.Node) -> OpShardingRule:
-    if (
-        len([n for n in operands_of(node) if n is not None]) > 1
-    ):  # diff with something before or after
+    """Return the rule of an op that runs along one dim, which stays unsharded."""
+    # diff has more operands where it prepends or appends tensors
+    if len([n for n in operands_of(node) if n is not None]) > 1:
         return unsplit(node)
     return unsharded_dim(
         node, bound(node)["dim"], linear=node.target in (aten.cumsum.default, aten.diff.default)
@@ -293,6 +319,7 @@ def along(node: fx.Node) -> OpShardingRule:
 
 @spec(aten.flip.default)
 def flip(node: fx.Node) -> OpShardingRule:
-    made = expand_like_identity(node)
-    dims = len(made.results[0])
-    return dataclasses.replace(made, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))
+    """Return the rule of a flip: flipped dims stay unsharded."""
+    rule = expand_like_identity(node)
+    dims = len(rule.results[0])
+    return dataclasses.replace(rule, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))

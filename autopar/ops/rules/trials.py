@@ -1,15 +1,17 @@
-"""Which dims of a function of tensors commute with slicing? Found by trial.
+"""Trials that find which dims of a function of tensors commute with slicing.
 
-The function runs on random operands in float64, forward and backward, whole and with one dim of
-some operands cut. The dim is a factor where, in each way of cutting that is tried,
+Example: for `lambda t: [t[0] @ t[1]]` on (4, 6) and (6, 8), the rows of the first operand and the
+columns of the second do. The function runs on random operands in float64, forward and backward,
+with no dim cut and with one dim of some operands cut. The dim is a factor where, in each way of
+cutting that is tried,
 
     every result comes out cut on one dim as well,
-    the gradient of an operand that is cut is the same slice of the whole gradient, and
-    the gradients of an operand that is not cut add up to the whole one over the slices.
+    the gradient of a cut operand is the same slice of the uncut gradient, and
+    the gradients of an operand that is not cut add up to the uncut one over the slices.
 
-`spec_by_trial` does this for any callable. No shapes reach the op's kernel that fake tensors do not
-go through with the very results that a slice should have: kernels trust their callers, and read or
-write beyond their memory on others.
+`rule_by_trial` does this for any callable; probe.py calls it. The op's kernel gets only shapes that
+fake tensors go through with the results that a slice should have: kernels trust their callers, and
+read or write beyond their memory on other shapes.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from torch import Tensor
 from autopar._compat import FakeTensorMode, strict_fake_mode
 from autopar.ir.sharding_rule import Dims, OpShardingRule, shape_of
 
-_COMBINATIONS = 256  # of operands' dims of one size
+_MAX_COMBINATIONS = 256  # combinations of operands' dims of one size that are tried
 _PRIMES = (2, 3, 5, 7)
-# Sets of random operands, one alone may agree by chance; of each how large its cotangents are: a
-# backward may clip.
+# The scale of the cotangents in each set of random operands: several sets, as one may agree by
+# chance, and several scales, as a backward may clip.
 _SCALES = (1.0, 1e4, 1e-4)
-_ROUNDING = 1e-12  # of float64
-_NARROW_ROUNDING = 1e-5  # of what an op makes in float32 inside
+_ROUNDING = 1e-12  # rounding of float64
+_NARROW_ROUNDING = 1e-5  # rounding of an op that computes in float32 inside
 
 Cuts = tuple[int | None, ...]  # the dim on which each operand (or result) is cut; None: not cut
 Call = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -42,7 +44,7 @@ Call = Callable[[Sequence[Tensor]], list[Tensor]]
 
 # -- runs ------------------------------------------------------------------------------------------
 class Outcome(NamedTuple):
-    """What one run gives: the results, and the gradient of each operand (None: not asked for)."""
+    """One run: its results, and the gradient of each operand (None: not compared)."""
 
     results: list[Tensor]
     gradients: list[Tensor | None]
@@ -53,7 +55,7 @@ class Outcome(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One set of random operands and cotangents, and what the op makes of them whole."""
+    """One set of random operands and cotangents, and the outcome with no dim cut."""
 
     operands: list[Tensor]
     cotangents: list[Tensor]
@@ -68,26 +70,26 @@ class _Op:
     def run(
         self, operands: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None
     ) -> Outcome:
-        """Forward and backward; `cotangents` None: drawn like the results, to be thrown away."""
+        """Run forward and backward. With `cotangents` None, empty ones stand in."""
         leaves = [
             x.detach().requires_grad_(asked) for x, asked in zip(operands, self.asked, strict=True)
         ]
         results = self.call(leaves)
         cotangents = [torch.empty_like(r) for r in results] if cotangents is None else cotangents
-        carried = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
-        wanted = [x for x in leaves if x.requires_grad]
-        if not carried or not wanted:
+        pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if r.requires_grad]
+        inputs = [x for x in leaves if x.requires_grad]
+        if not pairs or not inputs:
             return Outcome([r.detach() for r in results], [None] * len(leaves))
-        ends, given = zip(*carried, strict=True)
-        found = iter(torch.autograd.grad(ends, wanted, given, materialize_grads=True))
-        gradients = [next(found).detach() if x.requires_grad else None for x in leaves]
+        ends, end_cotangents = zip(*pairs, strict=True)
+        computed = iter(torch.autograd.grad(ends, inputs, end_cotangents, materialize_grads=True))
+        gradients = [next(computed).detach() if x.requires_grad else None for x in leaves]
         return Outcome([r.detach() for r in results], gradients)
 
     def imagine(
         self, mode: FakeTensorMode, like: Sequence[Tensor], shapes: Sequence[Sequence[int]]
     ) -> Outcome | None:
-        """The run on fake tensors of these shapes; None where the op has no such implementation or
-        refuses them.
+        """Return the run on fake tensors of these shapes; None where the op has no fake
+        implementation or refuses them.
         """
         try:
             with mode:
@@ -98,27 +100,28 @@ class _Op:
 
 
 def rule_by_trial(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
-    """The rule of any function of tensors whose forward and backward commute with slicing some dim
-    of its operands and results; None where there is no such dim, or where that cannot be tried.
+    """Return the rule of any function of tensors whose forward and backward commute with slicing
+    some dim of its operands and results; None where there is no such dim, or where it cannot be
+    tried.
 
-    `values` say shapes and dtypes, and may be fake. `call` must be the same function at each call.
+    `values` give shapes and dtypes, and may be fake. `call` must be the same function at each call.
     """
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(action="ignore"),
-        _unlogged(),
+        _without_logging(),
     ):
         try:
-            return _spec_by_trial(call, values)
+            return _find_rule(call, values)
         except Exception:  # a function that does not run on plain tensors cannot be tried
             return None
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
-    """Fake tensors log what an op refuses, which is what is asked here."""
+def _without_logging() -> Iterator[None]:
+    """Silence the log of fake tensors within: a refusal of an op is an answer here."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -127,24 +130,24 @@ def _unlogged() -> Iterator[None]:
         logging.disable(level)
 
 
-def _spec_by_trial(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
+def _find_rule(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
     shapes, mode = [shape_of(v) for v in values], strict_fake_mode()
     samples = [_sample(v, i, positive=False) for i, v in enumerate(values)]
-    op = _Op(call, _differentiable(call, mode, samples))
+    op = _Op(call, _takes_gradients(call, mode, samples))
     imagined = op.imagine(mode, samples, shapes)
     if imagined is None:
         return None
-    trials = _trials(op, values, imagined)
-    found = list(_factors(op, mode, trials, shapes)) if trials else []
-    if not found:
+    trials = _run_trials(op, values, imagined)
+    factors = list(_factors(op, mode, trials, shapes)) if trials else []
+    if not factors:
         return None
-    spec = _spec(shapes, [shape_of(r) for r in imagined.results], found)
-    return replace(spec, nonlinear=not all(_adds_up(op, trial) for trial in trials))
+    rule = _rule_of_factors(shapes, [shape_of(r) for r in imagined.results], factors)
+    return replace(rule, nonlinear=not all(_is_linear(op, trial) for trial in trials))
 
 
 def differing_results(call: Call, values: Sequence[Tensor]) -> list[int]:
-    """The results of a function, by number, that come out otherwise when it runs again on the same
-    operands. None where that cannot be tried.
+    """Return the numbers of the results that differ when the function runs again on the same
+    operands; an empty list where it cannot be tried.
     """
     samples = [_sample(v, i, positive=False).to(v.dtype) for i, v in enumerate(values)]
     op = _Op(call, (False,) * len(samples))
@@ -159,15 +162,15 @@ def differing_results(call: Call, values: Sequence[Tensor]) -> list[int]:
 
 
 def _repeats(found: Tensor, again: Tensor) -> bool:
-    return torch.allclose(_wide(found), _wide(again), rtol=1e-3, atol=1e-5, equal_nan=True)
+    return torch.allclose(_widen(found), _widen(again), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def _differentiable(call: Call, mode: FakeTensorMode, samples: list[Tensor]) -> tuple[bool, ...]:
-    """The operands with which the op takes a gradient: it refuses that of some, as losses do for
-    their weights, so no model has one there.
+def _takes_gradients(call: Call, mode: FakeTensorMode, samples: list[Tensor]) -> tuple[bool, ...]:
+    """Return for each operand whether the op takes its gradient. An op may refuse that of some, as
+    losses do for their weights; no model has one there.
     """
 
-    def taken(place: int) -> bool:
+    def takes_gradient(place: int) -> bool:
         try:
             with mode:
                 fakes = [torch.empty(x.shape, dtype=x.dtype) for x in samples]
@@ -178,22 +181,22 @@ def _differentiable(call: Call, mode: FakeTensorMode, samples: list[Tensor]) -> 
         return True
 
     floats = [x.is_floating_point() or x.is_complex() for x in samples]
-    return tuple(is_float and taken(place) for place, is_float in enumerate(floats))
+    return tuple(is_float and takes_gradient(place) for place, is_float in enumerate(floats))
 
 
-def _trials(op: _Op, values: Sequence[Tensor], imagined: Outcome) -> list[Trial]:
-    """Random operands and what the op makes of them; none at all if a second run makes another, or
-    if fake tensors have other shapes.
+def _run_trials(op: _Op, values: Sequence[Tensor], imagined: Outcome) -> list[Trial]:
+    """Return trials with random operands; none if a second run differs, or if fake tensors have
+    other shapes.
     """
     trials: list[Trial] = []
     for seed, scale in enumerate(_SCALES):
         samples = [_sample(v, 100 * seed + i, positive=seed == 1) for i, v in enumerate(values)]
         cotangents = [_cotangent(r, 7000 + i, scale) for i, r in enumerate(imagined.results)]
-        whole, again = op.run(samples, cotangents), op.run(samples, cotangents)
-        if not _alike(whole, imagined) or not _equal(whole.tensors, again.tensors):
+        uncut, again = op.run(samples, cotangents), op.run(samples, cotangents)
+        if not _same_form(uncut, imagined) or not _all_near(uncut.tensors, again.tensors):
             return []
-        if not any(bool(t.isnan().any()) for t in whole.tensors):  # nan is nan: proves nothing
-            trials.append(Trial(samples, cotangents, whole))
+        if not any(bool(t.isnan().any()) for t in uncut.tensors):  # nan is nan: proves nothing
+            trials.append(Trial(samples, cotangents, uncut))
     return trials
 
 
@@ -214,25 +217,25 @@ def _cotangent(like: Tensor, seed: int, scale: float) -> Tensor:
     return scale * torch.randn(like.shape, generator=generator, dtype=dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     return x.to(torch.complex128) if x.is_complex() else x.double()
 
 
-def _alike(made: Outcome, imagined: Outcome) -> bool:
-    """Whether the op makes what its own implementation for fake tensors says."""
+def _same_form(made: Outcome, imagined: Outcome) -> bool:
+    """Whether the op gives the shapes and dtypes that its fake implementation gives."""
     pairs = zip(made.tensors, imagined.tensors, strict=True)
     return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
-def _equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def _all_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(_near(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def _near(found: Tensor, expected: Tensor) -> bool:
-    """Equal but for the rounding of the precision that an op works in."""
+    """Whether tensors are equal but for the rounding of the precision that the op computes in."""
     if found.shape != expected.shape:
         return False
-    a, b = _wide(found), _wide(expected)
+    a, b = _widen(found), _widen(expected)
     finite = b[b.isfinite()].abs()
     largest = max(1.0, float(finite.max())) if finite.numel() else 1.0
     narrow = not b.is_complex() and torch.equal(b.float().double().nan_to_num(), b.nan_to_num())
@@ -240,99 +243,101 @@ def _near(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=rounding * largest, equal_nan=True)
 
 
-def _adds_up(op: _Op, trial: Trial) -> bool:
+def _is_linear(op: _Op, trial: Trial) -> bool:
     """Whether the gradients for two parts of a cotangent add up to that for their sum. If not, no
-    rank may be given a part.
+    rank may run the backward on a part.
     """
     part = [c.flip(0) * 0.5 if c.dim() else c * 0.5 for c in trial.cotangents]
-    rest = [c - p for c, p in zip(trial.cotangents, part, strict=True)]
-    sides = [op.run(trial.operands, given).gradients for given in (part, rest)]
+    remainder = [c - p for c, p in zip(trial.cotangents, part, strict=True)]
+    sides = [op.run(trial.operands, cotangents).gradients for cotangents in (part, remainder)]
     added = [a + b for a, b in zip(*sides, strict=True) if a is not None and b is not None]
-    return _equal(added, [g for g in trial.whole.gradients if g is not None])
+    return _all_near(added, [g for g in trial.whole.gradients if g is not None])
 
 
 # -- factors ---------------------------------------------------------------------------------------
 def _factors(
     op: _Op, mode: FakeTensorMode, trials: Sequence[Trial], shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[Cuts, Cuts]]:
-    """(dim of each operand, dim of each result) of every factor; no dim belongs to two."""
+    """Yield (dim of each operand, dim of each result) of every factor; no dim belongs to two."""
     used: set[tuple[str, int, int]] = set()
     for size in sorted({s for shape in shapes for s in shape if s > 1}):
         for cuts in _combinations(shapes, size):
-            own = {("operand", i, d) for i, d in enumerate(cuts) if d is not None}
-            made = None if own & used else _commutes(op, mode, trials, cuts, size)
-            if made is None:
+            dims = {("operand", i, d) for i, d in enumerate(cuts) if d is not None}
+            result_cuts = None if dims & used else _commutes(op, mode, trials, cuts, size)
+            if result_cuts is None:
                 continue
-            own |= {("result", i, d) for i, d in enumerate(made) if d is not None}
-            if not own & used:
-                used |= own
-                yield cuts, made
+            dims |= {("result", i, d) for i, d in enumerate(result_cuts) if d is not None}
+            if not dims & used:
+                used |= dims
+                yield cuts, result_cuts
 
 
 def _combinations(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[Cuts]:
-    """Every choice of a dim of this size, or none, of each operand; cut rather than not."""
+    """Return every choice of a dim of this size, or none, of each operand; cuts come first."""
     options = [[*(d for d, s in enumerate(shape) if s == size), None] for shape in shapes]
     some = (cuts for cuts in itertools.product(*options) if any(d is not None for d in cuts))
-    return itertools.islice(some, _COMBINATIONS)
+    return itertools.islice(some, _MAX_COMBINATIONS)
 
 
 def _commutes(
     op: _Op, mode: FakeTensorMode, trials: Sequence[Trial], cuts: Cuts, size: int
 ) -> Cuts | None:
-    """The dim on which each result comes out cut when the operands are; None if one does not, or if
-    a gradient is not what it must be.
+    """Return the dim on which each result comes out cut when the operands are; None if one does
+    not, or if a gradient is wrong.
     """
     prime = next((p for p in _PRIMES if size % p == 0), None)
     if prime is None:
         return None
-    samples, _, whole = trials[0]
+    samples, _, uncut = trials[0]
     length = size // prime
     shapes = [
         tuple(length if d == dim else s for d, s in enumerate(x.shape))
         for x, dim in zip(samples, cuts, strict=True)
     ]
     imagined = op.imagine(mode, samples, shapes)
-    made = None if imagined is None else _cut_dims(imagined.results, whole.results, size, length)
-    if made is None:
+    result_cuts = (
+        None if imagined is None else _cut_dims(imagined.results, uncut.results, size, length)
+    )
+    if result_cuts is None:
         return None
     try:
         for trial, parts in itertools.product(trials, _partitions(size, prime)):
-            if not _agrees(op, trial, parts, cuts, made):
+            if not _agrees(op, trial, parts, cuts, result_cuts):
                 return None
     except Exception:  # slice_scatter's kernel refuses shapes that its fake one takes
         return None
-    return made
+    return result_cuts
 
 
 def _agrees(op: _Op, trial: Trial, parts: Sequence[Tensor], cuts: Cuts, made: Cuts) -> bool:
-    """Whether the runs on these parts of the dims give the parts of what the whole run gives, and
-    for the gradients of operands that are not cut the terms of a sum.
+    """Whether the runs on these parts give the parts of the uncut results and gradients, and
+    gradients of uncut operands that add up.
     """
     gradients = trial.whole.gradients
-    sums = [torch.zeros_like(g) for g, dim in zip(gradients, cuts, strict=True) if _whole(g, dim)]
+    sums = [torch.zeros_like(g) for g, dim in zip(gradients, cuts, strict=True) if _uncut(g, dim)]
     for index in parts:
-        own = _slices(trial.operands, cuts, index)
-        found = op.run(own, _slices(trial.cotangents, made, index))
-        if [g is None for g in found.gradients] != [g is None for g in gradients]:
+        operands = _slices(trial.operands, cuts, index)
+        outcome = op.run(operands, _slices(trial.cotangents, made, index))
+        if [g is None for g in outcome.gradients] != [g is None for g in gradients]:
             return False
-        rows = list(zip(found.gradients, gradients, cuts, strict=True))
+        rows = list(zip(outcome.gradients, gradients, cuts, strict=True))
         expected = [_take(g, dim, index) for _, g, dim in rows if g is not None and dim is not None]
         sliced = [g for g, _, dim in rows if g is not None and dim is not None]
         results = _slices(trial.whole.results, made, index)
-        if not _equal([*found.results, *sliced], [*results, *expected]):
+        if not _all_near([*outcome.results, *sliced], [*results, *expected]):
             return False
-        terms = [g for g, _, dim in rows if _whole(g, dim)]
+        terms = [g for g, _, dim in rows if _uncut(g, dim)]
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
-    return _equal(sums, [g for g, dim in zip(gradients, cuts, strict=True) if _whole(g, dim)])
+    return _all_near(sums, [g for g, dim in zip(gradients, cuts, strict=True) if _uncut(g, dim)])
 
 
-def _whole(gradient: Tensor | None, dim: int | None) -> TypeGuard[Tensor]:
+def _uncut(gradient: Tensor | None, dim: int | None) -> TypeGuard[Tensor]:
     """Whether this is the gradient of an operand that is not cut."""
     return gradient is not None and dim is None
 
 
 def _partitions(size: int, prime: int) -> Iterator[Sequence[Tensor]]:
-    """Slices, a digit that is not the outermost, and some subsets: a shard may be any of them."""
+    """Yield slices, a digit that is not the outermost, and random subsets, all possible shards."""
     yield torch.arange(size).chunk(prime)
     yield [torch.arange(size)[place::prime] for place in range(prime)]
     mixed = torch.randperm(size, generator=torch.Generator().manual_seed(size))
@@ -350,7 +355,7 @@ def _take(x: Tensor, dim: int | None, index: Tensor) -> Tensor:
 def _cut_dims(
     parts: Sequence[Tensor], whole: Sequence[Tensor], size: int, length: int
 ) -> Cuts | None:
-    """The one dim of each result that went from `size` to `length`."""
+    """Return the one dim of each result that went from `size` to `length`."""
     dims: list[int | None] = []
     for part, result in zip(parts, whole, strict=True):
         if part.dim() != result.dim():
@@ -365,21 +370,21 @@ def _cut_dims(
     return tuple(dims)
 
 
-def _spec(
+def _rule_of_factors(
     shapes: Sequence[tuple[int, ...]],
     results: Sequence[tuple[int, ...]],
     found: Sequence[tuple[Cuts, Cuts]],
 ) -> OpShardingRule:
-    """Factors d0, d1, … as found; every other dim is a whole factor of its own."""
+    """Return the rule with factors d0, d1, …; every other dim is an unsharded factor of its own."""
     sizes: dict[str, int] = {}
 
     def dims(prefix: str, index: int, shape: tuple[int, ...], side: int) -> Dims:
         names = {factor[side][index]: f"d{number}" for number, factor in enumerate(found)}
-        made = [names.get(dim, f"{prefix}{index}_{dim}") for dim in range(len(shape))]
-        sizes.update(zip(made, shape, strict=True))
-        return tuple((name,) for name in made)
+        factor_names = [names.get(dim, f"{prefix}{index}_{dim}") for dim in range(len(shape))]
+        sizes.update(zip(factor_names, shape, strict=True))
+        return tuple((name,) for name in factor_names)
 
     operands = tuple(dims("w", i, shape, 0) for i, shape in enumerate(shapes))
     outputs = tuple(dims("v", i, shape, 1) for i, shape in enumerate(results))
-    whole = frozenset(name for name in sizes if not name.startswith("d"))
-    return OpShardingRule(operands, outputs, sizes, whole=whole, found="probe")
+    unsharded = frozenset(name for name in sizes if not name.startswith("d"))
+    return OpShardingRule(operands, outputs, sizes, whole=unsharded, found="probe")

@@ -1,5 +1,9 @@
-"""The small collectives inside the sharded implementations of ops (autopar/sharded), for the cost
-model and the table.
+"""The collectives that run inside the sharded ops, as data for the cost model.
+
+Example: a layer norm of (512, 768) whose last dim is split runs two all-reduces of 512 numbers
+forward and one of 1024 backward. `inner_collectives` lists them for an op and the layouts of its
+operands. The planner, cost/communication.py and the passes call it; passes/summa.py describes the
+broadcasts and reduces of SUMMA with `Part` and `moving`.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ aten = torch.ops.aten
 
 
 class Part(NamedTuple):
-    """Where the elements of a collective come from: `times` · the local sizes of these dims of an
-    op's operand, as it lies; formulas are read off this.
+    """The elements of a collective: `times` · the product of the local sizes of these dims of an
+    operand in this layout; cost formulas are derived from it.
     """
 
     operand: int
@@ -27,16 +31,19 @@ class Part(NamedTuple):
 
     @staticmethod
     def all(operand: int, layout: Layout) -> Part:
+        """Return the part that is a full local operand."""
         return Part(operand, layout, tuple(range(len(layout.shape))))
 
     @property
     def elements(self) -> int:
+        """The number of elements on one rank."""
         return self.times * math.prod(self.layout.local_shape[dim] for dim in self.dims)
 
 
 class InnerCollective(NamedTuple):
-    """One collective inside an op: what moves, over which axes, forward or backward, and which part
-    of an operand that is. Sharded ops reckon in float32 (ops/sharded/norms.py): 4 bytes an element.
+    """One collective inside an op: its traffic, its axes, forward or backward, and the part of an
+    operand that it sends. Sharded ops compute in float32 (ops/sharded/norms.py): 4 bytes an
+    element.
     """
 
     traffic: Traffic
@@ -49,23 +56,25 @@ class InnerCollective(NamedTuple):
 def moving(
     kind: Any, part: Part, axes: tuple[str, ...], backward: bool, element_bytes: int = 4
 ) -> InnerCollective:
-    """A collective of this part."""
+    """Return the collective of this kind that sends this part over these axes."""
     return InnerCollective(Traffic(kind, part.elements), axes, backward, part, element_bytes)
 
 
 def inner_collectives(target: Any, operands: Sequence[Layout | None]) -> list[InnerCollective]:
-    """The collectives that an op runs inside when its operands lie so; none where the dim that it
-    works along is whole.
+    """Return the collectives that an op runs inside when its operands have these layouts; none
+    where the dim that it reduces is unsharded.
     """
-    find = _INSIDE.get(target)
+    find = _INNER_COLLECTIVES.get(target)
     layout = operands[0] if operands else None
     return find(layout) if find is not None and layout is not None else []
 
 
-def _rows(
+def _row_all_reduces(
     layout: Layout, dim: int, forward: Sequence[int], backward: Sequence[int]
 ) -> list[InnerCollective]:
-    """All-reduces of so many numbers per row each, over the axes of `dim`."""
+    """Return one all-reduce over the axes of `dim` for each number in `forward` and `backward`, of
+    that many numbers a row.
+    """
     axes = tuple(digit.axis for digit in layout.digits(dim % len(layout.shape)))
     rows = tuple(d for d in range(len(layout.shape)) if d != dim % len(layout.shape))
     return (
@@ -80,25 +89,26 @@ def _rows(
 
 
 def _cross_entropy(layout: Layout) -> list[InnerCollective]:
+    """Return the all-reduces over the class axes, and that of the mean over the token axes."""
     class_dim = 1 if len(layout.shape) > 1 else 0
-    found = _rows(layout, class_dim, (1, 2), ())
+    over_classes = _row_all_reduces(layout, class_dim, (1, 2), ())
     classes = {digit.axis for digit in layout.digits(class_dim)}
     tokens = tuple(axis for axis in layout.axes_of("S") if axis not in classes)
-    mean = moving("all_reduce", Part(0, layout, (), 2), tokens, False)
-    return [*found, mean] if tokens else found
+    over_tokens = moving("all_reduce", Part(0, layout, (), 2), tokens, False)
+    return [*over_classes, over_tokens] if tokens else over_classes
 
 
-def _along(layout: Layout) -> list[InnerCollective]:
-    return _rows(layout, -1, (1, 1), (1,))
+def _softmax_all_reduces(layout: Layout) -> list[InnerCollective]:
+    return _row_all_reduces(layout, -1, (1, 1), (1,))
 
 
-_INSIDE: dict[Any, Callable[[Layout], list[InnerCollective]]] = {
-    aten.layer_norm.default: lambda layout: _rows(layout, -1, (1, 1), (2,)),
-    aten.rms_norm.default: lambda layout: _rows(layout, -1, (1,), (1,)),
-    aten.softmax.int: _along,
-    aten._softmax.default: _along,
-    aten.log_softmax.int: _along,
-    aten._log_softmax.default: _along,
+_INNER_COLLECTIVES: dict[Any, Callable[[Layout], list[InnerCollective]]] = {
+    aten.layer_norm.default: lambda layout: _row_all_reduces(layout, -1, (1, 1), (2,)),
+    aten.rms_norm.default: lambda layout: _row_all_reduces(layout, -1, (1,), (1,)),
+    aten.softmax.int: _softmax_all_reduces,
+    aten._softmax.default: _softmax_all_reduces,
+    aten.log_softmax.int: _softmax_all_reduces,
+    aten._log_softmax.default: _softmax_all_reduces,
     aten.cross_entropy_loss.default: _cross_entropy,
 }
-HAVE_INNER_COLLECTIVES = frozenset(_INSIDE)
+HAVE_INNER_COLLECTIVES = frozenset(_INNER_COLLECTIVES)

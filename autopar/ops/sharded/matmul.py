@@ -1,26 +1,24 @@
-"""Products whose operands are copied into another order in memory where calibration found that this
-is faster than taking them as they come.
+"""Matmuls of linear layers that are not one call of torch: with an operand copied into another
+memory order (`linear`), and SUMMA (`summa_linear`). The passes kernel_choice and summa emit them.
 
-Of y = x · Wᵀ, with x row by row and W stored (n, k): y takes W column by column ("NT"), the
-gradient of x, dy · W, takes both row by row ("NN"), that of W, dyᵀ · x, takes dy column by column
-("TN").
+`linear`: in y = x · Wᵀ, with x row by row in memory and W stored (n, k), y reads W column by column
+("NT"); the gradient of x, dy · W, reads both row by row ("NN"); that of W, dyᵀ · x, reads dy column
+by column ("TN"). Where calibration found a copy into the other order faster, it is made first.
 
-The 2.5D product: both factors are split on the dim that is summed, and panels of them go round
-by broadcast, one after the other, instead of a gather of the whole (SUMMA; arXiv 2105.14500).
-
-On q × q ranks (row, column) of one depth, rank (i, j) has X[i, j] (m/q, k/q) and W[i, j]
-(k/q, n/q) and computes
+`summa_linear`, the 2.5D matmul: both factors are split on the dim that is summed, and panels of
+them are broadcast one after the other in place of a gather (SUMMA; arXiv 2105.14500). On q × q
+ranks (row, column) of one depth, rank (i, j) has X[i, j] (m/q, k/q) and W[i, j] (k/q, n/q) and
+computes
 
     Y[i, j]  = sum over t of X[i, t] · W[t, j]
     dX[i, t] = sum over j of dY[i, j] · W[t, j]ᵀ
     dW[t, j] = sum over i of X[i, t]ᵀ · dY[i, j]
 
-The sum over t is local, the other two are reduces to the owner of the block. Panel t + 1 is under
-way while product t runs, and the reduce of product t - 1 too.
-
-Words (elements) that a rank receives in broadcasts or sends in reduces, for d depths and X of m × k
-in all: (q-1)/q² · (mk/d + kn) forward, and twice that backward. A rank holds two panels of X and
-two of W at a time, copies of its own among them; a gather would hold q.
+The sum over t is local; the other two are reduces to the owner of the block. While matmul t runs,
+panel t + 1 and the reduce of matmul t - 1 are under way. Elements that a rank receives in
+broadcasts or sends in reduces, for d depths and X of m × k in all: (q-1)/q² · (mk/d + kn) forward,
+and twice that backward. A rank holds two panels of X and two of W at a time, copies of its own
+among them; a gather would hold q.
 """
 
 from __future__ import annotations
@@ -42,10 +40,12 @@ from autopar.world import Copied
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[Copied, Copied, Copied]
 ) -> Tensor:
-    """x (..., k) · weight (n, k)ᵀ + bias (n): (..., n). `copied`: which operand is copied first, in
-    the product itself, in that for the gradient of x, in that for the gradient of the weight.
+    """Return x (..., k) · weight (n, k)ᵀ + bias (n): (..., n).
+
+    `copied` says which operand is copied first, in the forward matmul, in that for the gradient of
+    x, and in that for the gradient of the weight.
     """
-    # Autocast, which knows no meta tensors, casts what autograd knows, not this.
+    # Autocast, which rejects meta tensors, casts the inputs of torch's ops, not of this function.
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return functional.linear(x, weight, bias)
     rows = _Linear.apply(x.flatten(0, -2), weight, bias, copied)
@@ -59,7 +59,7 @@ class _Linear(Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.copied = copied
-        left, right = _ordered(x, weight.t(), copied[0])
+        left, right = _copy_operand(x, weight.t(), copied[0])
         return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
     @staticmethod
@@ -68,19 +68,20 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         _, for_x, for_weight = ctx.copied
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        dx = torch.mm(*_ordered(dy, weight, for_x)) if wants_x else None
-        dw = torch.mm(*_ordered(dy.t(), x, for_weight)) if wants_weight else None
+        dx = torch.mm(*_copy_operand(dy, weight, for_x)) if wants_x else None
+        dw = torch.mm(*_copy_operand(dy.t(), x, for_weight)) if wants_weight else None
         return dx, dw, dy.sum(0) if wants_bias else None, None
 
 
-def _ordered(left: Tensor, right: Tensor, copied: Copied) -> tuple[Tensor, Tensor]:
+def _copy_operand(left: Tensor, right: Tensor, copied: Copied) -> tuple[Tensor, Tensor]:
+    """Return both operands, one of them in the other memory order."""
     if copied == "left":
         return other_order(left), right
     return left, (other_order(right) if copied == "right" else right)
 
 
 def other_order(x: Tensor) -> Tensor:
-    """The matrix x, row by row in memory where it lay column by column, and the reverse."""
+    """Return the matrix x row by row in memory where it lay column by column, and the reverse."""
     return x.t().contiguous().t() if x.is_contiguous() else x.contiguous()
 
 
@@ -95,17 +96,18 @@ def summa_linear(
     transposed: bool = False,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x · weightᵀ + bias on blocks: x (..., k/q), weight (n/q, k/q), bias (n/q), result (..., n/q).
+    """Return x · weightᵀ + bias on blocks: x (..., k/q), weight (n/q, k/q), bias (n/q), result
+    (..., n/q).
 
     `row` and `column` are two axes of q ranks each. k of x and n lie on `column`, k of weight on
-    `row`, in contiguous blocks. The leading dims of x lie on `row`, and where you like on axes
-    other than `column`. `coordinates` are the rank's own places on `row` and on `column`.
-    `transposed`: weight is (k/q, n/q), as addmm and GPT-2's Conv1D have it. `reduce_dtype`: what
-    the gradient of weight is added up in, if that is wider than its own dtype.
+    `row`, in contiguous blocks. The leading dims of x lie on `row`, and on any axes other than
+    `column`. `coordinates` are the rank's own on `row` and on `column`. `transposed`: weight is
+    (k/q, n/q), as addmm and GPT-2's Conv1D have it. `reduce_dtype` is the dtype that the gradient
+    of weight is summed in, if it is wider than its own.
 
-    The gradients of x and weight are whole over `row` and `column`. That of weight is still to be
-    summed over further axes that the leading dims lie on, that of bias over these and `row`. Sums
-    between panels are kept in x's dtype, so half types round q times.
+    The gradients of x and weight are complete over `row` and `column`. That of weight is still to
+    be summed over further axes that the leading dims lie on, that of bias over these and `row`.
+    Sums between panels are in x's dtype, so half types round q times.
 
     On "row2.column2", x (6, 8) and weight (10, 8) in all: a rank has x (3, 4), weight (5, 4) and
     gets (3, 5).
@@ -135,7 +137,7 @@ class _PanelLinear(Function):
         ctx.save_for_backward(x, weight, row_place, column_place)
         ctx.facts = size, row, column, transposed
         ctx.wide = wide
-        y = _multiply([(_matrix(x), column), (weight, row)], bias, size, transposed)
+        y = _summa_forward([(_matrix(x), column), (weight, row)], bias, size, transposed)
         return y.reshape(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -150,40 +152,46 @@ class _PanelLinear(Function):
             lanes.append(_Lane(weight, row, column, column_place, _x_part, None))
         if of_weight:
             lanes.append(_Lane(_matrix(x), column, row, row_place, _weight_part, ctx.wide))
-        found = _gradients(lanes, dy, size, transposed)
-        grad_weight = found.pop() if of_weight else None
-        grad_x = found.pop().reshape(x.shape) if of_x else None
+        gradients = _summa_gradients(lanes, dy, size, transposed)
+        grad_weight = gradients.pop() if of_weight else None
+        grad_x = gradients.pop().reshape(x.shape) if of_x else None
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_x, grad_weight, dy.sum(0) if of_bias else None, *[None] * 7
 
 
 class _Lane(NamedTuple):
-    """One of the two gradients: panels of `block` come in, parts of its own blocks go out."""
+    """One of the two gradients: panels of `block` are received, and parts of all blocks are reduced
+    to their owners.
+    """
 
     block: Tensor
     incoming: str  # the group that shares panels of `block`
     outgoing: str  # the group that shares the sum
-    place: Tensor  # the own place in it: the block that this rank keeps
+    place: Tensor  # the own coordinate in it: the block that this rank keeps
     multiply: Callable[[Tensor, Tensor, bool], Tensor]
-    wide: torch.dtype | None  # what the parts are added up in
+    wide: torch.dtype | None  # the dtype that the parts are summed in
 
 
-def _multiply(
+def _summa_forward(
     blocks: list[tuple[Tensor, str]], bias: Tensor | None, size: int, transposed: bool
 ) -> Tensor:
-    y, coming = None, _issue(blocks, 0, size)
+    """Return the local block of the forward matmul, panel by panel."""
+    y, next_panels = None, _issue_panels(blocks, 0, size)
     for t in range(size):
-        panels = coming  # lets go of panel t - 1, before there is a third
-        coming = _issue(blocks, t + 1, size)
-        y = _add_product(y, panels, bias, transposed)
+        panels = next_panels  # frees panel t - 1 before a third panel is allocated
+        next_panels = _issue_panels(blocks, t + 1, size)
+        y = _add_matmul(y, panels, bias, transposed)
     assert y is not None
     return y
 
 
-def _add_product(
+def _add_matmul(
     y: Tensor | None, panels: list[Tensor], bias: Tensor | None, transposed: bool
 ) -> Tensor:
+    """Return y plus the matmul of these panels once they have arrived; the first one adds the
+    bias.
+    """
     x, weight = [comm.wait(panel) for panel in panels]
     weight = weight if transposed else weight.t()
     if y is not None:
@@ -191,15 +199,17 @@ def _add_product(
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
 
-def _gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool) -> list[Tensor]:
-    """The rank's own block of each lane's gradient. One loop for all: each panel comes once."""
+def _summa_gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool) -> list[Tensor]:
+    """Return the rank's own block of each lane's gradient. One loop serves all lanes: each panel
+    comes once.
+    """
     blocks = [(lane.block, lane.incoming) for lane in lanes]
-    own: list[Tensor] = []
+    own_blocks: list[Tensor] = []
     leaving: list[Tensor] = []
-    coming = _issue(blocks, 0, size)
+    next_panels = _issue_panels(blocks, 0, size)
     for t in range(size):
-        panels = coming
-        coming = _issue(blocks, t + 1, size)
+        panels = next_panels
+        next_panels = _issue_panels(blocks, t + 1, size)
         parts = [
             comm.issue_reduce(
                 widen_for_sum(lane.multiply(dy, comm.wait(panel), transposed), lane.wide),
@@ -209,14 +219,16 @@ def _gradients(lanes: list[_Lane], dy: Tensor, size: int, transposed: bool) -> l
             )
             for lane, panel in zip(lanes, panels, strict=True)
         ]
-        own = _keep(lanes, own, leaving, t - 1) if t else own
+        own_blocks = _keep_own_blocks(lanes, own_blocks, leaving, t - 1) if t else own_blocks
         leaving = parts
-    return _keep(lanes, own, leaving, size - 1)
+    return _keep_own_blocks(lanes, own_blocks, leaving, size - 1)
 
 
-def _keep(lanes: list[_Lane], own: list[Tensor], leaving: list[Tensor], t: int) -> list[Tensor]:
-    """`own`, or the sums that leave for place t, on the ranks that stand there. What else a rank
-    holds at t = 0 is undefined, and replaced when its turn comes.
+def _keep_own_blocks(
+    lanes: list[_Lane], own: list[Tensor], leaving: list[Tensor], t: int
+) -> list[Tensor]:
+    """Return the rank's own blocks: `own`, or the arrived sums on the ranks at place t. At t = 0
+    the blocks of other ranks are undefined, and replaced when their turn comes.
     """
     arrived = [comm.wait(part) for part in leaving]
     if t == 0:
@@ -227,21 +239,25 @@ def _keep(lanes: list[_Lane], own: list[Tensor], leaving: list[Tensor], t: int) 
     ]
 
 
-def _issue(blocks: list[tuple[Tensor, str]], t: int, size: int) -> list[Tensor]:
-    """Panel t of each (own block, group), under way; after the last one there is none."""
+def _issue_panels(blocks: list[tuple[Tensor, str]], t: int, size: int) -> list[Tensor]:
+    """Start the broadcast of panel t of each (own block, group); after the last panel there is
+    none.
+    """
     if t == size:
         return []
     return [comm.issue_broadcast(block, t, size, group) for block, group in blocks]
 
 
 def _x_part(dy: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """Return the part of the gradient of x for one panel of weight."""
     return dy @ (weight.t() if transposed else weight)
 
 
 def _weight_part(dy: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """Return the part of the gradient of weight for one panel of x."""
     return x.t() @ dy if transposed else dy.t() @ x
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """x (..., features) with all but the last dim in one."""
+    """Return x (..., features) with all dims but the last flattened."""
     return x.reshape(-1, x.shape[-1])

@@ -1,14 +1,13 @@
-"""Layer norm and root-mean-square norm over a last dim that is split.
+"""Layer norm, RMS norm, softmax and log-softmax over a dim that is split.
 
-The moments are exact: every rank sums its slice and the ranks of the axes add up, in two steps for
-the variance (centred, as one step of sums and squares would cancel). The backward needs one joint
-all-reduce of the row sums that torch's own kernel has.
+Each rank reduces its slice of the dim, and the ranks of the axes add up (or take the maximum of)
+these partial results by all-reduces. The norms are exact: layer norm takes two all-reduces forward,
+mean first and then the centred variance, as one step of sums and squares would cancel. The backward
+of a norm takes one all-reduce of the row sums that torch's own kernel has. Softmax reduces the
+maximum and the sum of exponentials forward, and one row sum backward.
 
-In which precision the sharded ops reckon: half types in float32, as torch's own kernels do
-inside.
-
-Softmax and log-softmax over a split dim: the maximum, the sum of exponentials and, backward, one
-row sum are reduced.
+float16 and bfloat16 are computed in float32, as in torch's own kernels. ops/local.py emits these
+functions; vocabulary.py uses `widen`.
 """
 
 from __future__ import annotations
@@ -25,12 +24,14 @@ from autopar.ops.comm import total
 
 
 def reckoning(dtype: torch.dtype) -> torch.dtype:
-    """float32 for float16 and bfloat16, any other dtype as it is."""
+    """Return the dtype in which a dtype is computed: float32 for float16 and bfloat16, others as
+    they are.
+    """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def widen(x: Tensor) -> Tensor:
-    """x in the precision that its dtype is reckoned in."""
+    """Return x in the dtype that it is computed in."""
     return x.to(reckoning(x.dtype))
 
 
@@ -43,8 +44,8 @@ def layer_norm(
     axes: Sequence[str],
     mesh: str,
 ) -> Tensor:
-    """Layer norm of x (..., local size) whose last dim, `size` in all, is split over `axes`;
-    weight, bias (local size).
+    """Return the layer norm of x (..., local size) whose last dim, `size` in all, is split over
+    `axes`; weight and bias have (local size).
     """
     return _LayerNorm.apply(x, weight, bias, eps, size, tuple(axes), mesh)
 
@@ -52,8 +53,8 @@ def layer_norm(
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float | None, size: int, axes: Sequence[str], mesh: str
 ) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight, split as in `layer_norm`. `eps` None: as torch, the
-    resolution reckoned in.
+    """Return x / sqrt(mean(x²) + eps) · weight, split as in `layer_norm`. With `eps` None it is the
+    resolution of the dtype computed in, as in torch.
     """
     eps = torch.finfo(reckoning(x.dtype)).eps if eps is None else eps
     return _RMSNorm.apply(x, weight, eps, size, tuple(axes), mesh)
@@ -78,7 +79,7 @@ class _LayerNorm(Function):
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.facts = size, axes, mesh
-        y = _scaled(centred * scale, weight)
+        y = _scale_by(centred * scale, weight)
         return (y if bias is None else y + widen(bias)).to(x.dtype)
 
     @staticmethod
@@ -88,7 +89,7 @@ class _LayerNorm(Function):
         size, axes, mesh = ctx.facts
         grad = widen(grad)
         normal = (widen(x) - mean) * scale
-        inner = _scaled(grad, weight)
+        inner = _scale_by(grad, weight)
         sums = torch.stack([inner.sum(-1), (inner * normal).sum(-1)])
         mean_grad, mean_product = (total(sums, axes, mesh) / size).unsqueeze(-1).unbind(0)
         grad_x = (inner - mean_grad - normal * mean_product) * scale
@@ -117,7 +118,7 @@ class _RMSNorm(Function):
         scale = torch.rsqrt(mean_square + eps)
         ctx.save_for_backward(x, weight, scale)
         ctx.facts = size, axes, mesh
-        return _scaled(wide * scale, weight).to(x.dtype)
+        return _scale_by(wide * scale, weight).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -126,14 +127,14 @@ class _RMSNorm(Function):
         size, axes, mesh = ctx.facts
         grad = widen(grad)
         normal = widen(x) * scale
-        inner = _scaled(grad, weight)
+        inner = _scale_by(grad, weight)
         mean_product = total((inner * normal).sum(-1, keepdim=True), axes, mesh) / size
         grad_x = (inner - normal * mean_product) * scale
         grad_weight = _row_sum(grad * normal).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return grad_x.to(x.dtype), grad_weight, None, None, None, None
 
 
-def _scaled(x: Tensor, weight: Tensor | None) -> Tensor:
+def _scale_by(x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else x * widen(weight)
 
 
@@ -142,12 +143,14 @@ def _row_sum(x: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, dim: int, axes: Sequence[str], mesh: str) -> Tensor:
-    """Softmax over `dim`, which is split over `axes` (any digits); the result is split as x is."""
+    """Return the softmax over `dim`, which is split over `axes` (any digits); the result is split
+    as x is.
+    """
     return _Softmax.apply(x, dim, tuple(axes), mesh)
 
 
 def log_softmax(x: Tensor, dim: int, axes: Sequence[str], mesh: str) -> Tensor:
-    """The logarithm of `softmax`, without its underflow."""
+    """Return the logarithm of `softmax`, without its underflow."""
     return _LogSoftmax.apply(x, dim, tuple(axes), mesh)
 
 
@@ -167,8 +170,8 @@ class _Softmax(Function):
         (y,) = ctx.saved_tensors
         dim, axes, mesh = ctx.facts
         product = widen(grad) * widen(y)
-        whole = total(product.sum(dim, keepdim=True), axes, mesh)
-        return (product - widen(y) * whole).to(grad.dtype), None, None, None
+        row_sum = total(product.sum(dim, keepdim=True), axes, mesh)
+        return (product - widen(y) * row_sum).to(grad.dtype), None, None, None
 
 
 class _LogSoftmax(Function):
@@ -189,5 +192,5 @@ class _LogSoftmax(Function):
         (y,) = ctx.saved_tensors
         dim, axes, mesh = ctx.facts
         wide = widen(grad)
-        whole = total(wide.sum(dim, keepdim=True), axes, mesh)
-        return (wide - torch.exp(widen(y)) * whole).to(grad.dtype), None, None, None
+        row_sum = total(wide.sum(dim, keepdim=True), axes, mesh)
+        return (wide - torch.exp(widen(y)) * row_sum).to(grad.dtype), None, None, None

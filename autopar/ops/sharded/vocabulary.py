@@ -1,16 +1,16 @@
-"""Cross entropy with the vocabulary and the tokens split, without whole logits on any rank.
+"""Embedding and cross entropy with the vocabulary split, and the digits of a dim's index that they
+need.
 
-With m the largest log-sum-exp of a slice, s = sum_c exp(x_c - m), W = sum_c w_c, label smoothing l
-and C classes, torch's loss of a token with target t is
+Example: of 50 000 classes on four ranks each rank holds logits of 12 500; no rank gathers the full
+logits. Tokens may be split too. With m the largest log-sum-exp of a slice, s = sum_c exp(x_c - m),
+W = sum_c w_c, label smoothing l and C classes, torch's loss of a token with target t is
 
-    a · log s - (1 - l) · w_t · (x_t - m) - l/C · sum_c w_c (x_c - m),        a = (1 - l) · w_t +
-    l/C · W
+    a · log s - (1 - l) · w_t · (x_t - m) - l/C · sum_c w_c (x_c - m),   a = (1 - l) · w_t + l/C · W
 
 so a token needs m (one all-reduce, maximum) and sums over the vocabulary (one all-reduce, stacked).
 Its gradient, a · softmax_c - [c = t] (1 - l) w_t - l/C · w_c, needs nothing from other ranks.
 
-Digits of a dim's index: between global and local positions; and the lookup that needs them,
-embedding.
+ops/local.py emits `embedding` and `cross_entropy`; dropout.py uses `globalize`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Digit = tuple[
 def localize(
     index: Tensor, coordinates: Sequence[Tensor], digits: Sequence[Digit]
 ) -> tuple[Tensor, Tensor]:
-    """Where the elements with these global indices lie on this rank, and whether they do (bool).
+    """Return where the elements with these global indices lie on this rank, and whether they do
+    (bool).
 
     The local index is the global one with the digits cut out; it is in range for every index, owned
     or not. With digits [("x", 2, 3)] of a dim of 12, global 7 = (1, 0, 1) lies at local (1, 1) = 3
@@ -45,23 +46,25 @@ def localize(
     """
     owned = torch.ones_like(index, dtype=torch.bool)
     local = index
-    for coordinate, (_, stride, size) in _from_the_top(coordinates, digits):
+    for coordinate, (_, stride, size) in _by_falling_stride(coordinates, digits):
         owned = owned & (index // stride % size == coordinate)
         local = local // (stride * size) * stride + local % stride
     return local, owned
 
 
 def globalize(local: Tensor, coordinates: Sequence[Tensor], digits: Sequence[Digit]) -> Tensor:
-    """The global index of local ones: the inverse of `localize` on what the rank owns."""
-    for coordinate, (_, stride, size) in reversed(_from_the_top(coordinates, digits)):
+    """Return the global index of local ones: the inverse of `localize` on what the rank owns."""
+    for coordinate, (_, stride, size) in reversed(_by_falling_stride(coordinates, digits)):
         local = local // stride * (stride * size) + coordinate * stride + local % stride
     return local
 
 
-def _from_the_top(
+def _by_falling_stride(
     coordinates: Sequence[Tensor], digits: Sequence[Digit]
 ) -> list[tuple[Tensor, Digit]]:
-    """Highest stride first: a digit that is cut out must not move the ones still to be cut."""
+    """Return (coordinate, digit) by falling stride: a digit that is cut out must not move those
+    still to be cut.
+    """
     scalars = [coordinate.squeeze(0) for coordinate in coordinates]
     return sorted(zip(scalars, digits, strict=True), key=_stride, reverse=True)
 
@@ -77,8 +80,8 @@ def embedding(
     digits: Sequence[Digit],
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Rows of `weight` (local rows, width) at global `indices` (...): (..., width), P over the
-    digits' axes.
+    """Return rows of `weight` (local rows, width) at global `indices` (...): (..., width), P over
+    the digits' axes.
 
     Rows of other ranks give zeros and no gradient; `padding_idx` (global; None or -1 for none, as
     in ATen) gives its row and no gradient. Nothing is communicated.
@@ -103,7 +106,7 @@ def cross_entropy(
     token_axes: Sequence[str],
     mesh: str,
 ) -> Tensor:
-    """torch's cross_entropy for class indices on a rank's slice of the logits.
+    """Return torch's cross_entropy for class indices on a rank's slice of the logits.
 
     logits: (C), (N, C) or (N, C, d1, ...) with C the local part of the `classes`, split by
     `digits`; target: global class indices without the class dim; weight: (C), split like the
@@ -117,8 +120,10 @@ def cross_entropy(
         )
     counts = target != ignore_index
     if not digits:
-        found = _of_whole_rows(logits, target, weight, ignore_index, label_smoothing, counts)
-        return _reduced(*found, counts, reduction, token_axes, mesh).to(logits.dtype)
+        loss_and_weight = _unsharded_token_loss(
+            logits, target, weight, ignore_index, label_smoothing, counts
+        )
+        return _reduce_loss(*loss_and_weight, counts, reduction, token_axes, mesh).to(logits.dtype)
     if logits.dim() > 1:
         logits = logits.movedim(1, -1)
     axes = tuple(axis for axis, _, _ in digits)
@@ -127,10 +132,10 @@ def cross_entropy(
         logits, local, owned, weight, label_smoothing, classes, axes, mesh
     )
     loss = torch.where(counts, loss, 0)
-    return _reduced(loss, token_weight, counts, reduction, token_axes, mesh).to(logits.dtype)
+    return _reduce_loss(loss, token_weight, counts, reduction, token_axes, mesh).to(logits.dtype)
 
 
-def _of_whole_rows(
+def _unsharded_token_loss(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -138,7 +143,7 @@ def _of_whole_rows(
     smoothing: float,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, w_t) of every token where the classes are not split: torch's own kernels."""
+    """Return (loss, w_t) of every token where the classes are unsharded, by torch's own kernels."""
     loss = functional.cross_entropy(
         logits,
         target,
@@ -153,7 +158,7 @@ def _of_whole_rows(
     return loss, weight.to(loss.dtype)[torch.where(counts, target, 0)]
 
 
-def _reduced(
+def _reduce_loss(
     loss: Tensor,
     token_weight: Tensor,
     counts: Tensor,
@@ -161,26 +166,29 @@ def _reduced(
     token_axes: Sequence[str],
     mesh: str,
 ) -> Tensor:
+    """Return the losses of the tokens reduced as asked: to a mean over all ranks, a local sum, or
+    not at all.
+    """
     if reduction == "none":
         return loss
     if reduction == "sum":
         return loss.sum()
-    whole = torch.where(counts, token_weight, 0).sum()
-    return _Mean.apply(loss.sum(), whole, tuple(token_axes), mesh)
+    weight_sum = torch.where(counts, token_weight, 0).sum()
+    return _Mean.apply(loss.sum(), weight_sum, tuple(token_axes), mesh)
 
 
 class _Mean(Function):
-    """A sum over the ranks of these axes divided by another, whose gradient nobody asks for: both
-    in one all-reduce. Their parts () and () to I ().
+    """A sum over the ranks of these axes divided by a sum of weights, which takes no gradient; one
+    all-reduce for both. The parts () and () become I ().
     """
 
     @staticmethod
     def forward(
         ctx: Any, part: Tensor, weight_part: Tensor, axes: tuple[str, ...], mesh: str
     ) -> Tensor:
-        whole, weight = total(torch.stack((part, weight_part)), axes, mesh).unbind(0)
+        loss_sum, weight = total(torch.stack((part, weight_part)), axes, mesh).unbind(0)
         ctx.save_for_backward(weight)
-        return whole / weight
+        return loss_sum / weight
 
     @staticmethod
     @once_differentiable
@@ -190,7 +198,7 @@ class _Mean(Function):
 
 
 class _TokenLoss(Function):
-    """(loss, w_t) of every token, without ignoring any. logits (..., C); local, owned (...)."""
+    """(loss, w_t) of every token, with no token ignored. logits (..., C); local, owned (...)."""
 
     @staticmethod
     def forward(
@@ -207,10 +215,13 @@ class _TokenLoss(Function):
         x = widen(logits)
         weight = None if weight is None else weight.to(x.dtype)
         local = torch.where(owned, local, 0)
-        own = torch.logsumexp(x, -1)  # the kernel with the least memory: x may be the largest value
-        maximum = total(own, axes, mesh, "max")
-        sums = total(_sums(x, own, maximum, local, owned, weight, smoothing), axes, mesh)
-        exp_sum, at_target, token_weight, everywhere, weight_sum = _named(
+        # x may be the largest value of the step: logsumexp is the kernel with the least memory
+        local_log_sum = torch.logsumexp(x, -1)
+        maximum = total(local_log_sum, axes, mesh, "max")
+        sums = total(
+            _local_sums(x, local_log_sum, maximum, local, owned, weight, smoothing), axes, mesh
+        )
+        exp_sum, at_target, token_weight, everywhere, weight_sum = _unstack_sums(
             sums, weight, smoothing, classes
         )
         scale = (1 - smoothing) * token_weight + smoothing / classes * weight_sum
@@ -237,7 +248,7 @@ class _TokenLoss(Function):
         return result.to(logits.dtype), None, None, None, None, None, None, None
 
 
-def _sums(
+def _local_sums(
     x: Tensor,
     own: Tensor,
     maximum: Tensor,
@@ -246,7 +257,9 @@ def _sums(
     weight: Tensor | None,
     smoothing: float,
 ) -> Tensor:
-    """This rank's part of the sums that the loss needs, stacked: what `_named` takes apart."""
+    """Return this rank's part of the sums that the loss needs, stacked; `_unstack_sums` takes them
+    apart.
+    """
     at_target = x.gather(-1, local.unsqueeze(-1)).squeeze(-1) - maximum
     at_target = torch.where(owned, at_target, 0)
     rows = [(own - maximum).exp()]
@@ -263,11 +276,11 @@ def _sums(
     return torch.stack(rows)
 
 
-def _named(
+def _unstack_sums(
     sums: Tensor, weight: Tensor | None, smoothing: float, classes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """s, w_t (x_t - m), w_t, sum_c w_c (x_c - m), W; without class weights w = 1 and W = C; without
-    smoothing the last two are 0.
+    """Return s, w_t (x_t - m), w_t, sum_c w_c (x_c - m), W; without class weights w = 1 and W = C;
+    without smoothing the last two are 0.
     """
     rows = list(sums.unbind(0))
     exp_sum, at_target = rows.pop(0), rows.pop(0)
