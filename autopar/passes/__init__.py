@@ -1,5 +1,5 @@
-"""Graph rewrites, in the order in which they run. A pass takes a `Program` and returns a new one; its
-`check` asserts what it promises. No pass imports another.
+"""Graph rewrites, in the order in which they run. A pass takes a `Program` and returns a new one;
+its `check` asserts what it promises. No pass imports another.
 
     trace/ → annotate → chains → (the planner chooses a plan) → rewrite → hierarchy → summa →
     kernel_choice → finalize → recompute

@@ -23,16 +23,16 @@ def chains(program: Program) -> Program:
     for node in program.module.graph.nodes:
         if node.op == "call_function" and node.name in program.annotations.searched:
             groups.setdefault(chain_name(node), []).append(node.name)
-    specs = program.annotations.specs
-    found = tuple(
+    rules = program.annotations.specs
+    grouped = tuple(
         Chain(
             name,
             tuple(nodes),
-            tuple(n for n in nodes if n in specs and specs[n].product is not None),
+            tuple(n for n in nodes if n in rules and rules[n].product is not None),
         )
         for name, nodes in groups.items()
     )
-    return dataclasses.replace(program, chains=found)
+    return dataclasses.replace(program, chains=grouped)
 
 
 def check(program: Program) -> None:

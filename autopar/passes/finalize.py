@@ -19,8 +19,8 @@ aten = torch.ops.aten
 
 
 def finalize(program: Program) -> Program:
-    """Return the program without unused nodes and inputs, and with copies of the results that would share
-    memory with another result or an input by way of a change of state.
+    """Return the program without unused nodes and inputs, and with copies of the results that would
+    share memory with another result or an input by way of a change of state.
     """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
@@ -42,8 +42,8 @@ def finalize(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders match the signature, every call is used, and no tensor is made on a
-    numbered device.
+    """The contract: placeholders match the signature, every call is used, and no tensor is made on
+    a numbered device.
     """
     same_inputs(program)
     for node in program.module.graph.nodes:
@@ -63,9 +63,9 @@ _MAY_ALIAS = (
 
 
 def _copy_shared(graph: fx.Graph) -> None:
-    """Copy every result that shares memory with an earlier result, or with an input, by way of a change of
-    state. AOTAutograd would regenerate such a result as a view of what it shares memory with, and so
-    leave out the backward of the change.
+    """Copy every result that shares memory with an earlier result, or with an input, by way of a
+    change of state. AOTAutograd would regenerate such a result as a view of what it shares memory
+    with, and so leave out the backward of the change.
 
     Example: in `return loss, loss.detach()` the second is copied, where `invariant` gives the loss.
     """
@@ -87,7 +87,9 @@ def _copy_shared(graph: fx.Graph) -> None:
 
 
 def _memory_root(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the node whose memory this node shares, and whether a change of state lies between the two."""
+    """Return the node whose memory this node shares, and whether a change of state lies between the
+    two.
+    """
     changed = False
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
@@ -100,8 +102,8 @@ def _memory_root(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _used(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input, ...]:
-    """Return the inputs without the coordinates and seeds that nothing uses, and erase the placeholders of
-    those.
+    """Return the inputs without the coordinates and seeds that nothing uses, and erase the
+    placeholders of those.
     """
     unused = {
         node.name: node for node in graph.nodes if node.op == "placeholder" and not node.users

@@ -1,4 +1,5 @@
-"""Gives collectives that may share a bucket the same hierarchy, so that the bucket can hold them all.
+"""Gives collectives that may share a bucket the same hierarchy, so that the bucket can hold them
+all.
 
 rewrite.py picks for each gradient reduction and weight gather the hierarchical collective that is
 fastest for it alone. A small bias may then be sent in other levels than the weight of the same
@@ -24,8 +25,8 @@ from autopar.world import World
 
 
 def choose_hierarchies(program: Program, world: World) -> Program:
-    """Return the program in which collectives that may share a bucket have the same hierarchy; the same
-    program where they agree already.
+    """Return the program in which collectives that may share a bucket have the same hierarchy; the
+    same program where they agree already.
     """
     new_levels = {}
     for group in _group_by_bucket_key(program):
@@ -44,8 +45,8 @@ def choose_hierarchies(program: Program, world: World) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders match the signature, and collectives that may share a bucket have the
-    same hierarchy.
+    """The contract: placeholders match the signature, and collectives that may share a bucket have
+    the same hierarchy.
     """
     same_inputs(program)
     for group in _group_by_bucket_key(program):
@@ -55,8 +56,8 @@ def check(program: Program) -> None:
 
 
 def _group_by_bucket_key(program: Program) -> Iterator[list[SentCollective]]:
-    """Yield the collectives of stored tensors that are small enough for a bucket, grouped by what a bucket
-    requires to be equal: collective, axes, element size, forward or backward.
+    """Yield the collectives of stored tensors that are small enough for a bucket, grouped by what a
+    bucket requires to be equal: collective, axes, element size, forward or backward.
     """
     groups: dict[Hashable, list[SentCollective]] = defaultdict(list)
     on_stored = stored(program)

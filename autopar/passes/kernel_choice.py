@@ -43,8 +43,8 @@ def choose_kernels(program: Program, world: World) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders match the signature, and every `sharded.linear` copies at least one
-    operand.
+    """The contract: placeholders match the signature, and every `sharded.linear` copies at least
+    one operand.
     """
     same_inputs(program)
     for node in program.module.graph.nodes:
@@ -53,8 +53,8 @@ def check(program: Program) -> None:
 
 
 def _operands_to_copy(node: fx.Node, program: Program, device: Device) -> _CopyPerMatmul:
-    """Return which operand to copy in each of the three matmuls of a linear: the forward, the gradient of
-    x, and the gradient of the weight. An entry is "" where nothing is copied.
+    """Return which operand to copy in each of the three matmuls of a linear: the forward, the
+    gradient of x, and the gradient of the weight. An entry is "" where nothing is copied.
     """
     nothing: _CopyPerMatmul = ("", "", "")
     if node.target is not aten.linear.default or node.kwargs or not device.forms:

@@ -41,9 +41,9 @@ class PassManager:
         step: Callable[[T], Program],
         check: Callable[[Program], None],
     ) -> Program:
-        """Return `step(given)` after `check` has accepted it. `step` is the pass; `given` is its input,
-        a model for `trace` and a Program for every other pass. Raises AssertionError where `check`
-        finds a broken contract.
+        """Return `step(given)` after `check` has accepted it. `step` is the pass; `given` is its
+        input, a model for `trace` and a Program for every other pass. Raises AssertionError where
+        `check` finds a broken contract.
         """
         self.progress(name)
         start = time.perf_counter()

@@ -32,7 +32,8 @@ _FETCHES_WEIGHT = ("all_gather", "all_to_all")  # steps that fetch a weight into
 
 
 class _Group(NamedTuple):
-    """Nodes that become one call of `target`, and those among them that run again in the backward."""
+    """Nodes that become one call of `target`, and those among them that run again in the backward.
+    """
 
     target: Any
     nodes: tuple[fx.Node, ...]
@@ -40,8 +41,9 @@ class _Group(NamedTuple):
 
 
 def recompute(program: Program) -> Program:
-    """Return the program with one call for every block of `plan.recompute`, and one for every matmul of
-    the blocks of `plan.regather` whose weight is gathered; the same program where there are none.
+    """Return the program with one call for every block of `plan.recompute`, and one for every
+    matmul of the blocks of `plan.regather` whose weight is gathered; the same program where there
+    are none.
 
     Raises PlanError for a name that is no repeated block of the model.
     """
@@ -67,8 +69,8 @@ def recompute(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders match the signature, every recomputed block is one call with none of its
-    nodes outside, and no weight to be regathered is gathered outside of such a call.
+    """The contract: placeholders match the signature, every recomputed block is one call with none
+    of its nodes outside, and no weight to be regathered is gathered outside of such a call.
     """
     assert program.plan is not None
     plan: Plan = program.plan
@@ -104,9 +106,9 @@ def _whole(name: str, nodes: list[fx.Node], specs: dict[str, OpShardingRule]) ->
 
 
 def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
-    """Return a group for every matmul in these blocks that takes a gathered weight. It holds the matmul
-    and the ops that fetch the weight from where it is stored, as far as no other node uses them. Biases
-    and the like are left out, as autograd does not save them.
+    """Return a group for every matmul in these blocks that takes a gathered weight. It holds the
+    matmul and the ops that fetch the weight from where it is stored, as far as no other node uses
+    them. Biases and the like are left out, as autograd does not save them.
     """
     rules = _sharding_rules(program)
     on_stored, groups = stored(program), []
@@ -143,9 +145,9 @@ def _fetches_weight(node: fx.Node) -> bool:
 
 
 def _tail_not_run_again(unit: tuple[fx.Node, ...], specs: dict[str, OpShardingRule]) -> set[fx.Node]:
-    """Return the last nodes of a block, as far as their backward needs no saved values: changes of state,
-    and ops that are linear in all their operands together. They do not run again, as torch stops the
-    recomputation before them.
+    """Return the last nodes of a block, as far as their backward needs no saved values: changes of
+    state, and ops that are linear in all their operands together. They do not run again, as torch
+    stops the recomputation before them.
     """
     tail = set()
     for node in reversed(unit):
@@ -159,8 +161,8 @@ def _tail_not_run_again(unit: tuple[fx.Node, ...], specs: dict[str, OpShardingRu
 
 
 def _convex_nodes(name: str, nodes: list[fx.Node]) -> frozenset[fx.Node]:
-    """Return the nodes of a block and all nodes on a path from one of them to another, so that they can be
-    one call.
+    """Return the nodes of a block and all nodes on a path from one of them to another, so that they
+    can be one call.
     """
     own = {n for n in nodes if n.op == "call_function" and block_of(n) == name}
     below, above = set(own), set(own)
@@ -198,8 +200,8 @@ class _Grouping:
         return fx.GraphModule(self.root, self.graph, class_name=name)
 
     def _order(self) -> list[list[fx.Node]]:
-        """Return the units of the new graph, single nodes and groups, each after those that it takes values
-        from and otherwise in the order of the source.
+        """Return the units of the new graph, single nodes and groups, each after those that it
+        takes values from and otherwise in the order of the source.
         """
         place = {node: number for number, node in enumerate(self.nodes)}
         units: dict[int, list[fx.Node]] = {}
@@ -216,10 +218,10 @@ class _Grouping:
             for key, unit in units.items()
         }
         users: dict[int, list[int]] = {}
-        for key, found in needs.items():
-            for other in found:
-                users.setdefault(other, []).append(key)
-        missing = {key: len(found) for key, found in needs.items()}
+        for key, needed_units in needs.items():
+            for needed in needed_units:
+                users.setdefault(needed, []).append(key)
+        missing = {key: len(needed_units) for key, needed_units in needs.items()}
         ready = [key for key, count in missing.items() if not count]
         heapq.heapify(ready)
         order = []

@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 
 def summa(program: Program) -> Program:
-    """Return the program with SUMMA in place of every matmul that gathers both of its operands for itself
-    alone; the same program for layouts without panels.
+    """Return the program with SUMMA in place of every matmul that gathers both of its operands for
+    itself alone; the same program for layouts without panels.
     """
     assert program.plan is not None
     if not program.plan.panels:
@@ -48,8 +48,8 @@ def summa(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders match the signature, and no `summa_linear` takes an operand that is
-    gathered already.
+    """The contract: placeholders match the signature, and no `summa_linear` takes an operand that
+    is gathered already.
     """
     same_inputs(program)
     for node in program.module.graph.nodes:
@@ -89,7 +89,9 @@ def _gathered_matmul(node: fx.Node, row: str, column: str) -> _GatheredMatmul | 
 
 
 def _gathered(node: fx.Node, axis: str, dim: int) -> bool:
-    """Whether a node all-gathers contiguous blocks of this dim over this axis alone, and has one user."""
+    """Whether a node all-gathers contiguous blocks of this dim over this axis alone, and has one
+    user.
+    """
     if node.target is not collectives.all_gather or len(node.users) > 1:
         return False
     before: Layout = node.meta["step"].before
@@ -113,8 +115,8 @@ _COLLECTIVES: tuple[tuple[Literal["broadcast", "reduce"], bool], ...] = (
 def _replace(
     graph: fx.Graph, node: fx.Node, product: _GatheredMatmul, axes: tuple[str, str], mesh: str
 ) -> None:
-    """Put a `summa_linear` in the place of a matmul. Its `meta["inside"]` lists the collectives that it
-    sends, for the cost model.
+    """Put a `summa_linear` in the place of a matmul. Its `meta["inside"]` lists the collectives
+    that it sends, for the cost model.
     """
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     coordinates = [placeholders[f"coordinate_{axis}"] for axis in axes]
