@@ -1,8 +1,8 @@
 """Gives every node of the traced graph its sharding rule, and refines all dims into atoms.
 
-An atom is the smallest unit of a dim that all ops agree on. For example `view(x, [batch, heads,
-d])` of a dim of heads · d splits that dim into the atoms (heads, d); a layout shards by whole
-atoms. Ops without a rule are probed on small tensors, and where that fails they are run unsharded.
+An atom is the smallest unit of a dim that all ops agree on. For example a view of a dim of size 12
+as (3, 4) makes the atoms 3 and 4 of that dim, in every value that shares it. Ops without a rule are
+probed on small tensors, and where that finds no rule, they run unsharded.
 
 A traced Program enters and leaves with its `Annotations`. planner/planner.py runs this pass after
 `trace`, and runtime/calibrate_on_ranks.py runs it to list the matmuls that are timed.
