@@ -97,7 +97,7 @@ aten = torch.ops.aten
 
 
 def rewrite(program: Program, world: World) -> Program:
-    """Return the program of one rank. A first run finds the layouts that are wanted of the inputs."""
+    """Return the program of one rank. A first run finds the layouts wanted of the inputs."""
     assert program.plan is not None
     wanted = _Rewriter(program, world, {}).run().wishes
     inputs = {value: _common_layout(layouts) for value, layouts in wanted.items()}
@@ -222,7 +222,7 @@ class _Rewriter:
         return self.graph.call_function(aten.add.Scalar, (self.seed, self.draws[node.name] << 32))
 
     def _own_seed_of(self, node: fx.Node, axes: tuple[str, ...]) -> tuple[fx.Node, int]:
-        """Return a seed on the host for the rank's place on these axes, and the number of the draw."""
+        """Return a seed on the host for the rank's place on these axes, and the draw's number."""
         assert self.seed is not None
         entry = Input("seed", "_".join(("seed_at", *axes)), f"@{'.'.join(axes)}")
         if entry not in self.entries:

@@ -72,12 +72,12 @@ def snapshot(
             path = f"{name}.{attribute}" if name else attribute
             if attribute in _REGISTRIES:
                 _record(state, value)
-                for key, tensor in value.items():
+                for key, member in value.items():
                     inner = f"{name}.{key}" if name else key
                     # forward may assign to a buffer: its new value is an output, no side effect
-                    state.leaves[inner] = attribute if tensor is not None else None
-                    if attribute != "_buffers" and tensor is not None:
-                        state.leaves[inner] = (attribute, id(tensor))
+                    state.leaves[inner] = attribute if member is not None else None
+                    if attribute != "_buffers" and member is not None:
+                        state.leaves[inner] = (attribute, id(member))
             else:
                 _enter(state, value, path, known)
     return state
@@ -114,7 +114,9 @@ def _leaf(value: Any) -> Any:
 
 
 def _numpy_state(value: Any) -> Any:
-    """Return this for an array or a random generator of numpy, without importing it; else None."""
+    """Return what identifies an array or a random generator of numpy; None for other values. This
+    does not import numpy.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
