@@ -90,8 +90,8 @@ def check(program: Program) -> None:
     for node in program.module.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             assert node.name in notes.specs, f"{node.name} has no rule"
-            rule_results, node_results = len(notes.specs[node.name].results), len(results_of(node))
-            assert rule_results == node_results, f"the rule of {node.name} has {rule_results} results, not {node_results}"
+            count, needed = len(notes.specs[node.name].results), len(results_of(node))
+            assert count == needed, f"the rule of {node.name} has {count} results, not {needed}"
         for index, value in enumerate(results_of(node)) if node.op != "output" else ():
             if isinstance(value, torch.Tensor) and node.target is not operator.getitem:
                 for atoms, size in zip(notes.dims[node.name, index], shape_of(value), strict=True):
@@ -103,7 +103,7 @@ def check(program: Program) -> None:
 
 
 def _refuse_random(graph: fx.Graph) -> None:
-    """Raise PlanError for random numbers other than dropout's: every rank would draw its own."""
+    """Raise PlanError for random numbers, but dropout's, that every rank would draw for itself."""
     random_nodes = [node for node in graph.nodes if _draws(node) or _is_unrepeatable(node)]
     if random_nodes:
         listed = "\n".join(f"  {node.target} {where(node)}" for node in random_nodes)
@@ -135,8 +135,11 @@ def _draws(node: fx.Node) -> bool:
     return training is None or bool(training and rate != 0)
 
 
-def _find_rules(graph: fx.Graph) -> tuple[dict[str, OpShardingRule], tuple[str, ...], tuple[str, ...]]:
-    """Return the rule of every node by name, and the ops that were probed and those without a rule.
+def _find_rules(
+    graph: fx.Graph,
+) -> tuple[dict[str, OpShardingRule], tuple[str, ...], tuple[str, ...]]:
+    """Return the rule of every node by name, and the ops that were probed and those without a
+    rule.
     """
     rules: dict[str, OpShardingRule] = {}
     probed: set[str] = set()
@@ -192,7 +195,8 @@ class _Refinement:
         return leaf
 
     def expand(self, leaves: Iterable[int]) -> list[int]:
-        """Return the uncut leaves that these consist of, outermost first, without those of size 1.
+        """Return the uncut leaves that these consist of, outermost first, but for those of
+        size 1.
         """
         uncut: list[int] = []
         stack = list(leaves)[::-1]

@@ -29,7 +29,7 @@ def choose_hierarchies(program: Program, world: World) -> Program:
     same program where they agree already.
     """
     new_levels = {}
-    for group in _group_by_bucket_key(program):
+    for group in _bucket_groups(program):
         first = group[0]
         bucket_bytes = min(sum(move.bytes for move in group), SIZES[-1])
         kind, mesh = first.traffic.collective, first.layout.mesh
@@ -49,20 +49,26 @@ def check(program: Program) -> None:
     the same hierarchy.
     """
     same_inputs(program)
-    for group in _group_by_bucket_key(program):
+    for group in _bucket_groups(program):
         hierarchies = {move.levels for move in group}
         first = group[0]
-        assert len(hierarchies) == 1, f"what may be joined with {first.node.name} goes in {hierarchies}"
+        assert len(hierarchies) == 1, (
+            f"what may be joined with {first.node.name} goes in {hierarchies}"
+        )
 
 
-def _group_by_bucket_key(program: Program) -> Iterator[list[SentCollective]]:
+def _bucket_groups(program: Program) -> Iterator[list[SentCollective]]:
     """Yield the collectives of stored tensors that are small enough for a bucket, grouped by what a
     bucket requires to be equal: collective, axes, element size, forward or backward.
     """
     groups: dict[Hashable, list[SentCollective]] = defaultdict(list)
     on_stored = stored(program)
     for move in sent_collectives(program):
-        if move.node in on_stored and not (move.inside or move.again) and move.bytes <= SIZES[-1] / 2:
+        if (
+            move.node in on_stored
+            and not (move.inside or move.again)
+            and move.bytes <= SIZES[-1] / 2
+        ):
             kind, late = move.traffic.collective, move.backward
             groups[kind, move.axes, move.element_bytes, late].append(move)
     yield from groups.values()

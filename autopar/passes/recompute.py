@@ -28,12 +28,12 @@ from autopar.ir.program import Program, same_inputs
 from autopar.ir.sharding_rule import OpShardingRule
 from autopar.ops.recomputation import recompute_in_backward, regather_in_backward
 
-_FETCHES_WEIGHT = ("all_gather", "all_to_all")  # steps that fetch a weight into memory other than the stored one
+# Reshard steps that bring a weight into memory other than that in which it is stored.
+_FETCHES = ("all_gather", "all_to_all")
 
 
 class _Group(NamedTuple):
-    """Nodes that become one call of `target`, and those among them that run again in the backward.
-    """
+    """Nodes that become one call of `target`, and those of them that run again in the backward."""
 
     target: Any
     nodes: tuple[fx.Node, ...]
@@ -80,7 +80,10 @@ def check(program: Program) -> None:
         f"{len(calls)} blocks are recomputed, the plan names {len(plan.recompute)}"
     )
     for node in program.module.graph.nodes:
-        if node.op == "call_function" and node.target not in (recompute_in_backward, regather_in_backward):
+        if node.op == "call_function" and node.target not in (
+            recompute_in_backward,
+            regather_in_backward,
+        ):
             block = block_of(node)
             assert block not in plan.recompute, f"{node.name} of {block} is not recomputed"
     for group in _regather_groups(program, frozenset(plan.regather) - {*plan.recompute}):
@@ -90,7 +93,9 @@ def check(program: Program) -> None:
 def regathers(program: Program) -> tuple[str, ...]:
     """Return the names of the blocks of an emitted program in which a matmul gathers its weight."""
     nodes = program.module.graph.nodes
-    block_names = {block_of(group.nodes[-1]) for group in _regather_groups(program, frozenset(blocks(nodes)))}
+    block_names = {
+        block_of(group.nodes[-1]) for group in _regather_groups(program, frozenset(blocks(nodes)))
+    }
     return tuple(name for name in blocks(nodes) if name in block_names)
 
 
@@ -117,9 +122,13 @@ def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
             continue
         if block_of(node) in names:
             rule = rules.get(node.meta.get("source", ""))
-            fetch_ops = _fetch_ops(node, on_stored) if rule is not None and rule.product is not None else []
+            fetch_ops = (
+                _fetch_ops(node, on_stored) if rule is not None and rule.product is not None else []
+            )
             if any(_fetches_weight(n) for n in fetch_ops):
-                groups.append(_Group(regather_in_backward, (*fetch_ops, node), frozenset(fetch_ops)))
+                groups.append(
+                    _Group(regather_in_backward, (*fetch_ops, node), frozenset(fetch_ops))
+                )
     return groups
 
 
@@ -141,10 +150,12 @@ def _is_matrix(node: fx.Node) -> bool:
 
 
 def _fetches_weight(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") in _FETCHES_WEIGHT and "step" in node.meta
+    return getattr(node.target, "__name__", "") in _FETCHES and "step" in node.meta
 
 
-def _tail_not_run_again(unit: tuple[fx.Node, ...], specs: dict[str, OpShardingRule]) -> set[fx.Node]:
+def _tail_not_run_again(
+    unit: tuple[fx.Node, ...], specs: dict[str, OpShardingRule]
+) -> set[fx.Node]:
     """Return the last nodes of a block, as far as their backward needs no saved values: changes of
     state, and ops that are linear in all their operands together. They do not run again, as torch
     stops the recomputation before them.
@@ -246,8 +257,8 @@ class _Grouping:
         block = _inner_module(unit, inputs, results, group.again)
         name = f"{group.target.__name__}_{number}"
         self.root.add_module(name, block)
-        again_or_draws = len(group.again) if group.target is regather_in_backward else _draws(unit)
-        arguments: Any = (self.graph.get_attr(name), again_or_draws, *(self.made[n] for n in inputs))
+        flag = len(group.again) if group.target is regather_in_backward else _draws(unit)
+        arguments: Any = (self.graph.get_attr(name), flag, *(self.made[n] for n in inputs))
         call = self.graph.call_function(group.target, arguments)
         call.meta["chain"] = unit[0].meta.get("chain")
         for index, node in enumerate(results):

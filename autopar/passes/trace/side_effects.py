@@ -1,10 +1,9 @@
-"""Finds what forward does besides computing its result, by calling it twice before it is traced.
+"""Finds what forward does besides computing its result; trace.py calls `refuse_side_effects` first.
 
-A trace is one call, and its graph repeats that call for ever. So forward is called twice on fake
-tensors, the second time with the model as the first call left it, and under another clock. Both
-calls must do the same to what depends on inputs, parameters and buffers; constants may be made once
-and cached. A call may not keep changing the model, read a tensor that an earlier call left, or draw
-from a generator that no graph has. trace.py calls `refuse_side_effects` before `capture`.
+The graph repeats one call for ever. So forward is called twice on fake tensors, the second time on
+the model as the first call left it, under another clock. Both calls must do the same to what hangs
+on inputs, parameters and buffers, and neither may keep changing the model, read a tensor that an
+earlier call left, or draw from a generator that no graph has. Constants may be made once and kept.
 """
 
 from __future__ import annotations
@@ -32,16 +31,10 @@ from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
 from autopar.passes.trace.snapshot import Snapshot, snapshot
 
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-_DRAWS = (
-    "rand", "normal", "bernoulli", "multinomial", "poisson", "uniform", "exponential", "log_normal",
-    "geometric", "cauchy", "dropout", "alpha_dropout", "feature_alpha_dropout",
-)  # fmt: skip
-_SETS = (
-    "requires_grad.__set__",
-    "grad.__set__",
-    "data.__set__",
-    "backward",
-)  # these return nothing
+_DRAWS = ("rand", "normal", "bernoulli", "multinomial", "poisson", "uniform", "exponential",
+    "log_normal", "geometric", "cauchy", "dropout", "alpha_dropout",
+    "feature_alpha_dropout")  # fmt: skip
+_SETS = ("requires_grad.__set__", "grad.__set__", "data.__set__", "backward")  # return nothing
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _LATER_S = 98_765.4321  # by which the second call's clocks are ahead
 _MOST = 1_000_000  # elements of a constant that is compared by value
@@ -59,9 +52,8 @@ RANDOM_ADVICE = (
 def refuse_side_effects(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> set[str]:
-    """Raise TraceError where two calls of the model differ, with the line or the attribute; return
-    the names of the buffers that a call writes into. Neither the model nor the states of random
-    number generators are changed. An error of forward itself is left to `capture` to explain.
+    """Raise TraceError where two calls of the model differ; return the names of the buffers that a
+    call writes into. The model and all generators are left as they were.
     """
     python, others = random.getstate(), _numpy_state()
     torch_state = torch.get_rng_state()
@@ -91,26 +83,24 @@ def _call_twice(
     model: nn.Module, fakes: StandIns
 ) -> tuple[list[weakref.ref[torch.Tensor]], set[str]]:
     """Call forward twice; return the tensors made and the names of the buffers written into."""
-    named_tensors = [*model.named_parameters(), *model.named_buffers()]
-    requires_grad_before = [(name, value, value.requires_grad) for name, value in named_tensors]
+    named = [*model.named_parameters(), *model.named_buffers()]
+    flags = [(name, value, value.requires_grad) for name, value in named]
     before = snapshot(model)
     inputs = [v for v in pytree.tree_leaves((fakes.args, fakes.kwargs)) if _is_tensor(v)]
-    known_tensors = {id(value): value for value in (*dict(named_tensors).values(), *inputs)}
+    by_id = {id(value): value for value in (*dict(named).values(), *inputs)}
     buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
     changes = {name: (value, changes_in_place(value)) for name, value in model.named_buffers()}
     try:
-        first = _Calls(known_tensors)
+        first = _Calls(by_id)
         if not _called(model, fakes, first):
             return [], set()
         written = {n for n, (value, count) in changes.items() if changes_in_place(value) > count}
         after = snapshot(model, lambda value: id(value) in before.tensors)
-        _refuse_gradients(model, requires_grad_before)
+        _refuse_gradients(model, flags)
         for registry, content in buffers:  # what is assigned to a buffer is its new value
             registry.clear()
             registry.update(content)
-        second = _Calls(
-            known_tensors, first, after.tensors, _listed(before.changed(after), before, after)
-        )
+        second = _Calls(by_id, first, after.tensors, _listed(before.changed(after), before, after))
         with _other_clock(model):
             _called(model, fakes, second)
         _refuse_changes(model, after, snapshot(model, lambda value: id(value) in before.tensors))
@@ -138,11 +128,10 @@ def _called(model: nn.Module, fakes: StandIns, calls: _Calls) -> bool:
     return True
 
 
-# -- what a call does ------------------------------------------------------------------------------
 class _Calls(TorchFunctionMode):
-    """Records every torch function of one call of the model that draws or depends on what is
-    `known` (inputs, parameters and buffers by id). `earlier` is the call to compare with, which
-    left tensors at `paths`; `changed` says how it changed the model.
+    """Records every torch function of a call that draws or depends on a tensor of `known`.
+    `earlier` is the call to compare with, which left tensors at `paths`; `changed` tells how it
+    changed the model.
     """
 
     def __init__(
@@ -280,7 +269,7 @@ def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tens
 
 
 def _text(call: tuple[Any, ...]) -> str:
-    """Show a call: mul(tensor (3, 4), 0.73)"""
+    """Show a call: mul(tensor (3, 4), 0.73)."""
     name, *arguments = call
     return name + ("" if name == "nothing" else f"({', '.join(_shown(g) for g in arguments)})")
 
@@ -293,7 +282,6 @@ def _shown(described: Any) -> str:
     return str(described[-1])
 
 
-# -- what it leaves --------------------------------------------------------------------------------
 def _refuse_changes(model: nn.Module, first: Snapshot, second: Snapshot) -> None:
     """Refuse a model in which the second call left other values than the first."""
     changes = first.changed(second)
@@ -352,9 +340,7 @@ def _refuse_escaped(model: nn.Module, made: list[weakref.ref[torch.Tensor]]) -> 
 
 
 def _is_packed(ref: weakref.ref[torch.Tensor]) -> bool:
-    """Whether a tensor is held by nothing but tuples that no Python object holds, as hooks like
-    save_on_cpu pack saved activations.
-    """
+    """Whether only tuples hold a tensor that nothing else holds: activations packed by a hook."""
     holders = _holders(ref(), None)
     packed = [isinstance(held, tuple) and not _holders(held, holders) for held in holders]
     return bool(packed) and all(packed)
@@ -369,14 +355,11 @@ def _is_frame(holder: Any) -> bool:
     return isinstance(holder, types.FrameType)
 
 
-# -- clocks and random numbers ---------------------------------------------------------------------
 @contextmanager
 def _other_clock(model: nn.Module) -> Iterator[None]:
     """Let this thread read later times, by every name that the model's modules have for a clock."""
     names = {type(module).__module__ for module in model.modules()}
-    model_modules = [
-        sys.modules[name] for name in names if name in sys.modules and name[:6] != "torch."
-    ]
+    modules = [sys.modules[name] for name in names if name in sys.modules and name[:6] != "torch."]
     clocks: dict[Any, Callable[[], Any]] = {}
     for name in _CLOCKS:
         clocks[getattr(time, name)] = _later(getattr(time, name), _LATER_S)
@@ -384,7 +367,7 @@ def _other_clock(model: nn.Module) -> Iterator[None]:
         clocks[nanoseconds] = _later(nanoseconds, round(_LATER_S * 1e9))
     replaced = []
     try:
-        for place in [vars(time), *map(vars, model_modules)]:
+        for place in [vars(time), *map(vars, modules)]:
             for key, value in list(place.items()):
                 if isinstance(value, types.BuiltinFunctionType) and value in clocks:
                     replaced.append((place, key, value))

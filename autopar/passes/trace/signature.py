@@ -139,12 +139,12 @@ def _same_structure(value: Any, planned: Any) -> bool:
 
 def _nesting_error(what: str, given: Any, planned: Any) -> InputError:
     return InputError(
-        f"{what} is {_describe(given)}, planned was {_describe(planned)}: call it with the same arguments, "
+        f"{what} is {_show(given)}, planned was {_show(planned)}: call it with the same arguments, "
         "or plan again with these"
     )
 
 
-def _describe(value: Any) -> str:
+def _show(value: Any) -> str:
     """Describe how a value is nested: "a tensor (3, 4)", "a dict of x, y", "a tuple of 2"."""
     if value is _Leaf:
         return "one value"
@@ -153,7 +153,7 @@ def _describe(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} of {', '.join(map(str, value)) or 'nothing'}"
     if isinstance(value, list | tuple):
-        inner = ", ".join(_describe(v) for v in value[:4]) + (", …" if len(value) > 4 else "")
+        inner = ", ".join(_show(v) for v in value[:4]) + (", …" if len(value) > 4 else "")
         return f"a {type(value).__name__} of {len(value)}" + (f" ({inner})" if value else "")
     return repr(value)[:60]
 
