@@ -83,7 +83,7 @@ def on_cpu(node: fx.Node) -> bool:
     return bool(node.meta["val"].device.type == "cpu")
 
 
-# -- the forms: each returns a part for every member ------------------------------------------------
+# -- the forms: each returns a part for every member -----------------------------------------------
 def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     """Write torch's coalesced collective."""
     target = _COALESCED[str(collective_of(members[0]))]
@@ -156,7 +156,7 @@ def _origins(members: Sequence[fx.Node]) -> dict[str, str]:
     return {"node": names, "module": origin.get("module", "")}
 
 
-# -- concatenate and split --------------------------------------------------------------------------
+# -- concatenate and split -------------------------------------------------------------------------
 def _cut(graph: fx.Graph, one: fx.Node, values: Sequence[torch.Tensor]) -> list[fx.Node]:
     """Return consecutive views of `one` (n,), of the shapes of these values."""
     views, start = [], 0
@@ -208,7 +208,7 @@ def _cut_of(part: fx.Node) -> tuple[fx.Node, int, int] | None:
     return (source, start, stop) if dim == 0 and source.meta["val"].dim() == 1 else None
 
 
-# -- scattered, summed and gathered again -----------------------------------------------------------
+# -- scattered, summed and gathered again ----------------------------------------------------------
 def _scattered(one: fx.Node, members: Sequence[fx.Node]) -> fx.Node | None:
     """Return the concatenation that was scattered over this group to become the operand `one` of an
     all-gather. None where there is none, or where something else uses a value on the way.

@@ -75,7 +75,7 @@ def _count_collectives(graph: fx.Graph) -> int:
     return sum(collective_of(node) is not None for node in graph.nodes)
 
 
-# -- which panels are sent once, and which together -------------------------------------------------
+# -- which panels are sent once, and which together ------------------------------------------------
 def _send_once(graph: fx.Graph) -> None:
     """Let users of a broadcast take an earlier one of the same block from the same root."""
     first: dict[Hashable, fx.Node] = {}
@@ -173,7 +173,7 @@ def _sides(where: fx.Node) -> tuple[fx.Node, fx.Node]:
     return old, new
 
 
-# -- writing the fused collectives ------------------------------------------------------------------
+# -- writing the fused collectives -----------------------------------------------------------------
 def _gather(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     """Replace broadcasts by one all-gather of the block, whose rows are the panels."""
     first = members[0]
