@@ -35,10 +35,8 @@ _VIEWS = frozenset(
     for name in ("view", "t", "permute", "transpose", "unsqueeze", "squeeze", "alias", "detach")
     for packet in (getattr(aten, name),)
 ) | {aten._unsafe_view, aten.slice, aten.select}  # views that show no element twice
-_ROWS, _ROW_BYTES = (
-    4,
-    1 << 18,
-)  # few large rows are added in place: at most, of at least
+# At most this many rows, each of at least this many bytes, are added in place.
+_ROWS, _ROW_BYTES = 4, 1 << 18
 _PLACING = frozenset({aten.scatter_add, aten.index_copy, aten.index_add, aten.masked_fill})
 
 
