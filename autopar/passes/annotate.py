@@ -161,8 +161,8 @@ def _rule_of_unknown(node: fx.Node) -> OpShardingRule:
     """Return the rule of an op that nothing is known about: no dim is split. Ops of other
     namespaces than torch's own count as nonlinear.
     """
-    own = getattr(node.target, "namespace", "") in ("aten", "prims")
-    return dataclasses.replace(unsplit(node), nonlinear=not own)
+    is_torch_op = getattr(node.target, "namespace", "") in ("aten", "prims")
+    return dataclasses.replace(unsplit(node), nonlinear=not is_torch_op)
 
 
 # -- atoms -----------------------------------------------------------------------------------------

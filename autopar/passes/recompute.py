@@ -61,7 +61,7 @@ def recompute(program: Program) -> Program:
                 f"{', '.join(block_names) or 'none'}"
             )
     rules = _sharding_rules(program)
-    groups = [_whole(name, nodes, rules) for name in plan.recompute]
+    groups = [_recompute_group(name, nodes, rules) for name in plan.recompute]
     groups += _regather_groups(program, frozenset(plan.regather) - {*plan.recompute})
     if not groups:
         return program
@@ -100,14 +100,15 @@ def regathers(program: Program) -> tuple[str, ...]:
 
 
 def _sharding_rules(program: Program) -> dict[str, OpShardingRule]:
+    """Return the sharding rules of the traced nodes, by name."""
     return program.annotations.specs if program.annotations is not None else {}
 
 
-def _whole(name: str, nodes: list[fx.Node], specs: dict[str, OpShardingRule]) -> _Group:
+def _recompute_group(name: str, nodes: list[fx.Node], specs: dict[str, OpShardingRule]) -> _Group:
     """Return the group that recomputes the block `name`, with all of its nodes."""
-    own = _convex_nodes(name, nodes)
-    unit = tuple(node for node in nodes if node in own)
-    return _Group(recompute_in_backward, unit, own - _tail_not_run_again(unit, specs))
+    block_nodes = _convex_nodes(name, nodes)
+    unit = tuple(node for node in nodes if node in block_nodes)
+    return _Group(recompute_in_backward, unit, block_nodes - _tail_not_run_again(unit, specs))
 
 
 def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
@@ -122,34 +123,34 @@ def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
             continue
         if block_of(node) in names:
             rule = rules.get(node.meta.get("source", ""))
-            fetch_ops = (
+            fetches = (
                 _fetch_ops(node, on_stored) if rule is not None and rule.product is not None else []
             )
-            if any(_fetches_weight(n) for n in fetch_ops):
-                groups.append(
-                    _Group(regather_in_backward, (*fetch_ops, node), frozenset(fetch_ops))
-                )
+            if any(_fetches_weight(n) for n in fetches):
+                groups.append(_Group(regather_in_backward, (*fetches, node), frozenset(fetches)))
     return groups
 
 
 def _fetch_ops(product: fx.Node, fixed: set[fx.Node]) -> list[fx.Node]:
     """Return the ops between stored weights and the matmul, in the order of the graph."""
-    own = {product}
+    consumers = {product}
     pending = [n for n in product.all_input_nodes if _is_matrix(n)]
     while pending:
         node = pending.pop()
-        if node.op == "call_function" and node in fixed and own.issuperset(node.users):
-            own.add(node)
+        if node.op == "call_function" and node in fixed and consumers.issuperset(node.users):
+            consumers.add(node)
             pending.extend(node.all_input_nodes)
-    return sorted(own - {product})
+    return sorted(consumers - {product})
 
 
 def _is_matrix(node: fx.Node) -> bool:
+    """Whether a value has two dims or more: biases are left out."""
     layout = node.meta.get("layout")
     return layout is not None and len(layout.shape) > 1
 
 
 def _fetches_weight(node: fx.Node) -> bool:
+    """Whether a node is a reshard step that fetches a weight."""
     return getattr(node.target, "__name__", "") in _FETCHES and "step" in node.meta
 
 
@@ -175,8 +176,8 @@ def _convex_nodes(name: str, nodes: list[fx.Node]) -> frozenset[fx.Node]:
     """Return the nodes of a block and all nodes on a path from one of them to another, so that they
     can be one call.
     """
-    own = {n for n in nodes if n.op == "call_function" and block_of(n) == name}
-    below, above = set(own), set(own)
+    block_nodes = {n for n in nodes if n.op == "call_function" and block_of(n) == name}
+    below, above = set(block_nodes), set(block_nodes)
     for node in nodes:
         if node.op == "call_function" and any(n in below for n in node.all_input_nodes):
             below.add(node)
@@ -271,14 +272,14 @@ def _inner_module(
     unit: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node], again: frozenset[fx.Node]
 ) -> fx.GraphModule:
     """Return a module with a graph of these nodes alone, from `inputs` to `results`."""
-    graph, made = fx.Graph(), {}
+    graph, copies = fx.Graph(), {}
     for node in inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = {k: v for k, v in node.meta.items() if k in ("layout", "val")}
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {k: v for k, v in node.meta.items() if k in ("layout", "val")}
     for node in unit:
-        made[node] = graph.node_copy(node, made.__getitem__)
-        made[node].meta["again"] = node in again
-    graph.output(tuple(made[node] for node in results))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta["again"] = node in again
+    graph.output(tuple(copies[node] for node in results))
     return fx.GraphModule(torch.nn.Module(), graph, class_name="Block")
 
 

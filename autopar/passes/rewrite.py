@@ -360,8 +360,8 @@ class _Rewriter:
         )
         if (value, reached) not in self.made:
             operands = [
-                None if n is None or wanted is None else self._value(n, wanted)
-                for n, wanted in zip(operands_of(source), operand_layouts, strict=True)
+                None if n is None or operand_layout is None else self._value(n, operand_layout)
+                for n, operand_layout in zip(operands_of(source), operand_layouts, strict=True)
             ]
             result_layouts = tuple(
                 reached if index == value[1] else self._all(shape_of(v), R)

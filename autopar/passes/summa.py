@@ -102,6 +102,7 @@ def _gathered(node: fx.Node, axis: str, dim: int) -> bool:
 
 
 def _gathers(node: fx.Node, *axes: str) -> bool:
+    """Whether a node all-gathers over one of these axes."""
     return node.target is collectives.all_gather and node.kwargs["axis"] in axes
 
 

@@ -61,16 +61,16 @@ def chunk_units_of(graph: fx.Graph, units: Sequence[Unit]) -> fx.Graph:
     values: dict[Any, Any] = {}
     for unit in units:
         twin = Unit({twins[node]: cut for node, cut in unit.cuts.items()}, unit.pieces)
-        _Knife(chunked, twin, values).cut()
+        _ChunkWriter(chunked, twin, values).cut()
     sorted_ = ordered(chunked)
     assert sorted_, "pieces wait for one another"
     return chunked
 
 
-class _Knife:
+class _ChunkWriter:
     """Cuts one unit in place: slices of what comes in, the unit's nodes once for each piece, and
-    the results concatenated where something outside takes them. `values` holds the results of
-    earlier calls on meta values: equal calls give equal shapes.
+    the results concatenated where something outside takes them. `values` caches the results of
+    calls, as equal calls give equal shapes.
     """
 
     def __init__(self, graph: fx.Graph, unit: Unit, values: dict[Any, Any]) -> None:
@@ -96,7 +96,9 @@ class _Knife:
 
     def _piece(self, node: fx.Node, number: int) -> fx.Node:
         """Emit a node for one piece."""
-        arguments = [self._operand(node, i, given, number) for i, given in enumerate(node.args)]
+        arguments = [
+            self._operand(node, i, argument, number) for i, argument in enumerate(node.args)
+        ]
         if node.target in SHAPED:
             arguments[1] = self._smaller(shape_of(node), self.unit.cuts[node])
         piece = self._call(node.target, tuple(arguments), node.kwargs)
@@ -248,8 +250,8 @@ def chunk(
 
 
 def _collective_overhead(graph: fx.Graph, world: World) -> float:
-    """Return the seconds that issuing collectives, and waiting for all ranks to come to them, cost
-    besides.
+    """Return the seconds that issuing collectives and meeting for them cost, besides their
+    bytes.
     """
     return _seconds_per_collective(world) * sum(
         collective_of(node) is not None for node in graph.nodes
@@ -257,7 +259,7 @@ def _collective_overhead(graph: fx.Graph, world: World) -> float:
 
 
 def _seconds_per_collective(world: World) -> float:
-    """Return these seconds for one collective."""
+    """Return that overhead for one collective."""
     return call_seconds(world) + world.meeting_s
 
 
@@ -269,9 +271,11 @@ def check(found: fx.Graph, before: fx.Graph, units: Sequence[Unit]) -> None:
     outputs = [graph.output_node().all_input_nodes for graph in (found, before)]
     looks = [[(tuple(v.shape), v.dtype) for v in map(value_of, nodes)] for nodes in outputs]
     assert looks[0] == looks[1], "what goes out has another shape"
-    more = sum((unit.pieces - 1) * len(unit.collectives) for unit in units)
+    added_by_pieces = sum((unit.pieces - 1) * len(unit.collectives) for unit in units)
     counts = [sum(collective_of(n) is not None for n in graph.nodes) for graph in (found, before)]
-    assert counts[0] == counts[1] + more, f"{counts[0]} collectives of {counts[1]} and {more}"
+    assert counts[0] == counts[1] + added_by_pieces, (
+        f"{counts[0]} collectives of {counts[1]} and {added_by_pieces}"
+    )
 
 
 def _cut(graph: fx.Graph, chosen: Sequence[Unit]) -> fx.Graph:
@@ -315,9 +319,9 @@ class _Estimate(NamedTuple):
 
 
 def _estimate(unit: Unit, world: World) -> _Estimate:
-    """Model the pieces of a unit as a pipeline: each stage runs beside the others' collectives, so
-    all of the first piece counts, and of each further piece its longest stage. Pieces that are too
-    small save nothing.
+    """Estimate the pieces of a unit as overlapping stages: all of the first piece counts, and of
+    each further piece its longest stage, under which the others run. Pieces that are too small save
+    nothing.
     """
     pieces, nodes = unit.pieces, list(unit.cuts)
     work = [n for n in nodes if not carries_on(n) and collective_of(n) is None]

@@ -63,7 +63,7 @@ def through(node: fx.Node, source: fx.Node, cut: Cut, pieces: int) -> Cut | None
     """
     if not isinstance(node.target, OpOverload) or value_of(node) is None:
         return None
-    operands = [given for given in node.args if isinstance(given, fx.Node)]
+    operands = [argument for argument in node.args if isinstance(argument, fx.Node)]
     if node.target._schema.is_mutable or operands.count(source) != 1:
         return None
     if set(operands) != set(node.all_input_nodes):
@@ -96,9 +96,9 @@ def _pointwise(node: fx.Node, source: fx.Node) -> bool:
     """Whether each element of the result depends on one element of the source."""
     assert isinstance(node.target, OpOverload)
     tags = node.target.tags
-    able = torch.Tag.pointwise in tags or node.target is aten._to_copy.default
+    is_pointwise = torch.Tag.pointwise in tags or node.target is aten._to_copy.default
     return (
-        able
+        is_pointwise
         and torch.Tag.nondeterministic_seeded not in tags
         and shape_of(node) == shape_of(source)
     )
@@ -108,9 +108,9 @@ def _through_view(
     before: tuple[int, ...], after: tuple[int, ...], cut: Cut, pieces: int
 ) -> Cut | None:
     """Carry a cut through a view: to the dim that holds the same digit."""
-    left, passed = math.prod(before[: cut.dim]) * cut.outer, 1
+    outside, passed = math.prod(before[: cut.dim]) * cut.outer, 1
     for dim, length in enumerate(after):
-        outer, apart = divmod(left, passed)
+        outer, apart = divmod(outside, passed)
         if not outer:
             return None
         if not apart and length % (outer * pieces) == 0:
@@ -140,8 +140,10 @@ def _through_dims(node: fx.Node, source: fx.Node, cut: Cut) -> Cut | None:
 
 def _numbers(node: fx.Node) -> list[int]:
     """Return the arguments behind the first, which are numbers or one list of them."""
-    given: Any = node.args[1:]
-    return [int(number) for number in (given[0] if isinstance(given[0], list) else given)]
+    arguments: Any = node.args[1:]
+    return [
+        int(number) for number in (arguments[0] if isinstance(arguments[0], list) else arguments)
+    ]
 
 
 def _adds_parts(node: fx.Node) -> bool:
@@ -153,20 +155,20 @@ def operand(node: fx.Node, place: int, cut: Cut) -> Cut | None:
     """Return how operand number `place` of a node is cut if the result is and the operand comes
     from outside of the unit; None where each piece takes the operand uncut.
     """
-    given = node.args[place]
-    assert isinstance(given, fx.Node)
+    source = node.args[place]
+    assert isinstance(source, fx.Node)
     if collective_of(node) == _GATHER:
         ranks = size(group_pattern(group_of(node)))
         return cut if cut.dim else Cut(0, cut.outer // ranks)
     if node.target in MATMULS:
-        left = 1 if node.target is aten.addmm.default else 0
+        left_place = 1 if node.target is aten.addmm.default else 0
         last = len(shape_of(node)) - 1
-        if place == left:
+        if place == left_place:
             return cut if cut.dim < last else None
-        if place == left + 1:
+        if place == left_place + 1:
             return cut if cut.dim == last else None
-    dim = cut.dim - len(shape_of(node)) + len(shape_of(given))  # it may be broadcast
-    if dim < 0 or shape_of(given)[dim] != shape_of(node)[cut.dim]:
+    dim = cut.dim - len(shape_of(node)) + len(shape_of(source))  # it may be broadcast
+    if dim < 0 or shape_of(source)[dim] != shape_of(node)[cut.dim]:
         return None
     return Cut(dim, cut.outer)
 
@@ -187,23 +189,23 @@ def units(graph: fx.Graph, pieces: int, without: Set[fx.Node]) -> list[Unit]:
     matmuls that take their results, and matmuls with the sum over ranks behind them. `without`
     holds nodes that are not to be cut.
     """
-    result, taken, search = [], set[fx.Node](without), _Search(pieces, set())
+    result, used, search = [], set[fx.Node](without), _Search(pieces, set())
     nodes = [node for node in graph.nodes if isinstance(node.target, OpOverload)]
     for node in nodes:
-        if collective_of(node) == _GATHER and node not in taken:
+        if collective_of(node) == _GATHER and node not in used:
             cuts = _from_gather(node, search)
-            if cuts and not taken & cuts.keys() and _joinable(cuts):
+            if cuts and not used & cuts.keys() and _joinable(cuts):
                 result.append(Unit(cuts, pieces))
-                taken |= cuts.keys()
+                used |= cuts.keys()
     for node in nodes:
-        if node.target in MATMULS and node not in taken:
+        if node.target in MATMULS and node not in used:
             cuts = next(
                 filter(None, (_to_sum_over_ranks(node, c, search) for c in _sides(node, pieces))),
                 {},
             )
-            if cuts and not taken & cuts.keys() and _joinable(cuts):
+            if cuts and not used & cuts.keys() and _joinable(cuts):
                 result.append(Unit(cuts, pieces))
-                taken |= cuts.keys()
+                used |= cuts.keys()
     return result
 
 
@@ -259,10 +261,10 @@ def _from_gather(gather: fx.Node, search: _Search) -> dict[fx.Node, Cut]:
     """Return the cuts of a gather, of views and copies of its result, of the matmuls whose left
     operand that is, and of the sums over ranks behind them; {} where there are no such matmuls.
     """
-    (given,) = gather.all_input_nodes
-    for dim, length in enumerate(shape_of(given)):
+    (source,) = gather.all_input_nodes
+    for dim, length in enumerate(shape_of(source)):
         if length % search.pieces == 0:
-            cuts = _cut_from_gather(gather, given, Cut(dim), search)
+            cuts = _cut_from_gather(gather, source, Cut(dim), search)
             if any(node.target in MATMULS for node in cuts):
                 return cuts
     return {}
@@ -291,8 +293,8 @@ def _follow(node: fx.Node, cut: Cut, search: _Search, found: dict[fx.Node, Cut])
         if user.target in MATMULS:
             reached |= _enter_matmul(user, node, cut, search, found)
             continue
-        able = is_wait(user) or user.target in SHAPED | _ALIKE | _MOVING
-        user_cut = through(user, node, cut, search.pieces) if able else None
+        passes_cut = is_wait(user) or user.target in SHAPED | _ALIKE | _MOVING
+        user_cut = through(user, node, cut, search.pieces) if passes_cut else None
         if user_cut is not None:
             reached |= _follow(user, user_cut, search, found)
     if reached:

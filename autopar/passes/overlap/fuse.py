@@ -190,7 +190,7 @@ def _in_cut_order(members: Sequence[fx.Node]) -> Sequence[fx.Node]:
     """
     cuts = [_cut_of(member.all_input_nodes[0]) for member in members]
     found_cuts = [cut for cut in cuts if cut is not None]
-    if len(found_cuts) < len(members) or len({one for one, _, _ in found_cuts}) > 1:
+    if len(found_cuts) < len(members) or len({source for source, _, _ in found_cuts}) > 1:
         return members
     places = sorted(range(len(members)), key=lambda place: found_cuts[place][1])
     return [members[place] for place in places]

@@ -82,8 +82,10 @@ def _own(operand: Any, rows: bool = False) -> bool:
 
 def _apart(node: fx.Node) -> bool:
     """Whether each of the users takes a row of its own."""
-    taken = [user.args[1:] for user in node.users if user.target is aten.select.int]
-    return len(taken) == len(node.users) == len(set(taken)) and all(d == 0 for d, _ in taken)
+    selections = [user.args[1:] for user in node.users if user.target is aten.select.int]
+    return len(selections) == len(node.users) == len(set(selections)) and all(
+        d == 0 for d, _ in selections
+    )
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -122,8 +124,8 @@ def _added(graph: fx.Graph, node: fx.Node) -> int:
         running, *others = (
             made(graph, aten.select.int, (rows, 0, i), total) for i in range(value.shape[0])
         )
-        for other in others:
-            running = made(graph, add, (running, other), total)
+        for row in others:
+            running = made(graph, add, (running, row), total)
             add = aten.add_.Tensor
     running.meta = {**node.meta, "val": total}
     node.replace_all_uses_with(running)
@@ -156,8 +158,8 @@ def _summed(graph: fx.Graph, node: fx.Node) -> int:
         return 0
     with graph.inserting_before(node):
         buffers = [
-            o if mine else _contiguous_copy(graph, o)
-            for o, mine in zip(operands, writable, strict=True)
+            o if is_writable else _contiguous_copy(graph, o)
+            for o, is_writable in zip(operands, writable, strict=True)
         ]
     node.args = (buffers, *node.args[1:])
     node.target = functional.all_reduce_coalesced_.default

@@ -125,8 +125,8 @@ def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     placeholders = graph.find_nodes(op="placeholder")
     placed, cursor = set(placeholders), placeholders[-1] if placeholders else graph._root
     others = [node for node in graph.nodes if node.op != "output"]
-    for wanted in (*order, *others):
-        for node in _with_carriers(wanted, placed):
+    for next_node in (*order, *others):
+        for node in _with_carriers(next_node, placed):
             cursor.append(node)
             cursor = node
 
@@ -292,8 +292,8 @@ class _LateOrder:
 
     def _read(self, node: fx.Node, issue: fx.Node | None) -> set[fx.Node]:
         """Return the memory that a node reads; a wait also reads its collective's operands."""
-        taken = [*node.all_input_nodes, *(issue.all_input_nodes if issue is not None else ())]
-        return {self.lives.root[n] for n in taken}
+        operands = [*node.all_input_nodes, *(issue.all_input_nodes if issue is not None else ())]
+        return {self.lives.root[n] for n in operands}
 
 
 def _move_fetches_ahead(
@@ -304,7 +304,7 @@ def _move_fetches_ahead(
     """
     place = {node: number for number, node in enumerate(late.order)}
     live = np.array(late.live)
-    wanted = _anchors(scheduled, early, place)
+    scheduled_place = _anchors(scheduled, early, place)
     moved: dict[fx.Node, int] = {}
     before: dict[int, list[fx.Node]] = defaultdict(list)
     for node in late.order:
@@ -312,7 +312,7 @@ def _move_fetches_ahead(
             continue
         nodes = list(dict.fromkeys(_unmoved_needs(node, early, moved)))
         needs = (moved.get(n, 0) for member in nodes for n in member.all_input_nodes)
-        first, last = max([wanted[node], *needs]), place[node]
+        first, last = max([scheduled_place[node], *needs]), place[node]
         size = sum(late.made[member] + late.lives.staged(member) for member in nodes)
         too_full = np.flatnonzero(live[first:last] + size > late.bound)
         start = first + int(too_full[-1]) + 1 if len(too_full) else first

@@ -207,12 +207,14 @@ def _scatter(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
             rows = computed(graph, aten.view.default, (flat, [ranks, *shape]))
             arguments: tuple[Any, ...] = (rows, [1] * ranks, [1] * ranks, group_of(last))
             parts = _send_and_wait(graph, functional.all_to_all_single.default, arguments, last)
-            own = computed(graph, aten.sum.dim_IntList, (parts, [0]))
+            own_sum = computed(graph, aten.sum.dim_IntList, (parts, [0]))
         else:
             rows = computed(graph, aten.view.default, (flat, [ranks * shape[0], *shape[1:]]))
             arguments = (rows, "sum", ranks, group_of(last))
-            own = _send_and_wait(graph, functional.reduce_scatter_tensor.default, arguments, last)
-    _take_own(graph, members, own)
+            own_sum = _send_and_wait(
+                graph, functional.reduce_scatter_tensor.default, arguments, last
+            )
+    _take_own(graph, members, own_sum)
 
 
 def _take_own(graph: fx.Graph, members: Sequence[fx.Node], own: fx.Node) -> None:

@@ -298,7 +298,7 @@ def _listed(changes: list[str], before: Snapshot, after: Snapshot) -> str:
 
 def _values(path: str, before: Snapshot, after: Snapshot) -> str:
     """Show the value at a path before and after: "0, then 1"."""
-    return ", then ".join(_leaf_text(found.leaves.get(path)) for found in (before, after))
+    return ", then ".join(_leaf_text(state.leaves.get(path)) for state in (before, after))
 
 
 def _leaf_text(leaf: Any) -> str:
@@ -342,7 +342,7 @@ def _refuse_escaped(model: nn.Module, made: list[weakref.ref[torch.Tensor]]) -> 
 def _is_packed(ref: weakref.ref[torch.Tensor]) -> bool:
     """Whether only tuples hold a tensor that nothing else holds: activations packed by a hook."""
     holders = _holders(ref(), None)
-    packed = [isinstance(held, tuple) and not _holders(held, holders) for held in holders]
+    packed = [isinstance(holder, tuple) and not _holders(holder, holders) for holder in holders]
     return bool(packed) and all(packed)
 
 

@@ -134,10 +134,12 @@ def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
 
 
 def _same_structure(value: Any, planned: Any) -> bool:
+    """Whether an argument is nested as the planned one is."""
     return bool(pytree.tree_structure(value) == pytree.tree_structure(planned))
 
 
 def _nesting_error(what: str, given: Any, planned: Any) -> InputError:
+    """Return the InputError for an argument that is nested otherwise."""
     return InputError(
         f"{what} is {_show(given)}, planned was {_show(planned)}: call it with the same arguments, "
         "or plan again with these"

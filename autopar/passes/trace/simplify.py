@@ -112,6 +112,7 @@ def _drop_idle_detach(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
 
 
 def _is_float(node: fx.Node) -> bool:
+    """Whether a node gives a tensor that may carry a gradient."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(v, torch.Tensor) and _differentiable(v.dtype) for v in leaves)
 
@@ -147,6 +148,7 @@ def _same(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors agree in shape, dtype and device."""
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
@@ -173,6 +175,7 @@ def _like(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _placement(before: torch.Tensor, after: torch.Tensor) -> dict[str, Any]:
+    """Return the options of the cast from one tensor's dtype and device to another's."""
     moved = {} if before.device == after.device else {"device": after.device}
     return {"dtype": after.dtype, **moved}
 

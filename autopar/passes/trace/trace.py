@@ -178,10 +178,10 @@ def _read_inputs(
     leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
     user = [(node, spec) for node, spec in pairs if spec.kind is InputKind.USER_INPUT]
     entries, fixed = _user_inputs(user, leaves)
-    held = [(node, spec) for node, spec in pairs if spec.kind is not InputKind.USER_INPUT]
+    other_pairs = [(node, spec) for node, spec in pairs if spec.kind is not InputKind.USER_INPUT]
     values = _held_tensors(model, exported, originals)
     tensors: dict[str, torch.Tensor] = {}
-    entries |= _held_inputs(model, held, values, tensors)
+    entries |= _held_inputs(model, other_pairs, values, tensors)
     for node in placeholders:
         if node not in entries:
             exported.graph.erase_node(node)
