@@ -1,9 +1,10 @@
-"""Graph rewrites, in the order in which they run. Each takes a `Program` and returns a new one, and
-has a `check` that holds what it promises; none imports another.
+"""Graph rewrites, in the order in which they run. A pass takes a `Program` and returns a new one;
+its `check` asserts what it promises. No pass imports another.
 
-trace/ → annotate → chains → (the planner chooses) → rewrite → hierarchy → summa → kernel_choice →
-finalize → recompute. overlap/ has those that run on the forward and the backward that AOTAutograd
-derives.
+    trace/ → annotate → chains → (the planner chooses a plan) → rewrite → hierarchy → summa →
+    kernel_choice → finalize → recompute
+
+The passes of overlap/ run later, on the forward and the backward graph that AOTAutograd derives.
 """
 
 from autopar.ir.program import Program
@@ -12,8 +13,10 @@ from autopar.world import World
 
 
 def emit_program(program: Program, world: World) -> Program:
-    """The graph of one rank by the program's plan, as it runs but for what runs again: for those
-    who compare plans. (api.py runs the same passes with their contracts.)
+    """Return the graph that one rank runs by the program's plan, without recomputation.
+
+    The planner's searches call this to compare plans; planner/planner.py runs the same passes with
+    their contracts and adds `recompute`.
     """
-    made = summa.summa(hierarchy.choose_hierarchies(rewrite.rewrite(program, world), world))
-    return finalize.finalize(kernel_choice.choose_kernels(made, world))
+    rewritten = summa.summa(hierarchy.choose_hierarchies(rewrite.rewrite(program, world), world))
+    return finalize.finalize(kernel_choice.choose_kernels(rewritten, world))

@@ -1,5 +1,11 @@
-"""annotate: give every node its rule, and refine the dims of the whole graph into the atoms that
-all ops agree on.
+"""Gives every node of the traced graph its sharding rule, and refines all dims into atoms.
+
+An atom is the smallest unit of a dim that all ops agree on. For example a view of a dim of size 12
+as (3, 4) makes the atoms 3 and 4 of that dim, in every value that shares it. Ops without a rule are
+probed on small tensors, and where that finds no rule, they run unsharded.
+
+A traced Program enters and leaves with its `Annotations`. planner/planner.py runs this pass after
+`trace`, and runtime/calibrate_on_ranks.py runs it to list the matmuls that are timed.
 """
 
 from __future__ import annotations
@@ -23,50 +29,52 @@ aten = torch.ops.aten
 _RANDOM = {
     aten.dropout.default,
     aten.scaled_dot_product_attention.default,
-}  # that every layout draws alike
+}  # random ops that draw the same numbers in every layout
 
 
 def annotate(program: Program) -> Program:
-    """Attach `Annotations`: rules, atoms, and which values are searched and carry gradients. Raises
-    PlanError for random ops.
+    """Return the program with `Annotations`: the rules, the atoms, and which values depend on
+    parameters and carry gradients.
+
+    Raises PlanError where the model draws random numbers other than dropout's.
     """
     graph = program.module.graph
     _refuse_random(graph)
-    specs, probed, unknown = _specs(graph)
-    refined = _Refinement()
+    rules, probed, unknown = _find_rules(graph)
+    refinement = _Refinement()
     for node in graph.nodes:
-        _enter(node, specs.get(node.name), refined)
-    searched, gradient = _flow(program)
+        _enter(node, rules.get(node.name), refinement)
+    searched, gradient = _searched_and_gradient(program)
     annotations = Annotations(
-        specs,
+        rules,
         {
-            value: tuple(refined.atoms(leaf) for leaf in dims)
-            for value, dims in refined.values.items()
+            value: tuple(refinement.atoms(leaf) for leaf in dims)
+            for value, dims in refinement.values.items()
         },
         {
-            name: {factor: refined.atoms(leaf) for factor, leaf in factors.items()}
-            for name, factors in refined.factors.items()
+            name: {factor: refinement.atoms(leaf) for factor, leaf in factors.items()}
+            for name, factors in refinement.factors.items()
         },
         searched,
         gradient,
-        _batch(program, refined),
+        _batch_atom(program, refinement),
         probed,
         unknown,
-        _of_parameters(program, gradient),
+        _values_of_parameters(program, gradient),
     )
     return dataclasses.replace(program, annotations=annotations)
 
 
 def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
-    """The annotated program, to add up the gradients of its parameters in `dtype`."""
+    """Return the annotated program with its gradients to be summed over ranks in `dtype`."""
     assert program.annotations is not None
     notes = dataclasses.replace(program.annotations, reduce_dtype=dtype)
     return dataclasses.replace(program, annotations=notes)
 
 
 def kept_whole(program: Program) -> Program:
-    """The annotated program, to store its parameters and to return its results whole on all ranks:
-    only what happens in between is laid out.
+    """Return the annotated program with its parameters stored, and its results returned, replicated
+    on all ranks. Only what happens in between is sharded.
     """
     assert program.annotations is not None
     notes = dataclasses.replace(program.annotations, whole=True)
@@ -74,16 +82,16 @@ def kept_whole(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: every call has a rule that fits its tensors, and every value's atoms multiply
-    up to its shape.
+    """The contract: every call has a rule with as many results as the node has, and the sizes of
+    the atoms of every dim multiply to its size.
     """
     notes = program.annotations
     assert notes is not None, "annotate left no annotations"
     for node in program.module.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             assert node.name in notes.specs, f"{node.name} has no rule"
-            found, wanted = len(notes.specs[node.name].results), len(results_of(node))
-            assert found == wanted, f"the rule of {node.name} has {found} results, not {wanted}"
+            count, needed = len(notes.specs[node.name].results), len(results_of(node))
+            assert count == needed, f"the rule of {node.name} has {count} results, not {needed}"
         for index, value in enumerate(results_of(node)) if node.op != "output" else ():
             if isinstance(value, torch.Tensor) and node.target is not operator.getitem:
                 for atoms, size in zip(notes.dims[node.name, index], shape_of(value), strict=True):
@@ -95,10 +103,10 @@ def check(program: Program) -> None:
 
 
 def _refuse_random(graph: fx.Graph) -> None:
-    """Random numbers other than dropout's: every rank would draw its own."""
-    drawn = [node for node in graph.nodes if _draws(node) or _is_unrepeatable(node)]
-    if drawn:
-        listed = "\n".join(f"  {node.target} {where(node)}" for node in drawn)
+    """Raise PlanError for random numbers, but dropout's, that every rank would draw for itself."""
+    random_nodes = [node for node in graph.nodes if _draws(node) or _is_unrepeatable(node)]
+    if random_nodes:
+        listed = "\n".join(f"  {node.target} {where(node)}" for node in random_nodes)
         raise PlanError(
             "the model draws random numbers, which would differ between ranks that must "
             f"agree:\n{listed}\n"
@@ -108,49 +116,59 @@ def _refuse_random(graph: fx.Graph) -> None:
 
 
 def _is_unrepeatable(node: fx.Node) -> bool:
-    """Ops are run on several ranks, and where no parameter is involved copied for each consumer."""
+    """Whether an op gives other results when it runs again. Ops run on several ranks, and those
+    that take no parameter are copied for each consumer, so such an op is refused.
+    """
     return node.op == "call_function" and node.target is not operator.getitem and unrepeatable(node)
 
 
 def _draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers that would differ between layouts."""
     if (
         torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
         or node.target in _RANDOM
     ):
         return False
-    values = bound(node)
-    rate = next((values[name] for name in ("p", "dropout") if name in values), None)
-    training = next((values[name] for name in ("train", "training") if name in values), None)
+    arguments = bound(node)
+    rate = next((arguments[name] for name in ("p", "dropout") if name in arguments), None)
+    training = next((arguments[name] for name in ("train", "training") if name in arguments), None)
     return training is None or bool(training and rate != 0)
 
 
-def _specs(graph: fx.Graph) -> tuple[dict[str, OpShardingRule], tuple[str, ...], tuple[str, ...]]:
-    specs: dict[str, OpShardingRule] = {}
+def _find_rules(
+    graph: fx.Graph,
+) -> tuple[dict[str, OpShardingRule], tuple[str, ...], tuple[str, ...]]:
+    """Return the rule of every node by name, and the ops that were probed and those without a
+    rule.
+    """
+    rules: dict[str, OpShardingRule] = {}
     probed: set[str] = set()
-    unknown: set[str] = set()
-    known: dict[object, OpShardingRule | None] = {}
+    without_rule: set[str] = set()
+    rules_by_probe: dict[object, OpShardingRule | None] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue
-        spec = rule_of(node)
-        if spec is None:
-            trial = function_rule if is_custom(node.target) else probe
-            spec = trial(node, known)
-            (probed if spec is not None else unknown).add(str(node.target))
-        specs[node.name] = spec or _unknown(node)
-    return specs, tuple(sorted(probed)), tuple(sorted(unknown))
+        rule = rule_of(node)
+        if rule is None:
+            probe_rule = function_rule if is_custom(node.target) else probe
+            rule = probe_rule(node, rules_by_probe)
+            (probed if rule is not None else without_rule).add(str(node.target))
+        rules[node.name] = rule or _rule_of_unknown(node)
+    return rules, tuple(sorted(probed)), tuple(sorted(without_rule))
 
 
-def _unknown(node: fx.Node) -> OpShardingRule:
-    """The rule of an op that nothing is known of; the gradients of torch's own are linear."""
-    own = getattr(node.target, "namespace", "") in ("aten", "prims")
-    return dataclasses.replace(unsplit(node), nonlinear=not own)
+def _rule_of_unknown(node: fx.Node) -> OpShardingRule:
+    """Return the rule of an op that nothing is known about: no dim is split. Ops of other
+    namespaces than torch's own count as nonlinear.
+    """
+    is_torch_op = getattr(node.target, "namespace", "") in ("aten", "prims")
+    return dataclasses.replace(unsplit(node), nonlinear=not is_torch_op)
 
 
 # -- atoms -----------------------------------------------------------------------------------------
 class _Refinement:
-    """Union-find over dims and factors, where a leaf may be cut into smaller ones; cuts reach all
-    that is tied to it.
+    """A union-find over dims and factors. A leaf may be cut into smaller leaves, and a cut applies
+    to all dims and factors that are tied to it.
     """
 
     def __init__(self) -> None:
@@ -162,6 +180,7 @@ class _Refinement:
         self.factors: dict[str, dict[str, int]] = {}
 
     def leaf(self, size: int, opaque: bool = False) -> int:
+        """Add a leaf of this size and return its number."""
         self.parent.append(len(self.parent))
         self.size.append(size)
         self.opaque.append(opaque)
@@ -169,29 +188,37 @@ class _Refinement:
         return len(self.parent) - 1
 
     def root(self, leaf: int) -> int:
+        """Return the leaf that stands for all that this one is tied to."""
         while self.parent[leaf] != leaf:
             self.parent[leaf] = self.parent[self.parent[leaf]]
             leaf = self.parent[leaf]
         return leaf
 
     def expand(self, leaves: Iterable[int]) -> list[int]:
-        found: list[int] = []
+        """Return the uncut leaves that these consist of, outermost first, but for those of
+        size 1.
+        """
+        uncut: list[int] = []
         stack = list(leaves)[::-1]
         while stack:
             leaf = self.root(stack.pop())
             parts = self.parts[leaf]
             if parts is None:
-                found.append(leaf)
+                uncut.append(leaf)
             else:
                 stack.extend(reversed(parts))
-        return [leaf for leaf in found if self.size[leaf] > 1]
+        return [leaf for leaf in uncut if self.size[leaf] > 1]
 
     def atoms(self, leaf: int) -> tuple[Atom, ...]:
+        """Return the atoms that a leaf consists of, outermost first."""
         return tuple(Atom(a, self.size[a], self.opaque[a]) for a in self.expand([leaf]))
 
     def tie(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Make two lists of leaves of equal product one: cut the larger at each step; where no cut
-        fits, the rest is opaque.
+        """Unite two lists of leaves whose sizes have equal products. Each step cuts the larger of
+        the first two leaves that differ; where the sizes do not divide, the remaining leaves become
+        opaque.
+
+        Example: tying [6] to [2, 3] cuts the leaf of 6 into 2 and 3.
         """
         left, right = list(left), list(right)
         while True:
@@ -213,12 +240,13 @@ class _Refinement:
                 return
 
     def _cut(self, leaf: int, outer: int) -> None:
+        """Cut a leaf into an outer one of this size and an inner one."""
         opaque = self.opaque[leaf]
         self.parts[leaf] = (self.leaf(outer, opaque), self.leaf(self.size[leaf] // outer, opaque))
 
 
 def _enter(node: fx.Node, spec: OpShardingRule | None, refined: _Refinement) -> None:
-    """Make the leaves of a node's results and factors, and tie them to its operands'."""
+    """Add leaves for a node's results and factors, and tie them to those of its operands."""
     if node.op == "output" or node.target is operator.getitem:
         return
     values = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
@@ -242,9 +270,9 @@ def _enter(node: fx.Node, spec: OpShardingRule | None, refined: _Refinement) -> 
         tie(dims, refined.values[node.name, index])
 
 
-def _batch(program: Program, refined: _Refinement) -> Atom | None:
-    """The outermost atom of the first dim of the user's first tensor: by convention the samples of
-    the batch.
+def _batch_atom(program: Program, refined: _Refinement) -> Atom | None:
+    """Return the outermost atom of the first dim of the user's first tensor, which by convention
+    holds the samples of the batch; None where no input has one.
     """
     for entry in program.signature.inputs:
         if entry.kind == "user" and refined.values[entry.node, 0]:
@@ -253,21 +281,21 @@ def _batch(program: Program, refined: _Refinement) -> Atom | None:
     return None
 
 
-def _of_parameters(program: Program, gradient: frozenset[Value]) -> frozenset[Value]:
-    """What hangs on no input of the user and carries a gradient: a parameter, its cast, its
-    transpose.
+def _values_of_parameters(program: Program, gradient: frozenset[Value]) -> frozenset[Value]:
+    """Return the values that carry a gradient and depend on no input of the user: parameters, their
+    casts and their transposes.
     """
-    fed: set[str] = set()
+    fed_by_user: set[str] = set()
     users = {entry.node for entry in program.signature.inputs if entry.kind == "user"}
     for node in program.module.graph.nodes:
-        if node.name in users or any(n.name in fed for n in node.all_input_nodes):
-            fed.add(node.name)
-    return frozenset(value for value in gradient if value[0] not in fed)
+        if node.name in users or any(n.name in fed_by_user for n in node.all_input_nodes):
+            fed_by_user.add(node.name)
+    return frozenset(value for value in gradient if value[0] not in fed_by_user)
 
 
 # -- what is searched ------------------------------------------------------------------------------
-def _flow(program: Program) -> tuple[frozenset[str], frozenset[Value]]:
-    """Nodes whose values hang on a parameter, and values that carry a gradient."""
+def _searched_and_gradient(program: Program) -> tuple[frozenset[str], frozenset[Value]]:
+    """Return the nodes that depend on a parameter, and the values that carry a gradient."""
     kinds = {entry.node: entry for entry in program.signature.inputs}
     searched: set[str] = set()
     gradient: set[Value] = set()
@@ -279,15 +307,16 @@ def _flow(program: Program) -> tuple[frozenset[str], frozenset[Value]]:
             if entry.trainable:
                 gradient.add((node.name, 0))
         elif node.op == "call_function":
-            _flow_through(node, searched, gradient)
+            _propagate(node, searched, gradient)
     return frozenset(searched), frozenset(gradient)
 
 
-def _flow_through(node: fx.Node, searched: set[str], gradient: set[Value]) -> None:
+def _propagate(node: fx.Node, searched: set[str], gradient: set[Value]) -> None:
+    """Add a node to `searched`, and its results to `gradient`, where its operands are there."""
     if any(source.name in searched for source in node.all_input_nodes):
         searched.add(node.name)
-    carried = any(producer(source) in gradient for source in node.all_input_nodes)
-    if not carried or node.target is aten.detach.default:
+    carries_gradient = any(producer(source) in gradient for source in node.all_input_nodes)
+    if not carries_gradient or node.target is aten.detach.default:
         return
     for index, value in enumerate(results_of(node)):
         if isinstance(value, torch.Tensor) and (

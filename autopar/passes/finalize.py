@@ -1,4 +1,9 @@
-"""emit: the last touches that make a rewritten graph run where the ranks are."""
+"""The last changes to a rewritten graph before it runs: dead nodes and unused inputs are removed,
+nodes are labelled for timelines, and results that alias one another are copied.
+
+The program's graph of one rank enters, and the graph that is compiled and run leaves (class
+"Parallel"). planner/planner.py and `emit_program` call this after `kernel_choice`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ aten = torch.ops.aten
 
 
 def finalize(program: Program) -> Program:
-    """The program with what nothing uses removed, and results that share memory by way of a change
-    of state copied.
+    """Return the program without unused nodes and inputs, and with copies of the results that would
+    share memory with another result or an input by way of a change of state.
     """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
@@ -23,7 +28,7 @@ def finalize(program: Program) -> Program:
     assert output is not None
     graph.output(output)
     for node in graph.nodes:
-        # what torch hands on to the graphs that it derives, for timelines
+        # torch copies meta["custom"] to the graphs that it derives; timelines read it
         node.meta["custom"] = {"node": node.name, "module": node.meta.get("chain", "")}
     _copy_shared(graph)
     for node in reversed(list(graph.nodes)):
@@ -37,8 +42,8 @@ def finalize(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders are what the signature says, every call is used, and no tensor is
-    made on a numbered device.
+    """The contract: placeholders match the signature, every call is used, and no tensor is made on
+    a numbered device.
     """
     same_inputs(program)
     for node in program.module.graph.nodes:
@@ -47,8 +52,8 @@ def check(program: Program) -> None:
         assert device is None or device.index is None, f"{node.name} is made on {device}"
 
 
-# Changes of state that may give back the memory that they are given.
-_SAME = (
+# Changes of state whose result may alias their operand.
+_MAY_ALIAS = (
     collectives.invariant,
     collectives.partial,
     collectives.place,
@@ -58,15 +63,15 @@ _SAME = (
 
 
 def _copy_shared(graph: fx.Graph) -> None:
-    """Copies a result that shares memory with an earlier one, or with an input, by way of a change
-    of state: AOTAutograd makes such results anew as views of what they share, and so leaves out the
-    backward of the change.
+    """Copy every result that shares memory with an earlier result, or with an input, by way of a
+    change of state. AOTAutograd would regenerate such a result as a view of what it shares memory
+    with, and so leave out the backward of the change.
 
-    Example: of `return loss, loss.detach()` the second, where the loss is what `invariant` gives.
+    Example: in `return loss, loss.detach()` the second is copied, where `invariant` gives the loss.
     """
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
-    roots = [_root(x) if isinstance(x, fx.Node) else (None, False) for x in results]
+    roots = [_memory_root(x) if isinstance(x, fx.Node) else (None, False) for x in results]
     seen: set[fx.Node] = set()
     for place, (root, changed) in enumerate(roots):
         if root is None:
@@ -81,27 +86,29 @@ def _copy_shared(graph: fx.Graph) -> None:
     output.args = (tuple(results),)
 
 
-def _root(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The value whose memory a node has, and whether a change of state lies in between."""
+def _memory_root(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Return the node whose memory this node shares, and whether a change of state lies between the
+    two.
+    """
     changed = False
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         view = schema is not None and any(r.alias_info for r in schema.returns)
-        if not (view or node.target in _SAME or node.target is aten.detach.default):
+        if not (view or node.target in _MAY_ALIAS or node.target is aten.detach.default):
             break
-        changed = changed or node.target in _SAME
+        changed = changed or node.target in _MAY_ALIAS
         node = node.all_input_nodes[0]
     return node, changed
 
 
 def _used(graph: fx.Graph, inputs: tuple[Input, ...]) -> tuple[Input, ...]:
-    """The inputs less the coordinates and the seed that nothing uses; their placeholders are
-    removed.
+    """Return the inputs without the coordinates and seeds that nothing uses, and erase the
+    placeholders of those.
     """
     unused = {
         node.name: node for node in graph.nodes if node.op == "placeholder" and not node.users
     }
-    gone = {e.node for e in inputs if e.kind in ("coordinate", "seed") and e.node in unused}
-    for name in gone:
+    erased = {e.node for e in inputs if e.kind in ("coordinate", "seed") and e.node in unused}
+    for name in erased:
         graph.erase_node(unused[name])
-    return tuple(e for e in inputs if e.node not in gone)
+    return tuple(e for e in inputs if e.node not in erased)

@@ -1,8 +1,11 @@
-"""route: gradients' sums and weights' gathers that may go as one (passes/overlap/bucket.py) all
-go in the levels that are the fastest for all of them together.
+"""Gives collectives that may share a bucket the same hierarchy, so that the bucket can hold them
+all.
 
-rewrite.py takes for each the levels that are the fastest for it alone. A bias may then go in others
-than the weight beside it, and no bucket can hold both.
+rewrite.py picks for each gradient reduction and weight gather the hierarchical collective that is
+fastest for it alone. A small bias may then be sent in other levels than the weight of the same
+layer, and no bucket (passes/overlap/bucket.py) could join the two. This pass picks again: one
+hierarchy for all that agree in collective, axes, element size and direction, the fastest for their
+bytes together (at most those of the largest bucket). planner/planner.py runs it after `rewrite`.
 """
 
 from __future__ import annotations
@@ -22,40 +25,50 @@ from autopar.world import World
 
 
 def choose_hierarchies(program: Program, world: World) -> Program:
-    """The program with these levels; itself where all go so already."""
-    others = {}
-    for several in _alike(program):
-        first = several[0]
-        whole = min(sum(move.bytes for move in several), SIZES[-1])
+    """Return the program in which collectives that may share a bucket have the same hierarchy; the
+    same program where they agree already.
+    """
+    new_levels = {}
+    for group in _bucket_groups(program):
+        first = group[0]
+        bucket_bytes = min(sum(move.bytes for move in group), SIZES[-1])
         kind, mesh = first.traffic.collective, first.layout.mesh
-        inside = fastest_hierarchy(kind, first.axes, mesh, whole, world)
-        others.update({(m.node.name, m.backward): inside for m in several if m.levels != inside})
-    if not others:
+        levels = fastest_hierarchy(kind, first.axes, mesh, bucket_bytes, world)
+        new_levels.update({(m.node.name, m.backward): levels for m in group if m.levels != levels})
+    if not new_levels:
         return program
     graph = copied(program.module.graph)
     nodes = {node.name: node for node in graph.nodes}
-    for (name, backward), inside in others.items():
-        set_hierarchy(nodes[name], backward, inside)
+    for (name, backward), levels in new_levels.items():
+        set_hierarchy(nodes[name], backward, levels)
     return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders are what the signature says, and what may go as one goes in the
-    same levels.
+    """The contract: placeholders match the signature, and collectives that may share a bucket have
+    the same hierarchy.
     """
     same_inputs(program)
-    for several in _alike(program):
-        found = {move.levels for move in several}
-        first = several[0]
-        assert len(found) == 1, f"what may be joined with {first.node.name} goes in {found}"
+    for group in _bucket_groups(program):
+        hierarchies = {move.levels for move in group}
+        first = group[0]
+        assert len(hierarchies) == 1, (
+            f"what may be joined with {first.node.name} goes in {hierarchies}"
+        )
 
 
-def _alike(program: Program) -> Iterator[list[SentCollective]]:
-    """The collectives of stored tensors that are small enough for a bucket, by what they share."""
-    found: dict[Hashable, list[SentCollective]] = defaultdict(list)
-    early = stored(program)
+def _bucket_groups(program: Program) -> Iterator[list[SentCollective]]:
+    """Yield the collectives of stored tensors that are small enough for a bucket, grouped by what a
+    bucket requires to be equal: collective, axes, element size, forward or backward.
+    """
+    groups: dict[Hashable, list[SentCollective]] = defaultdict(list)
+    on_stored = stored(program)
     for move in sent_collectives(program):
-        if move.node in early and not (move.inside or move.again) and move.bytes <= SIZES[-1] / 2:
+        if (
+            move.node in on_stored
+            and not (move.inside or move.again)
+            and move.bytes <= SIZES[-1] / 2
+        ):
             kind, late = move.traffic.collective, move.backward
-            found[kind, move.axes, move.element_bytes, late].append(move)
-    yield from found.values()
+            groups[kind, move.axes, move.element_bytes, late].append(move)
+    yield from groups.values()

@@ -1,5 +1,10 @@
-"""forms: products take their operands in the order in memory that calibration found the fastest
-(`Device.forms`); where nothing gains, or nothing was measured, they stay as they are.
+"""Chooses the kernel of each linear's matmuls: in which order in memory they take their operands.
+
+A GEMM library has a kernel for each form (NN, NT, TN), and for some sizes one form is so much
+slower that copying an operand into the other order first is faster. Calibration measures this
+(`Device.forms`), and this pass replaces such linears by `sharded.linear`, which copies. Linears
+that gain nothing, or that were not measured, stay as they are. planner/planner.py runs it after
+`summa`, on the graph of one rank.
 """
 
 from __future__ import annotations
@@ -15,31 +20,31 @@ from autopar.ops import sharded
 from autopar.world import Copied, Device, World
 
 aten = torch.ops.aten
-_Three = tuple[Copied, Copied, Copied]
+_CopyPerMatmul = tuple[Copied, Copied, Copied]
 
 
 def choose_kernels(program: Program, world: World) -> Program:
-    """The program with every linear for which a copy gains as `sharded.linear`."""
-    found = {
+    """Return the program with every linear that gains by a copy replaced by `sharded.linear`."""
+    copies = {
         node.name: copied
         for node in program.module.graph.nodes
-        if any(copied := _copied(node, program, world.device))
+        if any(copied := _operands_to_copy(node, program, world.device))
     }
-    if not found:
+    if not copies:
         return program
     graph = fx.Graph()
     output = graph.graph_copy(program.module.graph, {})
     assert output is not None
     graph.output(output)
     for node in list(graph.nodes):
-        if node.name in found:
-            _replace(graph, node, found[node.name])
+        if node.name in copies:
+            _replace(graph, node, copies[node.name])
     return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders are what the signature says, and what stands for a linear copies
-    something.
+    """The contract: placeholders match the signature, and every `sharded.linear` copies at least
+    one operand.
     """
     same_inputs(program)
     for node in program.module.graph.nodes:
@@ -47,9 +52,11 @@ def check(program: Program) -> None:
             assert any(node.args[3]), f"{node.name} copies nothing: it is an ordinary linear"
 
 
-def _copied(node: fx.Node, program: Program, device: Device) -> _Three:
-    """What to copy in the product itself, and in those for the gradients of x and the weight."""
-    nothing: _Three = ("", "", "")
+def _operands_to_copy(node: fx.Node, program: Program, device: Device) -> _CopyPerMatmul:
+    """Return which operand to copy in each of the three matmuls of a linear: the forward, the
+    gradient of x, and the gradient of the weight. An entry is "" where nothing is copied.
+    """
+    nothing: _CopyPerMatmul = ("", "", "")
     if node.target is not aten.linear.default or node.kwargs or not device.forms:
         return nothing
     assert program.plan is not None
@@ -66,7 +73,8 @@ def _copied(node: fx.Node, program: Program, device: Device) -> _Three:
     )
 
 
-def _replace(graph: fx.Graph, node: fx.Node, copied: _Three) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, copied: _CopyPerMatmul) -> None:
+    """Put a `sharded.linear` that copies these operands in the place of a linear."""
     x, weight, bias = (*node.args, None)[:3]
     with graph.inserting_before(node):
         new = graph.call_function(sharded.linear, (x, weight, bias, copied))

@@ -1,4 +1,12 @@
-"""The runner of passes."""
+"""Runs one pass after another, checks the contract of each, and records its graph and its seconds.
+
+    manager = PassManager(print)
+    program = manager.run("summa", program, summa.summa, summa.check)
+    manager.graphs["summa"], manager.seconds["summa"]
+
+api.py, planner/planner.py and planner/edit.py run all passes through it; a parallel module keeps
+the recorded graphs for whoever wants to read them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +23,10 @@ T = TypeVar("T")
 
 
 class PassManager:
-    """Runs passes one after the other, checks each one's contract, and keeps what it made.
-    `progress` is called with the name of each pass as it starts.
+    """Runs passes and records what each of them produced.
+
+    `graphs` and `seconds` hold the graph that a pass returned and the time it took, by the pass's
+    name. `progress` is called with that name as the pass starts.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
@@ -31,6 +41,10 @@ class PassManager:
         step: Callable[[T], Program],
         check: Callable[[Program], None],
     ) -> Program:
+        """Return `step(given)` after `check` has accepted it. `step` is the pass; `given` is its
+        input, a model for `trace` and a Program for every other pass. Raises AssertionError where
+        `check` finds a broken contract.
+        """
         self.progress(name)
         start = time.perf_counter()
         program = step(given)

@@ -1,10 +1,13 @@
-"""recompute: what is not kept for the backward but made again when it comes to it.
+"""Marks what is not saved for the backward but computed again there (activation checkpointing).
 
-A block that the plan recomputes keeps nothing but what it is given: activations, gathered weights
-and all else that it makes are dropped after its forward, and made again, collectives too. A block
-that the plan regathers keeps its activations: only the weights that its products gather are dropped
-and gathered again. Either becomes calls of graphs of their own, through `recomputed` one for the
-block, through `regathered` one for each product.
+`plan.recompute` names blocks that save their inputs alone: their activations and gathered weights
+are dropped after the forward and made again in the backward, collectives included. `plan.regather`
+names blocks that save their activations and drop only the weights that their matmuls gathered;
+these are gathered again. A recomputed block becomes one call of `recompute_in_backward` on a graph
+of its own; in a regathered block each matmul with its gathers becomes one `regather_in_backward`.
+
+This is the last pass over a program. planner/planner.py runs it, and planner/rematerialize.py tries
+it on candidates to find the fewest blocks that fit the memory limit.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ from autopar.ir.program import Program, same_inputs
 from autopar.ir.sharding_rule import OpShardingRule
 from autopar.ops.recomputation import recompute_in_backward, regather_in_backward
 
-_FETCHING = ("all_gather", "all_to_all")  # of a weight: what makes other memory than the stored one
+# Reshard steps that bring a weight into memory other than that in which it is stored.
+_FETCHES = ("all_gather", "all_to_all")
 
 
 class _Group(NamedTuple):
-    """Nodes that become one call of `target`; of these, those that run again."""
+    """Nodes that become one call of `target`, and those of them that run again in the backward."""
 
     target: Any
     nodes: tuple[fx.Node, ...]
@@ -37,8 +41,9 @@ class _Group(NamedTuple):
 
 
 def recompute(program: Program) -> Program:
-    """Every block of `plan.recompute` as one call, every product of those of `plan.regather` whose
-    weight is gathered as one with these gathers; the program as it is where there is none.
+    """Return the program with one call for every block of `plan.recompute`, and one for every
+    matmul of the blocks of `plan.regather` whose weight is gathered; the same program where there
+    are none.
 
     Raises PlanError for a name that is no repeated block of the model.
     """
@@ -47,25 +52,25 @@ def recompute(program: Program) -> Program:
     if not plan.recompute and not plan.regather:
         return program
     nodes = list(program.module.graph.nodes)
-    known = blocks(nodes)
+    block_names = blocks(nodes)
     for names, done in ((plan.recompute, "recomputed"), (plan.regather, "regathered")):
-        strange = [name for name in names if name not in known]
-        if strange:
+        unknown_names = [name for name in names if name not in block_names]
+        if unknown_names:
             raise PlanError(
-                f"{', '.join(strange)} cannot be {done}: the blocks of this model are "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(unknown_names)} cannot be {done}: the blocks of this model are "
+                f"{', '.join(block_names) or 'none'}"
             )
-    specs = _specs(program)
-    groups = [_whole(name, nodes, specs) for name in plan.recompute]
-    groups += _fetches(program, frozenset(plan.regather) - {*plan.recompute})
+    rules = _sharding_rules(program)
+    groups = [_recompute_group(name, nodes, rules) for name in plan.recompute]
+    groups += _regather_groups(program, frozenset(plan.regather) - {*plan.recompute})
     if not groups:
         return program
     return dataclasses.replace(program, module=_Grouping(program.module, groups).module())
 
 
 def check(program: Program) -> None:
-    """The contract: every block that the plan recomputes is one call, none of its nodes is left
-    outside, and no gathered weight that was to be dropped is.
+    """The contract: placeholders match the signature, every recomputed block is one call with none
+    of its nodes outside, and no weight to be regathered is gathered outside of such a call.
     """
     assert program.plan is not None
     plan: Plan = program.plan
@@ -75,88 +80,104 @@ def check(program: Program) -> None:
         f"{len(calls)} blocks are recomputed, the plan names {len(plan.recompute)}"
     )
     for node in program.module.graph.nodes:
-        if node.op == "call_function" and node.target not in (recompute_in_backward, regather_in_backward):
+        if node.op == "call_function" and node.target not in (
+            recompute_in_backward,
+            regather_in_backward,
+        ):
             block = block_of(node)
             assert block not in plan.recompute, f"{node.name} of {block} is not recomputed"
-    for group in _fetches(program, frozenset(plan.regather) - {*plan.recompute}):
+    for group in _regather_groups(program, frozenset(plan.regather) - {*plan.recompute}):
         raise AssertionError(f"{group.nodes[-1].name}: its weight is gathered, but not again")
 
 
 def regathers(program: Program) -> tuple[str, ...]:
-    """The blocks of an emitted program in which a product's weight is gathered."""
+    """Return the names of the blocks of an emitted program in which a matmul gathers its weight."""
     nodes = program.module.graph.nodes
-    found = {block_of(group.nodes[-1]) for group in _fetches(program, frozenset(blocks(nodes)))}
-    return tuple(name for name in blocks(nodes) if name in found)
+    block_names = {
+        block_of(group.nodes[-1]) for group in _regather_groups(program, frozenset(blocks(nodes)))
+    }
+    return tuple(name for name in blocks(nodes) if name in block_names)
 
 
-def _specs(program: Program) -> dict[str, OpShardingRule]:
+def _sharding_rules(program: Program) -> dict[str, OpShardingRule]:
+    """Return the sharding rules of the traced nodes, by name."""
     return program.annotations.specs if program.annotations is not None else {}
 
 
-def _whole(name: str, nodes: list[fx.Node], specs: dict[str, OpShardingRule]) -> _Group:
-    own = _convex(name, nodes)
-    unit = tuple(node for node in nodes if node in own)
-    return _Group(recompute_in_backward, unit, own - _tail(unit, specs))
+def _recompute_group(name: str, nodes: list[fx.Node], specs: dict[str, OpShardingRule]) -> _Group:
+    """Return the group that recomputes the block `name`, with all of its nodes."""
+    block_nodes = _convex_nodes(name, nodes)
+    unit = tuple(node for node in nodes if node in block_nodes)
+    return _Group(recompute_in_backward, unit, block_nodes - _tail_not_run_again(unit, specs))
 
 
-def _fetches(program: Program, names: frozenset[str]) -> list[_Group]:
-    """Every product in these blocks that takes a gathered weight, with the ops that fetch it from
-    where it is stored and that no other node takes anything of. Biases and the like, which autograd
-    does not keep, are left out.
+def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
+    """Return a group for every matmul in these blocks that takes a gathered weight. It holds the
+    matmul and the ops that fetch the weight from where it is stored, as far as no other node uses
+    them. Biases and the like are left out, as autograd does not save them.
     """
-    specs = _specs(program)
-    fixed, found = stored(program), []
+    rules = _sharding_rules(program)
+    on_stored, groups = stored(program), []
     for node in program.module.graph.nodes if names else ():
-        if node.op != "call_function" or node in fixed or "step" in node.meta:
+        if node.op != "call_function" or node in on_stored or "step" in node.meta:
             continue
         if block_of(node) in names:
-            spec = specs.get(node.meta.get("source", ""))
-            fetch = _fetch(node, fixed) if spec is not None and spec.product is not None else []
-            if any(_moves(n) for n in fetch):
-                found.append(_Group(regather_in_backward, (*fetch, node), frozenset(fetch)))
-    return found
+            rule = rules.get(node.meta.get("source", ""))
+            fetches = (
+                _fetch_ops(node, on_stored) if rule is not None and rule.product is not None else []
+            )
+            if any(_fetches_weight(n) for n in fetches):
+                groups.append(_Group(regather_in_backward, (*fetches, node), frozenset(fetches)))
+    return groups
 
 
-def _fetch(product: fx.Node, fixed: set[fx.Node]) -> list[fx.Node]:
-    """The ops between where weights are stored and the product, in their order."""
-    own = {product}
-    ahead = [n for n in product.all_input_nodes if _is_matrix(n)]
-    while ahead:
-        node = ahead.pop()
-        if node.op == "call_function" and node in fixed and own.issuperset(node.users):
-            own.add(node)
-            ahead.extend(node.all_input_nodes)
-    return sorted(own - {product})
+def _fetch_ops(product: fx.Node, fixed: set[fx.Node]) -> list[fx.Node]:
+    """Return the ops between stored weights and the matmul, in the order of the graph."""
+    consumers = {product}
+    pending = [n for n in product.all_input_nodes if _is_matrix(n)]
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and node in fixed and consumers.issuperset(node.users):
+            consumers.add(node)
+            pending.extend(node.all_input_nodes)
+    return sorted(consumers - {product})
 
 
 def _is_matrix(node: fx.Node) -> bool:
+    """Whether a value has two dims or more: biases are left out."""
     layout = node.meta.get("layout")
     return layout is not None and len(layout.shape) > 1
 
 
-def _moves(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") in _FETCHING and "step" in node.meta
+def _fetches_weight(node: fx.Node) -> bool:
+    """Whether a node is a reshard step that fetches a weight."""
+    return getattr(node.target, "__name__", "") in _FETCHES and "step" in node.meta
 
 
-def _tail(unit: tuple[fx.Node, ...], specs: dict[str, OpShardingRule]) -> set[fx.Node]:
-    """The last nodes of a block, as far as their backward needs no values: changes of state and
-    what is linear in all its operands together. They do not run again: torch stops before.
+def _tail_not_run_again(
+    unit: tuple[fx.Node, ...], specs: dict[str, OpShardingRule]
+) -> set[fx.Node]:
+    """Return the last nodes of a block, as far as their backward needs no saved values: changes of
+    state, and ops that are linear in all their operands together. They do not run again, as torch
+    stops the recomputation before them.
     """
-    found = set()
+    tail = set()
     for node in reversed(unit):
-        spec = specs.get(node.meta.get("source", ""))
-        present = {i for i, dims in enumerate(spec.operands) if dims is not None} if spec else set()
-        free = spec is not None and spec.product is None and present in spec.linear
+        rule = specs.get(node.meta.get("source", ""))
+        present = {i for i, dims in enumerate(rule.operands) if dims is not None} if rule else set()
+        free = rule is not None and rule.product is None and present in rule.linear
         if not (free or "step" in node.meta or node.target is operator.getitem):
             break
-        found.add(node)
-    return found
+        tail.add(node)
+    return tail
 
 
-def _convex(name: str, nodes: list[fx.Node]) -> frozenset[fx.Node]:
-    """The nodes of a block, with all that lies on a way from one of them to another."""
-    own = {n for n in nodes if n.op == "call_function" and block_of(n) == name}
-    below, above = set(own), set(own)
+def _convex_nodes(name: str, nodes: list[fx.Node]) -> frozenset[fx.Node]:
+    """Return the nodes of a block and all nodes on a path from one of them to another, so that they
+    can be one call.
+    """
+    block_nodes = {n for n in nodes if n.op == "call_function" and block_of(n) == name}
+    below, above = set(block_nodes), set(block_nodes)
     for node in nodes:
         if node.op == "call_function" and any(n in below for n in node.all_input_nodes):
             below.add(node)
@@ -167,7 +188,7 @@ def _convex(name: str, nodes: list[fx.Node]) -> frozenset[fx.Node]:
 
 
 class _Grouping:
-    """The graph once more, groups of nodes as one call each, in an order that feeds every call."""
+    """Copies a graph with each group as one call, in an order in which all inputs are ready."""
 
     def __init__(self, module: fx.GraphModule, groups: list[_Group]) -> None:
         self.source, self.groups = module, groups
@@ -180,6 +201,7 @@ class _Grouping:
         self.made: dict[fx.Node, fx.Node] = {}
 
     def module(self) -> fx.GraphModule:
+        """Return the module with the grouped graph."""
         for unit in self._order():
             if len(unit) == 1 and unit[0] not in self.group:
                 node = unit[0]
@@ -190,7 +212,9 @@ class _Grouping:
         return fx.GraphModule(self.root, self.graph, class_name=name)
 
     def _order(self) -> list[list[fx.Node]]:
-        """Units, single nodes and groups, each after what it takes; else as they were."""
+        """Return the units of the new graph, single nodes and groups, each after those that it
+        takes values from and otherwise in the order of the source.
+        """
         place = {node: number for number, node in enumerate(self.nodes)}
         units: dict[int, list[fx.Node]] = {}
         of: dict[fx.Node, int] = {}
@@ -206,10 +230,10 @@ class _Grouping:
             for key, unit in units.items()
         }
         users: dict[int, list[int]] = {}
-        for key, found in needs.items():
-            for other in found:
-                users.setdefault(other, []).append(key)
-        missing = {key: len(found) for key, found in needs.items()}
+        for key, needed_units in needs.items():
+            for needed in needed_units:
+                users.setdefault(needed, []).append(key)
+        missing = {key: len(needed_units) for key, needed_units in needs.items()}
         ready = [key for key, count in missing.items() if not count]
         heapq.heapify(ready)
         order = []
@@ -224,18 +248,18 @@ class _Grouping:
         return order
 
     def _call(self, unit: list[fx.Node]) -> None:
-        """The nodes of one group as a call of a graph of their own."""
+        """Copy the nodes of one group into a graph of their own, and add a call of it."""
         number = self.group[unit[0]]
         group, inside = self.groups[number], set(unit)
         inputs = list(
             dict.fromkeys(n for node in unit for n in node.all_input_nodes if n not in inside)
         )
         results = [node for node in unit if any(user not in inside for user in node.users)]
-        block = _inner(unit, inputs, results, group.again)
+        block = _inner_module(unit, inputs, results, group.again)
         name = f"{group.target.__name__}_{number}"
         self.root.add_module(name, block)
-        how = len(group.again) if group.target is regather_in_backward else _draws(unit)
-        arguments: Any = (self.graph.get_attr(name), how, *(self.made[n] for n in inputs))
+        flag = len(group.again) if group.target is regather_in_backward else _draws(unit)
+        arguments: Any = (self.graph.get_attr(name), flag, *(self.made[n] for n in inputs))
         call = self.graph.call_function(group.target, arguments)
         call.meta["chain"] = unit[0].meta.get("chain")
         for index, node in enumerate(results):
@@ -244,21 +268,23 @@ class _Grouping:
             self.made[node] = item
 
 
-def _inner(
+def _inner_module(
     unit: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node], again: frozenset[fx.Node]
 ) -> fx.GraphModule:
-    graph, made = fx.Graph(), {}
+    """Return a module with a graph of these nodes alone, from `inputs` to `results`."""
+    graph, copies = fx.Graph(), {}
     for node in inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = {k: v for k, v in node.meta.items() if k in ("layout", "val")}
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {k: v for k, v in node.meta.items() if k in ("layout", "val")}
     for node in unit:
-        made[node] = graph.node_copy(node, made.__getitem__)
-        made[node].meta["again"] = node in again
-    graph.output(tuple(made[node] for node in results))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta["again"] = node in again
+    graph.output(tuple(copies[node] for node in results))
     return fx.GraphModule(torch.nn.Module(), graph, class_name="Block")
 
 
 def _draws(unit: Collection[fx.Node]) -> bool:
+    """Whether one of the nodes draws random numbers."""
     return any(
         torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in unit
     )

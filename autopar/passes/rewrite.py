@@ -1,13 +1,10 @@
-"""rewrite: the traced graph on one rank's shards, with every change of state a node of its own.
+"""Rewrites the traced graph into the graph of one rank: ops run on shards, reshards are nodes.
 
-Values that hang on parameters are made in the layouts of the plan and converted where a consumer
-wants another; each step of a conversion is made once per (value, layout) and shared. All other
-values (masks, positions, token ids) have no layout of their own: each consumer's wish is pushed
-back through their ops to the constants and inputs, so that they are never made whole where a slice
-is wanted.
-
-From the layout wanted of a node's result to the layouts of its operands: how slices reach back
-to constants and inputs.
+Values that depend on parameters are made in the layouts of the plan; each step of a reshard is
+emitted once per (value, layout). All other values (masks, positions, token ids) have no layout in
+the plan: `push_back_layouts` carries the layout that a consumer wants back through their ops to the
+constants and inputs, so that a rank computes only its slice. planner/planner.py calls this once a
+plan is chosen, and `emit_program` for candidates.
 """
 
 from __future__ import annotations
@@ -27,7 +24,14 @@ from autopar.ir.layout import Element, Layout, R, S, State
 from autopar.ir.plan import Plan
 from autopar.ir.program import Annotations, Input, Program, Value
 from autopar.ir.reshard import reshard_steps
-from autopar.ir.sharding_rule import Dims, OpShardingRule, operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import (
+    Dims,
+    OpShardingRule,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
+)
 from autopar.ops.collectives import emit_step
 from autopar.ops.local import Call, emit_local
 from autopar.ops.sharded.inner_collectives import inner_collectives
@@ -39,21 +43,21 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 def push_back_layouts(
     spec: OpShardingRule, wanted: Layout, result: int, operands: Shapes
 ) -> tuple[Layout, tuple[Layout | None, ...]]:
-    """(the layout in which the node can make its result, the layouts of its operands for that).
+    """Return the layout in which a node can make its result, and those of its operands for that.
 
-    An axis whose digit lies inside one factor that may be split reaches back; every other axis of
-    the result is made whole (R), to be sliced afterwards.
+    An axis whose digit lies inside one factor that may be split is pushed back to the operands; on
+    every other axis the result is made replicated (R), and is sliced afterwards.
     """
     mesh = wanted.mesh
     reached: list[State] = []
-    back: list[list[State]] = []
+    operand_states: list[list[State]] = []
     for axis, state in zip(mesh.axes, wanted.states, strict=True):
-        found = _factor(spec, spec.results[result], state, axis.size) if state.kind == "S" else None
-        reached.append(state if found else R)
-        back.append(
-            [_state(spec, dims, found) if dims is not None else R for dims in spec.operands]
+        split = _factor(spec, spec.results[result], state, axis.size) if state.kind == "S" else None
+        reached.append(state if split else R)
+        operand_states.append(
+            [_state(spec, dims, split) if dims is not None else R for dims in spec.operands]
         )
-    columns = [tuple(states[i] for states in back) for i in range(len(spec.operands))]
+    columns = [tuple(states[i] for states in operand_states) for i in range(len(spec.operands))]
     layouts = tuple(
         None if shape is None or dims is None else Layout(mesh, shape, column)
         for shape, dims, column in zip(operands, spec.operands, columns, strict=True)
@@ -62,16 +66,12 @@ def push_back_layouts(
 
 
 def _units(spec: OpShardingRule, names: tuple[str, ...]) -> list[tuple[str, int]]:
-    """The factors of one dim with their units: the product of the sizes of the factors inside."""
-    return [
-        (name, math.prod(spec.sizes[n] for n in names[i + 1 :])) for i, name in enumerate(names)
-    ]
+    """Return the factors of one dim, each with its stride in the dim."""
+    return [(key, math.prod(spec.sizes[n] for n in names[i + 1 :])) for i, key in enumerate(names)]
 
 
 def _factor(spec: OpShardingRule, dims: Dims, state: State, size: int) -> tuple[str, int] | None:
-    """The factor in which a digit lies and its stride there; None where it spans two, or where the
-    factor may not be split.
-    """
+    """Return the factor in which a digit lies and its stride there; None if it may not be split."""
     for name, unit in _units(spec, dims[state.dim]):
         inside = state.stride % unit == 0 and state.stride * size <= unit * spec.sizes[name]
         if (
@@ -97,19 +97,15 @@ aten = torch.ops.aten
 
 
 def rewrite(program: Program, world: World) -> Program:
-    """The distributed graph. Twice: the first run finds in which layout every input is wanted, the
-    second takes it so.
-    """
+    """Return the program of one rank. A first run finds the layouts wanted of the inputs."""
     assert program.plan is not None
-    wishes = _Rewriter(program, world, {}).run().wishes
-    inputs = {value: _common(layouts) for value, layouts in wishes.items()}
+    wanted = _Rewriter(program, world, {}).run().wishes
+    inputs = {value: _common_layout(layouts) for value, layouts in wanted.items()}
     return _Rewriter(program, world, inputs).run().program()
 
 
 def check(program: Program) -> None:
-    """The contract: the graph is well formed, every kept layout is a legal one, and all outputs are
-    where the plan wants them.
-    """
+    """The contract: the graph is well formed, as its signature says, and no output is partial."""
     program.module.graph.lint()
     names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
     assert names == [entry.node for entry in program.signature.inputs], (
@@ -120,32 +116,31 @@ def check(program: Program) -> None:
             assert not program.layouts[output.node].axes_of("P"), f"output {output.node} is partial"
 
 
-def _common(layouts: list[Layout]) -> Layout:
-    """What all wishes for an input agree on: an axis that holds the same digit in each, else the
-    whole value. A plain layout, as users may give an input as a DTensor.
-    """
+def _common_layout(layouts: list[Layout]) -> Layout:
+    """Return the plain layout of the digits that all wanted layouts of an input share."""
     states = [
-        found.pop() if len(found := set(column)) == 1 and next(iter(found)).kind == "S" else R
+        digits.pop() if len(digits := set(column)) == 1 and next(iter(digits)).kind == "S" else R
         for column in zip(*(layout.states for layout in layouts), strict=True)
     ]
     return Layout(layouts[0].mesh, layouts[0].shape, tuple(states)).plain_part()
 
 
 def _numbered(graph: fx.Graph) -> dict[str, int]:
-    """The nodes that may draw random numbers, each with a number of its own, which is added to the
-    upper word of the seed: steps count in the lower one. Known before anything is emitted, so that
-    all copies of a node drop the same.
+    """Number the nodes that may draw random numbers, for the upper word of their seed (the lower
+    word counts steps), before anything is emitted: all copies of a node drop the same elements.
     """
-    drawn = (
+    random_nodes = (
         node.name
         for node in graph.nodes
         if node.op == "call_function"
         and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     )
-    return {name: number for number, name in enumerate(drawn, start=1)}
+    return {name: number for number, name in enumerate(random_nodes, start=1)}
 
 
 class _Rewriter:
+    """Emits the graph of one rank; `made` holds the node of each (value, layout), to be shared."""
+
     def __init__(self, program: Program, world: World, inputs: dict[str, Layout]) -> None:
         assert program.plan is not None and program.annotations is not None
         self.source, self.world, self.inputs = program, world, inputs
@@ -222,12 +217,12 @@ class _Rewriter:
         return self.graph.placeholder("seed")
 
     def _seed_of(self, node: fx.Node) -> fx.Node:
-        """The seed of a traced node, the same in each of its copies."""
+        """Return the seed of a traced node, the same in each of its copies."""
         assert self.seed is not None
         return self.graph.call_function(aten.add.Scalar, (self.seed, self.draws[node.name] << 32))
 
     def _own_seed_of(self, node: fx.Node, axes: tuple[str, ...]) -> tuple[fx.Node, int]:
-        """A seed on the host for the rank's place on these axes, and which draw the node's is."""
+        """Return a seed on the host for the rank's place on these axes, and the draw's number."""
         assert self.seed is not None
         entry = Input("seed", "_".join(("seed_at", *axes)), f"@{'.'.join(axes)}")
         if entry not in self.entries:
@@ -272,12 +267,14 @@ class _Rewriter:
                 functools.partial(self._own_seed_of, node),
             )
         )
-        made = last.next
-        while made.op != "root":
-            self._describe(made, node, results[0])
-            made = made.next
+        emitted = last.next
+        while emitted.op != "root":
+            self._describe(emitted, node, results[0])
+            emitted = emitted.next
         gradient = any(producer(n) in self.notes.gradient for n in node.all_input_nodes)
-        new.meta["inside"] = [x for x in inner_collectives(node.target, layouts) if gradient or not x.backward]
+        new.meta["inside"] = [
+            x for x in inner_collectives(node.target, layouts) if gradient or not x.backward
+        ]
         return new
 
     def _describe(self, new: fx.Node, node: fx.Node, layout: Layout) -> None:
@@ -289,13 +286,14 @@ class _Rewriter:
         new.meta["dtype"] = next((v.dtype for v in tensors), torch.float32)
 
     def _plain(self, value: Value, layout: Layout) -> Layout:
-        """Where no gradient flows, I and R are the same state: it is called R."""
+        """Rename I to R where no gradient flows: the two are the same state there."""
         if value in self.notes.gradient or not layout.axes_of("I"):
             return layout
         states = tuple(R if state.kind == "I" else state for state in layout.states)
         return Layout(layout.mesh, layout.shape, states)
 
     def _value(self, node: fx.Node, layout: Layout) -> fx.Node:
+        """Return this value in this layout, emitted where it is not there yet."""
         value = producer(node)
         layout = self._plain(value, layout)
         if value in self.native:
@@ -307,13 +305,13 @@ class _Rewriter:
         node.meta["value"] = value
 
     def _born(self, value: Value, layout: Layout, node: fx.Node) -> None:
-        """Enter a value in the layout in which it is made."""
+        """Record a value in the layout in which it is first made."""
         self.native[value] = self._plain(value, layout)
         self._make(value, self.native[value], node)
 
-    # -- conversions -------------------------------------------------------------------------------
+    # -- reshards ----------------------------------------------------------------------------------
     def _converted(self, value: Value, layout: Layout) -> fx.Node:
-        """The value in this layout, from where it is nearest: as it was made, or from its copy."""
+        """Return the value, resharded from where it was made or from its copy in the plan."""
         if (value, layout) in self.made:
             return self.made[value, layout]
         if value[0] in self.free_inputs:
@@ -323,21 +321,23 @@ class _Rewriter:
             sources.append(self._plain(value, self.plan.copies[value]))
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
         element = self.notes.element(value, size)
-        best = min(sources, key=lambda s: path_seconds(reshard_steps(s, layout), element, self.world))
+        best = min(
+            sources, key=lambda s: path_seconds(reshard_steps(s, layout), element, self.world)
+        )
         if best != self.native[value]:
             self._walk(value, self.native[value], best, element)
         return self._walk(value, best, layout, element)
 
     def _walk(self, value: Value, source: Layout, target: Layout, element: Element) -> fx.Node:
-        """The steps from one layout of a value that is made to another; those that were made before
-        are shared.
-        """
+        """Reshard a value step by step; steps that were emitted before are shared."""
         for step in reshard_steps(source, target):
             if (value, step.after) not in self.made:
                 before = self.made[value, step.before]
-                ways = hierarchies(step, element, self.world)
+                levels = hierarchies(step, element, self.world)
                 wide = self.notes.reduce_dtype if element.gradient > element.bytes else None
-                node = emit_step(self.graph, before, step, self.coordinates.__getitem__, ways, wide)
+                node = emit_step(
+                    self.graph, before, step, self.coordinates.__getitem__, levels, wide
+                )
                 self._describe(node, self.nodes[value[0]], step.after)
                 node.meta.update(step=step, element=element)
                 self._make(value, step.after, node)
@@ -345,37 +345,37 @@ class _Rewriter:
 
     # -- values without a layout of their own ------------------------------------------------------
     def _free(self, node: fx.Node, layout: Layout) -> fx.Node:
-        """A value that hangs on no parameter, made in the layout that is wanted."""
+        """Return a value that depends on no parameter, made in the layout that is wanted."""
         value = producer(node)
         if (value, layout) in self.made:
             return self.made[value, layout]
         source = self.nodes[value[0]]
-        spec = self.notes.specs[source.name]
+        rule = self.notes.specs[source.name]
         results = [v for v in results_of(source) if isinstance(v, torch.Tensor)]
         reached, operand_layouts = push_back_layouts(
-            spec,
+            rule,
             layout,
             value[1],
             tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(source)),
         )
         if (value, reached) not in self.made:
             operands = [
-                None if n is None or want is None else self._value(n, want)
-                for n, want in zip(operands_of(source), operand_layouts, strict=True)
+                None if n is None or operand_layout is None else self._value(n, operand_layout)
+                for n, operand_layout in zip(operands_of(source), operand_layouts, strict=True)
             ]
-            made = tuple(
+            result_layouts = tuple(
                 reached if index == value[1] else self._all(shape_of(v), R)
                 for index, v in enumerate(results)
             )
-            new = self._emit(source, operands, operand_layouts, made)
+            new = self._emit(source, operands, operand_layouts, result_layouts)
             if not isinstance(value_of(source), list | tuple):
                 self._make(value, reached, new)
-            else:  # where nothing is split, the other results are whole too: one call for all
-                whole = not reached.axes_of("S")
-                for index in range(len(made)) if whole else (value[1],):
+            else:  # without a split, the other results are unsharded too: one call for all
+                unsharded = not reached.axes_of("S")
+                for index in range(len(result_layouts)) if unsharded else (value[1],):
                     item = self.graph.call_function(operator.getitem, (new, index))
-                    self._describe(item, source, made[index])
-                    self._make((source.name, index), made[index], item)
+                    self._describe(item, source, result_layouts[index])
+                    self._make((source.name, index), result_layouts[index], item)
         return self._walk(value, reached, layout, Element(results[value[1]].dtype.itemsize, 0))
 
     def _all(self, shape: tuple[int, ...], state: State) -> Layout:

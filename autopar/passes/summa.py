@@ -1,8 +1,11 @@
-"""pipeline: cut gathers into pieces that overlap with the products that use them.
+"""Replaces matmuls that gather both operands by SUMMA, for layouts that ask for it (Grid25D).
 
-Here: the panels of SUMMA, for layouts that ask for them (Grid25D). Where a product gathers its X
-over the column axis and its W over the row axis, both gathers and the product become one
-`summa_linear`, which never holds more than two panels of each.
+    all_gather(x, column), all_gather(w, row), linear    ->    summa_linear(x, w, ...)
+
+Where a matmul gathers its X over the column axis and its W over the row axis, and nothing else uses
+the gathered values, one `summa_linear` broadcasts both in panels and multiplies panel by panel. It
+overlaps communication with computation and never holds more than two panels of each operand.
+planner/planner.py and `emit_program` run this after `hierarchy`.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ aten = torch.ops.aten
 
 
 def summa(program: Program) -> Program:
-    """Panels for every product that gathers both operands for itself alone; the program as it is
-    for layouts without panels.
+    """Return the program with SUMMA in place of every matmul that gathers both of its operands for
+    itself alone; the same program for layouts without panels.
     """
     assert program.plan is not None
     if not program.plan.panels:
@@ -35,9 +38,9 @@ def summa(program: Program) -> Program:
     graph.output(output)
     row, column = program.plan.panels
     for node in list(graph.nodes):
-        product = _product(node, row, column)
-        if product is not None:
-            _replace(graph, node, product, (row, column), str(program.plan.mesh))
+        matmul = _gathered_matmul(node, row, column)
+        if matmul is not None:
+            _replace(graph, node, matmul, (row, column), str(program.plan.mesh))
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
@@ -45,8 +48,8 @@ def summa(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: no panel product is left with a gathered operand, and placeholders are what the
-    signature says.
+    """The contract: placeholders match the signature, and no `summa_linear` takes an operand that
+    is gathered already.
     """
     same_inputs(program)
     for node in program.module.graph.nodes:
@@ -56,8 +59,8 @@ def check(program: Program) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product:
-    """A product and the gathers of its operands: X over the column axis, W over the row axis."""
+class _GatheredMatmul:
+    """A matmul with the gathers of its operands: X over the column axis, W over the row axis."""
 
     x: fx.Node
     weight: fx.Node
@@ -65,8 +68,8 @@ class _Product:
     transposed: bool
 
 
-def _product(node: fx.Node, row: str, column: str) -> _Product | None:
-    """The parts of a product that panels can take over; None for any other node."""
+def _gathered_matmul(node: fx.Node, row: str, column: str) -> _GatheredMatmul | None:
+    """Return the parts of a matmul that SUMMA can take over; None for any other node."""
     transposed = node.target is aten.addmm.default
     arguments = [a if isinstance(a, fx.Node) else None for a in node.args]
     if node.target is aten.linear.default:
@@ -81,26 +84,29 @@ def _product(node: fx.Node, row: str, column: str) -> _Product | None:
     if not (_gathered(x, column, -1) and _gathered(weight, row, inner)):
         return None
     if any(_gathers(gathered.all_input_nodes[0], row, column) for gathered in (x, weight)):
-        return None  # what is broadcast in panels lies on both axes
-    return _Product(x, weight, bias, transposed)
+        return None  # a panel is broadcast from shards that lie on both axes
+    return _GatheredMatmul(x, weight, bias, transposed)
 
 
 def _gathered(node: fx.Node, axis: str, dim: int) -> bool:
-    """Whether a node gathers contiguous blocks of this dim over this axis alone, for one user."""
+    """Whether a node all-gathers contiguous blocks of this dim over this axis alone, and has one
+    user.
+    """
     if node.target is not collectives.all_gather or len(node.users) > 1:
         return False
     before: Layout = node.meta["step"].before
     dim %= len(before.shape)
-    whole = node.kwargs["axis"] == axis and node.kwargs["dim"] == dim
+    same_axis_and_dim = node.kwargs["axis"] == axis and node.kwargs["dim"] == dim
     contiguous = node.kwargs["inner"] == before.local_shape[dim] and len(before.digits(dim)) == 1
-    return bool(whole and contiguous and node.kwargs.get("to", "R") == "R")
+    return bool(same_axis_and_dim and contiguous and node.kwargs.get("to", "R") == "R")
 
 
 def _gathers(node: fx.Node, *axes: str) -> bool:
+    """Whether a node all-gathers over one of these axes."""
     return node.target is collectives.all_gather and node.kwargs["axis"] in axes
 
 
-_MOVES: tuple[tuple[Literal["broadcast", "reduce"], bool], ...] = (
+_COLLECTIVES: tuple[tuple[Literal["broadcast", "reduce"], bool], ...] = (
     ("broadcast", False),
     ("broadcast", True),
     ("reduce", True),
@@ -108,8 +114,11 @@ _MOVES: tuple[tuple[Literal["broadcast", "reduce"], bool], ...] = (
 
 
 def _replace(
-    graph: fx.Graph, node: fx.Node, product: _Product, axes: tuple[str, str], mesh: str
+    graph: fx.Graph, node: fx.Node, product: _GatheredMatmul, axes: tuple[str, str], mesh: str
 ) -> None:
+    """Put a `summa_linear` in the place of a matmul. Its `meta["inside"]` lists the collectives
+    that it sends, for the cost model.
+    """
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     coordinates = [placeholders[f"coordinate_{axis}"] for axis in axes]
     x, weight = product.x.all_input_nodes[0], product.weight.all_input_nodes[0]
@@ -125,7 +134,7 @@ def _replace(
     ]
     new.meta["inside"] = [
         moving(kind, part, (axis,), late, element.of(kind, late))
-        for kind, late in _MOVES
+        for kind, late in _COLLECTIVES
         for part, axis, element in moved
     ]
     node.replace_all_uses_with(new)

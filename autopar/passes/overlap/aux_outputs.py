@@ -1,10 +1,12 @@
-"""Results beside the loss, such as logits: hardly a script asks for their gradient.
+"""Treats auxiliary outputs, results beside the loss such as logits, as constants in the backward.
 
-A backward derived by AOTAutograd takes a gradient of every result. Where nobody asks for one,
-autograd makes zeros: of logits as many bytes again, and a pass over them. So the graphs are derived
-as if these results were constants. Where the gradient of one is asked for after all, it is taken
-through the emitted graph, which runs once more; from the next step on the graphs are derived with
-it. As with any gradient, all ranks ask for it or none.
+A backward that AOTAutograd derives takes a gradient of every result. Where the loss alone is
+differentiated, autograd makes zeros for the others: for logits as many bytes again, and a pass over
+them. So the graphs are derived as if auxiliary outputs were constants. Where the gradient of one is
+taken after all, it is computed through the emitted graph, which runs once more; from the next step
+on the graphs are derived with it. As with any gradient, all ranks take it or none.
+
+runtime/backends.py calls these functions when it derives the graphs and when it returns results.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Asked = Callable[[int, Tensor, Sequence[Tensor]], Gradients]
 
 
 def beside_the_loss(program: Program) -> frozenset[int]:
-    """The places among the graph's results of what a user gets besides a scalar."""
+    """Return the places of the auxiliary outputs among the graph's results: what a user gets
+    besides a scalar. Empty where no result is a scalar.
+    """
     outputs = [(o.kind, o.node) for o in program.signature.outputs if o.node is not None]
     dims = {
         place: len(program.layouts[node].shape)
@@ -34,21 +38,25 @@ def beside_the_loss(program: Program) -> frozenset[int]:
 
 
 def as_constants(module: fx.GraphModule, places: frozenset[int]) -> tuple[fx.GraphModule, set[int]]:
-    """The same module, but no gradient goes through these results; and a set that fills with the
-    places of those that would have one, when the module is traced.
+    """Return the module with these results detached, and a set. Tracing the module fills the set
+    with the places of those that would have a gradient.
     """
-    graph, found = copied(module.graph), set[int]()
+    graph, differentiable = copied(module.graph), set[int]()
     output = graph.output_node()
-    given: Any = output.args[0]
-    results = list(given)
+    returned: Any = output.args[0]
+    results = list(returned)
     with graph.inserting_before(output):
         for place in sorted(places):
-            results[place] = graph.call_function(_noted(place, found), (results[place],))
+            results[place] = graph.call_function(
+                _detach_and_note(place, differentiable), (results[place],)
+            )
     output.args = (tuple(results),)
-    return fx.GraphModule(module, graph), found
+    return fx.GraphModule(module, graph), differentiable
 
 
-def _noted(place: int, found: set[int]) -> Callable[[Tensor], Tensor]:
+def _detach_and_note(place: int, found: set[int]) -> Callable[[Tensor], Tensor]:
+    """Return a function that detaches a result, and notes its place if it had a gradient."""
+
     def constant(value: Tensor) -> Tensor:
         if value.requires_grad:
             found.add(place)
@@ -58,8 +66,8 @@ def _noted(place: int, found: set[int]) -> Callable[[Tensor], Tensor]:
 
 
 class Late(torch.autograd.Function):
-    """Hands out a result whose gradient no derived backward takes: `asked` gives those of the
-    values that it was made of.
+    """Returns a result whose gradient no derived backward takes. In the backward, `asked` computes
+    the gradients of the values that the result was made of.
     """
 
     @staticmethod
@@ -76,10 +84,12 @@ class Late(torch.autograd.Function):
 def through(
     module: fx.GraphModule, place: int, gradient: Tensor, values: Sequence[Tensor]
 ) -> Gradients:
-    """Gradients of the values by running the emitted graph once more."""
-    own = [value.detach().requires_grad_(value.requires_grad) for value in values]
-    wanted = [value for value in own if value.requires_grad]
+    """Return gradients of the values by running the emitted graph once more. None where there is
+    none.
+    """
+    leaves = [value.detach().requires_grad_(value.requires_grad) for value in values]
+    differentiable = [value for value in leaves if value.requires_grad]
     with torch.enable_grad():
-        result = module(*own)[place]
-    found = iter(torch.autograd.grad(result, wanted, gradient, allow_unused=True))
-    return tuple(next(found) if value.requires_grad else None for value in own)
+        result = module(*leaves)[place]
+    gradients = iter(torch.autograd.grad(result, differentiable, gradient, allow_unused=True))
+    return tuple(next(gradients) if value.requires_grad else None for value in leaves)

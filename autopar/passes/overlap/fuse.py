@@ -1,11 +1,13 @@
-"""Several collectives of one kind, group and dtype written as one (bucket.py says which).
+"""Writes several collectives of one kind, group and dtype as one (bucket.py says which).
 
-On a CPU they go as one tensor: gloo copies what is coalesced into one and out again, and its
-coalesced gathers corrupt memory (`_compat.safe_gathers`). Elsewhere they take their coalesced form,
-where torch has one: broadcasts and reduces from and to one root go as one tensor everywhere.
-What one joint collective gives is cut up by views, and the next takes it whole where it would take
-all of these: so a sum in several levels (scatters, sums of the parts, gathers) copies its bucket
-together once and nothing after that.
+On a CPU they are sent as one tensor: gloo copies what is coalesced into one and out again, and its
+coalesced gathers corrupt memory (`_compat.safe_gathers`). Elsewhere they take torch's coalesced
+form, where there is one; broadcasts and reduces, from and to one root, are sent as one tensor
+everywhere. The results are views of what arrives, and the next fused collective takes that tensor
+itself where it would take all of these views: so a hierarchical sum (scatters, sums of the parts,
+gathers) copies its bucket together once and nothing after that.
+
+bucket.py calls `fuse` on its copy of the graph; cli/doctor/exchanges.py checks the fused forms.
 """
 
 from __future__ import annotations
@@ -32,108 +34,115 @@ _COALESCED = {
 
 
 def can_fuse(node: fx.Node) -> bool:
-    """An all-to-all only where its result is summed at once, as gloo's reduce-scatters are: its
-    parts are not contiguous.
+    """Whether a collective can be fused with others. An all-to-all only where its result is summed
+    at once, as in gloo's reduce-scatters: its parts are not contiguous.
     """
     if collective_of(node) != "all_to_all_single":
         return collective_of(node) in (*_COALESCED, *ROOTED)
-    found = list(_behind(_behind([node])))
-    return bool(found) and all(
-        user.target is aten.sum.dim_IntList and user.args[1:] == ([0],) for user in found
+    sums = list(_users(_users([node])))
+    return bool(sums) and all(
+        user.target is aten.sum.dim_IntList and user.args[1:] == ([0],) for user in sums
     )
 
 
 def fuse(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
-    """Replace collectives by one; where it stands is mended by `graphs.ordered`."""
-    members, written = _as_cut(members), _form(members[0])
+    """Replace these collectives by one, which stands behind the last of them: the graph is to be
+    put in order by `ir.graph.ordered` afterwards.
+    """
+    members, form = _in_cut_order(members), _form(members[0])
     with graph.inserting_after(members[-1]):
-        parts = written.how(graph, members)
+        parts = form.how(graph, members)
     for node, part in zip(members, parts, strict=True):
         part.meta["custom"] = node.meta.get("custom", {})
-        for result in written.results(node):
+        for result in form.results(node):
             result.replace_all_uses_with(part)
         forget(graph, node)
 
 
 class _Form(NamedTuple):
-    """How a joint collective is written, and the nodes of a member that its parts stand for."""
+    """How a fused collective is written, and the nodes of a member that its parts replace."""
 
     how: Callable[[fx.Graph, Sequence[fx.Node]], list[fx.Node]]
     results: Callable[[fx.Node], list[fx.Node]]
 
 
 def _form(node: fx.Node) -> _Form:
+    """Return the form in which this kind of collective is fused."""
     name = collective_of(node)
     if name == "all_to_all_single":
-        return _Form(_exchanged, lambda n: list(_behind(_behind([n]))))
+        return _Form(_summed_all_to_all, lambda n: list(_users(_users([n]))))
     if name in ROOTED or (name == "all_reduce" and on_cpu(node)):
-        return _Form(_as_sent, lambda n: list(_behind([n])))
+        return _Form(_concatenated, lambda n: list(_users([n])))
     if name == "all_gather_into_tensor" and on_cpu(node):
-        return _Form(_gathered, lambda n: list(_behind([n])))
+        return _Form(_gathered, lambda n: list(_users([n])))
     return _Form(_coalesced, lambda n: [n])
 
 
 def on_cpu(node: fx.Node) -> bool:
-    """Whether what a collective gives is on a CPU, where gloo carries it."""
+    """Whether the result of a collective is on a CPU, where gloo carries it."""
     return bool(node.meta["val"].device.type == "cpu")
 
 
-# -- the forms -------------------------------------------------------------------------------------
+# -- the forms: each returns a part for every member -----------------------------------------------
 def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write torch's coalesced collective."""
     target = _COALESCED[str(collective_of(members[0]))]
     values = [node.meta["val"] for node in members]
     arguments = ([node.args[0] for node in members], *members[0].args[1:])
-    one = made(graph, target, arguments, values)
-    one.meta["custom"] = _origins(members)
-    return [made(graph, operator.getitem, (one, i), v) for i, v in enumerate(values)]
+    fused = made(graph, target, arguments, values)
+    fused.meta["custom"] = _origins(members)
+    return [made(graph, operator.getitem, (fused, i), v) for i, v in enumerate(values)]
 
 
-def _as_sent(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
-    """One all-reduce, broadcast or reduce of all, one after the other."""
-    arrived = _sent(graph, members, in_one(graph, [node.all_input_nodes[0] for node in members]))
+def _concatenated(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write one all-reduce, broadcast or reduce of all operands, concatenated."""
+    arrived = _send_and_wait(
+        graph, members, in_one(graph, [node.all_input_nodes[0] for node in members])
+    )
     return _cut(graph, arrived, [node.meta["val"] for node in members])
 
 
-def _exchanged(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
-    """One all-to-all of all, side by side, and one sum, of which the parts are. Each member is
-    (ranks, ...), a slice for each rank.
+def _summed_all_to_all(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write one all-to-all of all operands, side by side, and one sum of what arrives. Each operand
+    is (ranks, ...), a slice for each rank.
     """
-    (first, *_) = sums = [next(_behind(_behind([node]))) for node in members]
+    (first, *_) = sums = [next(_users(_users([node]))) for node in members]
     inputs = [node.all_input_nodes[0] for node in members]
     ranks = inputs[0].meta["val"].shape[0]
     flat = [computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
-    arrived = _sent(graph, members, computed(graph, aten.cat.default, (flat, 1)))
-    one = computed(graph, aten.sum.dim_IntList, (arrived, [0]), first.kwargs)
-    return _cut(graph, one, [node.meta["val"] for node in sums])
+    arrived = _send_and_wait(graph, members, computed(graph, aten.cat.default, (flat, 1)))
+    total = computed(graph, aten.sum.dim_IntList, (arrived, [0]), first.kwargs)
+    return _cut(graph, total, [node.meta["val"] for node in sums])
 
 
 def _gathered(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
-    """One all-gather of all, side by side. What arrives is a row for each rank; the parts are
-    copied out of it, so that it can be let go of. Where it is what was scattered before, that is
-    scattered in other slices, such that the parts arrive one after the other.
+    """Write one all-gather of all operands, concatenated. What arrives has a row for each rank; the
+    parts are copied out of it, so that it can be freed. Where the operands come out of a fused
+    scatter, that is changed to scatter other slices, such that the parts arrive one after the
+    other.
     """
     ranks: Any = members[0].args[1]
     values = [node.meta["val"] for node in members]
-    one = in_one(graph, [node.all_input_nodes[0] for node in members])
-    scattered = _scattered(one, members)
-    arrived = _sent(graph, members, one)
+    operand = in_one(graph, [node.all_input_nodes[0] for node in members])
+    scattered = _scattered(operand, members)
+    arrived = _send_and_wait(graph, members, operand)
     if scattered is not None:
         _slice_anew(graph, scattered)
         return _cut(graph, arrived, values)
     rows = computed(graph, aten.view.default, (arrived, [ranks, -1]))
     contiguous = {"memory_format": torch.contiguous_format}
-    found, start = [], 0
+    gathered, start = [], 0
     for value in values:
         stop = start + value.numel() // ranks
-        shown = computed(graph, aten.slice.Tensor, (rows, 1, start, stop))
-        part = computed(graph, aten.clone.default, (shown,), contiguous)
-        found.append(computed(graph, aten.view.default, (part, list(value.shape))))
+        view = computed(graph, aten.slice.Tensor, (rows, 1, start, stop))
+        part = computed(graph, aten.clone.default, (view,), contiguous)
+        gathered.append(computed(graph, aten.view.default, (part, list(value.shape))))
         start = stop
-    return found
+    return gathered
 
 
-def _sent(graph: fx.Graph, members: Sequence[fx.Node], one: fx.Node) -> fx.Node:
-    """What arrives of a collective that sends `one` in place of what the members send."""
+def _send_and_wait(graph: fx.Graph, members: Sequence[fx.Node], one: fx.Node) -> fx.Node:
+    """Return what arrives of a collective that sends `one` in place of the members' operands."""
     target: Any = members[0].target
     sent = computed(graph, target, (one, *members[0].args[1:]))
     sent.meta["custom"] = _origins(members)
@@ -141,64 +150,68 @@ def _sent(graph: fx.Graph, members: Sequence[fx.Node], one: fx.Node) -> fx.Node:
 
 
 def _origins(members: Sequence[fx.Node]) -> dict[str, str]:
-    """Where a joint collective comes from, for timelines: the first of its members and the rest."""
-    found = members[0].meta.get("custom", {})
-    names = f"{found.get('node', members[0].name)} and {len(members) - 1} more"
-    return {"node": names, "module": found.get("module", "")}
+    """Return the origin of a fused collective for timelines: its first member and how many more."""
+    origin = members[0].meta.get("custom", {})
+    names = f"{origin.get('node', members[0].name)} and {len(members) - 1} more"
+    return {"node": names, "module": origin.get("module", "")}
 
 
-# -- one tensor of several, and several of one -----------------------------------------------------
+# -- concatenate and split -------------------------------------------------------------------------
 def _cut(graph: fx.Graph, one: fx.Node, values: Sequence[torch.Tensor]) -> list[fx.Node]:
-    """Views of `one` (n,), one after the other, of the shapes of these values."""
-    found, start = [], 0
+    """Return consecutive views of `one` (n,), of the shapes of these values."""
+    views, start = [], 0
     for value in values:
         stop = start + value.numel()
-        shown = computed(graph, aten.slice.Tensor, (one, 0, start, stop))
-        found.append(computed(graph, aten.view.default, (shown, list(value.shape))))
+        view = computed(graph, aten.slice.Tensor, (one, 0, start, stop))
+        views.append(computed(graph, aten.view.default, (view, list(value.shape))))
         start = stop
-    return found
+    return views
 
 
 def in_one(graph: fx.Graph, parts: Sequence[fx.Node]) -> fx.Node:
-    """The parts one after the other (n,): what they were cut out of, where they are all of that."""
+    """Return the parts concatenated (n,). Where they are consecutive views of one tensor, that
+    tensor, or a slice of it, is returned instead of a copy.
+    """
     cuts = [_cut_of(part) for part in parts]
-    start, one = 0, cuts[0][0] if cuts[0] else None
-    for found in cuts:
-        if one is None or found is None or found[:2] != (one, start):
+    start, source = 0, cuts[0][0] if cuts[0] else None
+    for cut in cuts:
+        if source is None or cut is None or cut[:2] != (source, start):
             flat = [computed(graph, aten.reshape.default, (part, [-1])) for part in parts]
             return computed(graph, aten.cat.default, (flat,))
-        start = found[2]
-    assert one is not None
-    whole = start == one.meta["val"].numel()
-    return one if whole else computed(graph, aten.slice.Tensor, (one, 0, 0, start))
+        start = cut[2]
+    assert source is not None
+    is_all = start == source.meta["val"].numel()
+    return source if is_all else computed(graph, aten.slice.Tensor, (source, 0, 0, start))
 
 
-def _as_cut(members: Sequence[fx.Node]) -> Sequence[fx.Node]:
-    """In the order in which what they send was cut out of one tensor, where it was."""
+def _in_cut_order(members: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """Return the members in the order in which their operands were cut out of one tensor, if they
+    were.
+    """
     cuts = [_cut_of(member.all_input_nodes[0]) for member in members]
-    known = [cut for cut in cuts if cut is not None]
-    if len(known) < len(members) or len({one for one, _, _ in known}) > 1:
+    found_cuts = [cut for cut in cuts if cut is not None]
+    if len(found_cuts) < len(members) or len({source for source, _, _ in found_cuts}) > 1:
         return members
-    places = sorted(range(len(members)), key=lambda place: known[place][1])
+    places = sorted(range(len(members)), key=lambda place: found_cuts[place][1])
     return [members[place] for place in places]
 
 
 def _cut_of(part: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """What a part was cut out of as `_cut` does, from where to where."""
+    """Return (tensor, start, stop) of which `_cut` made this part; None for other nodes."""
     node = part
     while node.target in (aten.view.default, aten.reshape.default):
         node = node.all_input_nodes[0]
     if node.target is not aten.slice.Tensor or len(node.args) != 4:
         return None
-    one, dim, start, stop = node.args
-    assert isinstance(one, fx.Node) and isinstance(start, int) and isinstance(stop, int)
-    return (one, start, stop) if dim == 0 and one.meta["val"].dim() == 1 else None
+    source, dim, start, stop = node.args
+    assert isinstance(source, fx.Node) and isinstance(start, int) and isinstance(stop, int)
+    return (source, start, stop) if dim == 0 and source.meta["val"].dim() == 1 else None
 
 
-# -- what is scattered, summed and gathered again --------------------------------------------------
+# -- scattered, summed and gathered again ----------------------------------------------------------
 def _scattered(one: fx.Node, members: Sequence[fx.Node]) -> fx.Node | None:
-    """Of what all-gathers send as one: where it was put side by side to be scattered over the same
-    group. None where it was not, or where something else looks at what came of it.
+    """Return the concatenation that was scattered over this group to become the operand `one` of an
+    all-gather. None where there is none, or where something else uses a value on the way.
     """
     if not _leads_only_to(one, members):
         return None
@@ -218,14 +231,15 @@ def _scattered(one: fx.Node, members: Sequence[fx.Node]) -> fx.Node | None:
     if node.target is not aten.cat.default or node.args[1:] != (1,) or len(node.users) != 1:
         return None
     widths = [part.meta["val"].shape[1] for part in node.all_input_nodes]
-    sent = [member.all_input_nodes[0].meta["val"].numel() for member in members]
-    return node if widths == sent else None
+    lengths = [member.all_input_nodes[0].meta["val"].numel() for member in members]
+    return node if widths == lengths else None
 
 
 _ELEMENTWISE = (aten.sum.dim_IntList, aten.view.default)  # behind an all-to-all, and before one
 
 
 def _leads_only_to(node: fx.Node, members: Sequence[fx.Node]) -> bool:
+    """Whether views of this node have no users but these members."""
     return all(
         user in members or (carries_on(user) and _leads_only_to(user, members))
         for user in node.users
@@ -233,31 +247,32 @@ def _leads_only_to(node: fx.Node, members: Sequence[fx.Node]) -> bool:
 
 
 def _slice_anew(graph: fx.Graph, beside: fx.Node) -> None:
-    """Let rank r have slice r of all parts one after the other, in place of slice r of each."""
+    """Give rank r slice r of the concatenation of all parts, in place of slice r of each part."""
     rows = beside.all_input_nodes
     shape = list(beside.meta["val"].shape)
     with graph.inserting_before(beside):
-        one = in_one(graph, [row.all_input_nodes[0] for row in rows])
-        beside.replace_all_uses_with(computed(graph, aten.view.default, (one, shape)))
+        flat = in_one(graph, [row.all_input_nodes[0] for row in rows])
+        beside.replace_all_uses_with(computed(graph, aten.view.default, (flat, shape)))
     graph.erase_node(beside)
     for row in rows:
         graph.erase_node(row)
 
 
 # -- nodes -----------------------------------------------------------------------------------------
-def _behind(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+def _users(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the users of these nodes."""
     return (user for node in nodes for user in node.users)
 
 
 def forget(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a member with what is behind it, which nothing uses any more, and the views that only
-    it took.
+    """Erase a member with its users, which nothing uses any more, and the views that only it
+    took.
     """
     doomed, operands = [node], node.all_input_nodes
-    for one in doomed:
-        doomed += [user for user in one.users if user not in doomed]
-    for one in reversed(doomed):
-        graph.erase_node(one)
+    for dead in doomed:
+        doomed += [user for user in dead.users if user not in doomed]
+    for dead in reversed(doomed):
+        graph.erase_node(dead)
     for operand in operands:
         while not operand.users and operand.op == "call_function" and carries_on(operand):
             unused, operand = operand, operand.all_input_nodes[0]

@@ -1,20 +1,16 @@
-"""inplace: ops of a derived graph that write into an operand which nothing else looks at.
+"""Turns ops of a derived graph into their in-place forms where nothing else reads the operand.
 
 AOTAutograd's graphs are functional: every op makes fresh memory, and an all-reduce copies what it
 sums. Fresh memory is what large pointwise ops on a CPU cost most, and the copies of all gradients
-are as many bytes as the model has. So where the operand is memory that the graph itself made and
-the op is the only one that ever reads it, the op's in-place form takes its place: the same numbers,
-whatever the order of the nodes.
+are as many bytes as the model has. So an op writes into its operand where the graph itself made
+that memory and the op is its only reader: the same numbers, whatever the order of the nodes. The
+sum in a gloo reduce-scatter is written as in-place adds: torch's reduction of two large rows on a
+CPU takes up to three times as long, of four half as long again, with the same bits
+(`benchmarks/step_time/rows.py`).
 
-What gloo's reduce-scatters add up goes the same way: torch's reduction of two large rows of a CPU's
-memory takes up to three times as long as one added to the other where it lies, of four half as long
-again, and gives the same bits (`benchmarks/step_time/rows.py`).
-
-fill: products write their results where a bucket wants them.
-
-The gradients that go as one are copied together (joint.py), as many bytes as the model has, into
-memory that is touched for the first time. A product can write into its part of that memory itself.
-Nothing else may read the product: a bucket is summed where it lies.
+`fill_buckets` lets matmuls write into a bucket (fuse.py) directly. Otherwise its gradients are
+copied together, as many bytes as the model has, into memory that is touched for the first time.
+runtime/backends.py calls `reinplace` after `schedule`, and `fill_buckets` last.
 """
 
 from __future__ import annotations
@@ -38,13 +34,16 @@ _VIEWS = frozenset(
     packet
     for name in ("view", "t", "permute", "transpose", "unsqueeze", "squeeze", "alias", "detach")
     for packet in (getattr(aten, name),)
-) | {aten._unsafe_view, aten.slice, aten.select}  # those that show no element twice
-_ROWS, _ROW_BYTES = 4, 1 << 18  # at most so many, of at least so many bytes, are added one by one
+) | {aten._unsafe_view, aten.slice, aten.select}  # views that show no element twice
+# At most this many rows, each of at least this many bytes, are added in place.
+_ROWS, _ROW_BYTES = 4, 1 << 18
 _PLACING = frozenset({aten.scatter_add, aten.index_copy, aten.index_add, aten.masked_fill})
 
 
 def reinplace(graph: fx.Graph) -> int:
-    """Replace what can be; how many were. Neither what comes in nor what goes out is written to."""
+    """Reinplace what can be, and return the number of ops changed. Neither inputs nor outputs of
+    the graph are written to.
+    """
     count = 0
     for node in list(graph.nodes):
         if node.op == "call_function" and isinstance(node.target, OpOverload):
@@ -53,7 +52,7 @@ def reinplace(graph: fx.Graph) -> int:
 
 
 def check(graph: fx.Graph) -> None:
-    """The contract: what is written to was made in the graph, and is read by the writer alone."""
+    """The contract: what is written to was made in the graph, and the writer alone reads it."""
     graph.lint()
     for node in graph.nodes:
         if node.op == "call_function" and writes(node) and node.target is not aten.copy_.default:
@@ -66,8 +65,8 @@ def check(graph: fx.Graph) -> None:
 
 # -- whose memory it is ----------------------------------------------------------------------------
 def _own(operand: Any, rows: bool = False) -> bool:
-    """Whether an operand is memory that the graph made, and its one user is all that can see it.
-    `rows`: also where it is a row of more, which is then held as long as it is.
+    """Whether an operand is memory that the graph made, which nothing but its one user can see.
+    `rows` also accepts a row of a larger tensor, which then stays live as long as the row.
     """
     while isinstance(operand, fx.Node) and (len(operand.users) == 1 or (rows and _apart(operand))):
         if operand.target is operator.getitem:
@@ -83,8 +82,10 @@ def _own(operand: Any, rows: bool = False) -> bool:
 
 def _apart(node: fx.Node) -> bool:
     """Whether each of the users takes a row of its own."""
-    taken = [user.args[1:] for user in node.users if user.target is aten.select.int]
-    return len(taken) == len(node.users) == len(set(taken)) and all(d == 0 for d, _ in taken)
+    selections = [user.args[1:] for user in node.users if user.target is aten.select.int]
+    return len(selections) == len(node.users) == len(set(selections)) and all(
+        d == 0 for d, _ in selections
+    )
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -95,7 +96,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _fresh(node: fx.Node) -> bool:
-    """An op whose results are no part of its operands."""
+    """Whether an op's results are new memory, not views of its operands."""
     if not isinstance(node.target, OpOverload):
         return False
     returns = node.target._schema.returns
@@ -104,32 +105,36 @@ def _fresh(node: fx.Node) -> bool:
 
 # -- collectives -----------------------------------------------------------------------------------
 def _added(graph: fx.Graph, node: fx.Node) -> int:
-    """A sum of a few large rows: one after the other added to the first, or to the sum of the first
-    two where the result goes out or the rows are more than a bucket, which must not be held for it.
+    """Replace a sum of a few large rows by adds; return how many were replaced. The rows are added
+    to the first, or to the sum of the first two: where the result goes out of the graph, or where
+    the rows are more than a bucket, which must not stay live for it.
     """
     if node.target is not aten.sum.dim_IntList or node.args[1:] != ([0],):
         return 0
     rows: Any = node.args[0]
     value, total = rows.meta["val"], node.meta["val"]
-    few = 1 < value.shape[0] <= _ROWS and total.nbytes >= _ROW_BYTES
+    few_large_rows = 1 < value.shape[0] <= _ROWS and total.nbytes >= _ROW_BYTES
     exact = value.dtype == total.dtype and value.dtype in (torch.float32, torch.float64)
-    if not (few and exact and value.device.type == "cpu" and _contiguous(rows) and _own(rows)):
+    if not (
+        few_large_rows and exact and value.device.type == "cpu" and _contiguous(rows) and _own(rows)
+    ):
         return 0
     add = aten.add.Tensor if _goes_out(node) or value.nbytes > SIZES[-1] else aten.add_.Tensor
     with graph.inserting_before(node):
-        one, *others = (
+        running, *others = (
             made(graph, aten.select.int, (rows, 0, i), total) for i in range(value.shape[0])
         )
-        for other in others:
-            one = made(graph, add, (one, other), total)
+        for row in others:
+            running = made(graph, add, (running, row), total)
             add = aten.add_.Tensor
-    one.meta = {**node.meta, "val": total}
-    node.replace_all_uses_with(one)
+    running.meta = {**node.meta, "val": total}
+    node.replace_all_uses_with(running)
     graph.erase_node(node)
     return 1
 
 
 def _goes_out(node: fx.Node) -> bool:
+    """Whether a result, or a view or an all-reduce of it, is an output of the graph."""
     return any(
         user.op == "output"
         or ((_is_view(user) or collective_of(user) == "all_reduce") and _goes_out(user))
@@ -138,6 +143,7 @@ def _goes_out(node: fx.Node) -> bool:
 
 
 def _summed(graph: fx.Graph, node: fx.Node) -> int:
+    """Reinplace an all-reduce, coalesced or not; return 1 where that was done, else 0."""
     if node.target is functional.all_reduce.default:
         if not (_own(node.args[0], rows=True) and _contiguous(node.args[0])):
             return 0
@@ -147,12 +153,15 @@ def _summed(graph: fx.Graph, node: fx.Node) -> int:
         return 0
     operands = node.args[0]
     assert isinstance(operands, list | tuple)
-    own = [_own(operand, rows=True) and _contiguous(operand) for operand in operands]
-    if not any(own):
+    writable = [_own(operand, rows=True) and _contiguous(operand) for operand in operands]
+    if not any(writable):
         return 0
     with graph.inserting_before(node):
-        filled = [o if mine else _copied(graph, o) for o, mine in zip(operands, own, strict=True)]
-    node.args = (filled, *node.args[1:])
+        buffers = [
+            o if is_writable else _contiguous_copy(graph, o)
+            for o, is_writable in zip(operands, writable, strict=True)
+        ]
+    node.args = (buffers, *node.args[1:])
     node.target = functional.all_reduce_coalesced_.default
     return 1
 
@@ -161,16 +170,19 @@ def _contiguous(operand: Any) -> bool:
     return bool(operand.meta["val"].is_contiguous())
 
 
-def _copied(graph: fx.Graph, operand: Any) -> fx.Node:
-    how: dict[str, Any] = {"memory_format": torch.contiguous_format}
-    copy = graph.call_function(aten.clone.default, (operand,), how)
-    copy.meta["val"] = aten.clone.default(operand.meta["val"], **how)
+def _contiguous_copy(graph: fx.Graph, operand: Any) -> fx.Node:
+    """Return a contiguous copy of an operand."""
+    options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    copy = graph.call_function(aten.clone.default, (operand,), options)
+    copy.meta["val"] = aten.clone.default(operand.meta["val"], **options)
     return copy
 
 
 # -- pointwise ops ---------------------------------------------------------------------------------
 def _pointwise(node: fx.Node) -> int:
-    """Into the first operand; where an op does not mind the order, into the second."""
+    """Write into the first operand; where the op is commutative, alternatively into the second.
+    Return 1 where that was done, else 0.
+    """
     target = _in_place(node.target)
     if target is None or not node.args:
         return 0
@@ -186,30 +198,35 @@ def _pointwise(node: fx.Node) -> int:
 
 
 def _fits(operand: Any, node: fx.Node) -> bool:
-    """Whether the result can lie where the operand lies."""
-    if not isinstance(operand, fx.Node) or not _own(operand) or _mentions(node, operand) > 1:
+    """Whether the result can take the operand's memory."""
+    if not isinstance(operand, fx.Node) or not _own(operand) or _count_uses(node, operand) > 1:
         return False
-    mine, found = node.meta.get("val"), operand.meta.get("val")
-    if not isinstance(mine, torch.Tensor) or not isinstance(found, torch.Tensor):
+    result, source = node.meta.get("val"), operand.meta.get("val")
+    if not isinstance(result, torch.Tensor) or not isinstance(source, torch.Tensor):
         return False
-    return (mine.shape, mine.dtype, mine.stride()) == (found.shape, found.dtype, found.stride())
+    return (result.shape, result.dtype, result.stride()) == (
+        source.shape,
+        source.dtype,
+        source.stride(),
+    )
 
 
-def _mentions(node: fx.Node, operand: fx.Node) -> int:
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
-    return found.count(operand)
+def _count_uses(node: fx.Node, operand: fx.Node) -> int:
+    """Return how often a node takes this operand."""
+    operands: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda n: operands.append(n))
+    return operands.count(operand)
 
 
 def _in_place(target: Any) -> OpOverload | None:
-    """The in-place form of a pointwise op, or of one that places some elements into others."""
+    """Return the in-place form of a pointwise op, or of one that places elements into others."""
     packet = target.overloadpacket
     if target.namespace != "aten" or target._schema.is_mutable:
         return None
     if torch.Tag.pointwise not in target.tags and packet not in _PLACING:
         return None
-    overloads = getattr(aten, f"{packet.__name__}_", None)
-    form = getattr(overloads, target._overloadname, None)
+    in_place_packet = getattr(aten, f"{packet.__name__}_", None)
+    form = getattr(in_place_packet, target._overloadname, None)
     if not isinstance(form, OpOverload):
         return None
     info = form._schema.arguments[0].alias_info
@@ -220,8 +237,9 @@ _RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.t, aten.transpose,
 
 
 def fill_buckets(graph: fx.Graph, room: float = math.inf) -> int:
-    """Let products fill the buckets that they are copied into, in a graph whose order is final; how
-    many do. `room`: the bytes of buckets that may be there before they are full.
+    """Let matmuls write into the buckets that they are copied into, in a graph whose order is
+    final; return how many do. `room` is how many bytes of buckets may be allocated before they are
+    full. Only matmuls that nothing else reads qualify: a bucket is summed in place.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
     count = 0
@@ -229,46 +247,49 @@ def fill_buckets(graph: fx.Graph, room: float = math.inf) -> int:
         value = node.meta.get("val")
         if node.target is not aten.cat.default or value.dim() != 1 or value.nbytes > room:
             continue
-        products = [_product(part) for part in node.all_input_nodes]
-        able = [product for product in products if product is not None]
-        if able and len(products) == len(node.args[0]):  # none twice
-            _fill(graph, node, products, min(able, key=place.__getitem__))
+        matmul_of_part = [_matmul_of(part) for part in node.all_input_nodes]
+        matmuls = [matmul for matmul in matmul_of_part if matmul is not None]
+        if matmuls and len(matmul_of_part) == len(node.args[0]):  # no part is there twice
+            _fill(graph, node, matmul_of_part, min(matmuls, key=place.__getitem__))
             room -= value.nbytes
-            count += len(able)
+            count += len(matmuls)
     return count
 
 
-def _product(part: fx.Node) -> fx.Node | None:
-    """The product whose numbers a part of a bucket is, in their order, if nothing else reads it."""
+def _matmul_of(part: fx.Node) -> fx.Node | None:
+    """Return the matmul that a part of a bucket is, its elements in the same order, if nothing else
+    reads it; None otherwise.
+    """
     node = part
     while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _RESHAPES:
         shown = node.all_input_nodes[0]
         if node.target is aten.reshape.default and not shown.meta["val"].is_contiguous():
             return None  # a copy in another order
         node = shown
-    alone = node.target is aten.mm.default and len(node.users) == 1
-    return node if alone and node.meta["val"].is_contiguous() else None
+    is_sole_use = node.target is aten.mm.default and len(node.users) == 1
+    return node if is_sole_use and node.meta["val"].is_contiguous() else None
 
 
 def _fill(
     graph: fx.Graph, bucket: fx.Node, products: Sequence[fx.Node | None], first: fx.Node
 ) -> None:
+    """Allocate a bucket before `first`, and let each matmul write into its slice of it."""
     value, parts = bucket.meta["val"], bucket.all_input_nodes
     with graph.inserting_before(first):
-        kind = {"dtype": value.dtype, "device": value.device}
-        whole = made(graph, aten.empty.memory_format, ([value.numel()],), value, kind)
-    bucket.replace_all_uses_with(whole)
+        options = {"dtype": value.dtype, "device": value.device}
+        buffer = made(graph, aten.empty.memory_format, ([value.numel()],), value, options)
+    bucket.replace_all_uses_with(buffer)
     start = 0
     for part, product in zip(parts, products, strict=True):
         stop = start + part.meta["val"].numel()
         with graph.inserting_before(product or bucket):
-            slot = computed(graph, aten.slice.Tensor, (whole, 0, start, stop))
+            slot = computed(graph, aten.slice.Tensor, (buffer, 0, start, stop))
             if product is None:
                 made(graph, aten.copy_.default, (slot, part), slot.meta["val"])
             else:
-                own = product.meta["val"]
-                slot = computed(graph, aten.view.default, (slot, list(own.shape)))
-                made(graph, aten.mm.out, product.args, own, {"out": slot}).meta = product.meta
+                result = product.meta["val"]
+                slot = computed(graph, aten.view.default, (slot, list(result.shape)))
+                made(graph, aten.mm.out, product.args, result, {"out": slot}).meta = product.meta
         start = stop
     graph.erase_node(bucket)
     for part, product in zip(parts, products, strict=True):

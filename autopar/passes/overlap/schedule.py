@@ -1,21 +1,16 @@
-"""schedule: the order in which a derived graph computes, issues collectives and waits for them.
+"""Orders a derived graph: when it computes, issues collectives, and waits for them.
 
-The graph is one that AOTAutograd derived, forward or backward. The simulation of
-cost/simulator/engine.py decides: a collective is issued as soon as its operands are there, or,
-where it fetches what is stored, just before it would be late; it is waited for at its first use, or
-when it is modelled done and another collective hangs on it; a while later where that costs nothing,
-as ranks drift apart and collectives are late. Numbers stay the same to the bit: nothing but the
-order changes.
+`schedule` follows the simulation of cost/simulator/engine.py:
+1. a collective is issued as soon as its operands are there, or, where it fetches a stored tensor,
+   just before it would be late;
+2. it is waited for at its first use, or when it is modelled done and another collective depends on
+   it, or a while later where that costs nothing, as ranks drift apart and collectives are late.
 
-limit_memory: a scheduled order is changed as little as it takes to hold no more than a bound.
-
-A derived graph enters after `schedule`, before products write in place; backends.py calls this for
-each schedule that it tries, with the bytes that the plan allows.
-
-What was issued is waited for before an op that would not fit beside it, as the operands of a
-collective are only free then; an op that was put off runs where that frees more than it makes; what
-is fetched, and collectives whose results come to more than there is room for, are issued later: at
-the latest right before what takes them. Numbers stay the same to the bit.
+`limit_memory` then changes this order as little as it takes to hold no more than a bound. It waits
+for a collective before an op that would not fit otherwise, as that frees its operands; it runs a
+deferred op where that frees more than it makes; it issues fetches later, at the latest right before
+their use. runtime/backends.py calls both after `bucket`, before `reinplace`. Only the order
+changes: numbers stay the same to the bit.
 """
 
 from __future__ import annotations
@@ -31,7 +26,15 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.simulator.engine import Run, simulate_overlap
-from autopar.cost.simulator.graph_events import Phase, collective_of, fetchable, graph_events, group_of, is_wait, keeps_place
+from autopar.cost.simulator.graph_events import (
+    Phase,
+    collective_of,
+    fetchable,
+    graph_events,
+    group_of,
+    is_wait,
+    keeps_place,
+)
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.liveness import Lives, Staging, StepMemory, live_bytes
 from autopar.ir.graph import reorder
@@ -39,10 +42,12 @@ from autopar.world import World
 
 
 class Freedom(NamedTuple):
-    """How far from its place in the graph an op may go. `ahead`: how much may be fetched before its
-    use, in times the largest; `window`: of events, past the first that is not done; `patience`:
-    for how long after its modelled end a collective may be left alone while there is something to
-    compute, in times the mean interval between two collectives, what is tried first.
+    """How far an op may move from its place in the graph.
+
+    `ahead`: how much may be fetched before its use, in multiples of the largest fetch. `window`:
+    how many events are considered past the first that is not done. `patience`: how long after its
+    modelled end a collective may be left alone while there is something to compute, in multiples of
+    the mean interval between two collectives; these are tried in order.
     """
 
     ahead: int = 4
@@ -52,8 +57,8 @@ class Freedom(NamedTuple):
 
 USUAL = Freedom()
 PUNCTUAL = Freedom(patience=())
-LEAST = Freedom(1, 8, ())  # holds hardly more at once than the graph's own order
-_FREE = 0.005  # of the simulated step: what patience may cost
+LEAST = Freedom(1, 8, ())  # peaks hardly higher than the graph's own order
+_PATIENCE_COST = 0.005  # share of the simulated step that patience may cost
 
 
 def schedule(
@@ -63,16 +68,18 @@ def schedule(
     phase: Phase,
     freedom: Freedom = USUAL,
 ) -> Run:
-    """Reorder the graph in place; the simulated run of it. The same on every rank."""
+    """Reorder the graph in place and return its simulated run. `stored` names the placeholders that
+    are there before the step begins. The order is the same on every rank.
+    """
     listed = graph_events(graph, world, stored, phase)
-    run = _patient(listed.events, freedom)
+    run = _most_patient_run(listed.events, freedom)
     _arrange(graph, [listed.nodes[action.event] for action in run.order])
     return run
 
 
-def _patient(events: Sequence[Event], freedom: Freedom) -> Run:
-    """The simulated run that leaves collectives alone longest, among those as short as the one that
-    asks for them at once.
+def _most_patient_run(events: Sequence[Event], freedom: Freedom) -> Run:
+    """Return the simulated run that leaves collectives alone for the longest, among those about as
+    short as the run that waits for them at once.
     """
     ahead = _most_ahead(events, freedom)
     prompt = simulate_overlap(events, ahead, freedom.window)
@@ -80,19 +87,19 @@ def _patient(events: Sequence[Event], freedom: Freedom) -> Run:
     for times in freedom.patience if interval else ():
         patience, defers = times * interval, (prompt.defer,)
         run = simulate_overlap(events, ahead, freedom.window, defers, patience)
-        if run.seconds <= (1 + _FREE) * prompt.seconds:
+        if run.seconds <= (1 + _PATIENCE_COST) * prompt.seconds:
             return run
     return prompt
 
 
 def _most_ahead(events: Sequence[Event], freedom: Freedom) -> float:
-    """Bytes that may be held before their use."""
+    """Return the bytes that may be fetched before their use."""
     largest = max((event.held_bytes for event in events if event.ahead), default=0.0)
     return freedom.ahead * largest
 
 
 def check(graph: fx.Graph, before: Sequence[fx.Node]) -> None:
-    """The contract: the nodes are those of before, each after what it takes, and every collective
+    """The contract: the nodes are those of `before`, each after its operands, and every collective
     is waited for.
     """
     graph.lint()
@@ -104,7 +111,7 @@ def check(graph: fx.Graph, before: Sequence[fx.Node]) -> None:
 
 
 def collectives_in_order(graph: fx.Graph) -> list[str]:
-    """One line a collective, as issued: what the ranks of a group must have in common."""
+    """Return a line for each collective, as issued: the ranks of a group must agree on them."""
     return [
         f"{group_of(node)} {collective_of(node)} "
         + " ".join(str(tuple(n.meta["val"].shape)) for n in node.all_input_nodes)
@@ -115,18 +122,18 @@ def collectives_in_order(graph: fx.Graph) -> list[str]:
 
 def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     """Put the nodes in this order, views and waits right before their first user."""
-    given = graph.find_nodes(op="placeholder")
-    placed, cursor = set(given), given[-1] if given else graph._root
-    rest = [node for node in graph.nodes if node.op != "output"]
-    for wanted in (*order, *rest):
-        for node in _with_carriers(wanted, placed):
+    placeholders = graph.find_nodes(op="placeholder")
+    placed, cursor = set(placeholders), placeholders[-1] if placeholders else graph._root
+    others = [node for node in graph.nodes if node.op != "output"]
+    for next_node in (*order, *others):
+        for node in _with_carriers(next_node, placed):
             cursor.append(node)
             cursor = node
 
 
 def _with_carriers(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
-    """The node after those that it needs and that are not placed yet. A tuple of results is taken
-    apart at once: it would keep all of them alive until the last is asked for.
+    """Yield the node after those that it needs and that are not placed yet. A tuple of results is
+    taken apart at once, as it would keep all of them alive until the last is used.
     """
     if node in placed:
         return
@@ -141,34 +148,35 @@ def _with_carriers(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """The users of a collective's results."""
+    """Yield the users of a collective's results."""
     for user in node.users:
         yield user
         if user.target is operator.getitem:
             yield from user.users
 
 
-_WINDOW = 64  # of what comes next in a schedule, where room is looked for
+_WINDOW = 64  # the next ops of a schedule among which one is sought that frees memory
 
 
 def limit_memory(graph: fx.Graph, stored: frozenset[str], bound: float, step: StepMemory) -> bool:
-    """Reorder the graph in place; whether it holds no more than `bound` bytes then. `stored`: the
-    placeholders that are there before the step begins.
+    """Reorder the graph in place; return whether it holds no more than `bound` bytes then. `stored`
+    names the placeholders that are there before the step begins.
     """
     if live_bytes(graph, step) <= bound:
         return True
     scheduled = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     early = fetchable(graph, stored)
-    late = _Late(graph, Lives(graph, step), early, bound)
+    late = _LateOrder(graph, Lives(graph, step), early, bound)
     late.place(scheduled)
-    given = graph.find_nodes(op="placeholder")
-    reorder(graph, [*given, *_fetched_earlier(late, scheduled, early)])
+    placeholders = graph.find_nodes(op="placeholder")
+    reorder(graph, [*placeholders, *_move_fetches_ahead(late, scheduled, early)])
     return live_bytes(graph, step) <= bound
 
 
-class _Late:
-    """Places nodes one after the other: what is early right before its first use, waits as soon as
-    there is too little room. `order`; `live`: by place, what is there while the node runs.
+class _LateOrder:
+    """Places nodes one after the other: fetches right before their first use, waits as soon as
+    there is too little room. `order` holds the placed nodes, and `live` the bytes that are live as
+    each runs.
     """
 
     def __init__(self, graph: fx.Graph, lives: Lives, early: set[fx.Node], bound: float) -> None:
@@ -179,30 +187,32 @@ class _Late:
         self.waits: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by issue
         for wait, issue in lives.issues.items():
             self.waits[issue].append(wait)
-        given = graph.find_nodes(op="placeholder")
-        self.placed = set(given)
-        self.now = lives.step.primals + sum(self.made[node] for node in given)
-        self.flying: dict[fx.Node, None] = {}  # issued and not waited for, in this order
-        self.coming: deque[fx.Node] = deque()  # what is not early, as scheduled
+        placeholders = graph.find_nodes(op="placeholder")
+        self.placed = set(placeholders)
+        self.now = lives.step.primals + sum(self.made[node] for node in placeholders)
+        self.flying: dict[fx.Node, None] = {}  # issued and not waited for, in order of issue
+        self.coming: deque[fx.Node] = deque()  # nodes that are not in `early`, as scheduled
         self.order: list[fx.Node] = []
         self.live: list[float] = []
 
     def place(self, nodes: Iterable[fx.Node]) -> None:
-        """All of them, in their order but for what is moved."""
+        """Place all of these nodes, in their order but for those that are moved."""
         nodes = list(nodes)
-        kept_back = []
+        deferred = []
         self.coming.extend(n for n in nodes if n not in self.early)
         for node in nodes:
             if node in self.early or (node in self.waits and not self._room(node)):
-                kept_back.append(node)
+                deferred.append(node)
             else:
                 self._with_needs(node)
-        for node in kept_back:
-            if all(user.op == "output" for user in node.users):  # with all that leads to it
+        for node in deferred:
+            if all(user.op == "output" for user in node.users):  # its result goes out of the graph
                 self._with_needs(node)
 
     def _room(self, node: fx.Node) -> bool:
-        """Whether there is room for what the node makes, once others are waited for."""
+        """Whether there is room for what the node makes, after waiting for collectives that free
+        some.
+        """
         for issue in list(self.flying):
             if self._fits(node):
                 return True
@@ -210,54 +220,59 @@ class _Late:
             if any(self.left[self.lives.root[n]] <= len(waits) for n in issue.all_input_nodes):
                 for wait in waits:
                     self._with_needs(wait)
-        while not self._fits(node) and (several := self._frees(node)):
-            for one in several:
-                self._append(one)
+        while not self._fits(node) and (freeing := self._frees(node)):
+            for freed_by in freeing:
+                self._append(freed_by)
         return self._fits(node)
 
     def _frees(self, node: fx.Node) -> list[fx.Node]:
-        """The next op that was put off and ends more than it makes, behind the views that it takes;
-        none where there is none.
+        """Return the next deferred op that frees more than it makes, after the views that it takes;
+        an empty list where there is none.
         """
         while self.coming and self.coming[0] in self.placed:
             self.coming.popleft()
-        for one in itertools.islice(self.coming, _WINDOW):
-            if one in self.placed or one is node or one in self.waits:
+        for op in itertools.islice(self.coming, _WINDOW):
+            if op in self.placed or op is node or op in self.waits:
                 continue
-            if not self.made[one] or keeps_place(one):
+            if not self.made[op] or keeps_place(op):
                 continue
-            several = list(dict.fromkeys(self._needs(one)))
-            if any(self.made[n] or n in self.lives.issues for n in several[:-1]):
+            nodes = list(dict.fromkeys(self._needs(op)))
+            if any(self.made[n] or n in self.lives.issues for n in nodes[:-1]):
                 continue
-            roots = {self.lives.root[n] for each in several for n in each.all_input_nodes}
-            left = {r: self.lives.readers[r] - self.placed for r in roots}
-            ended = sum(self.made[r] for r, readers in left.items() if readers <= {*several})
-            if ended > self.made[one]:
-                return several
+            roots = {self.lives.root[n] for each in nodes for n in each.all_input_nodes}
+            unplaced_readers = {r: self.lives.readers[r] - self.placed for r in roots}
+            freed_bytes = sum(
+                self.made[r] for r, readers in unplaced_readers.items() if readers <= {*nodes}
+            )
+            if freed_bytes > self.made[op]:
+                return nodes
         return []
 
     def _needs(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The node behind all that it needs and that is not placed."""
+        """Yield the node after all that it needs and that is not placed."""
         for needed in node.all_input_nodes:
             if needed not in self.placed:
                 yield from self._needs(needed)
         yield node
 
     def _fits(self, node: fx.Node) -> bool:
-        more = self.made[node] + self.lives.staged(node)
-        return self.now + self.staging.bytes + more <= self.bound
+        """Whether the node can run now within the bound."""
+        new_bytes = self.made[node] + self.lives.staged(node)
+        return self.now + self.staging.bytes + new_bytes <= self.bound
 
     def _with_needs(self, node: fx.Node) -> None:
+        """Place the node after all that it needs."""
         if node in self.placed:
             return
         for needed in node.all_input_nodes:
             self._with_needs(needed)
         if self.made[node]:
             self._room(node)
-        if node not in self.placed:  # by its room
+        if node not in self.placed:  # _room may have placed it
             self._append(node)
 
     def _append(self, node: fx.Node) -> None:
+        """Place the node, and update which bytes are live."""
         self.placed.add(node)
         self.order.append(node)
         self.now += self.made[node]
@@ -276,32 +291,35 @@ class _Late:
             self.now -= self.made[node]
 
     def _read(self, node: fx.Node, issue: fx.Node | None) -> set[fx.Node]:
-        taken = [*node.all_input_nodes, *(issue.all_input_nodes if issue is not None else ())]
-        return {self.lives.root[n] for n in taken}
+        """Return the memory that a node reads; a wait also reads its collective's operands."""
+        operands = [*node.all_input_nodes, *(issue.all_input_nodes if issue is not None else ())]
+        return {self.lives.root[n] for n in operands}
 
 
-def _fetched_earlier(
-    late: _Late, scheduled: list[fx.Node], early: set[fx.Node]
+def _move_fetches_ahead(
+    late: _LateOrder, scheduled: list[fx.Node], early: set[fx.Node]
 ) -> Iterator[fx.Node]:
-    """The order with what is fetched as far ahead as it was scheduled, and as there is room."""
+    """Yield the order with fetches moved ahead again: as far as they were scheduled, and as there
+    is room.
+    """
     place = {node: number for number, node in enumerate(late.order)}
     live = np.array(late.live)
-    wanted = _anchors(scheduled, early, place)
+    scheduled_place = _anchors(scheduled, early, place)
     moved: dict[fx.Node, int] = {}
     before: dict[int, list[fx.Node]] = defaultdict(list)
     for node in late.order:
         if node not in early or collective_of(node) is None:
             continue
-        several = list(dict.fromkeys(_unmoved(node, early, moved)))
-        needs = (moved.get(n, 0) for one in several for n in one.all_input_nodes)
-        first, last = max([wanted[node], *needs]), place[node]
-        size = sum(late.made[one] + late.lives.staged(one) for one in several)
-        full = np.flatnonzero(live[first:last] + size > late.bound)
-        start = first + int(full[-1]) + 1 if len(full) else first
+        nodes = list(dict.fromkeys(_unmoved_needs(node, early, moved)))
+        needs = (moved.get(n, 0) for member in nodes for n in member.all_input_nodes)
+        first, last = max([scheduled_place[node], *needs]), place[node]
+        size = sum(late.made[member] + late.lives.staged(member) for member in nodes)
+        too_full = np.flatnonzero(live[first:last] + size > late.bound)
+        start = first + int(too_full[-1]) + 1 if len(too_full) else first
         if start < last:
             live[start:last] += size
-            before[start] += several
-            moved.update(dict.fromkeys(several, start))
+            before[start] += nodes
+            moved.update(dict.fromkeys(nodes, start))
     for number, node in enumerate(late.order):
         yield from before[number]
         if node not in moved:
@@ -311,19 +329,23 @@ def _fetched_earlier(
 def _anchors(
     scheduled: list[fx.Node], early: set[fx.Node], place: dict[fx.Node, int]
 ) -> dict[fx.Node, int]:
-    """By node that is early, the place of what followed it first in the schedule and is not."""
-    found, anchor = {}, len(place)
+    """Return, for each node of `early`, the place of the first other node that followed it in the
+    schedule.
+    """
+    anchors, anchor = {}, len(place)
     for node in reversed(scheduled):
         if node in early:
-            found[node] = anchor
+            anchors[node] = anchor
         else:
             anchor = min(anchor, place[node])
-    return found
+    return anchors
 
 
-def _unmoved(node: fx.Node, early: set[fx.Node], moved: dict[fx.Node, int]) -> Iterator[fx.Node]:
-    """The node behind what it needs that has not been moved."""
+def _unmoved_needs(
+    node: fx.Node, early: set[fx.Node], moved: dict[fx.Node, int]
+) -> Iterator[fx.Node]:
+    """Yield the node after what it needs that has not been moved."""
     for needed in node.all_input_nodes:
         if needed in early and needed not in moved and needed.op != "placeholder":
-            yield from _unmoved(needed, early, moved)
+            yield from _unmoved_needs(needed, early, moved)
     yield node

@@ -1,15 +1,16 @@
-"""views: what a derived graph reads by its strides, it takes however it lies in memory.
+"""Makes a derived graph correct for any memory layout of its inputs and intermediate results.
+
+    view(transpose(mse_loss_backward(...)), [48, 16])    ->    reshape(...)
+    all_gather_into_tensor(x)                            ->    all_gather_into_tensor(contiguous(x))
 
 AOTAutograd decides by predicted strides whether a reshape is a view and whether a copy can be left
-out. The prediction fails where an op's kernel lays its result out in another way than its meta
-function says (the gradient of `mse_loss` of a transposed tensor), and where a step is called with
-an input that lies otherwise than that of the first step. Eager would have copied there; a view
-raises, and `as_strided` would read other numbers.
+out. The prediction fails where an op's kernel gives other strides than its meta function says (the
+gradient of `mse_loss` of a transposed tensor), and where an input has other strides than in the
+first step. Eager would copy there; a view raises, and `as_strided` would read other numbers.
+`reshape` and `contiguous` copy only where they must. Views whose strides are certain stay: those of
+matmuls, of collectives' results, and of everything with one dim.
 
-Example: `view(transpose(mse_loss_backward(...)), [48, 16])` becomes `reshape(...)`, which is a view
-where it can be, and an `all_gather_into_tensor(x)` takes `contiguous(x)`, which is `x` where it is.
-What lies as predicted beyond doubt stays: views of products, of what a collective brought, and of
-everything with one dim.
+runtime/backends.py calls `views` after `reinplace`, on both graphs.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _CERTAIN = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default})
 
 
 def views(graph: fx.Graph, operands: bool = True) -> None:
-    """Let views copy where they must. `operands`: and put what a collective sends, and what is read
-    as other numbers than it holds, into order where it is not; compilers do that themselves.
+    """Turn views into reshapes where strides are uncertain, in place. `operands` also makes
+    contiguous what a collective sends, and what is reinterpreted as another dtype or by strides;
+    compilers do that themselves.
     """
     certain: set[fx.Node] = set()
     for node in list(graph.nodes):
@@ -41,28 +43,29 @@ def views(graph: fx.Graph, operands: bool = True) -> None:
         if not certain.issuperset(node.all_input_nodes):
             if node.target in _VIEWS:
                 node.target = aten.reshape.default
-            elif operands and _needs_order(node):
-                _put_in_order(graph, node, certain)
-        if _lies_as_predicted(node, certain):
+            elif operands and _needs_contiguous(node):
+                _make_contiguous(graph, node, certain)
+        if _has_certain_strides(node, certain):
             certain.add(node)
 
 
 def check(graph: fx.Graph) -> None:
-    """The contract: no view and no reader of memory takes what may lie otherwise."""
+    """The contract: no view takes a value whose strides are uncertain."""
     graph.lint()
     certain: set[fx.Node] = set()
     for node in graph.nodes:
         doubtful = set(node.all_input_nodes) - certain
         assert not (node.target in _VIEWS and doubtful), f"{node.name} views {doubtful}"
-        if _lies_as_predicted(node, certain):
+        if _has_certain_strides(node, certain):
             certain.add(node)
 
 
-def _needs_order(node: fx.Node) -> bool:
+def _needs_contiguous(node: fx.Node) -> bool:
+    """Whether an op reads its operands by their place in memory."""
     return node.target in _READERS or collective_of(node) is not None
 
 
-def _lies_as_predicted(node: fx.Node, certain: set[fx.Node]) -> bool:
+def _has_certain_strides(node: fx.Node, certain: set[fx.Node]) -> bool:
     """Whether the strides of a result are those of its `meta["val"]` in every run."""
     if node.op != "call_function":
         return False
@@ -74,8 +77,8 @@ def _lies_as_predicted(node: fx.Node, certain: set[fx.Node]) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() < 2
 
 
-def _put_in_order(graph: fx.Graph, node: fx.Node, certain: set[fx.Node]) -> None:
-    """Its doubtful operands contiguous, where they are predicted to be."""
+def _make_contiguous(graph: fx.Graph, node: fx.Node, certain: set[fx.Node]) -> None:
+    """Make the uncertain operands contiguous that are predicted to be."""
 
     def ordered(operand: fx.Node) -> fx.Node:
         value: Any = operand.meta.get("val")

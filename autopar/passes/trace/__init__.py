@@ -1,5 +1,6 @@
-"""From a model to a graph: torch.export, with a refusal for what a graph would silently lose.
+"""From a model to a graph: torch.export, which refuses what a graph would silently lose.
 
-trace.py is the pass; export.py calls torch.export, simplify.py takes out what computes nothing,
-side_effects.py, hooks.py and snapshot.py find what calls do besides computing.
+trace.py is the pass. export.py calls torch.export and explains its failures, simplify.py removes
+ops that compute nothing, signature.py binds calls to the planned arguments, and side_effects.py,
+hooks.py and snapshot.py find what a call of the model does besides computing its result.
 """

@@ -1,4 +1,12 @@
-"""A model as an ExportedProgram: traced with fake tensors, decomposed, its failures explained."""
+"""Turns a model into an ExportedProgram: traced with fake tensors, decomposed, its failures
+explained.
+
+A model and the arguments of a call enter `capture`; the decomposed program leaves, with the model's
+own tensors. No memory is allocated for values, and the model is restored afterwards. What a graph
+could not repeat (writes into parameters, padded samples that are packed, gradients that get lost)
+raises a TraceError that names the line and a remedy. trace.py calls `capture`; side_effects.py runs
+the model on the same `stand_ins`, and runtime/original.py uses `borrowed`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +28,14 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensor, FakeTensorMode, fake_mode, masks_as_given, pytree, taken_apart
+from autopar._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_mode,
+    masks_as_given,
+    pytree,
+    taken_apart,
+)
 from autopar.errors import TraceError
 from autopar.ops.custom_functions import Refused, honoured
 from autopar.passes.trace.hooks import Watch, refuse_held
@@ -37,13 +52,14 @@ DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 def capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ExportedProgram, dict[int, torch.Tensor]]:
-    """The decomposed program, and the model's own tensors by the id of the fake that stood in.
+    """Return the decomposed program, and the model's own tensors by the id of the fake that
+    replaced them.
 
     No size and no device is too large for fake tensors, and the model is left as it was, also when
     this fails. Raises TraceError.
     """
     # Hooks are looked for on the model's own tensors, before others stand in for them.
-    with _refusing(model), honoured(model), stand_ins(model, args, kwargs) as fakes:
+    with _name_model_in_refusals(model), honoured(model), stand_ins(model, args, kwargs) as fakes:
         try:
             watch = Watch(model)
             with watch.saved(), _DetachWithoutGrad(), _no_packing(model), watch:
@@ -51,7 +67,7 @@ def capture(
             inline_no_grad(exported.graph_module)
             _refuse_writes(model, exported)
             _refuse_lost(model, exported, fakes)
-            decomposed = _decomposed(model, exported)
+            decomposed = _decompose(model, exported)
             _refuse_lost(model, decomposed, fakes)
         except (TraceError, Refused):
             raise
@@ -62,7 +78,7 @@ def capture(
 
 
 class StandIns(NamedTuple):
-    """Fakes of what a model is called with; its own tensors by the id of their fake."""
+    """The fakes that a model is called with, and its own tensors by the id of their fake."""
 
     mode: FakeTensorMode
     args: tuple[Any, ...]
@@ -74,8 +90,9 @@ class StandIns(NamedTuple):
 def stand_ins(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[StandIns]:
-    """Fake tensors in the place of all that the model holds and is given. At the end the model is
-    as it was, whatever its forward has done. Quiet, and with gradients, for a call of the model.
+    """Put fake tensors in the place of all that the model holds and is called with. The model is
+    restored at the end, whatever its forward has done. Warnings and logs are silenced, and
+    gradients are on.
     """
     mode = fake_mode()
     _register_dataclasses((args, kwargs))
@@ -92,8 +109,8 @@ def stand_ins(
 
 
 @contextmanager
-def _refusing(model: nn.Module) -> Iterator[None]:
-    """Says which model it is that a graph cannot say something of."""
+def _name_model_in_refusals(model: nn.Module) -> Iterator[None]:
+    """Refuse hooks on the model, and turn every Refused into a TraceError that names the model."""
     try:
         refuse_held(model)
         yield
@@ -103,7 +120,7 @@ def _refusing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_packing(model: nn.Module) -> Iterator[None]:
-    """Refuses encoders that would pack padded samples: in eval and without gradients, torch.nn's
+    """Refuse encoders that would pack padded samples: in eval mode without gradients, torch.nn's
     gives zeros where samples are padded, and other numbers under torch.export.
     """
     encoders = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.TransformerEncoder)]
@@ -121,11 +138,12 @@ def _no_packing(model: nn.Module) -> Iterator[None]:
 def _refuse_packing(
     model: nn.Module, name: str, encoder: nn.TransformerEncoder, args: Any, kwargs: dict[str, Any]
 ) -> None:
-    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    """Raise TraceError where this call of an encoder would pack padded samples."""
+    arguments = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
     packs = getattr(encoder, "use_nested_tensor", False) and not encoder.layers[0].training
     if not packs or not torch.backends.mha.get_fastpath_enabled():
         return
-    if given.get("mask") is None and given.get("src_key_padding_mask") is not None:
+    if arguments.get("mask") is None and arguments.get("src_key_padding_mask") is not None:
         reason = (
             f"the encoder {name!r} in eval mode puts zeros where samples are padded, which "
             "torch.export leaves out"
@@ -137,15 +155,16 @@ def _refuse_packing(
         raise refusal(model, reason, "", advice)
 
 
-def _decomposed(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
-    """The program with composite operators kept whole, but for those that write into an operand
-    without saying so, as instance_norm does into its running statistics.
+def _decompose(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
+    """Return the program with composite operators left intact, but for those that write into an
+    operand without saying so in their signatures, as instance_norm does into its running
+    statistics.
     """
-    kept = exported.run_decompositions({})
-    written = secretly_written(kept)
-    if not written:
-        return kept
-    decomposed = exported.run_decompositions({op: taken_apart(op) for op in written})
+    program = exported.run_decompositions({})
+    writers = secretly_written(program)
+    if not writers:
+        return program
+    decomposed = exported.run_decompositions({op: taken_apart(op) for op in writers})
     for op, node in secretly_written(decomposed).items():
         reason = f"{op} writes into an operand, which its signature does not say"
         raise refusal(model, reason, place(node), "Use an operator that returns what it makes.")
@@ -156,7 +175,7 @@ class _DetachWithoutGrad(TorchFunctionMode):
     """Detaches what is computed, or written elsewhere, while gradients are off.
 
     Export records such regions, decomposition forgets them, and under autocast export forgets them
-    too. What is detached without need is taken back by `simplify`.
+    too. `simplify` removes detaches that turn out to be needless.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -175,7 +194,9 @@ class _DetachWithoutGrad(TorchFunctionMode):
 
 
 def _refuse_blind_write(name: str, args: Any) -> None:
-    """Eager autograd does not see a write without gradients; a functional graph would."""
+    """Refuse an in-place write without gradients into a tensor that carries one: eager autograd
+    does not see it, and a functional graph would.
+    """
     writes = not name.startswith("__") or name == "__setitem__" or name[:3] == "__i"
     harmless = name in ("add_", "sub_", "__iadd__", "__isub__", "detach_", "requires_grad_")
     target = args[0] if args else None
@@ -185,11 +206,14 @@ def _refuse_blind_write(name: str, args: Any) -> None:
 
 
 def _detach(value: torch.Tensor) -> torch.Tensor:
+    """Detach a tensor that may carry a gradient."""
     return value.detach() if value.is_floating_point() or value.is_complex() else value
 
 
 def _home_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where what is on the meta device would be: with the first tensor that is not, or the CPU."""
+    """Return the device that tensors on the meta device are taken to be on: that of the first other
+    tensor, or the CPU.
+    """
     candidates = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
     for value in candidates:
         if isinstance(value, torch.Tensor) and value.device.type != "meta":
@@ -198,6 +222,7 @@ def _home_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _fake(mode: FakeTensorMode, value: torch.Tensor, home: torch.device) -> torch.Tensor:
+    """Return a fake of this tensor, with its shape, strides, dtype and `requires_grad`."""
     device = home if value.device.type == "meta" else value.device
     with mode:
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
@@ -210,8 +235,8 @@ def _fake(mode: FakeTensorMode, value: torch.Tensor, home: torch.device) -> torc
 def borrowed(
     model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[dict[int, torch.Tensor]]:
-    """Puts what `make` makes in the place of the model's tensors, and at the end everything back as
-    it was.
+    """Put what `make` returns in the place of each of the model's tensors, and restore the model at
+    the end.
 
     Yields the original tensors by the id of what stands in for them.
     """
@@ -240,12 +265,13 @@ def _replace_tensors(
     stand_in: Callable[[torch.Tensor], torch.Tensor],
     fakes: dict[int, torch.Tensor],
 ) -> None:
+    """Replace the tensors that one module holds, in its registries, lists and attributes."""
     registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for registry in registries:
         for name, value in registry.items():
             if value is not None:
                 registry[name] = stand_in(value)
-    # Some hold tensors elsewhere too: nn.LSTM lists its weights, others keep plain constants.
+    # Some modules hold tensors elsewhere too: nn.LSTM in a list, others in plain attributes.
     for name, value in list(module.__dict__.items()):
         if isinstance(value, list) and any(id(item) in fakes for item in value):
             module.__dict__[name] = [fakes.get(id(item), item) for item in value]
@@ -254,7 +280,7 @@ def _replace_tensors(
 
 
 def _register_dataclasses(tree: Any) -> None:
-    """Makes export look into dataclasses that nobody has registered; it refuses them otherwise."""
+    """Register dataclasses with export, which refuses those that it does not know."""
     for leaf in pytree.tree_leaves(tree):
         if is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(type(leaf))
@@ -263,7 +289,7 @@ def _register_dataclasses(tree: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what export prints of its inner workings; its errors are told by `explained`."""
+    """Silence what export prints of its inner workings; `explained` reports its errors."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -278,39 +304,42 @@ def _quiet() -> Iterator[None]:
 
 
 def refusal(model: nn.Module, reason: str, place: str, advice: str) -> TraceError:
+    """Return a TraceError that says which model cannot be one graph, why, where, and what to do."""
     where = f"\n{place}" if place else ""
     return TraceError(f"{type(model).__name__} cannot be one graph: {reason}{where}\n{advice}")
 
 
 def place(node: fx.Node | None) -> str:
-    """The line of the user's code that made this node, out of the trace that export keeps."""
+    """Return the line of the user's code that made this node, from the trace that export keeps."""
     trail = (node.meta.get("stack_trace") or "") if node is not None else ""
     frames = [frame for frame in re.split(r'\s*File "', trail) if frame and frame[0] != "<"]
     return f'  File "{frames[-1].rstrip()}' if frames else ""
 
 
 def _refuse_writes(model: nn.Module, exported: ExportedProgram) -> None:
-    """Operators that write into a parameter or an input, while their lines are still known."""
+    """Refuse operators that write into a parameter or an input, while their lines are still
+    there.
+    """
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     for node in exported.graph.nodes:
         if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
             continue
         spec = specs.get(getattr(node.args[0], "name", ""))
         if spec is not None and spec.kind in (InputKind.PARAMETER, InputKind.USER_INPUT):
-            raise _written(model, spec.target or spec.arg.name, place(node))
+            raise _write_error(model, spec.target or spec.arg.name, place(node))
 
 
 def _refuse_mutations(model: nn.Module, exported: ExportedProgram) -> None:
-    """The same for writes through a view, which show only once the program is functional."""
+    """Refuse such writes through a view, which show only once the program is functional."""
     for spec in exported.graph_signature.output_specs:
         if spec.kind not in (OutputKind.BUFFER_MUTATION, OutputKind.USER_OUTPUT):
             node = next((n for n in exported.graph.nodes if n.name == spec.arg.name), None)
-            raise _written(model, spec.target or spec.arg.name, place(node))
+            raise _write_error(model, spec.target or spec.arg.name, place(node))
 
 
 def _refuse_lost(model: nn.Module, exported: ExportedProgram, fakes: StandIns) -> None:
-    """Values of the trace itself that export took for constants: what autograd had saved of them is
-    no part of the graph, and their gradients would be lost.
+    """Refuse values of the trace that export took for constants: what autograd saved of them is no
+    part of the graph, and their gradients would be lost.
     """
     names = {s.arg.name: s.target for s in exported.graph_signature.input_specs}
     for node in exported.graph.find_nodes(op="placeholder"):
@@ -326,12 +355,14 @@ def _refuse_lost(model: nn.Module, exported: ExportedProgram, fakes: StandIns) -
             )
 
 
-def _written(model: nn.Module, name: str, where: str) -> TraceError:
+def _write_error(model: nn.Module, name: str, where: str) -> TraceError:
+    """Return the TraceError for a parameter or an input that forward changes in place."""
     reason = f"forward changes {name!r}, a parameter or an input, in place"
     return refusal(model, reason, where, "Work on a clone of it, or register it as a buffer.")
 
 
 def explained(model: nn.Module, error: Exception) -> TraceError:
+    """Return a TraceError for an error of export or of the model itself, with the user's line."""
     if any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutputShape")):
         reason, advice = "a branch or a shape depends on the values of a tensor", DATA_ADVICE
     else:
@@ -342,16 +373,18 @@ def explained(model: nn.Module, error: Exception) -> TraceError:
 
 
 def trail(error: Exception) -> str:
-    """The last line outside of torch that `error` passed; if a library's, the user's before it."""
+    """Return the last line outside of torch that `error` passed; where that is in another library,
+    the user's line that called it comes first.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_inner(f.filename)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename][-1:]
-    shown = own if own == frames[-1:] else own + frames[-1:]
+    user_frames = [frame for frame in frames if "site-packages" not in frame.filename][-1:]
+    shown = user_frames if user_frames == frames[-1:] else user_frames + frames[-1:]
     lines = (f'  File "{f.filename}", line {f.lineno}, in {f.name}\n    {f.line}' for f in shown)
     return "\n".join(lines)
 
 
 def _is_inner(filename: str) -> bool:
-    """Whether a file is torch's, autopar's or the standard library's."""
+    """Whether a file belongs to torch, autopar or the standard library."""
     path = Path(filename)
     if filename.startswith("<") or path.is_relative_to(Path(__file__).parent):
         return True

@@ -1,9 +1,11 @@
-"""Hooks that run in a model's backward. A graph of the forward has no place for what they do to a
-gradient, so that it would be lost without a word: each is refused, by its module's name.
+"""Refuses hooks that would run in a model's backward: a graph of the forward has no place for them.
 
     h.register_hook(double)    ->    TraceError: … blocks.0 registers the hook double on a tensor …
 
-What only computes something else in the backward is fine: `save_on_cpu` is forgotten.
+A hook may change a gradient, and a parallel model would silently lose that change. Each is refused
+with the name of its module. What does not change a gradient is fine: `save_on_cpu`, which packs
+saved activations, is ignored. export.py calls `refuse_held` before it traces and traces the model
+under `Watch`.
 """
 
 from __future__ import annotations
@@ -20,30 +22,33 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.ops.custom_functions import HOOK_ADVICE, Place, Refused, is_inner
 
-_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
-_ON_TENSORS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+_GET_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_REGISTER_ON_TENSOR = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
 def refuse_held(model: nn.Module) -> None:
-    """Refuses the hooks that the model's parameters have before it runs, and the oldest kind of
-    hook on modules.
+    """Raise Refused for hooks that the model's parameters have before it runs, and for backward
+    hooks of the oldest kind on modules.
     """
     for name, parameter in model.named_parameters():
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if hooks := getattr(parameter, kind, None):
-                raise Refused(f"parameter {name} has the hook {_listed(hooks)}", "", HOOK_ADVICE)
+                raise Refused(
+                    f"parameter {name} has the hook {_join_names(hooks)}", "", HOOK_ADVICE
+                )
     for name, module in model.named_modules():
         if module._is_full_backward_hook is False and module._backward_hooks:
-            listed, where = _listed(module._backward_hooks), name or type(module).__name__
+            listed, where = _join_names(module._backward_hooks), name or type(module).__name__
             raise Refused(f"{where} has the backward hook {listed}", "", HOOK_ADVICE)
 
 
-def _listed(hooks: Any) -> str:
+def _join_names(hooks: Any) -> str:
+    """Return the names of these hooks, separated by commas."""
     return ", ".join(named(hook) for hook in hooks.values())
 
 
 def named(hook: Any) -> str:
-    """What a person calls a hook, with its line."""
+    """Return a hook's name, with the file and line of its code."""
     code = getattr(hook, "__code__", None)
     name = getattr(hook, "__qualname__", None) or repr(hook)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
@@ -59,20 +64,22 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ON_TENSORS:
+        if func in _REGISTER_ON_TENSOR:
             hook = args[1] if len(args) > 1 else kwargs.get("hook")
             raise self._place().refuse(f"registers the hook {named(hook)} on a tensor", HOOK_ADVICE)
-        found = func(*args, **kwargs)
-        if func == _GRAD_FN and found is not None and _hands_out(_caller()):
-            return _Node(found, self._place())
-        return found
+        result = func(*args, **kwargs)
+        if func == _GET_GRAD_FN and result is not None and _hands_out(_caller()):
+            return _Node(result, self._place())
+        return result
 
     def _place(self) -> Place:
         return Place.of(self.names, self.model)
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """Refuses hooks on what the backward saves, but for those that only put it elsewhere."""
+        """Refuse hooks on saved activations for the time of this context, but for torch's own,
+        which only put them elsewhere.
+        """
         plain, enter = saved_tensors_hooks, saved_tensors_hooks.__enter__
 
         def refuse(hooks: saved_tensors_hooks) -> Any:
@@ -94,7 +101,7 @@ def _hands_out(filename: str) -> bool:
 
 
 def _caller() -> str:
-    """The file of the code that called into the modes that are on."""
+    """Return the file of the code that called into the modes that are on."""
     frame: Any = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -102,7 +109,7 @@ def _caller() -> str:
 
 
 class _Node:
-    """A node of the autograd graph that takes no hooks, nor do those behind it."""
+    """A node of the autograd graph that refuses hooks, as do the nodes behind it."""
 
     def __init__(self, node: Any, place: Place) -> None:
         self._node, self._place = node, place
@@ -114,10 +121,10 @@ class _Node:
     def __getattr__(self, name: str) -> Any:
         if name in ("register_hook", "register_prehook"):
             return self._refuse
-        found = getattr(self._node, name)
+        attribute = getattr(self._node, name)
         if name != "next_functions":
-            return found
-        return tuple((node and _Node(node, self._place), number) for node, number in found)
+            return attribute
+        return tuple((node and _Node(node, self._place), number) for node, number in attribute)
 
     def _refuse(self, hook: Any) -> None:
         what = f"registers the hook {named(hook)} on the autograd node {self._node.name()}"

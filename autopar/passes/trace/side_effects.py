@@ -1,10 +1,9 @@
-"""What forward does besides computing its result: found by calling it twice, before it is traced.
+"""Finds what forward does besides computing its result; trace.py calls `refuse_side_effects` first.
 
-A trace is one call, and its graph is that call for ever. So forward is called twice on stand-ins
-without values, the second time as the first has left the model, and under another clock. Both calls
-must do the same to what hangs on inputs, parameters and buffers; constants may be made once and
-kept. What a call leaves in the model may not go on changing, no call may read a tensor that an
-earlier one has left, and none may draw from a generator of random numbers that no graph has.
+The graph repeats one call for ever. So forward is called twice on fake tensors, the second time on
+the model as the first call left it, under another clock. Both calls must do the same to what hangs
+on inputs, parameters and buffers, and neither may keep changing the model, read a tensor that an
+earlier call left, or draw from a generator that no graph has. Constants may be made once and kept.
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
 from autopar.passes.trace.snapshot import Snapshot, snapshot
 
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-_DRAWS = (
-    "rand", "normal", "bernoulli", "multinomial", "poisson", "uniform", "exponential", "log_normal",
-    "geometric", "cauchy", "dropout", "alpha_dropout", "feature_alpha_dropout",
-)  # fmt: skip
-_SETS = ("requires_grad.__set__", "grad.__set__", "data.__set__", "backward")  # and give nothing
+_DRAWS = ("rand", "normal", "bernoulli", "multinomial", "poisson", "uniform", "exponential",
+    "log_normal", "geometric", "cauchy", "dropout", "alpha_dropout",
+    "feature_alpha_dropout")  # fmt: skip
+_SETS = ("requires_grad.__set__", "grad.__set__", "data.__set__", "backward")  # return nothing
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
-_LATER_S = 98_765.4321  # that the second call's clocks are ahead
-_MOST = 1_000_000  # numbers of a constant that is compared by value
-_MARK = "_autopar_mark"  # (call, what made a constant; None for what hangs on more)
+_LATER_S = 98_765.4321  # by which the second call's clocks are ahead
+_MOST = 1_000_000  # elements of a constant that is compared by value
+_MARK = "_autopar_mark"  # (call, hash of what made a constant; None for all else)
 
 BUFFER_ADVICE = (
     "Keep what changes from call to call in a buffer (register_buffer) that forward changes in "
@@ -54,9 +52,8 @@ RANDOM_ADVICE = (
 def refuse_side_effects(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> set[str]:
-    """Raises TraceError where calls of the model are not alike, with the line or the attribute.
-    Neither the model nor the states of random number generators are changed. What forward raises
-    itself is left to `capture` to explain. Returns the buffers that a call writes into.
+    """Raise TraceError where two calls of the model differ; return the names of the buffers that a
+    call writes into. The model and all generators are left as they were.
     """
     python, others = random.getstate(), _numpy_state()
     torch_state = torch.get_rng_state()
@@ -75,7 +72,7 @@ def refuse_side_effects(
 
 
 class _Differs(RuntimeError):
-    """What a call did that no graph can repeat. Raised where it does so."""
+    """A call did what no graph can repeat. Raised where it does so."""
 
     def __init__(self, reason: str, advice: str) -> None:
         super().__init__(reason)
@@ -85,25 +82,25 @@ class _Differs(RuntimeError):
 def _call_twice(
     model: nn.Module, fakes: StandIns
 ) -> tuple[list[weakref.ref[torch.Tensor]], set[str]]:
-    """Of every tensor that was made, and the buffers that were written into."""
+    """Call forward twice; return the tensors made and the names of the buffers written into."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    held = [(name, value, value.requires_grad) for name, value in named]
+    flags = [(name, value, value.requires_grad) for name, value in named]
     before = snapshot(model)
     inputs = [v for v in pytree.tree_leaves((fakes.args, fakes.kwargs)) if _is_tensor(v)]
-    known = {id(value): value for value in (*dict(named).values(), *inputs)}
+    by_id = {id(value): value for value in (*dict(named).values(), *inputs)}
     buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
     changes = {name: (value, changes_in_place(value)) for name, value in model.named_buffers()}
     try:
-        first = _Calls(known)
+        first = _Calls(by_id)
         if not _called(model, fakes, first):
             return [], set()
         written = {n for n, (value, count) in changes.items() if changes_in_place(value) > count}
         after = snapshot(model, lambda value: id(value) in before.tensors)
-        _refuse_gradients(model, held)
+        _refuse_gradients(model, flags)
         for registry, content in buffers:  # what is assigned to a buffer is its new value
             registry.clear()
             registry.update(content)
-        second = _Calls(known, first, after.tensors, _listed(before.changed(after), before, after))
+        second = _Calls(by_id, first, after.tensors, _listed(before.changed(after), before, after))
         with _other_clock(model):
             _called(model, fakes, second)
         _refuse_changes(model, after, snapshot(model, lambda value: id(value) in before.tensors))
@@ -113,7 +110,7 @@ def _call_twice(
 
 
 def _called(model: nn.Module, fakes: StandIns, calls: _Calls) -> bool:
-    """Whether the model could be called."""
+    """Call the model under `calls`; whether that worked."""
     try:
         with fakes.mode, exporting(), redirect_stdout(io.StringIO()), calls:
             result = model(*fakes.args, **fakes.kwargs)
@@ -131,11 +128,10 @@ def _called(model: nn.Module, fakes: StandIns, calls: _Calls) -> bool:
     return True
 
 
-# -- what a call does ------------------------------------------------------------------------------
 class _Calls(TorchFunctionMode):
-    """Every torch function of a call of the model that hangs on what is `known` (inputs, parameters
-    and buffers by id) or draws, with what it was given. `earlier`: the call to be held against,
-    which left tensors at these `paths`, and `changed` the model, in words.
+    """Records every torch function of a call that draws or depends on a tensor of `known`.
+    `earlier` is the call to compare with, which left tensors at `paths`; `changed` tells how it
+    changed the model.
     """
 
     def __init__(
@@ -157,26 +153,26 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         name = _name(func)
         leaves = pytree.tree_leaves((args, kwargs))
-        given = tuple(self._described(leaf) for leaf in leaves)
-        hangs = _draws(name) or any(isinstance(g, tuple) and g[0] == "tensor" for g in given)
+        arguments = tuple(self._described(leaf) for leaf in leaves)
+        depends = _draws(name) or any(isinstance(g, tuple) and g[0] == "tensor" for g in arguments)
         self._refuse_draws()
         result = func(*args, **kwargs)
-        mark = (self.number, None if hangs else hash((name, *given)))
+        mark = (self.number, None if depends else hash((name, *arguments)))
         written = _written(name, args, kwargs)
         for target in written:
             self._mark(target, mark)
         results = [value for value in pytree.tree_leaves(result) if _is_tensor(value)]
-        if hangs and (results or written or name in _SETS):  # not a look at a shape
-            self._add((name, *given))
-        own = {id(leaf) for leaf in leaves}
+        if depends and (results or written or name in _SETS):  # not for reading a shape
+            self._add((name, *arguments))
+        operand_ids = {id(leaf) for leaf in leaves}
         for value in results:
-            if id(value) not in own:
+            if id(value) not in operand_ids:
                 self._mark(value, mark)
                 self.made.append(weakref.ref(value))
         return result
 
     def end(self, result: Any) -> None:
-        """Held against the earlier call: what it returns, and whether it went on for as long."""
+        """Compare what the call returns, and its length, with the earlier call."""
         self._refuse_draws()
         self._add(("return", *(self._described(leaf) for leaf in pytree.tree_leaves(result))))
         if self.earlier is not None and len(self.done) < len(self.earlier.done):
@@ -210,7 +206,7 @@ class _Calls(TorchFunctionMode):
                 raise _Differs(reason, RANDOM_ADVICE)
 
     def _described(self, leaf: Any) -> Any:
-        """What two calls are compared by. ("tensor", …) is what hangs on more than constants."""
+        """Return what two calls are compared by; ("tensor", …) depends on more than constants."""
         if not isinstance(leaf, torch.Tensor):
             return _described(leaf)
         if id(leaf) in self.known:
@@ -224,7 +220,7 @@ class _Calls(TorchFunctionMode):
             where = self.paths.get(id(leaf), "a variable outside of the model (or of its class)")
             reason = f"forward reads a tensor that an earlier call of it left in {where}"
             raise _Differs(reason, BUFFER_ADVICE)
-        shape = (size if type(size) is int else "?" for size in leaf.shape)  # else: hangs on data
+        shape = (size if type(size) is int else "?" for size in leaf.shape)  # else: depends on data
         return ("tensor", tuple(shape), leaf.dtype)
 
 
@@ -240,7 +236,7 @@ def _described(leaf: Any) -> Any:
 
 
 def _hash_of(value: torch.Tensor) -> Any:
-    """Of a constant of the model's code; a large one, or one on a device, is told by its place."""
+    """Hash a constant of the model's code by value; a large one, or one on a device, by its id."""
     with without_modes():
         if value.device.type != "cpu" or value.numel() > _MOST or value.layout != torch.strided:
             return id(value)
@@ -253,7 +249,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _name(func: Any) -> str:
-    """relu, add, __mul__; of an attribute what it is: shape.__get__."""
+    """Return a function's name: relu, add, __mul__; for an attribute shape.__get__."""
     name = getattr(func, "__name__", type(func).__name__)
     owner = getattr(func, "__self__", None)
     return f"{getattr(owner, '__name__', '')}.{name}" if name in ("__get__", "__set__") else name
@@ -264,18 +260,18 @@ def _draws(name: str) -> bool:
 
 
 def _written(name: str, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a function writes into, with those that they are views of."""
+    """Return the tensors that a function writes into, and those that they are views of."""
     writes = name.endswith("_") and not name.endswith("__")
     writes = writes or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
-    found = [kwargs.get("out"), args[0] if writes and args else None]
-    tensors = [value for value in found if isinstance(value, torch.Tensor)]
+    targets = [kwargs.get("out"), args[0] if writes and args else None]
+    tensors = [value for value in targets if isinstance(value, torch.Tensor)]
     return tensors + [value._base for value in tensors if value._base is not None]
 
 
 def _text(call: tuple[Any, ...]) -> str:
-    """mul(tensor (3, 4), 0.73)"""
-    name, *given = call
-    return name + ("" if name == "nothing" else f"({', '.join(_shown(g) for g in given)})")
+    """Show a call: mul(tensor (3, 4), 0.73)."""
+    name, *arguments = call
+    return name + ("" if name == "nothing" else f"({', '.join(_shown(g) for g in arguments)})")
 
 
 def _shown(described: Any) -> str:
@@ -286,9 +282,8 @@ def _shown(described: Any) -> str:
     return str(described[-1])
 
 
-# -- what it leaves --------------------------------------------------------------------------------
 def _refuse_changes(model: nn.Module, first: Snapshot, second: Snapshot) -> None:
-    """Between what the first call has left and what the second has."""
+    """Refuse a model in which the second call left other values than the first."""
     changes = first.changed(second)
     if changes:
         listed = _listed(changes, first, second)
@@ -302,8 +297,8 @@ def _listed(changes: list[str], before: Snapshot, after: Snapshot) -> str:
 
 
 def _values(path: str, before: Snapshot, after: Snapshot) -> str:
-    """0, then 1"""
-    return ", then ".join(_leaf_text(found.leaves.get(path)) for found in (before, after))
+    """Show the value at a path before and after: "0, then 1"."""
+    return ", then ".join(_leaf_text(state.leaves.get(path)) for state in (before, after))
 
 
 def _leaf_text(leaf: Any) -> str:
@@ -326,15 +321,15 @@ def _refuse_gradients(model: nn.Module, held: list[tuple[str, torch.Tensor, bool
 
 
 def _refuse_escaped(model: nn.Module, made: list[weakref.ref[torch.Tensor]]) -> None:
-    """Stand-ins that something outside of the model still holds."""
+    """Refuse a forward that leaves fake tensors outside of the model."""
     if any(ref() is not None for ref in made):
         gc.collect()
-    left = [ref() for ref in made if ref() is not None and not _is_packed(ref)]
-    if left:
-        holders = gc.get_referrers(left[0])
-        kinds = {type(h).__name__ for h in holders if h is not left and not _is_frame(h)}
+    escaped = [ref() for ref in made if ref() is not None and not _is_packed(ref)]
+    if escaped:
+        holders = gc.get_referrers(escaped[0])
+        kinds = {type(h).__name__ for h in holders if h is not escaped and not _is_frame(h)}
         reason = (
-            f"forward leaves {len(left)} tensors in variables outside of the model (in a "
+            f"forward leaves {len(escaped)} tensors in variables outside of the model (in a "
             f"{' or a '.join(sorted(kinds)) or 'cache'}): there are stand-ins without values now"
         )
         advice = (
@@ -345,11 +340,9 @@ def _refuse_escaped(model: nn.Module, made: list[weakref.ref[torch.Tensor]]) -> 
 
 
 def _is_packed(ref: weakref.ref[torch.Tensor]) -> bool:
-    """Whether all that holds a tensor are tuples that nothing of Python's holds: what save_on_cpu
-    and the like pack for the backward.
-    """
+    """Whether only tuples hold a tensor that nothing else holds: activations packed by a hook."""
     holders = _holders(ref(), None)
-    packed = [isinstance(held, tuple) and not _holders(held, holders) for held in holders]
+    packed = [isinstance(holder, tuple) and not _holders(holder, holders) for holder in holders]
     return bool(packed) and all(packed)
 
 
@@ -362,27 +355,26 @@ def _is_frame(holder: Any) -> bool:
     return isinstance(holder, types.FrameType)
 
 
-# -- clocks and random numbers ---------------------------------------------------------------------
 @contextmanager
 def _other_clock(model: nn.Module) -> Iterator[None]:
-    """This thread reads other times, by every name that the modules of the model's code have."""
+    """Let this thread read later times, by every name that the model's modules have for a clock."""
     names = {type(module).__module__ for module in model.modules()}
-    own = [sys.modules[name] for name in names if name in sys.modules and name[:6] != "torch."]
+    modules = [sys.modules[name] for name in names if name in sys.modules and name[:6] != "torch."]
     clocks: dict[Any, Callable[[], Any]] = {}
     for name in _CLOCKS:
         clocks[getattr(time, name)] = _later(getattr(time, name), _LATER_S)
         nanoseconds = getattr(time, f"{name}_ns")
         clocks[nanoseconds] = _later(nanoseconds, round(_LATER_S * 1e9))
-    changed = []
+    replaced = []
     try:
-        for place in [vars(time), *map(vars, own)]:
+        for place in [vars(time), *map(vars, modules)]:
             for key, value in list(place.items()):
                 if isinstance(value, types.BuiltinFunctionType) and value in clocks:
-                    changed.append((place, key, value))
+                    replaced.append((place, key, value))
                     place[key] = clocks[value]
         yield
     finally:
-        for place, key, value in changed:
+        for place, key, value in replaced:
             place[key] = value
 
 

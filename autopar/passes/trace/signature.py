@@ -1,5 +1,12 @@
-"""A call in the form that was planned: the same argument by position or by name is one argument,
-and what is missing, unknown or nested otherwise is named.
+"""Binds a call of a model to the arguments that were planned.
+
+An argument is the same whether it is passed by position or by name; one that is missing, unknown or
+nested otherwise is named in an InputError.
+
+    planned: model(ids, labels=y)        a call of model(labels=y, ids=ids) gives the same leaves
+
+trace.py checks the example call with `check_call`, runtime/module.py binds every step's call with
+`as_planned_call`, and planner/planner.py traces under `without_cache`.
 """
 
 from __future__ import annotations
@@ -21,11 +28,11 @@ NO_GENERATION = (
     "generate is not for a parallel model, whose graph is a step of training without a cache that "
     "grows: load its state_dict into the original model and generate with that"
 )
-_SPREAD = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_of(model: nn.Module) -> inspect.Signature | None:
-    """Of the model's forward; None where Python does not know it."""
+    """Return the signature of the model's forward; None where Python does not know it."""
     try:
         return inspect.signature(model.forward)
     except (TypeError, ValueError):
@@ -33,12 +40,12 @@ def signature_of(model: nn.Module) -> inspect.Signature | None:
 
 
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises InputError where these are no arguments of the model's forward. What a decorator of it
-    takes is left to the decorator.
+    """Raise InputError where these are no arguments of the model's forward. A decorated forward is
+    not checked: what its decorator takes is left to the decorator.
     """
     signature = signature_of(model)
     if signature is not None and not hasattr(model.forward, "__wrapped__"):
-        _named(signature, args, kwargs, type(model).__name__)
+        _bind_by_name(signature, args, kwargs, type(model).__name__)
 
 
 def as_planned_call(
@@ -47,18 +54,20 @@ def as_planned_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> list[Any]:
-    """The leaves of a call in the order of the planned (args, kwargs), whose structure is `spec`.
-    Raises InputError that names the argument which does not fit.
+    """Return the leaves of a call in the order of the planned (args, kwargs), whose structure is
+    `spec`. Raises InputError that names the argument which does not fit.
     """
-    leaves, found = pytree.tree_flatten((args, dict(kwargs)))
-    if found == spec:
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    if structure == spec:
         return leaves
     planned_args, planned_kwargs = pytree.tree_unflatten([_Leaf] * spec.num_leaves, spec)
     if signature is None:
-        raise _nested("the arguments", (args, kwargs), (planned_args, planned_kwargs))
-    planned = _named(signature, planned_args, planned_kwargs, "the planned model")
-    given = _named(signature, args, kwargs, "the model")
-    values = {name: _value(signature, name, given, planned) for name in {**planned, **given}}
+        raise _nesting_error("the arguments", (args, kwargs), (planned_args, planned_kwargs))
+    planned = _bind_by_name(signature, planned_args, planned_kwargs, "the planned model")
+    arguments = _bind_by_name(signature, args, kwargs, "the model")
+    values = {
+        name: _value(signature, name, arguments, planned) for name in {**planned, **arguments}
+    }
     for name in values:
         if name not in planned and not _is_default(signature, name, values[name]):
             raise InputError(
@@ -66,8 +75,8 @@ def as_planned_call(
                 f"{', '.join(planned) or 'none'}: call it with the same arguments, or plan again "
                 "with these"
             )
-        if name in planned and not _alike(values[name], planned[name]):
-            raise _nested(f"argument {name!r}", values[name], planned[name])
+        if name in planned and not _same_structure(values[name], planned[name]):
+            raise _nesting_error(f"argument {name!r}", values[name], planned[name])
     names = list(planned)[: len(planned_args)]
     by_position = tuple(values[name] for name in names)
     by_name = {name: values[name] for name in planned_kwargs}
@@ -75,13 +84,13 @@ def as_planned_call(
 
 
 class _Leaf:
-    """Stands for a planned leaf."""
+    """A placeholder for one leaf of the planned arguments."""
 
 
-def _named(
+def _bind_by_name(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], who: str
 ) -> dict[str, Any]:
-    """The arguments by name; those of *args are args[0], args[1] and so on."""
+    """Return the arguments by name; those of *args are named args[0], args[1] and so on."""
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -89,26 +98,26 @@ def _named(
             f"{who}: {error}; it is called as forward{signature}: call it with the same arguments, "
             "or plan again with these"
         ) from None
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, value in bound.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            found |= {f"{name}[{place}]": inner for place, inner in enumerate(value)}
+            by_name |= {f"{name}[{place}]": inner for place, inner in enumerate(value)}
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            by_name |= value
         else:
-            found[name] = value
-    return found
+            by_name[name] = value
+    return by_name
 
 
 def _value(
     signature: inspect.Signature, name: str, given: dict[str, Any], planned: dict[str, Any]
 ) -> Any:
-    """What was given, or the default of what was not."""
+    """Return the argument `name` of a call, or its default where the call does not pass it."""
     if name in given:
         return given[name]
     parameter = signature.parameters.get(name)
-    if parameter is None or parameter.kind in _SPREAD or parameter.default is parameter.empty:
+    if parameter is None or parameter.kind in _VARIADIC or parameter.default is parameter.empty:
         raise InputError(
             f"argument {name!r} is missing, the model was planned with {', '.join(planned)}: call "
             "it with the same arguments, or plan again with these"
@@ -117,25 +126,28 @@ def _value(
 
 
 def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
+    """Whether an argument has the value that forward would give it."""
     parameter = signature.parameters.get(name)
     if parameter is None or isinstance(value, torch.Tensor):
         return False
     return type(value) is type(parameter.default) and value == parameter.default
 
 
-def _alike(value: Any, planned: Any) -> bool:
+def _same_structure(value: Any, planned: Any) -> bool:
+    """Whether an argument is nested as the planned one is."""
     return bool(pytree.tree_structure(value) == pytree.tree_structure(planned))
 
 
-def _nested(what: str, given: Any, planned: Any) -> InputError:
+def _nesting_error(what: str, given: Any, planned: Any) -> InputError:
+    """Return the InputError for an argument that is nested otherwise."""
     return InputError(
-        f"{what} is {_form(given)}, planned was {_form(planned)}: call it with the same arguments, "
+        f"{what} is {_show(given)}, planned was {_show(planned)}: call it with the same arguments, "
         "or plan again with these"
     )
 
 
-def _form(value: Any) -> str:
-    """A tensor; a dict of x, y; a tuple of 2."""
+def _show(value: Any) -> str:
+    """Describe how a value is nested: "a tensor (3, 4)", "a dict of x, y", "a tuple of 2"."""
     if value is _Leaf:
         return "one value"
     if isinstance(value, torch.Tensor):
@@ -143,26 +155,28 @@ def _form(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a {type(value).__name__} of {', '.join(map(str, value)) or 'nothing'}"
     if isinstance(value, list | tuple):
-        inner = ", ".join(_form(v) for v in value[:4]) + (", …" if len(value) > 4 else "")
+        inner = ", ".join(_show(v) for v in value[:4]) + (", …" if len(value) > 4 else "")
         return f"a {type(value).__name__} of {len(value)}" + (f" ({inner})" if value else "")
     return repr(value)[:60]
 
 
-_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose cache was spoken of
+_WARNED: weakref.WeakSet[nn.Module] = (
+    weakref.WeakSet()
+)  # models whose cache a warning has mentioned
 
 
 @contextmanager
 def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """A transformers model runs without the cache of keys and values that only generation wants,
-    unless the call asks for it. That is said, once a model.
+    """Turn off `config.use_cache` of a transformers model for the time of this context, unless the
+    call asks for the cache: only generation needs it. The first time for a model, this warns.
     """
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     on = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
     if not on or "use_cache" in kwargs:
         yield
         return
-    if model not in _TOLD:
-        _TOLD.add(model)
+    if model not in _WARNED:
+        _WARNED.add(model)
         warnings.warn(
             f"{type(model).__name__} has use_cache on: it is planned without the cache of keys and "
             "values, as training wants it (config.use_cache = False says so too)",

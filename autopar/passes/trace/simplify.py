@@ -1,6 +1,10 @@
-"""Rewrites of a freshly exported graph: fewer operators, the same values and gradients.
+"""Rewrites a freshly exported graph to fewer operators with the same values and gradients.
 
-Composite operators that write into an operand without saying so in their signatures.
+Casts, copies and expansions that change nothing go, views become reshapes (shards lie otherwise in
+memory than the tensors that export saw), and tensors of one number become `full`. REWRITES lists
+the rewrite of each operator. trace.py calls `simplify` on the graph that export.py made; export.py
+calls `inline_no_grad`, and `secretly_written` to find composite operators that write into an
+operand without saying so in their signatures.
 """
 
 from __future__ import annotations
@@ -20,14 +24,14 @@ GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
 def _args(node: Any) -> tuple[Any, ...]:
-    """What a node is called with; fx types it so that nothing can be done with it."""
+    """Return a node's arguments, typed Any: the type that fx gives them allows no indexing."""
     return node.args
 
 
 def inline_no_grad(module: fx.GraphModule) -> None:
-    """Inlines the regions without gradients of an exported module, whose results are detached.
+    """Inline the regions without gradients of an exported module, whose results are detached.
 
-    Decomposition would inline them too, but forget which lines made them.
+    Decomposition would inline them too, but forget which lines of the model made them.
     """
     for node in module.graph.find_nodes(op="call_function", target=GRAD_REGION):
         _inline(module, node)
@@ -35,7 +39,7 @@ def inline_no_grad(module: fx.GraphModule) -> None:
 
 
 def _inline(module: fx.GraphModule, node: fx.Node) -> None:
-    """Puts the body of a region where the region is, unless it holds modules itself."""
+    """Put the body of a region in the place of its call, unless the body holds modules itself."""
     body: Any = module.get_submodule(_args(node)[1].target)
     inline_no_grad(body)
     if any(inner.op == "get_attr" and inner.users for inner in body.graph.nodes):
@@ -50,14 +54,14 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def detached(node: fx.Node) -> fx.Node:
-    """A new node at the graph's insertion point: `node` without its gradient."""
+    """Return a new node at the graph's insertion point: `node` without its gradient."""
     cut = node.graph.call_function(aten.detach.default, (node,))
     cut.meta = dict(node.meta)
     return cut
 
 
 def simplify(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
-    """Applies REWRITES to every node, in place, and removes what is not used.
+    """Apply REWRITES to every node, in place, and remove what is not used.
 
     `leaves` are the placeholders that may carry a gradient.
     """
@@ -68,9 +72,9 @@ def simplify(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
         if rewrite is None:
             continue
         with graph.inserting_before(node):
-            other = rewrite(graph, node)
-        if other is not None and other is not node:
-            node.replace_all_uses_with(other)
+            simplified = rewrite(graph, node)
+        if simplified is not None and simplified is not node:
+            node.replace_all_uses_with(simplified)
             graph.erase_node(node)
     _drop_idle_detach(graph, leaves)
     # Random operators count as impure, but the graph owes nobody a draw whose result is not used.
@@ -78,8 +82,8 @@ def simplify(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
 
 
 def _keep_memory_order(graph: fx.Graph) -> None:
-    """Operators that read memory by its strides get a contiguous operand: shards lie otherwise, and
-    copies will be dropped.
+    """Give operators that read memory by its strides a contiguous operand: shards have other
+    strides, and copies will be dropped.
 
     Where the operand of `as_strided` was not contiguous, its strides are part of the model: `trace`
     refuses that.
@@ -96,7 +100,7 @@ def _keep_memory_order(graph: fx.Graph) -> None:
 
 
 def _drop_idle_detach(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
-    """A detach of a value that carries no gradient says nothing: rotary tables, masks."""
+    """Remove a detach of a value that carries no gradient, as of rotary tables and masks."""
     carries = {node for node in leaves if _is_float(node)}
     for node in list(graph.nodes):
         if node.op != "call_function" or not any(n in carries for n in node.all_input_nodes):
@@ -108,6 +112,7 @@ def _drop_idle_detach(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
 
 
 def _is_float(node: fx.Node) -> bool:
+    """Whether a node gives a tensor that may carry a gradient."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(v, torch.Tensor) and _differentiable(v.dtype) for v in leaves)
 
@@ -116,46 +121,49 @@ def _differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-# The rewrites. Each returns the node that takes the place of the one it is given, or that one.
+# The rewrites. Each returns the node to put in the place of `node`, or `node` itself.
 
 
 def _operand(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return the first operand: the operator is the identity in a functional graph."""
     return _args(node)[0]
 
 
 def _remove(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a check that has no result."""
     assert not node.users, node.format_node()
     graph.erase_node(node)
 
 
 def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Export chose view by the strides that it saw; on other ones a view may not even run."""
+    """Turn a view into a reshape: export chose view by strides that a shard may not have."""
     node.target = aten.reshape.default
     return _same(graph, node)
 
 
 def _same(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A node that gives back its operand: same shape, dtype and device."""
+    """Return the operand where shape, dtype and device stay the same."""
     before, after = _args(node)[0].meta["val"], node.meta["val"]
     return _args(node)[0] if _alike(before, after) else node
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors agree in shape, dtype and device."""
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def _type_as(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A cast needs a dtype, not the tensor that has it."""
+    """Turn `type_as` into a cast: it needs the dtype, not the tensor that has it."""
     return _like(graph, _args(node)[0], node)
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """copy(old, new) is `new` with the shape and dtype of `old`."""
+    """Turn `copy(old, new)` into `new` with the shape and dtype of `old`."""
     return _like(graph, _args(node)[1], node)
 
 
 def _like(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
-    """`value` cast and expanded to what `node` is."""
+    """Return `value`, cast and expanded to the dtype, device and shape of `node`."""
     before, after = value.meta["val"], node.meta["val"]
     if (before.dtype, before.device) != (after.dtype, after.device):
         value = graph.call_function(aten._to_copy.default, (value,), _placement(before, after))
@@ -167,12 +175,15 @@ def _like(graph: fx.Graph, value: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _placement(before: torch.Tensor, after: torch.Tensor) -> dict[str, Any]:
+    """Return the options of the cast from one tensor's dtype and device to another's."""
     moved = {} if before.device == after.device else {"device": after.device}
     return {"dtype": after.dtype, **moved}
 
 
 def _full(value: float | bool | None = None) -> Callable[[fx.Graph, fx.Node], fx.Node]:
-    """A tensor of one number, which hangs on no other tensor. None: the node's last argument."""
+    """Return a rewrite to `full`, a tensor of one number that depends on no other tensor. `value`
+    None stands for the node's last argument.
+    """
 
     def rewrite(graph: fx.Graph, node: fx.Node) -> fx.Node:
         result = node.meta["val"]
@@ -188,11 +199,12 @@ def _full(value: float | bool | None = None) -> Callable[[fx.Graph, fx.Node], fx
 
 
 def _fill(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """fill(old, value) is `value` with the shape and dtype of `old`."""
+    """Turn `fill(old, value)` into `value` with the shape and dtype of `old`."""
     return _like(graph, _args(node)[1], node)
 
 
 def _item(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Simplify the result that this `getitem` takes, of broadcast_tensors and native_dropout."""
     source, index = _args(node)
     if source.target is aten.broadcast_tensors.default:
         return _like(graph, _args(source)[0][index], node)
@@ -202,18 +214,22 @@ def _item(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _cat(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Empty tensors add nothing: what a rotary embedding of every feature leaves to the rest."""
-    parts, *rest = _args(node)
-    kept = [part for part in parts if part.meta["val"].numel()] or list(parts)[:1]
-    if len(kept) == 1 and _alike(kept[0].meta["val"], node.meta["val"]):
-        return kept[0]
-    if len(kept) < len(parts) and kept[0].meta["val"].dim() == node.meta["val"].dim():
-        node.args = (kept, *rest)
+    """Drop the empty tensors of a concatenation, such as a rotary embedding of every feature has
+    for the features that it does not rotate.
+    """
+    parts, *dim = _args(node)
+    nonempty = [part for part in parts if part.meta["val"].numel()] or list(parts)[:1]
+    if len(nonempty) == 1 and _alike(nonempty[0].meta["val"], node.meta["val"]):
+        return nonempty[0]
+    if len(nonempty) < len(parts) and nonempty[0].meta["val"].dim() == node.meta["val"].dim():
+        node.args = (nonempty, *dim)
     return node
 
 
 def _dropout(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
-    """native_dropout gives (value, mask); where the mask is not used, one node; none if idle."""
+    """Turn native_dropout, which gives (value, mask), into dropout where nothing uses the mask, and
+    into its operand where it drops nothing.
+    """
     value, rate, training = _args(node)
     if any(_args(user)[1] == 1 and user.users for user in node.users):
         return result
@@ -225,8 +241,8 @@ def _dropout(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
 
 
 def _dense_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A table's gradient as a tensor like any other, which collectives add up: `sparse=True` says
-    in what form it is given, not what it is.
+    """Make an embedding give the gradient of its table as a dense tensor, which collectives can
+    sum: `sparse=True` changes the form of the gradient, not its value.
     """
     op: Any = node.target
     names = [argument.name for argument in op._schema.arguments]
@@ -275,36 +291,36 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
 
 
 def secretly_written(exported: ExportedProgram) -> dict[OpOverload, fx.Node]:
-    """The composite operators that change an operand though their signatures do not say so, each
-    with a node that calls it.
+    """Return the composite operators that change an operand though their signatures do not say so,
+    each with a node that calls it.
     """
-    found: dict[OpOverload, fx.Node] = {}
+    writers: dict[OpOverload, fx.Node] = {}
     seen: set[object] = set()
     for node in exported.graph.nodes:
         if isinstance(node.target, OpOverload) and not node.target._schema.is_mutable:
-            key = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda n: None)))
-            if key not in seen and _writes(node.target, node):
-                found[node.target] = node
-            seen.add(key)
-    return found
+            signature = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda n: None)))
+            if signature not in seen and _writes(node.target, node):
+                writers[node.target] = node
+            seen.add(signature)
+    return writers
 
 
 def _writes(op: OpOverload, node: fx.Node) -> bool:
-    """Whether an operand has been written to after a call on fake tensors, which count that."""
-    made: dict[fx.Node, Any] = {}
+    """Whether an operator writes into an operand: fake tensors count in-place changes."""
+    operands: dict[fx.Node, Any] = {}
 
     def fake(value: torch.Tensor) -> torch.Tensor:
         return torch.empty(value.shape, dtype=value.dtype)
 
     def stand_in(source: fx.Node) -> Any:
-        made[source] = pytree.tree_map_only(torch.Tensor, fake, source.meta.get("val"))
-        return made[source]
+        operands[source] = pytree.tree_map_only(torch.Tensor, fake, source.meta.get("val"))
+        return operands[source]
 
     with strict_fake_mode(), torch.no_grad():
         try:
             args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
             op.decompose(*args, **kwargs)  # does nothing where there is nothing to decompose
-        except Exception:  # a shape that hangs on the data: refused later on, by its line
+        except Exception:  # a shape that depends on the data: refused later on, by its line
             return False
-    leaves = pytree.tree_leaves(made)
+    leaves = pytree.tree_leaves(operands)
     return any(isinstance(x, torch.Tensor) and changes_in_place(x) > 0 for x in leaves)

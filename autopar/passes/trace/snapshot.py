@@ -1,6 +1,11 @@
-"""What a model holds besides parameters, buffers and submodules, kept to be compared and put back.
+"""A snapshot of what a model holds besides parameters, buffers and submodules, to compare and
+restore.
 
-Every module's attributes are kept, and what lies in their lists, dicts, sets and plain objects.
+    before = snapshot(model); model(x); before.changed(snapshot(model)); before.restore()
+
+It covers every module's attributes, and the contents of their lists, dicts, sets and plain objects.
+export.py restores the model after it has traced it on fake tensors, and side_effects.py compares
+what two calls of forward have left behind.
 """
 
 from __future__ import annotations
@@ -20,15 +25,17 @@ from torch import nn
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.Tensor)
-_MOST = 1_000_000  # numbers of an array that is compared
-_SKIPPED = frozenset({*sys.stdlib_module_names, "torch", "numpy"})  # whose objects are not entered
+_MOST = 1_000_000  # elements of an array that is compared by value
+_OPAQUE_PACKAGES = frozenset(
+    {*sys.stdlib_module_names, "torch", "numpy"}
+)  # packages whose objects are opaque
 _SIZED = (list, tuple, dict, set, frozenset, collections.deque)
 
 
 @dataclass
 class Snapshot:
-    """`leaves`: by path, such as "blocks.0.history[2]", what can be compared; `contents`: of every
-    dict, list, set and deque that was met, as it was.
+    """`leaves` maps a path, such as "blocks.0.history[2]", to what can be compared there;
+    `contents` holds every dict, list, set and deque that was met, with a copy of its content.
     """
 
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -37,12 +44,12 @@ class Snapshot:
     seen: set[int] = field(default_factory=set)
 
     def restore(self) -> None:
-        """Put everything back in place. What was made since is let go."""
+        """Put everything back in its place; what was added since is dropped."""
         for target, content in self.contents.values():
             _refill(target, content)
 
     def changed(self, later: Snapshot) -> list[str]:
-        """The paths at which `later` holds something else, or nothing, or something new."""
+        """Return the paths at which `later` holds something else, nothing, or something new."""
         paths = dict.fromkeys([*self.leaves, *later.leaves])
         absent = object()
         return [p for p in paths if self.leaves.get(p, absent) != later.leaves.get(p, absent)]
@@ -51,35 +58,36 @@ class Snapshot:
 def snapshot(
     model: nn.Module, known: Callable[[torch.Tensor], bool] = lambda value: True
 ) -> Snapshot:
-    """What the model holds now. A tensor that is not `known` is told by nothing but its place:
-    another such tensor there is no change.
+    """Return what the model holds now. A tensor that is not `known` is identified by its place
+    alone: another such tensor there is no change.
 
     >>> counts = nn.Linear(2, 2); counts.step = 0; before = snapshot(counts); counts.step += 1
     >>> before.changed(snapshot(counts))
     ['step']
     """
-    found = Snapshot()
+    state = Snapshot()
     for name, module in model.named_modules():
-        _keep(found, module.__dict__)
+        _record(state, module.__dict__)
         for attribute, value in module.__dict__.items():
             path = f"{name}.{attribute}" if name else attribute
             if attribute in _REGISTRIES:
-                _keep(found, value)
-                for key, held in value.items():
+                _record(state, value)
+                for key, member in value.items():
                     inner = f"{name}.{key}" if name else key
-                    # a buffer may be assigned to: that is its new value
-                    found.leaves[inner] = attribute if held is not None else None
-                    if attribute != "_buffers" and held is not None:
-                        found.leaves[inner] = (attribute, id(held))
+                    # forward may assign to a buffer: its new value is an output, no side effect
+                    state.leaves[inner] = attribute if member is not None else None
+                    if attribute != "_buffers" and member is not None:
+                        state.leaves[inner] = (attribute, id(member))
             else:
-                _enter(found, value, path, known)
-    return found
+                _enter(state, value, path, known)
+    return state
 
 
 def _enter(found: Snapshot, root: Any, path: str, known: Callable[[torch.Tensor], bool]) -> None:
-    waiting = [(root, path)]
-    while waiting:
-        value, path = waiting.pop()
+    """Add `root`, which lies at `path`, and all that it contains to the snapshot."""
+    pending = [(root, path)]
+    while pending:
+        value, path = pending.pop()
         if isinstance(value, torch.Tensor):
             found.tensors[id(value)] = path
             found.leaves[path] = ("tensor", id(value) if known(value) else None)
@@ -89,12 +97,12 @@ def _enter(found: Snapshot, root: Any, path: str, known: Callable[[torch.Tensor]
             continue
         found.seen.add(id(value))
         for target in _containers(value):
-            _keep(found, target)
-        waiting.extend(_parts(value, path))
+            _record(found, target)
+        pending.extend(_parts(value, path))
 
 
 def _leaf(value: Any) -> Any:
-    """What of a value can be compared with another."""
+    """Return a value that can be compared in place of this one."""
     if isinstance(value, _VALUES):
         return (type(value).__name__, repr(value))  # nan equals itself, 1 is not True
     if isinstance(value, random.Random):
@@ -106,7 +114,9 @@ def _leaf(value: Any) -> Any:
 
 
 def _numpy_state(value: Any) -> Any:
-    """Of an array or a random generator of numpy, without importing it."""
+    """Return what identifies an array or a random generator of numpy; None for other values. This
+    does not import numpy.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -121,16 +131,17 @@ def _numpy_state(value: Any) -> Any:
 
 
 def _is_entered(value: Any) -> bool:
+    """Whether the contents of a value belong to the snapshot."""
     if isinstance(value, (*_SIZED, types.SimpleNamespace)):
         return True
     if isinstance(value, nn.Module):
-        return False  # registered ones are entered of themselves, others are not the model's
+        return False  # submodules have their own entries, other modules are not the model's
     plain = hasattr(value, "__dict__") and not isinstance(value, _OPAQUE)
-    return plain and type(value).__module__.split(".")[0] not in _SKIPPED
+    return plain and type(value).__module__.split(".")[0] not in _OPAQUE_PACKAGES
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """What of a value can be written into."""
+    """Yield what of a value can be written into: itself, its attributes."""
     if isinstance(value, list | dict | set | collections.deque):
         yield value
     attributes = getattr(value, "__dict__", None)
@@ -139,6 +150,7 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """Yield the values that this one contains, each with its path."""
     if isinstance(value, dict):
         yield from ((inner, f"{path}[{key!r}]") for key, inner in value.items())
     elif isinstance(value, list | tuple | collections.deque):
@@ -151,13 +163,14 @@ def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
         yield from ((inner, f"{path}.{key}") for key, inner in attributes.items())
 
 
-def _keep(found: Snapshot, target: Any) -> None:
+def _record(found: Snapshot, target: Any) -> None:
+    """Record a container with a copy of its content."""
     kind = next(k for k in (dict, set, list, collections.deque) if isinstance(target, k))
     found.contents[id(target)] = (target, (list if kind is collections.deque else kind)(target))
 
 
 def _refill(target: Any, content: Any) -> None:
-    """Nothing is written where nothing has changed."""
+    """Give a container its recorded content; an unchanged one is not written to."""
     if isinstance(target, dict):
         now, before = list(target.items()), list(content.items())
         same = [k for k, _ in now] == [k for k, _ in before]

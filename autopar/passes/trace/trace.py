@@ -1,7 +1,9 @@
 """The first pass: a model and example inputs become one forward graph of ATen operators.
 
-The graph is the one of `torch.export`, functional, with composite operators (linear, layer_norm,
-scaled dot product attention, cross entropy) kept whole, then simplified.
+The graph is that of `torch.export`: functional, with composite operators (linear, layer_norm,
+scaled dot product attention, cross entropy) left intact, then simplified (simplify.py). The model
+is first called twice to refuse side effects (side_effects.py). planner/planner.py and
+runtime/calibrate_on_ranks.py call `trace`; runtime/original.py calls `bind`, and tests call `run`.
 """
 
 from __future__ import annotations
@@ -41,16 +43,17 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def trace(
     model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Program:
-    """Captures `model(*args, **kwargs)` as a Program. Neither the model nor the inputs are changed.
+    """Capture `model(*args, **kwargs)` as a Program. Neither the model nor the inputs are changed.
 
     Only shapes, dtypes and devices matter, no value is read: parameters and inputs may be real, on
-    the meta device, or fake. What is on the meta device is taken to be where the rest is, or on the
-    CPU. Every input that is no tensor becomes part of the trace, and so do `model.training` and
+    the meta device, or fake. A tensor on the meta device is taken to be where the others are, or on
+    the CPU. Every input that is no tensor becomes part of the trace, and so do `model.training` and
     the autocast around this call.
 
     Raises InputError if these are no arguments of its forward, TraceError if the model cannot be
     one graph: a branch or a shape that depends on the values of a tensor, a parameter or an input
-    that is changed in place, calls that are not all alike (`side_effects`), an error of its own.
+    that is changed in place, calls that differ from one another (`side_effects`), an error of its
+    own.
 
     >>> program = trace(nn.Linear(4, 2), (torch.ones(3, 4),))
     >>> [node.name for node in program.module.graph.nodes]
@@ -86,8 +89,8 @@ def trace(
 
 
 def _refuse_lost_writes(model: nn.Module, written: set[str], kept: set[str]) -> None:
-    """Export drops an op whose result nothing uses, and with it what the op writes into a buffer
-    without saying so in its signature, as those of normalisation do.
+    """Refuse a write into a buffer by an op whose result nothing uses. Export drops such an op, and
+    with it a write that its signature does not mention, as in ops of normalisation.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
     ids = {id(buffers[name]) for name in kept if name in buffers}
@@ -104,7 +107,7 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
-    """Runs the traced graph on one device and returns what the model returns.
+    """Run the traced graph on one device and return what the model returns.
 
     Mutated buffers keep their old values. `tensors` replaces values of parameters, buffers and
     constants by their target. Raises InputError if the inputs are not structured as those that were
@@ -126,7 +129,9 @@ def bind(
     kwargs: Mapping[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """The tensor of every Input of the program, in order. Raises InputError as `run` does."""
+    """Return the tensor of every Input of the program, in order. Raises InputError as `run`
+    does.
+    """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     if spec != program.signature.in_spec:
         raise InputError(
@@ -139,9 +144,9 @@ def bind(
                 f"input {position} is {leaves[position]!r}, but {value!r} was traced and is part "
                 "of the graph: trace the model again for another value"
             )
-    held = {**program.tensors, **(tensors or {})}
+    tensors_by_name = {**program.tensors, **(tensors or {})}
     return [
-        held[entry.target] if entry.position is None else leaves[entry.position]
+        tensors_by_name[entry.target] if entry.position is None else leaves[entry.position]
         for entry in program.signature.inputs
     ]
 
@@ -150,7 +155,9 @@ def bind(
 
 
 def _give_lasting_names(graph: fx.Graph) -> None:
-    """Names that every copy of the graph keeps: fx renames what Python has taken, as `input`."""
+    """Give placeholders names that every copy of the graph keeps: fx renames one that Python has
+    taken, as `input`.
+    """
     copy = fx.Graph()
     for node in graph.find_nodes(op="placeholder"):
         node.name = copy.placeholder(node.name).name
@@ -163,44 +170,50 @@ def _read_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[dict[fx.Node, Input], tuple[tuple[int, Any], ...], dict[str, torch.Tensor]]:
-    """The Input of every placeholder that stays, those that are no tensors, the tensors held."""
+    """Return the Input of every placeholder that stays, the arguments that are no tensors, and the
+    tensors that the model holds. Other placeholders are erased.
+    """
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     pairs = list(zip(placeholders, exported.graph_signature.input_specs, strict=True))
     leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
     user = [(node, spec) for node, spec in pairs if spec.kind is InputKind.USER_INPUT]
-    found, fixed = _user_inputs(user, leaves)
-    held = [(node, spec) for node, spec in pairs if spec.kind is not InputKind.USER_INPUT]
+    entries, fixed = _user_inputs(user, leaves)
+    other_pairs = [(node, spec) for node, spec in pairs if spec.kind is not InputKind.USER_INPUT]
     values = _held_tensors(model, exported, originals)
     tensors: dict[str, torch.Tensor] = {}
-    found |= _held_inputs(model, held, values, tensors)
+    entries |= _held_inputs(model, other_pairs, values, tensors)
     for node in placeholders:
-        if node not in found:
+        if node not in entries:
             exported.graph.erase_node(node)
-    return {node: found[node] for node in placeholders if node in found}, fixed, tensors
+    return {node: entries[node] for node in placeholders if node in entries}, fixed, tensors
 
 
 def _user_inputs(
     pairs: list[tuple[fx.Node, InputSpec]], leaves: list[tuple[pytree.KeyPath, Any]]
 ) -> tuple[dict[fx.Node, Input], tuple[tuple[int, Any], ...]]:
-    """Export keeps a placeholder for each leaf, in order; those that hold no tensor are unused."""
-    found, fixed = {}, []
+    """Return the Inputs of the tensors that the user passes, and the (position, value) of other
+    arguments. Export keeps a placeholder for each leaf, in order.
+    """
+    entries, fixed = {}, []
     for position, ((node, spec), (path, value)) in enumerate(zip(pairs, leaves, strict=True)):
         if isinstance(spec.arg, TensorArgument):
             needs = value.requires_grad
-            found[node] = Input("user", node.name, _path(path), trainable=needs, position=position)
+            entries[node] = Input(
+                "user", node.name, _path(path), trainable=needs, position=position
+            )
         else:
             fixed.append((position, value))
-    return found, tuple(fixed)
+    return entries, tuple(fixed)
 
 
 def _device_types(graph: fx.Graph) -> set[str]:
-    """Of all that the graph is fed with."""
+    """Return the device types of all tensors that the graph is fed with."""
     values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
 def _path(path: pytree.KeyPath) -> str:
-    """(args, kwargs) flattened: the path of a leaf as "args[0]" or "kwargs['labels']"."""
+    """Return the path of a leaf of (args, kwargs) as "args[0]" or "kwargs['labels']"."""
     root = "args" if path[0] == pytree.SequenceKey(0) else "kwargs"
     return root + pytree.keystr(path[1:])
 
@@ -208,7 +221,7 @@ def _path(path: pytree.KeyPath) -> str:
 def _held_tensors(
     model: nn.Module, exported: ExportedProgram, originals: dict[int, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Every tensor that the model holds or that export found in its code, by every name it has."""
+    """Return every tensor that the model holds or that export found in its code, by every name."""
     values: dict[str, torch.Tensor] = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -225,32 +238,34 @@ def _held_inputs(
     values: dict[str, torch.Tensor],
     tensors: dict[str, torch.Tensor],
 ) -> dict[fx.Node, Input]:
-    """One Input for each tensor: placeholders of tied weights are merged. Fills `tensors`."""
+    """Return one Input for each tensor, and fill `tensors`. Tied weights are merged into one."""
     names: dict[int, list[str]] = {}
     for name, value in values.items():
         names.setdefault(id(value), []).append(name)
-    first: dict[int, fx.Node] = {}
-    found: dict[fx.Node, Input] = {}
+    first_node: dict[int, fx.Node] = {}
+    entries: dict[fx.Node, Input] = {}
     for node, spec in pairs:
         if spec.kind not in KINDS or spec.target not in values:
             reason = f"{spec.target!r} is a {spec.kind.name.lower()}, not a tensor"
             raise refusal(model, reason, "", "Turn it into a tensor or a Python number.")
         value = values[spec.target]
-        if id(value) in first:
-            node.replace_all_uses_with(first[id(value)])
+        if id(value) in first_node:
+            node.replace_all_uses_with(first_node[id(value)])
             continue
         aliases = tuple(names[id(value)])
-        first[id(value)] = node
-        found[node] = Input(
+        first_node[id(value)] = node
+        entries[node] = Input(
             KINDS[spec.kind], node.name, aliases[0], aliases, value.requires_grad,
             persistent=spec.persistent is not False,
         )  # fmt: skip
         tensors[aliases[0]] = value
-    return found
+    return entries
 
 
 def _read_outputs(model: nn.Module, exported: ExportedProgram) -> list[Output]:
-    """What the graph returns, in order; from now on its output node returns tensors only, flat."""
+    """Return the graph's outputs, in order. The output node is changed to return tensors only,
+    flat.
+    """
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
     results, values = [], []
     for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
@@ -266,20 +281,20 @@ def _read_outputs(model: nn.Module, exported: ExportedProgram) -> list[Output]:
 
 
 def _cut(value: fx.Node) -> fx.Node:
-    """A buffer's new value without its gradient: the next step must not reach into this one."""
+    """Detach a buffer's new value: the next step must not reach into this one's backward."""
     with value.graph.inserting_after(value):
         return detached(value)
 
 
 def _name_outputs(results: list[Output], graph: fx.Graph) -> list[Output]:
-    """Fills in the nodes, which have settled, and the first name of the buffers."""
+    """Fill in the names of the output nodes, which are final by now."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     values = iter(output.args[0])
     return [r if r.node is None else replace(r, node=next(values).name) for r in results]
 
 
 def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:
-    """Every shape must be a number by now."""
+    """Refuse symbolic shapes: every shape must be a number by now."""
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
@@ -289,7 +304,7 @@ def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _refuse_strides(model: nn.Module, graph: fx.Graph) -> None:
-    """as_strided of what is not contiguous reads the memory of one device."""
+    """Refuse as_strided of a tensor that is not contiguous: it reads the memory of one device."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
         if node.args[0].target is not torch.ops.aten.contiguous.default:
             reason = "as_strided reads a tensor that is not contiguous by its place in memory"
@@ -302,9 +317,7 @@ def _refuse_strides(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def check(program: Program) -> None:
-    """The contract: the graph's placeholders and outputs are those of the signature, and every node
-    has a value.
-    """
+    """The contract: placeholders and outputs match the signature, and every node has a value."""
     same_inputs(program)
     nodes = list(program.module.graph.nodes)
     returned = [node.name for node in nodes[-1].args[0]]
