@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo lint test test-all fuzz clean
+.PHONY: help install demo lint test test-all fuzz docs clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ test-all: lint ## lint, then every test; SHARD=1/4 only the first of four parts
 
 fuzz: $(INSTALLED) ## fresh random modules for ten minutes, held against one device; FUZZ="--gloo" passes options on
 	$(BIN)/python -m tests.fuzz --seconds 600 --ranks 2-16 --jobs $(JOBS) $(FUZZ)
+
+docs: $(INSTALLED) ## build the pages of docs/ into out/docs/, with links checked
+	$(BIN)/mkdocs build --quiet --strict
 
 clean: ## remove what make made, .venv apart
 	rm -rf out dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,30 @@
+"""Every block of Python in docs/ runs as it stands, page by page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [path for path in sorted(DOCS.glob("*.md")) if "```python" in path.read_text()]
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "page"}
+    for number, block in enumerate(blocks(page.read_text())):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_blocks_are_found() -> None:
+    text = "Text\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n\n```python\ny = 2\n```\n"
+    assert blocks(text) == ["x = 1\n", "y = 2\n"]
+    assert "index" in [path.stem for path in PAGES]
