@@ -67,7 +67,7 @@ def _world(world: World) -> str:
 
 def _shapes(inputs: Any) -> str:
     """
-    >>> _shapes((torch.ones(2, 3), 0.5))
+    >>> _shapes_text((torch.ones(2, 3), 0.5))
     '[0]: (2, 3) float32, [1]: 0.5'
     """
     leaves, _ = pytree.tree_flatten_with_path(inputs)
