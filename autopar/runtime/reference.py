@@ -196,7 +196,7 @@ def shake(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
             return result
         if node in decided:
             return decided[node]
-        return _disturb(result, generator)
+        return _off(result, generator)
 
     return visit
 
@@ -223,10 +223,10 @@ class _ShakeBackward(TorchDispatchMode):
         return pytree.tree_map_only(torch.Tensor, self._off, result)
 
     def _off(self, value: Tensor) -> Tensor:
-        return _disturb(value, self.generator) if is_inexact(value) else value
+        return _off(value, self.generator) if is_inexact(value) else value
 
 
-def _disturb(value: Tensor, generator: torch.Generator) -> Tensor:
+def _off(value: Tensor, generator: torch.Generator) -> Tensor:
     factors = torch.rand(value.shape, generator=generator, dtype=torch.float64)
     return value * (1 - SHAKE * factors).to(value.device)
 
@@ -325,5 +325,5 @@ def _refuse_undefined(
 
 
 def _differing(values: Observed, others: Observed) -> dict[Name, Tensor]:
-    found = {name: differing_values(value, others.get(name)) for name, value in values.items()}
-    return {name: differ for name, differ in found.items() if differ is not None}
+    flags = {name: differing_values(value, others.get(name)) for name, value in values.items()}
+    return {name: differ for name, differ in flags.items() if differ is not None}
