@@ -119,7 +119,9 @@ def _words(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return odd numbers without a pattern (the finalizer of splitmix64), the same on every device."""
+    """Return odd numbers without a pattern (the finalizer of splitmix64), the same on every
+    device.
+    """
     x = torch.arange(1, _COLUMNS + 1, device=device) * -0x61C8864680B583EB  # 2^64 over golden ratio
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
@@ -162,8 +164,8 @@ def _differing_text(different: Sequence[str], odd: Sequence[Sequence[str]]) -> s
     first = different[0]
     rank_numbers = [number for number, names in enumerate(odd) if first in names]
     more = f", the first of {len(different)}" if len(different) > 1 else ""
-    rank_names = ranks.named(rank_numbers)
-    return f"the ranks hold different parameters: {first}{more}, on {rank_names} is not what rank 0 holds"
+    who = ranks.named(rank_numbers)
+    return f"the ranks hold different parameters: {first}{more}, on {who} is not what rank 0 holds"
 
 
 def _refuse_meta(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
