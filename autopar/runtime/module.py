@@ -1,9 +1,8 @@
 """ParallelModule, the module that users train: it holds the rank's part of the parameters, as
-DTensors under their original names, and runs the planned graph. Deferred is a model that is planned
-with the inputs of its first call.
+DTensors under their original names, and runs the planned graph. Deferred is planned at its first
+call.
 
-A ParallelModule is made of the planned program, its runner and the model's tensors, by `api.apply`
-and `api.parallelize`.
+`api.apply` and `api.parallelize` make them of a planned program, its runner and a model's tensors.
 """
 
 from __future__ import annotations
@@ -141,9 +140,7 @@ class ParallelModule(nn.Module):
         )
 
     def layout(self, name: str) -> Layout:
-        """Return the stored layout of a parameter, by any of its names. Raises InputError for an
-        unknown name.
-        """
+        """Return the stored layout of a parameter, by any of its names; else raise InputError."""
         for entry in self._program.signature.inputs:
             if entry.kind == "parameter" and name in (entry.target, *entry.names):
                 return self._program.layouts[entry.node]
@@ -168,9 +165,7 @@ class ParallelModule(nn.Module):
         return self._returned(self._computed(args, kwargs))
 
     def _computed(self, args: Any, kwargs: Any) -> Any:
-        """Return the results of the graph. It runs without autocast, as the casts are nodes
-        of it.
-        """
+        """Return the results of the graph, run without autocast, as the casts are nodes of it."""
         values, cast = self._begun(args, kwargs), self._program.signature.autocast
         if not cast:
             return self._run(*values)
@@ -221,8 +216,7 @@ class ParallelModule(nn.Module):
 
     def timeline(self, *args: Any, **kwargs: Any) -> MeasuredStep:
         """Return how a step on these inputs runs on this rank, forward and backward: every op,
-        every collective with its node and bytes, and every wait; `save(path)` writes it for
-        Perfetto.
+        every collective with its node and bytes, every wait; `save(path)` writes it for Perfetto.
 
         Collective, on gloo; some steps are run, but gradients and buffers are left as they are. The
         backward is that of the first scalar that the model returns, else of all that it returns.
@@ -276,9 +270,7 @@ class ParallelModule(nn.Module):
             assert entry.position is not None
             leaf = leaves[entry.position]
             own = self._own(entry, leaf)
-            return (
-                leaf if isinstance(leaf, DTensor) else own
-            )  # `_to_local` checks it for changes in place
+            return leaf if isinstance(leaf, DTensor) else own  # `_to_local` takes it apart
         if entry.kind == "seed":
             if entry.target != "seed":
                 return seed_at(self._seed, self._coordinate, entry.target)
@@ -294,10 +286,7 @@ class ParallelModule(nn.Module):
         return parameter
 
     def _refuse_gradient(self, what: str, given: torch.Tensor, entry: Input) -> None:
-        """Raise InputError for a tensor that requires a gradient that was not planned. Without a
-        planned gradient, a replicated state whose gradients are summed over ranks is not told from
-        one whose gradients are equal.
-        """
+        """Without a planned gradient, partial states are not told from replicated ones."""
         unplanned = given.requires_grad and not entry.trainable
         if unplanned and self._mesh.axes and torch.is_grad_enabled():
             raise InputError(
@@ -306,22 +295,20 @@ class ParallelModule(nn.Module):
             )
 
     def _own(self, entry: Input, given: Any) -> torch.Tensor:
-        """Return the rank's part of one input. Raises InputError for a shape, dtype or gradient
-        that was not planned.
-        """
+        """Return the rank's part of one input; raise InputError for what was not planned."""
         layout, dtype = self._program.layouts[entry.node], self._program.dtypes[entry.node]
         if (
             not isinstance(given, torch.Tensor)
             or tuple(given.shape) != layout.shape
             or given.dtype != dtype
         ):
-            description = (
+            actual = (
                 f"{tuple(given.shape)} {given.dtype}"
                 if isinstance(given, torch.Tensor)
                 else repr(given)
             )
             raise InputError(
-                f"input {entry.target} is {description}, the plan is for {layout.shape} {dtype}: plan "
+                f"input {entry.target} is {actual}, the plan is for {layout.shape} {dtype}: plan "
                 "again for other shapes or dtypes"
             )
         self._refuse_gradient(f"input {entry.target}", given, entry)
