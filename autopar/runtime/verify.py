@@ -49,12 +49,11 @@ class Check:
 
     A gradient's error is |difference| / max(|gradient|, 1e-6 · the model's largest gradient), entry
     by entry. Values that are zero but for rounding are compared relative to a thousandth of the
-    terms that cancel in them; values that depend on memory that was never written are not compared
-    (both: reference.py). A parameter's error is its largest |difference| over its largest entry, or
-    over the distance that AdamW can move an entry in these steps (rate · steps) if that is larger.
-    AdamW's epsilon is 1e-3 · the model's largest gradient: a gradient that is zero but for
-    rounding, as that of the bias of attention's keys or of a bias before a batch norm, would else
-    be scaled up to a full step, and grow from there.
+    terms that cancel in them; values that depend on unwritten memory are not compared
+    (reference.py). A parameter's error is its largest |difference| over its largest entry, or over
+    the distance that AdamW can move it in these steps (rate · steps) if that is larger. AdamW's
+    epsilon is 1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as
+    that of a bias before a batch norm, would else be scaled up to a full step, and grow from there.
     """
 
     loss_error: float
@@ -98,10 +97,7 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
         for x in inputs
     ]
     with double_by_default():
-        single = reference_step(
-            reference,
-            lambda reference_program, visit: _Rank(reference_program, {}, leaves).observe(visit),
-        )
+        single = reference_step(reference, lambda p, visit: _Rank(p, {}, leaves).observe(visit))
         epsilon = _adam_epsilon(single)
         poisoned = fill_unwritten(program, poison)
         nodes = _compare_nodes(poisoned, single, leaves, tolerance)
@@ -183,9 +179,9 @@ class _Rank:
         outputs = interpret(self.program.module, self.feed_all(), keep)
         named = {_OUTPUT_NAME.format(i): o for i, o in enumerate(outputs) if isinstance(o, Tensor)}
         observed.update({name: output.detach() for name, output in named.items()})
-        for auxiliary, name in enumerate(_GRADIENT_NAMES):
-            gradients = self._backward(outputs, bool(auxiliary), retain_graph=True)
-            observed.update({name + n: grad for n, grad in gradients.items() if grad is not None})
+        for kind, prefix in enumerate(_GRADIENT_NAMES):
+            gradients = self._backward(outputs, bool(kind), retain_graph=True)
+            observed.update({prefix + n: grad for n, grad in gradients.items() if grad is not None})
         return observed
 
     def train(self, epsilon: float) -> _Trained:
@@ -212,17 +208,14 @@ class _Rank:
         return list(self.program.module(*self.feed_all()))
 
     def _starts(self, outputs: list[Any], beside: bool) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors at which a backward begins, each with its cotangent: the loss, which
-        is the first scalar, or the auxiliary outputs (`beside`). A model without a loss begins at
-        all outputs.
+        """Return the tensors at which a backward begins, with their cotangents: the loss (the first
+        scalar), or the auxiliary outputs (`beside`); all outputs where there is no loss.
         """
-        differentiable = {
-            i: o for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad
-        }
-        loss = next((i for i, o in differentiable.items() if o.dim() == 0), None)
+        outs = {i: o for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad}
+        loss = next((i for i, o in outs.items() if o.dim() == 0), None)
         return [
             (output, torch.ones_like(output) if i == loss else self._cotangent(i))
-            for i, output in differentiable.items()
+            for i, output in outs.items()
             if (loss not in (None, i)) == beside
         ]
 
@@ -303,9 +296,7 @@ def _check_node(
 
 
 def _relative(found: Tensor, expected: Tensor, least: float) -> float:
-    """Return the largest |difference| over the largest |expected| (at least `least`); equal
-    infinities and nans count as equal.
-    """
+    """Return the largest |difference| over the largest |expected| (at least `least`)."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
@@ -343,9 +334,7 @@ def _copy_errors(layout: Layout, parts: list[Tensor], floor: float) -> list[floa
 
 
 def _copies(layout: Layout, kinds: str) -> list[tuple[int, int]]:
-    """Return (rank, another rank that holds the same) on every axis whose state is one of
-    `kinds`.
-    """
+    """Return (rank, a rank that holds the same) on every axis whose state is one of `kinds`."""
     pairs = [
         (rank, layout.mesh.group((axis,), rank)[0])
         for kind in kinds
@@ -395,12 +384,10 @@ def _gradient_error(
 
 
 def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
-    distance = STEPS * _LEARNING_RATE
+    reach = STEPS * _LEARNING_RATE
     return {
         name: _relative(
-            program.layouts[name].join([rank.parameters[name] for rank in ranks]),
-            parameter,
-            distance,
+            program.layouts[name].join([rank.parameters[name] for rank in ranks]), parameter, reach
         )
         for name, parameter in expected.parameters.items()
     }
