@@ -137,10 +137,10 @@ class _Graph(nn.Module):
                 module.register_buffer(last, value)
 
     def forward(self, *given: Any) -> Any:
-        rest = iter(given)
+        inputs = iter(given)
         count = len(self._held) + len(given)
         held = {place: attrgetter(path)(self) for place, path in self._held.items()}
-        values = [held[place] if place in held else next(rest) for place in range(count)]
+        values = [held[place] if place in held else next(inputs) for place in range(count)]
         with preserve_node_meta():  # nodes keep the module path and the line of the user's code
             return _InliningInterpreter(self._captured).run(*values)
 
@@ -188,18 +188,18 @@ class _CapturedGraph:
 
     def _made(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         if _is_update(self.graph, values):
-            return lambda given: self.graph(*given)
+            return lambda input_places: self.graph(*input_places)
         held: dict[int, str] = {}
         for place, value in enumerate(values):
             if isinstance(value, nn.Parameter) or self.buffers[place]:
                 path = self.paths[place]
                 held[place] = path if path and path not in held.values() else f"held_{place}"
         _compare(values, [held.get(i) or path or f"input {i}" for i, path in enumerate(self.paths)])
-        given = [place for place in range(len(values)) if place not in held]
+        input_places = [place for place in range(len(values)) if place not in held]
         model = _Graph(self.graph, held, values)
-        ready, run = self.planned(model, tuple(values[place] for place in given))
+        context, run = self.planned(model, tuple(values[place] for place in input_places))
         places = {path: place for place, path in held.items()}
-        return _PlannedGraph(ready, run, places, given)
+        return _PlannedGraph(context, run, places, input_places)
 
 
 class _PlannedGraph:
@@ -224,10 +224,12 @@ class _PlannedGraph:
 
     def __call__(self, values: Sequence[Any]) -> Any:
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
-        given = [values[place] for place in self.given]
+        input_values = [values[place] for place in self.given]
         # floats that another graph has computed may differ in the last bit; integers do not
-        whole = [x for x in given if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)]
-        self.watch.called(whole)
+        exact = [
+            x for x in input_values if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)
+        ]
+        self.watch.called(exact)
         signature = self.program.signature
         with without_autocast(signature.autocast):
             results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
@@ -270,14 +272,14 @@ def _numbers(graph: fx.Graph) -> list[bool]:
     Dynamo passes a number that has changed since its last compilation as a tensor, on which the
     graph calls item(); these calls are removed.
     """
-    found = []
+    are_numbers = []
     for node in graph.find_nodes(op="placeholder"):
-        asked = [(user.op, user.target) == ("call_method", "item") for user in node.users]
-        found.append(bool(asked) and all(asked))
-        for user in list(node.users) if found[-1] else ():
+        are_items = [(user.op, user.target) == ("call_method", "item") for user in node.users]
+        are_numbers.append(bool(are_items) and all(are_items))
+        for user in list(node.users) if are_numbers[-1] else ():
             user.replace_all_uses_with(node)
             graph.erase_node(user)
-    return found
+    return are_numbers
 
 
 def _is_update(module: fx.GraphModule, values: Sequence[Any]) -> bool:
@@ -285,16 +287,16 @@ def _is_update(module: fx.GraphModule, values: Sequence[Any]) -> bool:
     Every rank runs all of it, as parameters are replicated.
     """
     graph = module.graph
-    held = list(zip(graph.find_nodes(op="placeholder"), values, strict=True))
-    held += [(node, attrgetter(node.target)(module)) for node in graph.find_nodes(op="get_attr")]
-    left = {node for node, value in held if isinstance(value, nn.Parameter)}
-    found = bool(left)
+    placed = list(zip(graph.find_nodes(op="placeholder"), values, strict=True))
+    placed += [(node, attrgetter(node.target)(module)) for node in graph.find_nodes(op="get_attr")]
+    unwritten = {node for node, value in placed if isinstance(value, nn.Parameter)}
+    has_parameters = bool(unwritten)
     for node in graph.nodes:
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and node.args:
             first = node.args[0]
-            left -= set(first if isinstance(first, list | tuple) else [first])
-    return found and not left
+            unwritten -= set(first if isinstance(first, list | tuple) else [first])
+    return has_parameters and not unwritten
 
 
 def _compare(values: Sequence[Any], names: Sequence[str]) -> None:
@@ -302,16 +304,16 @@ def _compare(values: Sequence[Any], names: Sequence[str]) -> None:
     results would belong to neither. A few entries of every tensor are compared, not to the last
     bit. A tensor with a gradient that is no leaf was computed from compared ones and is skipped.
     """
-    told = {
+    samples = {
         name: _sample(value)
         for name, value in zip(names, values, strict=True)
         if isinstance(value, torch.Tensor) and (value.is_leaf or not value.requires_grad)
     }
-    first = ranks.from_rank_0(told)
+    expected = ranks.from_rank_0(samples)
 
     def compare() -> None:
-        for name, own in told.items():
-            if name not in first or not _is_close(own, first[name]):
+        for name, own in samples.items():
+            if name not in expected or not _is_close(own, expected[name]):
                 raise RankError(
                     f"{name} is not what it is on rank 0: under torch.compile with autopar every "
                     "rank makes the same parameters (torch.manual_seed before the model is made) "

@@ -308,8 +308,8 @@ def _relative(found: Tensor, expected: Tensor, least: float) -> float:
 
 
 def _differences(found: Tensor, expected: Tensor) -> Tensor:
-    """Return |found - expected|; it is 0 for equal infinities and two nans, and infinite for a nan
-    and a number (nan is not larger than anything, so the largest error would not be one).
+    """Return |found - expected|: 0 for equal infinities and two nans, infinite for a nan and a
+    number.
     """
     same = (found == expected) | (found.isnan() & expected.isnan())
     return torch.where(same, 0.0, (found - expected).abs().nan_to_num(nan=torch.inf))
