@@ -1,7 +1,7 @@
-"""verify: compare a plan on all its ranks, simulated in one process in float64, with one device.
+"""verify: compare a plan on all its ranks, simulated in one process, with one device, in float64.
 
-`compare` checks the forward node by node (the first wrong node is named, with its layout), the
-loss, every gradient, and the parameters after three AdamW steps. `api.verify` calls it.
+`compare` checks the forward node by node (naming the first wrong node and its layout), the loss,
+every gradient, and the parameters after three AdamW steps. `api.verify` calls it.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _Gradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class _Trained:
-    """The results of one training run: the outputs of the first step, its gradients (those of the
-    loss, and those of the auxiliary outputs), the parameters after the last step.
+    """The results of one training run: the outputs and gradients of the first step (those of the
+    loss, those of the auxiliary outputs), and the parameters after the last.
     """
 
     outputs: list[Tensor]
@@ -85,8 +85,7 @@ class _Trained:
 
 
 def compare(program: Program, reference: Program, inputs: list[Any], tolerance: float) -> Check:
-    """Run the rewritten `program` on all its ranks and `reference`, the same model on one device,
-    and return the errors.
+    """Return the errors of `program` on all its ranks against `reference`, the same model on one.
 
     `inputs`: the user's leaves. Raises VerificationError where an error passes `tolerance`.
     """
@@ -394,7 +393,7 @@ def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) ->
 
 
 def _worst_text(program: Program, errors: dict[str, float]) -> str:
-    """Return the parameters whose gradients are furthest off, with their layouts, in words."""
+    """Return the parameters whose gradients are furthest off, with their layouts."""
     names = sorted(errors, key=lambda name: -errors[name])[:3]
     return "worst gradients " + ", ".join(
         f"{n} ({program.layouts[n]}) {errors[n]:.1e}" for n in names
