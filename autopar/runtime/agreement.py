@@ -34,7 +34,7 @@ from autopar.world import World, ranks
 from autopar.world.store import PATIENCE, Pulse, came, missing, positions, pulse
 
 _MOST_CHARACTERS = 60  # characters of a value that is no tensor
-_PLAIN = (bool, int, float, complex, str, type(None))
+_LITERALS = (bool, int, float, complex, str, type(None))
 
 
 def require_same_request(world: Any, inputs: Any, **options: Any) -> None:
@@ -80,7 +80,7 @@ def _shapes_text(inputs: Any) -> str:
 def _leaf_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return repr(value)[:_MOST_CHARACTERS] if isinstance(value, _PLAIN) else type(value).__name__
+    return repr(value)[:_MOST_CHARACTERS] if isinstance(value, _LITERALS) else type(value).__name__
 
 
 # Prime, so that rows of a usual length never start at the same column: two rows that change places

@@ -239,7 +239,7 @@ class _LocalParts(Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         for x, before in ctx.held:
             if changes_in_place(x) != before:
-                raise _changed(x)
+                raise _changed_error(x)
         gradients = (
             None if grad is None else from_part(grad.contiguous(), placing)
             for grad, placing in zip(grads, ctx.placings, strict=True)
@@ -247,7 +247,7 @@ class _LocalParts(Function):
         return (None, *gradients)
 
 
-def _changed(x: DTensor) -> RuntimeError:
+def _changed_error(x: DTensor) -> RuntimeError:
     what = "a parameter" if isinstance(x, torch.nn.Parameter) else "an input"
     return RuntimeError(
         f"{what} of shape {tuple(x.shape)} has been modified by an inplace operation between the "

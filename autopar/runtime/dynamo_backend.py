@@ -170,7 +170,7 @@ class _CapturedGraph:
         sources = dynamo_sources(graph.graph)
         self.paths = [_path(source) for source in sources]
         self.buffers = ["._buffers[" in source for source in sources]
-        self.numbers = _numbers(graph.graph)
+        self.numbers = _mark_numbers(graph.graph)
         graph.recompile()
         self.made: dict[Any, Callable[[Sequence[Any]], Any]] = {}
         for node in graph.graph.nodes:
@@ -194,7 +194,9 @@ class _CapturedGraph:
             if isinstance(value, nn.Parameter) or self.buffers[place]:
                 path = self.paths[place]
                 held[place] = path if path and path not in held.values() else f"held_{place}"
-        _compare(values, [held.get(i) or path or f"input {i}" for i, path in enumerate(self.paths)])
+        _require_same_values(
+            values, [held.get(i) or path or f"input {i}" for i, path in enumerate(self.paths)]
+        )
         input_places = [place for place in range(len(values)) if place not in held]
         model = _Graph(self.graph, held, values)
         context, run = self.planned(model, tuple(values[place] for place in input_places))
@@ -266,7 +268,7 @@ def _is_rounded(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _numbers(graph: fx.Graph) -> list[bool]:
+def _mark_numbers(graph: fx.Graph) -> list[bool]:
     """Return which placeholders are Python numbers, and make them so.
 
     Dynamo passes a number that has changed since its last compilation as a tensor, on which the
@@ -299,7 +301,7 @@ def _is_update(module: fx.GraphModule, values: Sequence[Any]) -> bool:
     return has_parameters and not unwritten
 
 
-def _compare(values: Sequence[Any], names: Sequence[str]) -> None:
+def _require_same_values(values: Sequence[Any], names: Sequence[str]) -> None:
     """Raise a RankError where the ranks hold different parameters or get different inputs, as their
     results would belong to neither. A few entries of every tensor are compared, not to the last
     bit. A tensor with a gradient that is no leaf was computed from compared ones and is skipped.

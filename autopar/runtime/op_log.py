@@ -250,7 +250,7 @@ def _match_events(
         return {}
     first_group, *other_groups = groups
     best: dict[int, Any] = {}
-    for chosen in _some(len(threads)):
+    for chosen in _thread_choices(len(threads)):
         matched = _match_threads(
             [(n, issued[n]) for n in first_group], [threads[i] for i in chosen]
         )
@@ -262,7 +262,7 @@ def _match_events(
     return best or _match_events(other_groups, threads, issued)
 
 
-def _some(threads: int) -> Iterator[tuple[int, ...]]:
+def _thread_choices(threads: int) -> Iterator[tuple[int, ...]]:
     for count in _THREADS:
         yield from itertools.combinations(range(threads), count)
 

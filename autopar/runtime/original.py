@@ -58,7 +58,7 @@ def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: 
         with _fixed_draws(tensors, alike) as model_draws:
             expected = _of_model(model, inputs)
         with _fixed_draws(tensors, alike) as draws:
-            actual = _run_program(program, inputs)
+            actual = _of_program(program, inputs)
         try:
             _check_step(model, actual, expected, tolerance)
             break
@@ -73,8 +73,8 @@ def _check_step(
     model: nn.Module, found: _StepResult, expected: _StepResult, tolerance: float
 ) -> None:
     largest = max((_largest(x) for x in expected.gradients.values()), default=0.0)
-    _hold(model, found.results, expected.results, 0.0, tolerance)
-    _hold(model, found.gradients, expected.gradients, _LEAST * largest, tolerance)
+    _check_values(model, found.results, expected.results, 0.0, tolerance)
+    _check_values(model, found.gradients, expected.gradients, _LEAST * largest, tolerance)
 
 
 class _Draws(TorchDispatchMode):
@@ -107,6 +107,7 @@ def _fixed_draws(tensors: list[Tensor], alike: bool) -> Iterator[_Draws]:
 
 
 def _of_model(model: nn.Module, inputs: Inputs) -> _StepResult:
+    """Run the step of the model itself on copies of its tensors."""
     with borrowed(model, _copy):
         args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
         results = _named_tensors(model(*args, **kwargs), "result ")
@@ -116,7 +117,8 @@ def _of_model(model: nn.Module, inputs: Inputs) -> _StepResult:
         return _collect_step({**results, **buffers}, parameters, own)
 
 
-def _run_program(program: Program, inputs: Inputs) -> _StepResult:
+def _of_program(program: Program, inputs: Inputs) -> _StepResult:
+    """Run the step of the traced program on copies of its tensors."""
     args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
     held = {name: _copy(tensor) for name, tensor in program.tensors.items()}
     values = bind(program, args, kwargs, held)
@@ -176,7 +178,7 @@ def _gradient(x: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _hold(
+def _check_values(
     model: nn.Module, found: Values, expected: Values, least: float, tolerance: float
 ) -> None:
     errors = {n: _error(x, expected[n], least) for n, x in found.items() if n in expected}

@@ -312,12 +312,12 @@ def _wait_spans(
         entry = played.script[number if number >= 0 else op.entry]
         place = places.get(number)
         awake = op.start if place is None else sent[place][1]
-        for start, end, still in _cut(op.start, op.end, [*sent, (awake, op.end)]):
+        for start, end, still in _split_time(op.start, op.end, [*sent, (awake, op.end)]):
             kind = "skew" if still else "wait"
             yield number, Span(entry.node, kind, WAITS, start, end, op.phase, entry.module)
 
 
-def _cut(
+def _split_time(
     start: float, end: float, busy: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[float, float, bool]]:
     """Yield the time from start to end in pieces: (from, to, whether nothing was busy).

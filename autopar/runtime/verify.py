@@ -343,7 +343,7 @@ def _copies(layout: Layout, kinds: str) -> list[tuple[int, int]]:
     return [(rank, first) for rank, first in pairs if rank != first]
 
 
-def _largest(gradients: Mapping[Any, Tensor | None]) -> float:
+def _largest_gradient(gradients: Mapping[Any, Tensor | None]) -> float:
     return max(
         (float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()),
         default=0.0,
@@ -353,7 +353,7 @@ def _largest(gradients: Mapping[Any, Tensor | None]) -> float:
 def _adam_epsilon(single: Reference) -> float:
     named = {n: t for n, t in single.values.items() if str(n).startswith(_GRADIENT_NAMES[0])}
     floor = max((single.floor(name) for name in named), default=0.0)
-    return max(1e-8, _EPSILON * max(_largest(named), floor))
+    return max(1e-8, _EPSILON * max(_largest_gradient(named), floor))
 
 
 def _gradient_errors(
@@ -361,7 +361,7 @@ def _gradient_errors(
 ) -> dict[str, float]:
     errors: dict[str, float] = {}
     for kind, prefix in enumerate(_GRADIENT_NAMES):
-        largest = _largest(expected.gradients[kind])
+        largest = _largest_gradient(expected.gradients[kind])
         for name, gradient in expected.gradients[kind].items():
             rank_gradients = [rank.gradients[kind].get(name) for rank in ranks]
             least = max(1e-6 * largest, single.floor(prefix + name))
