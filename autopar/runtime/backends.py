@@ -1,4 +1,4 @@
-"""How an emitted graph runs: AOTAutograd derives a forward and a backward, the overlap passes schedule
+"""How an emitted graph runs: AOTAutograd derives forward and backward, the overlap passes schedule
 them, and a backend runs them; without `overlap` or gradients the emitted graph runs as it is.
 
 apply.py calls `runner`. With `overlap` a backend gets the scheduled forward and backward:
@@ -126,7 +126,7 @@ class Scheduled:
             for place, entry in enumerate(program.signature.inputs, start=1)
             if entry.stored
         )
-        # By graph, the placeholders that exist before it runs, so a gather of them may run at any time.
+        # By graph, the placeholders that exist before it runs: their gathers may run at any time.
         self._there: dict[Phase, frozenset[str]] = {"forward": self.stored}
         assert program.plan is not None
         self.mesh = program.plan.mesh

@@ -230,8 +230,8 @@ class _Run:
         return error
 
 
-# Sums run in rank order, so that runs are bitwise reproducible; every rank gets a tensor of its own,
-# as it may write into it.
+# Sums run in rank order, so that runs are bitwise reproducible. Every rank gets a tensor of its
+# own, as it may write into it.
 
 
 def _all_gather(values: list[Tensor]) -> list[Tensor]:
