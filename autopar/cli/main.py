@@ -1,4 +1,6 @@
-"""The command line: plan, verify, show, calibrate, doctor; for people or (--json) for programs."""
+"""The commands of the command line: plan, verify, show, calibrate, doctor; their output is for
+people or (--json) for programs. `python -m autopar` and the `autopar` script call `main`.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,8 @@ from autopar.world import World
 from autopar.world import ranks as running
 from autopar.world.world import CALIBRATED, calibrated
 
-ABSURD_S = 600.0  # a step that takes longer is no plan to print without being asked
-LOCKSTEP_RANKS = 8  # that verify runs where none are named
+ABSURD_S = 600.0  # a plan whose step takes longer is refused without --anyway
+LOCKSTEP_RANKS = 8  # the ranks of verify where none are named
 
 app = typer.Typer(
     name="autopar",
@@ -96,33 +98,33 @@ def plan(
 
     Example: autopar plan llama3-8b --world dgx-h100 --ranks 64 --batch 64x4096
     """
-    with _reporting(as_json):
+    with _report_errors(as_json):
         for path, option in ((save, "--save"), (timeline, "--timeline")):
-            _folder(path, option)
-        found, wanted = read_world(world, ranks), read_layout(layout)
-        chosen = _target(target, batch, found.ranks)
+            _require_folder(path, option)
+        named_world, named_layout = read_world(world, ranks), read_layout(layout)
+        built = _build_target(target, batch, named_world.ranks)
         limits = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
         planning = partial(
-            api.plan, chosen.model, found, chosen.inputs, wanted, *limits, redundant,
+            api.plan, built.model, named_world, built.inputs, named_layout, *limits, redundant,
             reduce_dtype=reduce_dtype, overlap=overlap,
         )  # fmt: skip
         start = time.perf_counter()
-        doing = f"planning {chosen.name} on {_ranks(found)}"
-        made = watch_progress(doing, lambda report: planning(progress=report), as_json)
+        doing = f"planning {built.name} on {_ranks_text(named_world)}"
+        best_plan = watch_progress(doing, lambda report: planning(progress=report), as_json)
         seconds = time.perf_counter() - start
         if not anyway:
-            _refuse_absurd(made, found, named=world is not None)
+            _refuse_absurd(best_plan, named_world, named=world is not None)
         if save is not None:
-            made.save(save)
+            best_plan.save(save)
         if timeline is not None:
-            made.timeline(overlap).save(timeline)
-        answer = _answered(made, why, as_json)
+            best_plan.timeline(overlap).save(timeline)
+        answer = _answer_why(best_plan, why, as_json)
         if as_json:
-            told = {} if answer is None else {"why": answer.facts()}
-            _print_json(_facts(made) | _facts_of(chosen) | told)
+            reasons = {} if answer is None else {"why": answer.facts()}
+            _print_json(_plan_facts(best_plan) | _target_facts(built) | reasons)
         else:
-            _tell(chosen, found, made, answer)
-            _tell_files(seconds, save, timeline)
+            _print_plan(built, named_world, best_plan, answer)
+            _print_files(seconds, save, timeline)
 
 
 @app.command()
@@ -140,25 +142,30 @@ def verify(
     A named model is cut down to two layers of all its heads, but narrow ones. Example: autopar
     verify gpt2 --ranks 8 --layout 4d
     """
-    with _reporting(as_json):
-        given = LOCKSTEP_RANKS if world is None and ranks is None else ranks
-        found, wanted = read_world(world, given), read_layout(layout)
-        chosen = _target(target, batch, max(16, found.ranks), real=True)
-        _refuse_meta(chosen)
-        doing = f"verifying {chosen.name} on {_ranks(found)}"
+    with _report_errors(as_json):
+        rank_count = LOCKSTEP_RANKS if world is None and ranks is None else ranks
+        named_world, named_layout = read_world(world, rank_count), read_layout(layout)
+        built = _build_target(target, batch, max(16, named_world.ranks), real=True)
+        _refuse_meta(built)
+        doing = f"verifying {built.name} on {_ranks_text(named_world)}"
         check = watch_progress(
             doing,
             lambda report: api.verify(
-                chosen.model, found, chosen.inputs, wanted, redundant=redundant, progress=report
+                built.model,
+                named_world,
+                built.inputs,
+                named_layout,
+                redundant=redundant,
+                progress=report,
             ),
             as_json,
         )
         if as_json:
             facts = dataclasses.asdict(check) | {"layout": layout, "verified": True}
-            _print_json(facts | _facts_of(chosen))
+            _print_json(facts | _target_facts(built))
             return
         out = console()
-        print_line(out, "model", _model(chosen))
+        print_line(out, "model", _model_text(built))
         print_line(out, "layout", layout)
         out.print(f"[bold green]equal[/]    {escape(str(check))}", soft_wrap=True)
 
@@ -169,12 +176,12 @@ def show(path: PlanArgument, as_json: JsonOption = False) -> None:
 
     Example: autopar show plan.json
     """
-    with _reporting(as_json):
-        made = Plan.load(path)
+    with _report_errors(as_json):
+        saved_plan = Plan.load(path)
         if as_json:
-            _print_json(_facts(made))
+            _print_json(_plan_facts(saved_plan))
         else:
-            _show(console(), made, None)
+            _print_summary(console(), saved_plan, None)
 
 
 @app.command()
@@ -192,14 +199,14 @@ def calibrate(
 
     Example: torchrun --nproc-per-node 4 -m autopar calibrate
     """
-    with calibrate_on_ranks.joined_work(), _reporting(as_json=False, quiet=running.rank() > 0):
-        running.together("looking for the folder", lambda: _folder(save, "--save"))
+    with calibrate_on_ranks.joined_work(), _report_errors(as_json=False, quiet=running.rank() > 0):
+        running.together("looking for the folder", lambda: _require_folder(save, "--save"))
 
         def build() -> tuple[nn.Module, Any]:
-            made = resolve(str(target), None if batch is None else Batch.parse(batch), 16)
-            return made.model, made.inputs
+            built = resolve(str(target), None if batch is None else Batch.parse(batch), 16)
+            return built.model, built.inputs
 
-        with _bar() as progress, redirect_stdout(sys.stderr):
+        with _progress_bar() as progress, redirect_stdout(sys.stderr):
             world = calibrate_on_ranks.calibrate_on_ranks(
                 build if target else None, seconds, progress
             )
@@ -219,7 +226,7 @@ def doctor(
     Exit status 1 where a check failed. Example: torchrun --standalone --nproc-per-node 4 -m autopar
     doctor
     """
-    with _reporting(as_json):
+    with _report_errors(as_json):
         if run or doctoring.started():
             raise typer.Exit(doctoring.run(out, as_json))
         facts = facts_of_machine()
@@ -230,19 +237,19 @@ def doctor(
 
 
 def main() -> None:
-    """The entry of the `autopar` command and of `python -m autopar`."""
+    """Run the `autopar` command, as `python -m autopar` does."""
     app()
 
 
 # -- what the options mean -------------------------------------------------------------------------
 def read_world(text: str | None, ranks: int | None) -> World:
-    """The world that --world and --ranks name together. Raises WorldError."""
+    """Return the world that --world and --ranks name together. Raises WorldError."""
     if text is None:
-        found, wrong = calibrated(ranks)
-        if wrong:
-            console(stderr=True).print(wrong, soft_wrap=True)
-        if found is not None:
-            return found
+        measured, warning = calibrated(ranks)
+        if warning:
+            console(stderr=True).print(warning, soft_wrap=True)
+        if measured is not None:
+            return measured
         here, gpus = World.of(ranks), torch.cuda.device_count()
         return World.of(gpus) if ranks is None and here.ranks == 1 < gpus else here
     if text.endswith(".json") or Path(text).is_file():
@@ -255,17 +262,17 @@ def read_world(text: str | None, ranks: int | None) -> World:
     return World.preset(text, ranks)
 
 
-def _folder(path: Path | None, option: str) -> None:
+def _require_folder(path: Path | None, option: str) -> None:
     if path is not None and not path.parent.is_dir():
         raise FileNotFoundError(f"{option} {path}: there is no folder {path.parent}")
 
 
-def _target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
-    given = None if batch is None else Batch.parse(batch)
-    return watch_progress(f"building {text}", lambda report: resolve(text, given, samples, real))
+def _build_target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
+    parsed = None if batch is None else Batch.parse(batch)
+    return watch_progress(f"building {text}", lambda report: resolve(text, parsed, samples, real))
 
 
-def _answered(made: Plan, why: str | None, as_json: bool) -> Why | None:
+def _answer_why(made: Plan, why: str | None, as_json: bool) -> Why | None:
     if why is None:
         return None
     return watch_progress(f"asking why {why}", lambda report: made.why(why), as_json)
@@ -280,17 +287,17 @@ def _refuse_meta(target: Target) -> None:
 
 
 def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
-    """Raises PlanError for a plan that nobody could run: a step of hours, or one that does not fit.
+    """Raise PlanError for a plan that nobody could run: a step of hours, or one that does not fit.
     The cause is nearly always that the machines were not named.
     """
     step = made.seconds if made.overlapped is None else made.overlapped
-    has = world.device.memory_bytes
+    available_bytes = world.device.memory_bytes
     faults = []
     if step > ABSURD_S:
         faults.append(f"takes {step:,.0f} s")
-    if made.peak_bytes > has:
+    if made.peak_bytes > available_bytes:
         needs = format_bytes(made.peak_bytes)
-        faults.append(f"needs {needs} on each device, which has {format_bytes(has)}")
+        faults.append(f"needs {needs} on each device, which has {format_bytes(available_bytes)}")
     if faults:
         name = "other machines" if named else "the machines, as --world dgx-h100 does,"
         whose = "" if named else ", machines like this one"
@@ -301,17 +308,17 @@ def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
 
 
 # -- what is printed -------------------------------------------------------------------------------
-def _tell(target: Target, world: World, made: Plan, answer: Why | None) -> None:
-    """What `plan` has found, and why, where that was asked."""
+def _print_plan(target: Target, world: World, made: Plan, answer: Why | None) -> None:
+    """Print the plan, and why, where that was asked."""
     out = console()
-    print_line(out, "model", _model(target))
-    _show(out, made, world)
+    print_line(out, "model", _model_text(target))
+    _print_summary(out, made, world)
     if answer is not None:
         out.print(answer)
 
 
-def _tell_files(seconds: float, save: Path | None, timeline: Path | None) -> None:
-    """How long planning took, and what was written."""
+def _print_files(seconds: float, save: Path | None, timeline: Path | None) -> None:
+    """Print how long planning took, and which files were written."""
     out = console()
     print_line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
     if timeline is not None:
@@ -320,30 +327,32 @@ def _tell_files(seconds: float, save: Path | None, timeline: Path | None) -> Non
         )
 
 
-def _show(out: Console, made: Plan, world: World | None) -> None:
-    """The plan with its world; a warning where a step does not fit the memory of a device."""
+def _print_summary(out: Console, made: Plan, world: World | None) -> None:
+    """Print the plan with its world, and a warning where a step does not fit the memory of a
+    device.
+    """
     print_line(out, "world", str(made.world if world is None else world))
     print_line(out, "layout", made.layout)
     out.print(made.table())
-    moved = f"{format_amount(made.comm_bytes)}B"
-    print_line(out, "modelled", f"{_step(made)}; a rank sends {moved}")
+    sent = f"{format_amount(made.comm_bytes)}B"
+    print_line(out, "modelled", f"{_step(made)}; a rank sends {sent}")
     if made.groups:
         print_line(
             out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}"
         )
-    held = f"{format_bytes(made.peak_bytes)} at the peak on each device"
+    memory = f"{format_bytes(made.peak_bytes)} at the peak on each device"
     if made.memory is not None:
-        held = f"{made.memory} at the peak on each device"
+        memory = f"{made.memory} at the peak on each device"
     if made.device_limit is not None:
-        held += f"; it may take {limit_text(made.device_limit, made.world)}"
+        memory += f"; it may take {limit_text(made.device_limit, made.world)}"
     for names, what in made.dropped:
-        held += escape(f"; {what} again in the backward: {names}")
+        memory += escape(f"; {what} again in the backward: {names}")
     if world is not None and made.peak_bytes > world.device.memory_bytes:
-        held += f", [red]which has {format_bytes(world.device.memory_bytes)}: too little[/]"
-    out.print(f"[bold]memory  [/] {held}", soft_wrap=True)
+        memory += f", [red]which has {format_bytes(world.device.memory_bytes)}: too little[/]"
+    out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
 
 
-def _model(target: Target) -> str:
+def _model_text(target: Target) -> str:
     return f"{target.name}: {format_count(target.parameters)} parameters"
 
 
@@ -354,8 +363,8 @@ def _step(made: Plan) -> str:
     return f"{format_seconds(made.overlapped)} a step with communication hidden, {summed} summed"
 
 
-def _facts(made: Plan) -> dict[str, Any]:
-    """What a program wants to know of a plan; every layout in it is in the file of --save."""
+def _plan_facts(made: Plan) -> dict[str, Any]:
+    """Return what a program needs to know of a plan; the file of --save has every layout, too."""
     names = ("layout", "fingerprint", "seconds", "overlapped", "comm_bytes", "peak_bytes")
     facts = {name: getattr(made, name) for name in names}
     return facts | {
@@ -374,7 +383,7 @@ def _facts(made: Plan) -> dict[str, Any]:
     }
 
 
-def _facts_of(target: Target) -> dict[str, Any]:
+def _target_facts(target: Target) -> dict[str, Any]:
     return {"target": target.name, "parameters": target.parameters}
 
 
@@ -382,13 +391,13 @@ def _print_json(facts: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(facts, indent=1) + "\n")
 
 
-def _ranks(world: World) -> str:
+def _ranks_text(world: World) -> str:
     return f"{world.ranks:,} rank{'s' if world.ranks > 1 else ''}"
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[float, str], None]]:
-    """A progress bar, on rank 0."""
+def _progress_bar() -> Iterator[Callable[[float, str], None]]:
+    """Yield what moves a progress bar on rank 0 and does nothing on others."""
     if running.rank() > 0:
         yield lambda share, doing: None
     else:
@@ -397,9 +406,9 @@ def _bar() -> Iterator[Callable[[float, str], None]]:
 
 
 @contextmanager
-def _reporting(as_json: bool, quiet: bool = False) -> Iterator[None]:
-    """A user's mistake: one red message, unless `quiet`, and exit status 2; with --json on stdout,
-    too.
+def _report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
+    """Report a user's mistake as one red message, unless `quiet`, with exit status 2; with --json
+    on stdout, too.
     """
     try:
         yield

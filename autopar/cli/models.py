@@ -30,8 +30,8 @@ class Sizes:
     tied: bool = False  # the output's weight is the embedding's
 
     def small(self) -> Sizes:
-        """The same architecture in a size that one machine can train in float64: all the heads, but
-        of 4 features, two layers, a vocabulary with the same remainder to 256.
+        """Return the same architecture in a size that one machine can train in float64: all the
+        heads, but of 4 features, two layers, a vocabulary with the same remainder to 256.
         """
         width = 4 * self.heads
         return replace(
@@ -71,7 +71,7 @@ NAMED = {
 
 
 class GptAttention(nn.Module):
-    """Causal self-attention of (batch, sequence, width); query, key and value in one product."""
+    """Causal self-attention of (batch, sequence, width); query, key and value in one matmul."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class GptAttention(nn.Module):
         self.out = nn.Linear(sizes.width, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (_split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -115,7 +115,9 @@ class Gpt(nn.Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """`tokens` and `targets` are int64 (batch, sequence); sequence is at most the context."""
+        """Return the mean cross-entropy. `tokens` and `targets` are int64 (batch, sequence);
+        sequence is at most the context.
+        """
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -135,9 +137,9 @@ class LlamaAttention(nn.Module):
         self.out = nn.Linear(sizes.width, sizes.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q = _rotated(_heads(self.q(x), self.heads), cos, sin)
-        k = _rotated(_heads(self.k(x), self.key_heads), cos, sin)
-        v = _heads(self.v(x), self.key_heads)
+        q = _rotate(_split_heads(self.q(x), self.heads), cos, sin)
+        k = _rotate(_split_heads(self.k(x), self.key_heads), cos, sin)
+        v = _split_heads(self.v(x), self.key_heads)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -172,7 +174,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """`tokens` and `targets` are int64 (batch, sequence)."""
+        """Return the mean cross-entropy. `tokens` and `targets` are int64 (batch, sequence)."""
         x = self.token(tokens)
         angles = _angles(tokens.shape[1], self.head_size, tokens.device)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -181,21 +183,21 @@ class Llama(nn.Module):
         return _loss(self.head(self.norm(x)), targets)
 
 
-def _heads(x: Tensor, heads: int) -> Tensor:
-    """(batch, sequence, heads · size) to (batch, heads, sequence, size)."""
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """Reshape (batch, sequence, heads · size) to (batch, heads, sequence, size)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _angles(sequence: int, size: int, device: torch.device, base: float = 500_000.0) -> Tensor:
-    """The angle of every position and feature, (sequence, size); each half of the features has all
-    of the frequencies (arXiv 2104.09864, in the order that Llama's released weights have).
+    """Return the angle of every position and feature, (sequence, size); each half of the features
+    has all of the frequencies (arXiv 2104.09864, in the order of Llama's released weights).
     """
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     angles = torch.arange(sequence, device=device).unsqueeze(1) * base**-exponents
     return torch.cat((angles, angles), dim=-1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -1,6 +1,7 @@
-"""The arguments and options of the command line, as typer reads them: names and help.
+"""The arguments and options of the command line: their names and help texts as typer reads them,
+and how their text is read. main.py uses them.
 
-What the command line's options say in text: layouts, sizes of memory, optimizers.
+Example: read_layout("4d:x=2,data=4") is Grid4D(x=2, y=1, z=1, data=4).
 """
 
 from __future__ import annotations
@@ -113,31 +114,31 @@ PlanArgument = Annotated[
 ]
 
 GRIDS = {"atp": Grid2D, "3d": Grid3D, "4d": Grid4D, "2.5d": Grid25D}
-_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNIT_BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNIT_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def read_memory(text: str) -> Limit:
-    """Bytes from a size with its unit, or "auto". Raises PlanError.
+    """Return the bytes of a size with its unit, or "auto". Raises PlanError.
 
     >>> read_memory("80GiB")
     85899345920.0
     """
-    found = re.fullmatch(r"([0-9.]+) ?([KMGT]?i?B?)", text)
+    match = re.fullmatch(r"([0-9.]+) ?([KMGT]?i?B?)", text)
     if text == "auto":
         return "auto"
-    if found is None or found[2] not in _UNITS or found[1].count(".") > 1 or found[1] == ".":
+    if match is None or match[2] not in _UNIT_BYTES or match[1].count(".") > 1 or match[1] == ".":
         raise PlanError(f"--memory {text}: it is auto, or a size such as 80GiB or 40GB")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNIT_BYTES[match[2]]
 
 
 def read_optimizer(text: str) -> Optimizer:
-    """A name, or bytes of state for every trained number."""
+    """Return an optimizer's name, or the bytes of state for every trained number."""
     return float(text) if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) else text
 
 
 def read_layout(text: str) -> Layouts:
-    """A layout's name, or a grid as "4d:x=2,y=2", "atp:4,2". Raises LayoutError.
+    """Return a layout's name, or a grid of "4d:x=2,y=2" or "atp:4,2". Raises LayoutError.
 
     >>> read_layout("4d:x=2,data=4")
     Grid4D(x=2, y=1, z=1, data=4)
@@ -159,19 +160,19 @@ def read_layout(text: str) -> Layouts:
         if not equals:
             key = names[position] if position < len(names) else value
         if key not in names or key in values:
-            raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage(names)}")
-        values[key] = _size(text, part, value) if key != "first" else value
+            raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage_text(names)}")
+        values[key] = _read_size(text, part, value) if key != "first" else value
     missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
-        raise LayoutError(f"layout {text!r} lacks {', '.join(missing)}{_usage(names)}")
+        raise LayoutError(f"layout {text!r} lacks {', '.join(missing)}{_usage_text(names)}")
     return grid(**values)
 
 
-def _usage(names: list[str]) -> str:
+def _usage_text(names: list[str]) -> str:
     return f"; it takes {', '.join(names)}, by position or as {names[0]}=2"
 
 
-def _size(text: str, part: str, value: str) -> int:
+def _read_size(text: str, part: str, value: str) -> int:
     if not re.fullmatch("[0-9]+", value) or int(value) < 1:
         raise LayoutError(f"layout {text!r}: {part!r} is no whole number of ranks from 1 on")
     return int(value)

@@ -1,5 +1,7 @@
-"""What the command line plans and verifies: named models, and functions that return (model,
-inputs).
+"""What the command line plans and verifies, by name: a built-in model, or a function that returns
+(model, inputs).
+
+Example: resolve("gpt2", Batch(8, 1024), 8) is GPT-2 with a batch of tokens. main.py calls it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class TargetError(AutoparError):
 
 @dataclass(frozen=True)
 class Target:
-    """A model with its inputs, as `autopar.plan` takes them, and what to call it."""
+    """A model with its inputs, as `autopar.plan` takes them, and its name in the output."""
 
     name: str
     model: nn.Module
@@ -33,13 +35,13 @@ class Target:
 
     @property
     def parameters(self) -> int:
-        """Their number; tied ones count once."""
+        """The number of parameters; tied ones count once."""
         return sum(p.numel() for p in self.model.parameters())
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of so many tokens each: the global batch of one step."""
+    """The global batch of one step: samples of so many tokens each."""
 
     samples: int
     sequence: int
@@ -49,7 +51,7 @@ class Batch:
 
     @staticmethod
     def parse(text: str) -> Batch:
-        """Reads "samples x sequence", as "64x4096". Raises TargetError for anything else."""
+        """Read "samples x sequence", as "64x4096". Raises TargetError for anything else."""
         parts = text.lower().replace("×", "x").split("x")
         if len(parts) != 2 or not all(part.strip().isdigit() and int(part) for part in parts):
             raise TargetError(f"batch {text!r}: write samples x sequence, for example 64x4096")
@@ -58,28 +60,28 @@ class Batch:
 
 # -- from text to a target -------------------------------------------------------------------------
 def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) -> Target:
-    """The target that `text` names: one of NAMED, or "package.module:function".
+    """Return the target that `text` names: one of NAMED, or "package.module:function".
 
     A named model has bfloat16 parameters on the meta device. Where values are needed (`real`), it
-    is `Sizes.small` of it instead, in float32 on the CPU, and its name says so. `batch` None:
-    `samples` of the model's whole context (of 16 tokens where `real`). A function that takes
-    `batch` and `sequence` is given them. Raises TargetError.
+    is cut down by `Sizes.small`, in float32 on the CPU, and its name says so. `batch` None:
+    `samples` of the model's full context (of 16 tokens where `real`). A function that takes `batch`
+    and `sequence` is called with them. Raises TargetError.
 
     >>> resolve("gpt2", Batch(8, 1024), 8).parameters
     124439808
     """
     sizes = NAMED.get(text.lower())
     if sizes is not None:
-        return _named(text.lower(), sizes, batch, samples, real)
+        return _named_target(text.lower(), sizes, batch, samples, real)
     if ":" not in text:
         raise TargetError(
             f"unknown target {text!r}: write package.module:function, a function that returns "
             f"(model, inputs), or one of {', '.join(NAMED)}"
         )
-    return _called(text, _function(text), batch)
+    return _call_target(text, _import_function(text), batch)
 
 
-def _named(name: str, sizes: Sizes, batch: Batch | None, samples: int, real: bool) -> Target:
+def _named_target(name: str, sizes: Sizes, batch: Batch | None, samples: int, real: bool) -> Target:
     if real:
         sizes = sizes.small()
         name += f" cut down to {sizes.layers} layers of width {sizes.width}"
@@ -97,36 +99,36 @@ def _named(name: str, sizes: Sizes, batch: Batch | None, samples: int, real: boo
     return Target(f"{name}, batch {batch}", model, (tokens, targets))
 
 
-def _function(text: str) -> Callable[..., Any]:
-    """Imports it, from the current folder too."""
+def _import_function(text: str) -> Callable[..., Any]:
+    """Import the function, from the current folder too."""
     path, _, name = text.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found: Any = importlib.import_module(path)
+        function: Any = importlib.import_module(path)
     except ModuleNotFoundError as error:
         missing = f"it imports {error.name!r}, which is not installed"
         if error.name and (path == error.name or path.startswith(error.name + ".")):
             missing = f"there is no module {error.name!r} here or among what is installed"
         raise TargetError(f"target {text!r}: {missing}") from None
     except Exception as error:
-        raise _blamed(text, f"importing {path}", error) from error
+        raise _failed_error(text, f"importing {path}", error) from error
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        names = ", ".join(_functions(path)) or "none"
+        function = getattr(function, part, None)
+    if not callable(function):
+        names = ", ".join(_function_names(path)) or "none"
         raise TargetError(f"target {text!r}: {path} has no function {name!r}; it has {names}")
-    return found
+    return function
 
 
-def _functions(path: str) -> list[str]:
-    """The public functions that a module itself defines, those that come first in it."""
-    found = inspect.getmembers(sys.modules[path], inspect.isfunction)
-    own = [f for name, f in found if f.__module__ == path and not name.startswith("_")]
+def _function_names(path: str) -> list[str]:
+    """Return the first public functions that a module itself defines, in their order."""
+    members = inspect.getmembers(sys.modules[path], inspect.isfunction)
+    own = [f for name, f in members if f.__module__ == path and not name.startswith("_")]
     return [f.__name__ for f in sorted(own, key=lambda f: f.__code__.co_firstlineno)][:8]
 
 
-def _called(text: str, function: Callable[..., Any], batch: Batch | None) -> Target:
+def _call_target(text: str, function: Callable[..., Any], batch: Batch | None) -> Target:
     arguments: dict[str, int] = {}
     if batch is not None:
         arguments = {"batch": batch.samples, "sequence": batch.sequence}
@@ -138,7 +140,7 @@ def _called(text: str, function: Callable[..., Any], batch: Batch | None) -> Tar
     try:
         result = function(**arguments)
     except Exception as error:
-        raise _blamed(text, "calling it", error) from error
+        raise _failed_error(text, "calling it", error) from error
     if (
         not isinstance(result, tuple)
         or len(result) != 2
@@ -146,16 +148,16 @@ def _called(text: str, function: Callable[..., Any], batch: Batch | None) -> Tar
         or not isinstance(result[1], tuple | list | Mapping | Tensor)
     ):
         parts = result if isinstance(result, tuple) else (result,)
-        found = ", ".join(type(part).__name__ for part in parts)
+        types = ", ".join(type(part).__name__ for part in parts)
         raise TargetError(
-            f"target {text!r} returned ({found}): return (model, inputs), an nn.Module and a tuple "
+            f"target {text!r} returned ({types}): return (model, inputs), an nn.Module and a tuple "
             "of positional or a dict of keyword arguments"
         )
     return Target(text if batch is None else f"{text}, batch {batch}", *result)
 
 
-def _blamed(text: str, doing: str, error: Exception) -> TargetError:
-    """The target's own error with the line that raised it."""
+def _failed_error(text: str, doing: str, error: Exception) -> TargetError:
+    """Return the error with which the target failed, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return TargetError(f"target {text!r}: {doing} gave {type(error).__name__}: {error}{place}")

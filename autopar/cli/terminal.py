@@ -1,6 +1,7 @@
-"""The terminal: where lines go, and numbers with their units as people write them.
+"""The terminal: consoles on stdout and stderr, and progress on stderr.
 
-Progress on stderr: how far, what is being done, how long it takes.
+Results go to stdout as lines "name text" (`print_line`); `watch_progress` says what long work is
+doing and for how long, `bar` how far it is. The other modules of autopar.cli call them.
 """
 
 from __future__ import annotations
@@ -20,33 +21,34 @@ WIDTH = 118  # columns of what goes to a file or a pipe
 
 
 def console(stderr: bool = False) -> Console:
-    """On this moment's stdout or stderr (tracing puts another one in its place for a while); a file
-    is given columns enough for the table.
+    """Return a console on the current stdout or stderr (tracing replaces them for a while). One
+    that is no terminal is at least WIDTH columns wide, so that the table fits.
     """
-    made = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
-    if not made.is_terminal:
-        made.width = max(WIDTH, made.width)
-    return made
+    out = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+    if not out.is_terminal:
+        out.width = max(WIDTH, out.width)
+    return out
 
 
 def print_line(out: Console, name: str, text: str) -> None:
+    """Print a bold name and its text on one line."""
     out.print(f"[bold]{name:8}[/] {escape(text)}", soft_wrap=True)
 
 
 T = TypeVar("T")
 
-PATIENCE_S = 2.0  # what takes longer says that it is at work
-QUIET_S = 30.0  # between two such lines where nobody watches a terminal
-_QUARTERS = 4  # lines of progress where nobody watches a terminal
+PATIENCE_S = 2.0  # work that takes longer reports progress
+QUIET_S = 30.0  # between two lines of progress in a file or a pipe
+_QUARTERS = 4  # lines of progress in a file or a pipe
 
 
 @contextmanager
 def bar(console: Console) -> Iterator[Callable[[float, str], None]]:
-    """What to call with (share that is done, what is being done). A file or a pipe gets a line for
-    each quarter and each new thing that is done.
+    """Yield a function to call with (share that is done, what is being done), which moves a
+    progress bar. A file or a pipe gets a line for each quarter and each new thing that is done.
     """
     if not console.is_terminal:
-        yield _lines(console)
+        yield _line_reporter(console)
         return
     columns = (
         TextColumn("{task.description:22}"),
@@ -59,13 +61,13 @@ def bar(console: Console) -> Iterator[Callable[[float, str], None]]:
         yield lambda share, doing: progress.update(task, completed=share, description=doing)
 
 
-def _lines(console: Console) -> Callable[[float, str], None]:
-    said: set[tuple[str, int]] = set()
+def _line_reporter(console: Console) -> Callable[[float, str], None]:
+    reported: set[tuple[str, int]] = set()
 
     def report(share: float, doing: str) -> None:
         quarter = int(share * _QUARTERS)
-        if (doing, quarter) not in said:
-            said.add((doing, quarter))
+        if (doing, quarter) not in reported:
+            reported.add((doing, quarter))
             console.print(f"{doing} … {share:.0%}", soft_wrap=True)
 
     return report
@@ -74,9 +76,10 @@ def _lines(console: Console) -> Callable[[float, str], None]:
 def watch_progress(
     doing: str, work: Callable[[Callable[[str], None]], T], quiet: bool = False
 ) -> T:
-    """The result of `work`; after two seconds stderr says what is being done, in which pass, and
-    for how long, unless `quiet`. `work` is given what to call with the name of a pass. What a model
-    prints goes to stderr, too: stdout is for results.
+    """Return the result of `work`, which is called with a function to report the name of a pass.
+
+    After two seconds stderr says what is being done, in which pass, and for how long, unless
+    `quiet`. What a model prints goes to stderr, too: stdout is for results.
     """
     done, now = threading.Event(), [doing]
 
@@ -105,9 +108,9 @@ def _watch(now: list[str], done: threading.Event, console: Console) -> None:
             while not done.wait(0.1):
                 status.update(f"{escape(now[0])} … {time.perf_counter() - start:.0f} s")
         return
-    said, at = "", start
+    reported, reported_at = "", start
     while not done.wait(0.1):
         seconds = time.perf_counter()
-        if now[0] != said or seconds - at > QUIET_S:
-            said, at = now[0], seconds
-            console.print(f"{escape(said)} … {at - start:.0f} s", soft_wrap=True)
+        if now[0] != reported or seconds - reported_at > QUIET_S:
+            reported, reported_at = now[0], seconds
+            console.print(f"{escape(reported)} … {reported_at - start:.0f} s", soft_wrap=True)

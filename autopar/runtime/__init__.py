@@ -1,6 +1,7 @@
-"""What runs on the ranks: placing a model by its plan, calling it, and proving it.
+"""What runs on the ranks: a model is placed by its plan, called, verified and profiled.
 
-apply.py places the parameters, module.py is the module that users train, backends.py runs and
-schedules its graphs, dynamo_backend.py is the way in by torch.compile; verify.py compares a plan
-with one device on simulated ranks (lockstep.py); profiler.py measures a real step.
+apply.py plans on rank 0 and places the parameters, module.py is the module that users train,
+backends.py schedules and runs its graphs, dynamo_backend.py is the backend for torch.compile;
+verify.py compares a plan with one device on simulated ranks (lockstep.py); profiler.py measures a
+real step.
 """

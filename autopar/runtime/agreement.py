@@ -1,16 +1,16 @@
-"""What every rank must ask for alike, in words that can be compared over ranks and shown.
+"""Checks that all ranks do the same: the same request, the same parameters, the same inputs.
 
-A number that stands for a tensor's bytes, worked out on the tensor's own device without waiting
-for it.
+- `require_same_request` compares the arguments of `plan` or `parallelize` as text.
+- `digest` is a checksum of a tensor's bytes, computed on its device without waiting for it.
+- `require_same_tensors` compares the ranks' parameters by digest and sends rank 0's where they
+  differ, as DistributedDataParallel does.
+- `InputsWatch` compares the inputs of a module's calls. A checksum of all inputs since the last
+  comparison accumulates on the device. The ranks compare theirs at the first calls, and then so
+  seldom that it costs next to nothing. They use the store of torch.distributed: that is no
+  collective, so it cannot come between those of the model, and a rank that never comes keeps the
+  others waiting no longer than a collective would.
 
-The ranks' copies of a model: compared, and made equal to rank 0's.
-
-Whether all ranks call a model with the same inputs.
-
-A checksum of all that a rank was given since they compared last goes along on its device. At the
-first calls, and then so seldom that it costs next to nothing, the ranks compare theirs in the store
-of torch.distributed: that is no collective, so it cannot come between those of the model, and a
-rank that never comes leaves nobody waiting for longer than a collective would.
+api.py, apply.py, module.py and dynamo_backend.py call these on every rank.
 """
 
 from __future__ import annotations
@@ -33,51 +33,54 @@ from autopar.errors import RankError
 from autopar.world import World, ranks
 from autopar.world.store import PATIENCE, Pulse, came, missing, positions, pulse
 
-_SHORT = 60  # characters of a value that is no tensor
-_PLAIN = (bool, int, float, complex, str, type(None))
+_MOST_CHARACTERS = 60  # characters of a value that is no tensor
+_LITERALS = (bool, int, float, complex, str, type(None))
 
 
 def require_same_request(world: Any, inputs: Any, **options: Any) -> None:
-    """Raise a RankError on every rank unless all ask for the same: it says what differs, and which
-    ranks ask for what. Collective. `world` None: what runs, which rank 0 says.
+    """Raise a RankError on every rank unless all make the same request; it says what differs, and
+    which ranks ask for what. Collective. `world` None: the running world, as rank 0 describes it.
 
-    Example: same_request(World.of(4), (tokens,), layout="ddp", memory="auto")
+    Example: require_same_request(World.of(4), (tokens,), layout="ddp", memory="auto")
     """
-    asked = {name: _text_of(value) for name, value in options.items()}
-    asked["world"] = _world(World.detect() if world is None else World.of(world))
+    request = {name: _text_of(value) for name, value in options.items()}
+    request["world"] = _world_text(World.detect() if world is None else World.of(world))
     if inputs is not None:
-        asked["inputs"] = _shapes(inputs)
-    ranks.agree_on(asked)
+        request["inputs"] = _shapes_text(inputs)
+    ranks.agree_on(request)
 
 
 def _text_of(value: Any) -> str:
-    """A value as a user writes it; a function by its name, without its address in memory."""
+    """Return a value as a user writes it; a function by its name, without its address in memory."""
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def _world(world: World) -> str:
-    """Nodes may differ in what they detect, such as a few bytes of memory: rank 0's counts."""
+def _world_text(world: World) -> str:
+    """Return a world in words. Nodes may differ in what they detect, such as a few bytes of memory,
+    so a detected world is named by its number of ranks alone: rank 0's figures count.
+    """
     if world == World.detect():
         return f"the {world.ranks} ranks that run"
     name = hashlib.sha256(repr(world).encode()).hexdigest()[:8]
     return f"{world.name or world.device.name} of {world.ranks} ranks (figures {name})"
 
 
-def _shapes(inputs: Any) -> str:
-    """
-    >>> _shapes((torch.ones(2, 3), 0.5))
+def _shapes_text(inputs: Any) -> str:
+    """Return the shapes and dtypes of the inputs, in words.
+
+    >>> _shapes_text((torch.ones(2, 3), 0.5))
     '[0]: (2, 3) float32, [1]: 0.5'
     """
     leaves, _ = pytree.tree_flatten_with_path(inputs)
-    return ", ".join(f"{pytree.keystr(path)}: {_leaf(value)}" for path, value in leaves)
+    return ", ".join(f"{pytree.keystr(path)}: {_leaf_text(value)}" for path, value in leaves)
 
 
-def _leaf(value: Any) -> str:
+def _leaf_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return repr(value)[:_SHORT] if isinstance(value, _PLAIN) else type(value).__name__
+    return repr(value)[:_MOST_CHARACTERS] if isinstance(value, _LITERALS) else type(value).__name__
 
 
 # Prime, so that rows of a usual length never start at the same column: two rows that change places
@@ -88,61 +91,64 @@ _WORD = 8  # bytes
 
 @torch.no_grad()
 def digest(x: torch.Tensor) -> torch.Tensor:
-    """An int64 scalar on x's device: equal for equal bytes, and for others equal by chance alone.
+    """Return an int64 scalar on x's device: equal for equal bytes, and for others equal by chance
+    alone.
 
     The bytes are read once, as 64-bit words in rows of 8,191; the sums of the columns are weighed
     by odd numbers and added up, all of it modulo 2^64. No more than one row is allocated, unless
     the tensor is not contiguous.
     """
-    words, rest = _words(x)
+    words, trailing = _words(x)
     weights = _weights(x.device)
     full = words.numel() // _COLUMNS * _COLUMNS
     columns = words[:full].view(-1, _COLUMNS).sum(0) if full else words[:0]
-    found = (columns * weights[: columns.numel()]).sum()
-    found = found + (words[full:] * weights[: words.numel() - full]).sum()
-    return found + (rest * weights[-rest.numel() :]).sum() if rest.numel() else found
+    total = (columns * weights[: columns.numel()]).sum()
+    total = total + (words[full:] * weights[: words.numel() - full]).sum()
+    return total + (trailing * weights[-trailing.numel() :]).sum() if trailing.numel() else total
 
 
 def _words(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of x as 64-bit words, and those that are left over."""
+    """Return the bytes of x as 64-bit words, and the bytes that are left over."""
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.storage_offset() * flat.element_size() % _WORD:
         flat = flat.clone()  # a view as words must begin at one
-    octets = flat.view(torch.uint8)
-    whole = octets.numel() // _WORD * _WORD
-    return octets[:whole].view(torch.int64), octets[whole:]
+    flat_bytes = flat.view(torch.uint8)
+    full_words = flat_bytes.numel() // _WORD * _WORD
+    return flat_bytes[:full_words].view(torch.int64), flat_bytes[full_words:]
 
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern (the finalizer of splitmix64), the same on every device."""
+    """Return odd numbers without a pattern (the finalizer of splitmix64), the same on every
+    device.
+    """
     x = torch.arange(1, _COLUMNS + 1, device=device) * -0x61C8864680B583EB  # 2^64 over golden ratio
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
     return (x ^ (x >> 31)) | 1
 
 
-BUCKET = 25 << 20  # bytes that are sent at once: what DDP takes
+BUCKET = 25 << 20  # bytes that are sent at once, as in DDP
 
 
 def require_same_tensors(tensors: Mapping[str, torch.Tensor], synchronise: bool) -> None:
-    """Make every rank's parameters and buffers rank 0's. Collective.
+    """Make every rank's parameters and buffers equal to rank 0's. Collective.
 
     Digests are compared, so ranks that agree send nothing else. Where they differ, rank 0's tensors
     are written into the model's own, as DistributedDataParallel does, and a warning says so;
-    `synchronise=False` raises a RankError on every rank instead. Both name the first that differs
-    and the ranks that hold it otherwise.
+    `synchronise=False` raises a RankError on every rank instead. Both name the first tensor that
+    differs and the ranks on which it does.
     """
     if not ranks.others():
         return
     own = ranks.together("reading the parameters", lambda: _digests(tensors))
-    everyones = ranks.all_of(_joint(own))
+    everyones = ranks.all_of(_combine_digests(own))
     if len(set(everyones)) == 1:
         return
     first = ranks.from_rank_0(own)
     odd = ranks.all_of([name for name in tensors if own[name] != first.get(name)])
     different = [name for name in tensors if any(name in of_rank for of_rank in odd)]
-    line = _told(different, odd)
+    line = _differing_text(different, odd)
     if not synchronise:
         raise RankError(
             f"{line}: call torch.manual_seed before the model is made, load the same checkpoint on "
@@ -154,11 +160,11 @@ def require_same_tensors(tensors: Mapping[str, torch.Tensor], synchronise: bool)
         warnings.warn(f"{line}: all take rank 0's (sync_parameters)", stacklevel=3)
 
 
-def _told(different: Sequence[str], odd: Sequence[Sequence[str]]) -> str:
+def _differing_text(different: Sequence[str], odd: Sequence[Sequence[str]]) -> str:
     first = different[0]
-    which = [number for number, names in enumerate(odd) if first in names]
+    rank_numbers = [number for number, names in enumerate(odd) if first in names]
     more = f", the first of {len(different)}" if len(different) > 1 else ""
-    who = ranks.named(which)
+    who = ranks.named(rank_numbers)
     return f"the ranks hold different parameters: {first}{more}, on {who} is not what rank 0 holds"
 
 
@@ -172,17 +178,17 @@ def _refuse_meta(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> N
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The digest of every tensor; of one without numbers, on the meta device, it is 0."""
+    """Return the digest of every tensor; it is 0 for one without numbers, on the meta device."""
     real = {name: x for name, x in tensors.items() if not x.is_meta}
-    found: dict[str, int] = dict.fromkeys(tensors, 0)
+    digests: dict[str, int] = dict.fromkeys(tensors, 0)
     for device in dict.fromkeys(x.device for x in real.values()):
         names = [name for name, x in real.items() if x.device == device]
         numbers = torch.stack([digest(real[name]) for name in names]).tolist()  # one wait a device
-        found.update(zip(names, numbers, strict=True))
-    return found
+        digests.update(zip(names, numbers, strict=True))
+    return digests
 
 
-def _joint(digests: Mapping[str, int]) -> str:
+def _combine_digests(digests: Mapping[str, int]) -> str:
     return hashlib.sha256(repr(list(digests.items())).encode()).hexdigest()
 
 
@@ -200,12 +206,14 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _octets(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of x, in its own memory where that is contiguous."""
+    """Return the bytes of x, in its own memory where that is contiguous."""
     return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbours on one device, together no more than a bucket; what is larger goes by itself."""
+    """Yield neighbouring tensors of one device, together no more than BUCKET bytes; a larger tensor
+    goes by itself.
+    """
     bucket: list[torch.Tensor] = []
     for x in tensors:
         full = sum(y.nbytes for y in bucket) + x.nbytes > BUCKET
@@ -219,12 +227,14 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 FIRST = 3  # calls that are all compared
 SHARE = 5e-4  # of the time of all calls that comparing may take
-MOST = 10_000  # calls from one comparison to the next
-_ODD = 0x2545F4914F6CDD1D
+MOST = 10_000  # calls from one comparison to the next, at most
+_ODD_FACTOR = 0x2545F4914F6CDD1D
 
 
 class InputsWatch:
-    """The inputs of one module. `number` tells modules apart: the same on all ranks."""
+    """Compares the inputs of one module over the ranks. `number` tells modules apart: it is the
+    same on all ranks.
+    """
 
     def __init__(self, number: int) -> None:
         self._number, self._calls, self._next = number, 0, 1
@@ -233,55 +243,58 @@ class InputsWatch:
         self._compared = 0  # the call that was compared last
 
     def called(self, tensors: Sequence[torch.Tensor], error: Exception | None = None) -> None:
-        """One more call, with these tensors; or one that this rank refused with an error. Raises a
-        RankError on every rank where their inputs, this time or before, were not the same.
+        """Count one more call, with these tensors, or one that this rank refused with an error.
+        Raises a RankError on every rank where their inputs, in this call or since the last
+        comparison, were not the same.
         """
-        beating = pulse()
-        if beating is None:
+        heartbeat = pulse()
+        if heartbeat is None:
             return
-        beating.step()
+        heartbeat.step()
         self._calls += 1
         for x in tensors:
             before, added = self._sums.get(x.device), digest(x)
-            self._sums[x.device] = added if before is None else before * _ODD + added
+            self._sums[x.device] = added if before is None else before * _ODD_FACTOR + added
         if self._calls == self._next:
-            self._compare(beating, error)
+            self._compare(heartbeat, error)
 
     def _compare(self, beating: Pulse, error: Exception | None) -> None:
         own = [x.item() for x in self._sums.values()]  # waits for the device
         self._sums.clear()
-        told = f"error {type(error).__name__}: {error}" if error else f"inputs {own}"
+        report = f"error {type(error).__name__}: {error}" if error else f"inputs {own}"
         began = time.perf_counter()
-        verdict = self._verdict(beating, told, began)
+        verdict = self._verdict(beating, report, began)
         self._next = self._calls + (1 if self._calls < FIRST else verdict["stride"])
         self._since, since = time.perf_counter(), self._compared + 1
         self._compared = self._calls
         if error is None and verdict["odd"]:
-            raise RankError(_refusal(verdict, since, self._calls))
+            raise RankError(_refusal_text(verdict, since, self._calls))
 
     def _verdict(self, beating: Pulse, told: str, began: float) -> dict[str, Any]:
-        """What the rank that comes last finds in what all have told. It deletes what the ranks have
-        written before, which all of them have left behind by then.
+        """Return what the rank that comes last concludes from what all ranks report. That rank also
+        deletes the keys of the last comparison, which all ranks have left behind by then.
         """
         store, key = beating.store, f"autopar/inputs/{self._number}/{self._calls}"
         store.set(f"{key}/{beating.rank}", told)
         if store.add(f"{key}/come", 1) < beating.size:
             self._wait(beating, key)
-            found: dict[str, Any] = json.loads(store.get(f"{key}/verdict"))
-            return found
+            verdict: dict[str, Any] = json.loads(store.get(f"{key}/verdict"))
+            return verdict
         everyones = store.multi_get([f"{key}/{number}" for number in range(beating.size)])
-        found = _judged([one.decode() for one in everyones])
+        verdict = _judge([report.decode() for report in everyones])
         calls = self._calls - self._compared
-        each = max(1e-9, (began - self._since) / calls)
-        found["stride"] = min(MOST, math.ceil((time.perf_counter() - began) / (SHARE * each)))
-        store.set(f"{key}/verdict", json.dumps(found))
+        seconds_per_call = max(1e-9, (began - self._since) / calls)
+        verdict["stride"] = min(
+            MOST, math.ceil((time.perf_counter() - began) / (SHARE * seconds_per_call))
+        )
+        store.set(f"{key}/verdict", json.dumps(verdict))
         old = f"autopar/inputs/{self._number}/{self._compared}"
         for name in ("come", "verdict", *map(str, range(beating.size))) if self._compared else ():
             store.delete_key(f"{old}/{name}")
-        return found
+        return verdict
 
     def _wait(self, beating: Pulse, key: str) -> None:
-        """For the verdict: as long as a collective would, less where a rank is gone."""
+        """Wait for the verdict: as long as a collective would, less where a rank is gone."""
         until = time.monotonic() + beating.timeout.total_seconds()
         while True:
             before, left = beating.signs(), until - time.monotonic()
@@ -307,8 +320,10 @@ class InputsWatch:
         )
 
 
-def _judged(told: Sequence[str]) -> dict[str, Any]:
-    """Which ranks told something else than most did; and what the first refused, if one did."""
+def _judge(told: Sequence[str]) -> dict[str, Any]:
+    """Return which ranks report something else than most do, and the error of the first rank that
+    refused, if one did.
+    """
     usual = max(dict.fromkeys(told), key=told.count)
     errors = [(number, one) for number, one in enumerate(told) if one.startswith("error ")]
     odd = [number for number, one in enumerate(told) if one != usual]
@@ -317,7 +332,7 @@ def _judged(told: Sequence[str]) -> dict[str, Any]:
     return {"odd": odd, "others": [n for n in range(len(told)) if n not in odd], "error": ""}
 
 
-def _refusal(verdict: dict[str, Any], since: int, until: int) -> str:
+def _refusal_text(verdict: dict[str, Any], since: int, until: int) -> str:
     odd = ranks.named(verdict["odd"])
     if verdict["error"]:
         return f"{odd} refused call {until}: {verdict['error']}"

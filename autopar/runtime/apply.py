@@ -1,6 +1,9 @@
-"""What a model holds when a plan is applied, against what it held when it was planned.
+"""Applying a plan to a model on the ranks that run.
 
-Layouts in the words of DTensor.
+Rank 0 plans and sends its plan to all (`agree_on_request`, `plan_on_rank_0`); the model's tensors
+are checked against those that it was planned with (`current_tensors`); process groups are opened
+and the graph gets what runs it (`build_runner`); layouts become DTensor placements (`placements`,
+`local_parts`). `api.apply`, `api.parallelize`, module.py and dynamo_backend.py call it.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from autopar.world.world import running_world, say_once
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters, then its buffers, by every name."""
+    """Return the model's parameters, then its buffers, by every name that each has."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -53,23 +56,28 @@ def tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def current_tensors(model: nn.Module, program: Program) -> dict[str, torch.Tensor]:
-    """The model's parameters and buffers as they are now. Raises PlanError where one is gone or has
-    another shape.
+    """Return the model's parameters and buffers as they are now. Raises PlanError where one is
+    gone, has another shape, dtype or requires_grad than when it was planned, or where tied tensors
+    are no longer tied.
     """
-    now_held = tensors_by_name(model)
+    current = tensors_by_name(model)
     tensors = dict(program.tensors)
     for entry in program.signature.inputs:
         if entry.kind not in ("parameter", "buffer"):
             continue
-        now = now_held.get(entry.target)
-        planned = _facts(program.layouts[entry.node].shape, program.dtypes[entry.node], entry)
-        found = "gone" if now is None else _facts(tuple(now.shape), now.dtype, entry, now)
-        if now is None or found != planned:
+        now = current.get(entry.target)
+        planned = _describe_tensor(
+            program.layouts[entry.node].shape, program.dtypes[entry.node], entry
+        )
+        description = (
+            "gone" if now is None else _describe_tensor(tuple(now.shape), now.dtype, entry, now)
+        )
+        if now is None or description != planned:
             raise PlanError(
                 f"{entry.kind} {entry.target} was {planned} when the model was planned and is "
-                f"{found} now: plan again"
+                f"{description} now: plan again"
             )
-        if any(now_held.get(name) is not now for name in entry.names):
+        if any(current.get(name) is not now for name in entry.names):
             raise PlanError(
                 f"{', '.join(entry.names)} were one tensor when the model was planned and are no "
                 "longer: plan again"
@@ -78,10 +86,12 @@ def current_tensors(model: nn.Module, program: Program) -> dict[str, torch.Tenso
     return tensors
 
 
-def _facts(
+def _describe_tensor(
     shape: tuple[int, ...], dtype: torch.dtype, entry: Input, now: torch.Tensor | None = None
 ) -> str:
-    """What the graph was made for, in words; of a parameter also whether it is trained."""
+    """Return the shape and dtype that the graph was made for, in words; for a parameter also
+    whether it is trained.
+    """
     trained = entry.trainable if now is None else now.requires_grad
     frozen = ", frozen" if entry.kind == "parameter" and not trained else ""
     return f"{shape} {dtype}{frozen}"
@@ -90,9 +100,9 @@ def _facts(
 def build_runner(
     ready: PlanContext, device_type: str, backend: Backend, overlap: Overlap
 ) -> tuple[DeviceMesh | None, Callable[..., Any]]:
-    """The mesh of the running ranks (None for one rank), with the process groups that the planned
-    graph names, and what runs the graph. Collective. Raises WorldError where the plan is for
-    another number of ranks.
+    """Return the DeviceMesh of the running ranks (None for one rank), with the process groups that
+    the planned graph names, and what runs the graph. Collective. Raises WorldError where the plan
+    is for another number of ranks.
     """
     program = ready.program
     assert program.plan is not None
@@ -111,7 +121,7 @@ def build_runner(
             device_mesh = ranks.together(
                 "opening process groups", lambda: connect(mesh, device_type, groups)
             )
-    world = ranks.from_rank_0(ready.world)  # the order of collectives hangs on it
+    world = ranks.from_rank_0(ready.world)  # the order of collectives depends on it
     return device_mesh, runner(program, world, backend, overlap)
 
 
@@ -126,38 +136,40 @@ def agree_on_request(
     inputs: Inputs | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[World, PlanRequest]:
-    """Rank 0's world, and what is asked for there, on every rank. Raises WorldError, PlanError, and
-    RankError where the ranks ask for something else.
+    """Return rank 0's world and the PlanRequest, the same on every rank. Collective. Raises
+    WorldError, PlanError, and RankError where the ranks ask for different things.
     """
     ranks.together("reading the world", lambda: World.of(world))  # each rank's own, or it says why
     memory, optimizer, recompute = limits
-    told: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
-    told |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
-    require_same_request(world, inputs, reduce_dtype=reduce_dtype, **told, **(options or {}))
-    found = ranks.together(
+    request: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
+    request |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
+    require_same_request(world, inputs, reduce_dtype=reduce_dtype, **request, **(options or {}))
+    found_world = ranks.together(
         "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
     )
-    found = dataclasses.replace(ranks.from_rank_0(found))  # how sums go must be one and the same
-    budget = ranks.together("reading the limits", lambda: Budget.of(found, *limits))
-    summed = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    return found, PlanRequest(layout, budget, redundant, summed, bool(overlap), whole)
+    found_world = dataclasses.replace(
+        ranks.from_rank_0(found_world)
+    )  # all ranks must order sums alike
+    budget = ranks.together("reading the limits", lambda: Budget.of(found_world, *limits))
+    sum_dtype = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
+    return found_world, PlanRequest(layout, budget, redundant, sum_dtype, bool(overlap), whole)
 
 
 def _named_or_running(world: World | int | Any | None) -> World:
-    """The world that is named; else what runs, as it was calibrated here or is assumed, which is
-    said.
+    """Return the world that is named; without one, the running world, as it was calibrated here or
+    is assumed, with a warning that says so.
     """
     if world is not None:
         return World.of(world)
-    found, told = running_world()
-    if told:
-        say_once(told)
-    return found
+    found_world, note = running_world()
+    if note:
+        say_once(note)
+    return found_world
 
 
 def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, asked: PlanRequest) -> Plan:
-    """Rank 0's plan, on every rank. Each part that may fail on one rank alone is done together,
-    never one inside another.
+    """Return rank 0's plan, on every rank. Collective. Each step that may fail on one rank alone is
+    a `ranks.together` of its own, never one inside another.
     """
     assert asked.layout is not None
     layout, pipeline = asked.layout, PassManager()
@@ -172,34 +184,37 @@ def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, asked: PlanRe
         best = choose_plan(pipeline, program, world, asked)
         return fit_to_memory(pipeline, source, best, world, asked).plan
 
-    found = ranks.together("searching", lambda: store.done_on_rank_0(search))
-    data = ranks.from_rank_0(found.to_json() if found is not None else None)
+    best_plan = ranks.together("searching", lambda: store.done_on_rank_0(search))
+    data = ranks.from_rank_0(best_plan.to_json() if best_plan is not None else None)
     program = dataclasses.replace(program, plan=Plan.from_json(data))
-    made_to_fit = dataclasses.replace(asked, budget=None)
+    without_budget = dataclasses.replace(asked, budget=None)
     return ranks.together(
-        "rewriting", lambda: finish_plan(pipeline, source, program, world, made_to_fit)
+        "rewriting", lambda: finish_plan(pipeline, source, program, world, without_budget)
     )
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:
-    """One placement per mesh axis in storage order, of a plain layout: DTensor cuts axis by axis,
-    outer first, and is right for nothing else. (With two strided shards torch's own cut and join
-    are no inverses.)
+    """Return the DTensor placements of a plain layout: one per mesh axis, in storage order. DTensor
+    cuts axis by axis, outer first, so it can hold plain layouts alone. (With two strided shards
+    torch's own cut and join are no inverses.)
     """
     assert layout.is_plain, f"{layout} of {layout.shape} is no layout that DTensor can hold"
     kinds = {"I": Replicate(), "R": Replicate(), "P": Partial()}
-    found: list[Placement] = [
+    axis_placements: list[Placement] = [
         Shard(state.dim) if state.kind == "S" else kinds[state.kind]
         for state in (layout.states[place] for place in layout.mesh.storage_order)
     ]
-    return tuple(found) or (Replicate(),)
+    return tuple(axis_placements) or (Replicate(),)
 
 
 def local_parts(xs: Sequence[DTensor]) -> list[torch.Tensor]:
-    """What `to_local` of each gives, with a DTensor like it for gradient; in one autograd function,
-    as one for each takes as long as a small op. The gradients arrive together, at the end. The
-    backward raises RuntimeError where one of xs was changed in place since, as autograd does: a
-    DTensor counts such changes, its own part does not.
+    """Return `to_local` of each DTensor, differentiably: the gradients are DTensors with the same
+    placements.
+
+    One autograd function serves all of them, as one for each takes as long as a small op; the
+    gradients arrive together, at the end. The backward raises RuntimeError where one of xs was
+    changed in place since the forward, as autograd does: a DTensor counts such changes, its local
+    tensor does not.
     """
     if torch.compiler.is_compiling():
         return [x.to_local(grad_placements=x.placements) for x in xs]
@@ -215,22 +230,24 @@ class _LocalParts(Function):
         ctx.held = [(x, changes_in_place(x)) for x in held]
         ctx.placings = [placing_of(x) for x in xs]
         parts = [local_of(x) for x in xs]
-        return tuple(part.view_as(part) for part in parts)  # autograd marks what it is given
+        return tuple(
+            part.view_as(part) for part in parts
+        )  # autograd marks the tensors that it returns
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         for x, before in ctx.held:
             if changes_in_place(x) != before:
-                raise _changed(x)
-        found = (
+                raise _changed_error(x)
+        gradients = (
             None if grad is None else from_part(grad.contiguous(), placing)
             for grad, placing in zip(grads, ctx.placings, strict=True)
         )
-        return (None, *found)
+        return (None, *gradients)
 
 
-def _changed(x: DTensor) -> RuntimeError:
+def _changed_error(x: DTensor) -> RuntimeError:
     what = "a parameter" if isinstance(x, torch.nn.Parameter) else "an input"
     return RuntimeError(
         f"{what} of shape {tuple(x.shape)} has been modified by an inplace operation between the "

@@ -1,5 +1,7 @@
-"""What a user gives to the public calls, looked at before anything is done with it: each argument
-that cannot be meant is named, with what it is and what it may be.
+"""Checks of the arguments of the public calls, before anything is done with them.
+
+Example: `plan(..., optimizer=-3)` raises "plan: optimizer is -3: it is to be one of …". api.py
+calls `check` (or `check_together`, on several ranks) with the arguments by name.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from autopar.runtime.module import Deferred, ParallelModule
 from autopar.world import World, ranks
 
 _GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D)
-_LAYOUT = f"a name ({', '.join(NAMES)}), a Grid…, or a dict from module pattern to these"
-_WRAPPED = {
+_LAYOUT_TEXT = f"a name ({', '.join(NAMES)}), a Grid…, or a dict from module pattern to these"
+_WRAPPERS = {
     "DistributedDataParallel": "module",
     "FullyShardedDataParallel": "module",
     "DataParallel": "module",
@@ -34,50 +36,52 @@ _WRAPPED = {
 
 
 def check(call: str, **given: Any) -> None:
-    """Raises a ValueError of autopar's for an argument of `call` that cannot be meant.
+    """Raise autopar's error for an argument of `call` that is not valid.
 
     >>> check("plan", optimizer=-3)
     Traceback (most recent call last):
     autopar.errors.PlanError: plan: optimizer is -3: ...
     """
     for name, value in given.items():
-        said = _CHECKS[name](value)
-        if said:
-            kind = _KINDS.get(name, PlanError)
-            raise kind(f"{call}: {name.removesuffix('_or_plan')} is {_shown(value)}: {said}")
+        fault = _CHECKS[name](value)
+        if fault:
+            error = _ERRORS.get(name, PlanError)
+            raise error(f"{call}: {name.removesuffix('_or_plan')} is {_value_text(value)}: {fault}")
 
 
 def check_together(call: str, **given: Any) -> None:
-    """The same on every rank: where one is given something else, all raise."""
+    """Check the arguments on every rank: where one rank refuses its own, all raise. Collective."""
     ranks.together("reading the arguments", lambda: check(call, **given))
 
 
-def _shown(value: Any) -> str:
-    """The value itself where it is plain, else its type: models are pages long."""
+def _value_text(value: Any) -> str:
+    """Return the value itself where it is plain, else its type: models are pages long."""
     plain = value is None or isinstance(value, str | int | float | bytes | tuple | list | dict)
     if plain or isinstance(value, (type, *_GRIDS)):
         return repr(value)[:120].splitlines()[0]
     return f"of type {type(value).__module__}.{type(value).__qualname__}"
 
 
-# -- one argument each: what is wrong with it, or "" -----------------------------------------------
+# -- one check an argument: it returns what is wrong, or "" ----------------------------------------
 def _model(value: Any) -> str:
     if isinstance(value, ParallelModule | Deferred):
-        made: Any = value.made if isinstance(value, Deferred) else value
-        what = ""
-        if made is not None:
-            what = f", on mesh {str(made.plan.mesh) or 'of one rank'} as {made.plan.layout}"
-        return f"it is a parallel model already{what}: call it as it is, or give the original model"
+        module: Any = value.made if isinstance(value, Deferred) else value
+        details = ""
+        if module is not None:
+            details = f", on mesh {str(module.plan.mesh) or 'of one rank'} as {module.plan.layout}"
+        return (
+            f"it is a parallel model already{details}: call it as it is, or give the original model"
+        )
     if isinstance(value, type):
         return "it is a class: give an instance of it"
     if not isinstance(value, nn.Module):
         return "it is to be an nn.Module"
-    inner = _WRAPPED.get(type(value).__name__)
+    inner = _WRAPPERS.get(type(value).__name__)
     if inner is not None:
         return f"it is wrapped for another way to run it: give the model inside, model.{inner}"
-    spread = next((n for n, p in value.named_parameters() if isinstance(p, DTensor)), None)
-    if spread is not None:
-        return f"its parameter {spread} is a DTensor: give the model before it is distributed"
+    distributed = next((n for n, p in value.named_parameters() if isinstance(p, DTensor)), None)
+    if distributed is not None:
+        return f"its parameter {distributed} is a DTensor: give the model before it is distributed"
     return ""
 
 
@@ -100,27 +104,29 @@ def _one_layout(value: Any) -> str:
         numbers = {n: v for n, v in vars(value).items() if n not in ("first", "panels")}
         wrong = [n for n, v in numbers.items() if isinstance(v, bool) or not isinstance(v, int)]
         return f"its {wrong[0]} is no whole number of ranks" if wrong else ""
-    return "" if isinstance(value, str) else f"it is to be {_LAYOUT}"
+    return "" if isinstance(value, str) else f"it is to be {_LAYOUT_TEXT}"
 
 
 def _optimizer(value: Any) -> str:
-    may = f"one of {', '.join(STATES)}, or the bytes of state for every trained number, 0 or more"
+    choices = (
+        f"one of {', '.join(STATES)}, or the bytes of state for every trained number, 0 or more"
+    )
     if isinstance(value, str):
-        near = difflib.get_close_matches(value, STATES, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        return "" if value in STATES else f"unknown optimizer {value!r}{hint}: it is {may}"
-    return "" if _number(value) and value >= 0 else f"it is to be {may}"
+        matches = difflib.get_close_matches(value, STATES, 1)
+        hint = f" (did you mean {matches[0]!r}?)" if matches else ""
+        return "" if value in STATES else f"unknown optimizer {value!r}{hint}: it is {choices}"
+    return "" if _is_number(value) and value >= 0 else f"it is to be {choices}"
 
 
 def _memory(value: Any) -> str:
     if value == "auto" and isinstance(value, str):
         return ""
-    if _number(value) and value > 0:
+    if _is_number(value) and value > 0:
         return ""
     return "it is 'auto' or bytes on each device, above 0, such as 80 * 2**30"
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -150,7 +156,7 @@ def _plan(value: Any) -> str:
 
 
 def _tolerance(value: Any) -> str:
-    if _number(value) and value >= 0:
+    if _is_number(value) and value >= 0:
         return ""
     return "it is to be the largest relative error that is still equal, a number such as 1e-9"
 
@@ -181,24 +187,26 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "progress": _progress,
     "layout_or_plan": _layout_or_plan,
 }
-_KINDS: dict[str, type[AutoparError]] = {
+_ERRORS: dict[str, type[AutoparError]] = {
     "model": InputError,
     "layout": LayoutError,
     "layout_or_plan": LayoutError,
 }
 
 
-# -- what goes with what ---------------------------------------------------------------------------
+# -- arguments together ----------------------------------------------------------------------------
 def check_room(model: nn.Module, world: World, budget: Budget | None) -> None:
-    """Raises PlanError where parameters and optimizer states alone, spread over all devices, take
+    """Raise PlanError where parameters and optimizer states alone, sharded over all devices, take
     more than the limit: no layout stores less.
     """
     if budget is None or budget.memory_bytes is None:
         return
-    each = budget.optimizer
+    optimizer = budget.optimizer
     total = 0.0
     for p in model.parameters():
-        states = STATES[each] * p.element_size() if isinstance(each, str) else float(each)
+        states = (
+            STATES[optimizer] * p.element_size() if isinstance(optimizer, str) else float(optimizer)
+        )
         total += p.numel() * (p.element_size() + states * p.requires_grad)
     if total / world.ranks > budget.memory_bytes:
         needed = math.ceil(total / budget.memory_bytes)
@@ -212,7 +220,9 @@ def check_room(model: nn.Module, world: World, budget: Budget | None) -> None:
 
 
 def warn_alone(world: Any) -> None:
-    """Where nothing was started, what was to be parallel runs on one rank: that is said."""
+    """Warn where no world is named and no process group is open, as the model then runs on one
+    rank.
+    """
     started = dist.is_available() and dist.is_initialized()
     if world is None and not started:
         warnings.warn(

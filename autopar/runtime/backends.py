@@ -1,20 +1,19 @@
-"""What runs an emitted graph: the graphs that AOTAutograd derives from it, scheduled, or the graph
-as it is; and by which backend.
+"""How an emitted graph runs: AOTAutograd derives forward and backward, the overlap passes schedule
+them, and a backend runs them; without `overlap` or gradients the emitted graph runs as it is.
 
-With `overlap` a backend gets the scheduled forward and backward:
+apply.py calls `runner`. With `overlap` a backend gets the scheduled forward and backward:
 
-| `backend`     | what becomes of them                                                            |
+| `backend`     | how the two graphs run                                                          |
 |---------------|---------------------------------------------------------------------------------|
 | None          | run as they are, ops writing in place where they can                            |
 | "aot_eager"   | run as they are, every op through torch's dispatch, none in place               |
-| "inductor"    | compiled, order of collectives, waits and products kept                         |
+| "inductor"    | compiled; collectives, waits and matmuls stay in order                          |
 | another name, | each is given to it as `(gm, example_inputs)`, which AOTAutograd calls what     |
 | a callable    | compiles a forward or a backward                                                |
 
-A backend of torch.compile takes an fx.GraphModule and gives what runs it; so it does with the two
-graphs, which are ATen ops and functional collectives on a rank's own tensors and want no gradients.
-What it gives is called with as many tensors as the graph has placeholders. Without `overlap`, or
-where no gradients are wanted, torch.compile gets the emitted graph with that backend.
+A backend of torch.compile takes an fx.GraphModule and returns a callable that runs it with a tensor
+for each placeholder. The two graphs are ATen ops and functional collectives on a rank's own tensors
+and need no gradients. Without `overlap` or gradients, torch.compile gets the emitted graph.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ Backend = str | Callable[..., Any] | None
 
 
 Overlap = bool | Sequence[str]
-PASSES = ("chunk", "bucket", "schedule")  # that overlap=True means
+PASSES = ("chunk", "bucket", "schedule")  # the passes of overlap=True
 BY_NAME = ("chunk", "bucket", "lanes", "schedule")
-OVERLAP: Overlap = True  # where a user does not say
+OVERLAP: Overlap = True  # the default
 
-# Bytes of the largest bucket and how freely ops move: the first that the memory allows is taken.
+# Bytes of the largest bucket and how freely ops move: the first pair that fits the memory is taken.
 _ATTEMPTS: tuple[tuple[float, schedule.Freedom], ...] = (
     (math.inf, schedule.USUAL),
     (math.inf, schedule.PUNCTUAL),
@@ -82,9 +81,9 @@ _ATTEMPTS: tuple[tuple[float, schedule.Freedom], ...] = (
 def runner(
     program: Program, world: World, backend: Backend, overlap: Overlap
 ) -> Callable[..., Any]:
-    """What a ParallelModule calls with the values of the graph's placeholders. `overlap`: True for
-    PASSES, False for none, or names of BY_NAME. Raises PlanError for another name, of a pass or of
-    a backend.
+    """Return what a ParallelModule calls with the values of the graph's placeholders. `overlap`:
+    True for PASSES, False for none, or names of BY_NAME. Raises PlanError for the name of an
+    unknown pass or backend.
     """
     passes = (PASSES if overlap else ()) if isinstance(overlap, bool) else tuple(overlap)
     unknown = [name for name in passes if name not in BY_NAME]
@@ -104,10 +103,11 @@ def _plain(module: fx.GraphModule, backend: Backend) -> Callable[..., Any]:
 
 class Scheduled:
     """Runs a program by its scheduled forward and backward, which are derived at the first call
-    that wants gradients, by a backend; without gradients, and where they would hold more than the
-    plan's limit, it runs the graph as it is.
+    with gradients. Without gradients, and where they would need more memory than the plan's limit,
+    it runs the graph as it is.
 
-    `forward` and `backward`: the scheduled graphs, once there are; `modelled`: their runs.
+    `forward` and `backward`: the scheduled graphs, once they are derived; `modelled`: their
+    simulated runs.
     """
 
     def __init__(
@@ -125,15 +125,15 @@ class Scheduled:
             for place, entry in enumerate(program.signature.inputs, start=1)
             if entry.stored
         )
-        # Of each graph, what is there before it runs and may be fetched at any time.
+        # By graph, the placeholders that exist before it runs: their gathers may run at any time.
         self._there: dict[Phase, frozenset[str]] = {"forward": self.stored}
         assert program.plan is not None
         self.mesh = program.plan.mesh
         self._constant = beside_the_loss(program)
-        self._late: set[int] = set()  # of these, what would have a gradient
+        self._late: set[int] = set()  # the auxiliary outputs that would have a gradient
         inputs = enumerate(program.signature.inputs)
         self._given = [place for place, entry in inputs if entry.kind == "user"]
-        self._strides: dict[int, tuple[int, ...]] = {}  # of what a user gave, when it was derived
+        self._strides: dict[int, tuple[int, ...]] = {}  # of the user's inputs at derivation
         self._run: Callable[..., Any] | None = None
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
@@ -145,45 +145,47 @@ class Scheduled:
             return self.module(*values)
         if not self._wants(values):
             return self._plain(*values)
-        given = self._as_derived(values)
+        ordered = self._as_derived(values)
         if self._run is None:
-            self._run = ranks.together("deriving the backward", lambda: self.derived(given))
-            if self.forward is None or self._above:  # nothing that it gives carries a gradient
+            self._run = ranks.together("deriving the backward", lambda: self.derived(ordered))
+            if self.forward is None or self._above:  # no output carries a gradient
                 self._run, self._late = self._plain, set()
                 if self._above and not ranks.rank():
                     warnings.warn(no_room(self._above), stacklevel=2)
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
             self._open(values[0].device.type)
-        found = list(self._run(*given))
+        outputs = list(self._run(*ordered))
         for place in self._late:
-            found[place] = Late.apply(self._asked, place, found[place], *given)
-        return found
+            outputs[place] = Late.apply(self._asked, place, outputs[place], *ordered)
+        return outputs
 
     def _as_derived(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The values, those of the user in the memory order of the first step: what is returned may
-        be a view of them, and AOTAutograd makes it anew by that order.
+        """Return the values, the user's inputs in the memory order of the first step: an output may
+        be a view of an input, and AOTAutograd makes it anew by that order.
         """
-        found = list(values)
+        ordered = list(values)
         for place in self._given:
-            value = found[place]
+            value = ordered[place]
             if self._run is None:
-                found[place] = value.contiguous() if _overlaps(value) else value
-                self._strides[place] = found[place].stride()
+                ordered[place] = value.contiguous() if _overlaps(value) else value
+                self._strides[place] = ordered[place].stride()
             elif value.stride() != self._strides[place]:
-                other = value.new_empty_strided(value.shape, self._strides[place])
-                found[place] = other.copy_(value)
-        return found
+                restrided = value.new_empty_strided(value.shape, self._strides[place])
+                ordered[place] = restrided.copy_(value)
+        return ordered
 
     def _asked(
         self, place: int, gradient: torch.Tensor, values: Sequence[torch.Tensor]
     ) -> Gradients:
-        """The gradients by way of a result beside the loss. Who asks once asks again."""
+        """Return the gradients that come through an auxiliary output. The next call derives the
+        graphs anew with gradients for these outputs, as a script that asks once asks again.
+        """
         self._run, self._constant = None, frozenset()
         return through(self.module, place, gradient, values)
 
     def _open(self, device_type: str) -> None:
-        """The groups of lane 1: all ranks are here, with the same names."""
+        """Open the process groups of lane 1: all ranks are here, with the same names."""
         assert self.forward is not None and self.backward is not None
         names = lanes.opened(self.forward.graph, self.backward.graph)
         if names:
@@ -193,7 +195,7 @@ class Scheduled:
                 )
 
     def order(self) -> str:
-        """Names the order of all collectives, forward and backward."""
+        """Return a hash of the order of all collectives, forward and backward."""
         assert self.forward is not None and self.backward is not None
         lines = [
             line
@@ -204,7 +206,7 @@ class Scheduled:
 
     @staticmethod
     def _wants(values: Sequence[torch.Tensor]) -> bool:
-        """Whether this call records gradients, as the derived graphs do; under autocast other ops
+        """Whether this call records gradients, as the derived graphs do. Under autocast other ops
         would run than were derived.
         """
         return (
@@ -214,12 +216,12 @@ class Scheduled:
         )
 
     def derived(self, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        """Derive and schedule the graphs for such values; what runs them."""
+        """Derive and schedule the graphs for such values, and return what runs them."""
         decompositions = None
         if self.backend == "inductor":
             decompositions = inductor_decompositions() | FORMULAS
         self.forward, self.backward, self._above = None, None, 0.0
-        module = tagged(self.module)  # what the plan makes again is not saved
+        module = tagged(self.module)  # values that the plan recomputes are not saved
         module, self._late = as_constants(module, self._constant)
         run = derive(module, values, self._compiled, self._partition, decompositions)
         if self.forward is None and self._late:  # the scalar is no loss
@@ -228,8 +230,8 @@ class Scheduled:
         return run
 
     def _compiled(self, gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        """What runs one of the two graphs. The backward may be given as a copy. A backend of
-        torch.compile is called with tensors, whatever it says of itself.
+        """Return what runs one of the two graphs. The backward may come as a copy. A backend of
+        torch.compile is called with tensors, whatever calling convention it declares.
         """
         backward = gm is not self.forward
         return guarded(
@@ -240,24 +242,24 @@ class Scheduled:
         self, gm: fx.GraphModule, example_inputs: Any, backward: bool
     ) -> Callable[..., Any]:
         if self.backend is None or self.forward is None:
-            return _boxed(gm, below_autograd)
+            return _run_boxed(gm, below_autograd)
         if self.backend == "aot_eager":
-            return _boxed(gm, nullcontext)
+            return _run_boxed(gm, nullcontext)
         if self.backend == "inductor":
             return compile_in_order(gm, example_inputs, backward=backward)
-        made = named_backend(self.backend) if isinstance(self.backend, str) else self.backend
+        compiler = named_backend(self.backend) if isinstance(self.backend, str) else self.backend
         from functorch.compile import make_boxed_func  # imports dynamo, which takes a second
 
-        return make_boxed_func(made(gm, list(example_inputs)))
+        return make_boxed_func(compiler(gm, list(example_inputs)))
 
     def _partition(
         self, joint: fx.GraphModule, inputs: Any, **more: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """AOTAutograd's own cut into forward and backward, each put in order."""
+        """Return AOTAutograd's forward and backward, each scheduled."""
         spread(joint.graph)
         self.forward, self.backward = partition(joint, inputs, **more)
-        given = self.forward.graph.find_nodes(op="placeholder")
-        primals = float(sum(bytes_of(node) for node in given))
+        placeholders = self.forward.graph.find_nodes(op="placeholder")
+        primals = float(sum(bytes_of(node) for node in placeholders))
         saved, staged = saved_by(self.forward.graph), self.world.backend == "gloo"
         step = StepMemory(primals, saved, staged)
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
@@ -268,43 +270,49 @@ class Scheduled:
         return self.forward, self.backward
 
     def _finish(self, module: fx.GraphModule, phase: Phase, step: StepMemory) -> None:
-        """The passes over one of the derived graphs."""
-        _sweep(module.graph)
-        graph, room = self._ordered(module.graph, phase, step)
+        """Run the overlap passes over one of the derived graphs."""
+        _erase_unused(module.graph)
+        graph, spare_bytes = self._ordered(module.graph, phase, step)
         if self.backend is None:  # compilers take functional graphs
             reinplace.reinplace(graph)
             reinplace.check(graph)
         views.views(graph, operands=self.backend != "inductor")
         views.check(graph)
         if self.backend is None:
-            reinplace.fill_buckets(graph, room)
+            reinplace.fill_buckets(graph, spare_bytes)
         self._above = max(self._above, self._above_limit(graph, step))
         module.graph = graph  # recompiles
 
     def _ordered(self, graph: fx.Graph, phase: Phase, step: StepMemory) -> tuple[fx.Graph, float]:
-        """The graph with as much freedom as the memory allows; the bytes that it leaves."""
+        """Return the graph with as much freedom as the memory allows, and the bytes that it
+        leaves.
+        """
         bound, in_pieces, there = self._bound(graph, step), graph, self._there[phase]
         if "chunk" in self.passes:
             in_pieces = chunk.chunk(graph, self.world, there, phase)
         tries = [(graph, *attempt) for attempt in _ATTEMPTS]
         if in_pieces is not graph:
             tries = [(in_pieces, *attempt) for attempt in _ATTEMPTS[:2]] + tries
-        for base, most, freedom in tries:
+        for base, bucket_bytes, freedom in tries:
             before = [(node, node.args) for node in base.nodes]
-            found, run = self._attempt(base, phase, most, freedom)
-            filled = self._filled_fits(found, bound, step)
-            if filled or schedule.limit_memory(found, there, bound, step):
+            attempt_graph, run = self._attempt(base, phase, bucket_bytes, freedom)
+            filled = self._filled_fits(attempt_graph, bound, step)
+            if filled or schedule.limit_memory(attempt_graph, there, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
-                return found, math.inf if filled else bound - live_bytes(found, step)
+                return attempt_graph, math.inf if filled else bound - live_bytes(
+                    attempt_graph, step
+                )
             reorder(base, [node for node, _ in before])
-            for node, given in before:  # lanes
-                node.args = given
+            for node, args in before:  # undo the lanes
+                node.args = args
         schedule.limit_memory(graph, there, bound, step)
         return graph, 0.0
 
     def _filled_fits(self, graph: fx.Graph, bound: float, step: StepMemory) -> bool:
-        """Whether it holds no more than the bound once products write into their buckets."""
+        """Whether the graph needs no more than `bound` bytes once matmuls write into their
+        buckets.
+        """
         if self.backend is not None:
             return False
         filled = copied(graph)
@@ -312,8 +320,9 @@ class Scheduled:
         return live_bytes(filled, step) <= bound
 
     def _bound(self, graph: fx.Graph, step: StepMemory) -> float:
-        """Bytes besides the optimizer's states: what the plan allows; where torch's own order holds
-        more than was planned, that and what may be in flight; never more than the limit.
+        """Return the bytes that a graph may need besides the optimizer's states: what was planned;
+        where torch's own order already needs more, that plus the bytes in flight; never more than
+        the limit.
         """
         plan = self._plan
         if plan is None or plan.memory is None:
@@ -323,12 +332,12 @@ class Scheduled:
         return min(max(memory.peak - memory.optimizer, usual), limit - memory.optimizer)
 
     def _above_limit(self, graph: fx.Graph, step: StepMemory) -> float:
-        """Bytes that a graph, as lean as it could be made, needs above the limit."""
+        """Return the bytes that a graph, at its leanest, needs above the limit."""
         plan = self._plan
         if plan is None or plan.memory is None or plan.device_limit is None:
             return 0.0
-        needs = live_bytes(graph, step) + plan.memory.optimizer
-        return max(0.0, needs - plan.device_limit)
+        needed_bytes = live_bytes(graph, step) + plan.memory.optimizer
+        return max(0.0, needed_bytes - plan.device_limit)
 
     def _attempt(
         self, graph: fx.Graph, phase: Phase, most: float, freedom: schedule.Freedom
@@ -357,18 +366,19 @@ def _overlaps(value: torch.Tensor) -> bool:
     return False
 
 
-def _sweep(graph: fx.Graph) -> None:
-    """Remove what nothing uses. torch keeps what may draw random numbers, and so repeats a whole
-    attention in the backward for nothing.
+def _erase_unused(graph: fx.Graph) -> None:
+    """Erase the nodes that nothing uses. torch keeps those that may draw random numbers, and so
+    would run a recomputed attention in the backward for nothing.
     """
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not writes(node):
             graph.erase_node(node)
 
 
-def _boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:
-    """The graph as Python that takes a list and clears it, so that inputs can be freed early.
-    `within`: below autograd, as what an op or a collective costs there is spent for nothing.
+def _run_boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:
+    """Return the graph as Python that takes a list and clears it, so that inputs can be freed
+    early. `within` makes the context of a run: below autograd, whose cost for each op and
+    collective would be spent for nothing.
     """
     gm.graph.set_codegen(BoxedCodeGen())
     gm.recompile()

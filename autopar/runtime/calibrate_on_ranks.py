@@ -1,5 +1,7 @@
-"""What `autopar calibrate` does on the running ranks: join them, find a model's products, measure,
-and hand back the world.
+"""What `autopar calibrate` does on the running ranks: open the process group, list a model's
+matmuls, measure them with the collectives, and return the calibrated world.
+
+cli/main.py calls it; the measuring itself is in cost/calibration.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from autopar.passes.trace import trace
 from autopar.planner.planner import Inputs, call_arguments
 from autopar.world import World, ranks
 
-UnshardedWork = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a product on one device
+UnshardedWork = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a matmul on one device
 
 
 class Work(NamedTuple):
-    """What calibration times of a model."""
+    """The work of a model that calibration times: its matmuls and its attention."""
 
     products: list[UnshardedWork]
     attended: list[Attended]
@@ -36,8 +38,8 @@ class Work(NamedTuple):
 
 @contextmanager
 def joined_work() -> Iterator[None]:
-    """The process group that torchrun asks for, of NCCL where there are GPUs, else of gloo; one
-    that runs already stays as it is, one process alone needs none.
+    """Open the process group that torchrun asks for within the block: NCCL where there are GPUs,
+    else gloo. One that is open already stays as it is; one process alone needs none.
     """
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         yield
@@ -57,10 +59,10 @@ def calibrate_on_ranks(
     seconds: float = 120.0,
     progress: Progress = lambda share, doing: None,
 ) -> World:
-    """The running world with what was measured in about so many seconds. Collective; what fails on
-    one rank fails on all.
+    """Return the running world with figures that were measured in about `seconds`. Collective; an
+    error on one rank is raised on all.
 
-    `build` gives a model and its inputs, on the meta device if you like: its own products are
+    `build` returns a model and its inputs, on the meta device if you like: its own matmuls are
     measured too, in every size that a rank may get of them.
     """
     world = ranks.together("looking at the world", World.detect)
@@ -68,34 +70,38 @@ def calibrate_on_ranks(
     if build is not None:
         work = ranks.together("reading the model's products", lambda: unsharded_work(*build()))
         ranks.agree("list of products", str(work))
-    products = local_matmuls(work.products, world.ranks)
-    return calibrate(world, products, seconds, progress, work.attended)
+    matmuls = local_matmuls(work.products, world.ranks)
+    return calibrate(world, matmuls, seconds, progress, work.attended)
 
 
 def unsharded_work(model: nn.Module, inputs: Inputs) -> Work:
-    """The matrix products of a model as one device computes them, and its attention: each once."""
+    """Return the matmuls of a model as one device computes them, and its attention: each once."""
     program = annotate.annotate(trace.trace(model, *call_arguments(inputs)))
     assert program.annotations is not None
-    specs = [
+    rules = [
         (node, program.annotations.specs[node.name])
         for node in program.module.graph.nodes
         if node.name in program.annotations.specs
     ]
-    attended = [(results_of(n)[0].dtype, s.attends) for n, s in specs if s.attends is not None]
-    return Work(_products(specs), list(dict.fromkeys(attended)))
+    attended = [
+        (results_of(n)[0].dtype, rule.attends) for n, rule in rules if rule.attends is not None
+    ]
+    return Work(_list_matmuls(rules), list(dict.fromkeys(attended)))
 
 
-def _products(specs: Sequence[tuple[fx.Node, OpShardingRule]]) -> list[UnshardedWork]:
-    found: dict[UnshardedWork, None] = {}
-    for node, spec in specs:
-        if spec.product is None or not all(spec.product):
+def _list_matmuls(specs: Sequence[tuple[fx.Node, OpShardingRule]]) -> list[UnshardedWork]:
+    matmuls: dict[UnshardedWork, None] = {}
+    for node, rule in specs:
+        if rule.product is None or not all(rule.product):
             continue
-        m, n, k = (math.prod(spec.sizes[name] for name in role) for role in spec.product)
-        if spec.flops == 2 * m * n * k and not _batched(node):
-            found[results_of(node)[0].dtype, m, n, k] = None
-    return list(found)
+        m, n, k = (math.prod(rule.sizes[name] for name in role) for role in rule.product)
+        if rule.flops == 2 * m * n * k and not _is_batched(node):
+            matmuls[results_of(node)[0].dtype, m, n, k] = None
+    return list(matmuls)
 
 
-def _batched(node: Any) -> bool:
-    """Many small products in one are no large one: of the second operand, too, there are many."""
+def _is_batched(node: Any) -> bool:
+    """Whether a matmul is batched: its second operand has a batch dim. Many small matmuls in one
+    take other time than a large one.
+    """
     return len(pytree.tree_leaves(node.args)[1].meta["val"].shape) > 2

@@ -1,6 +1,9 @@
-"""A backend of torch.compile: every graph that dynamo captures is planned by itself and run on all
-ranks. The script stays as it is: parameters stay where they are, whole on every rank, and so do
-inputs and results; only what happens in between is laid out.
+"""The backend for torch.compile: every graph that dynamo captures is planned by itself and run on
+all ranks.
+
+Example: torch.compile(model, backend="autopar", options={"layout": "ddp"}). The script stays as it
+is: parameters, inputs and results are replicated on every rank, and only what is computed between
+them is sharded. `autopar.backend` is `backend`; torch finds `by_name` by its entry point.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ from autopar.world import World, ranks
 Run = Callable[..., Any]
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Run]
 
-_SAMPLES = 64  # numbers of a tensor that ranks compare
-_PLANNED = itertools.count()  # pieces of this process
-_ALIKE = 1e-2  # how far they may be apart, as a part of the largest
+_SAMPLES = 64  # entries of a tensor that ranks compare
+_GRAPH_NUMBERS = itertools.count()  # numbers the planned graphs of this process
+_TOLERANCE = 1e-2  # how far entries may be apart, relative to the largest
 
 
 def backend(
@@ -53,35 +56,36 @@ def backend(
     redundant: bool = False,
     reduce_dtype: torch.dtype | str | None = None,
 ) -> Compiler:
-    """A backend for torch.compile that runs a model on all ranks. Every rank runs the same script,
-    with the same parameters and the same global batch; each computes its part of every step, and
-    results, gradients and parameters are whole on each.
+    """Return a backend for torch.compile that runs a model on all ranks. Every rank runs the same
+    script, with the same parameters and the same global batch; each computes its part of every
+    step, and results, gradients and parameters are replicated on all.
 
-    `world` None: what is running; without a process group graphs run as they are. The other options
-    are those of `parallelize`. Where dynamo breaks the graph, each piece is planned alone, at its
-    first call, and again for other shapes and numbers. Calls raise what `parallelize` raises, and
-    RankError where ranks hold different parameters or are given different inputs at the first call.
+    `world` None: the running ranks; without a process group graphs run as they are. The other
+    options are those of `parallelize`. Where dynamo breaks the graph, each captured graph is
+    planned alone, at its first call, and again for other shapes and numbers. Calls raise what
+    `parallelize` raises, and RankError where ranks hold different parameters or get different
+    inputs at the first call.
 
     Example, under torchrun: model = torch.compile(model, backend=autopar.backend(layout="ddp"))
     """
 
     def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
         limits = memory, optimizer, recompute
-        own, more = (limits, redundant, reduce_dtype, overlap), {"backend": backend}
-        found, asked = agree_on_request(
-            world, layout, *own, whole=True, inputs=inputs, options=more
+        settings, others = (limits, redundant, reduce_dtype, overlap), {"backend": backend}
+        found_world, request = agree_on_request(
+            world, layout, *settings, whole=True, inputs=inputs, options=others
         )
-        ready = plan_on_rank_0(model, found, inputs, asked).ready
-        assert isinstance(ready, PlanContext)
-        device = next((x.device for x in _tensors(model, inputs)), CPU)
-        ready = ready.on_device(device)
-        return ready, build_runner(ready, device.type, backend, overlap)[1]
+        context = plan_on_rank_0(model, found_world, inputs, request).ready
+        assert isinstance(context, PlanContext)
+        device = next((x.device for x in _all_tensors(model, inputs)), CPU)
+        context = context.on_device(device)
+        return context, build_runner(context, device.type, backend, overlap)[1]
 
     def compiled(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
-        if _alone(world):
+        if _runs_alone(world):
             return graph
-        piece = _Piece(graph, planned)
-        return lambda *values: piece(values)
+        captured = _CapturedGraph(graph, planned)
+        return lambda *values: captured(values)
 
     return compiled
 
@@ -89,12 +93,16 @@ def backend(
 def by_name(
     graph: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None
 ) -> Run:
-    """torch.compile(model, backend="autopar", options={"layout": "ddp"}): see `backend`."""
+    """Compile a graph for torch.compile(model, backend="autopar", options={"layout": "ddp"}): see
+    `backend`.
+    """
     return backend(**(options or {}))(graph, example_inputs)
 
 
-def _alone(world: Any) -> bool:
-    """Whether nothing is asked for and no other rank runs."""
+def _runs_alone(world: Any) -> bool:
+    """Whether no world is named and no other rank runs; warns where ranks were started without a
+    process group.
+    """
     if world is not None or ranks.running() > 1:
         return False
     started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -108,8 +116,8 @@ def _alone(world: Any) -> bool:
 
 
 class _Graph(nn.Module):
-    """A captured graph as a model: it holds the parameters and buffers under their names in the
-    model that it was captured from, and is called with the rest.
+    """A captured graph as a model. It holds the parameters and buffers under their names in the
+    model from which dynamo captured it; its inputs are the other placeholders.
     """
 
     def __init__(self, graph: fx.GraphModule, held: dict[int, str], values: Sequence[Any]) -> None:
@@ -129,28 +137,28 @@ class _Graph(nn.Module):
                 module.register_buffer(last, value)
 
     def forward(self, *given: Any) -> Any:
-        rest = iter(given)
+        inputs = iter(given)
         count = len(self._held) + len(given)
         held = {place: attrgetter(path)(self) for place, path in self._held.items()}
-        values = [held[place] if place in held else next(rest) for place in range(count)]
+        values = [held[place] if place in held else next(inputs) for place in range(count)]
         with preserve_node_meta():  # nodes keep the module path and the line of the user's code
-            return _Inlined(self._captured).run(*values)
+            return _InliningInterpreter(self._captured).run(*values)
 
 
-class _Inlined(fx.Interpreter):
-    """Runs blocks that the script checkpoints as what they compute: what is made again in the
-    backward is the plan's to say. Custom autograd functions keep their backward.
+class _InliningInterpreter(fx.Interpreter):
+    """Runs the graph with checkpointed blocks inlined, as the plan decides what is recomputed in
+    the backward. Custom autograd functions keep their backward.
     """
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is torch.ops.higher_order.tag_activation_checkpoint:
-            return _Inlined(args[0]).run(*args[1:])
+            return _InliningInterpreter(args[0]).run(*args[1:])
         if target is torch.ops.higher_order.autograd_function_apply:
             return Captured(lambda *given: target(*args[:2], *given, **kwargs)).apply(*args[2:])
         return super().call_function(target, args, kwargs)
 
 
-class _Piece:
+class _CapturedGraph:
     """A captured graph, planned at its first call with tensors of some shapes."""
 
     def __init__(
@@ -162,7 +170,7 @@ class _Piece:
         sources = dynamo_sources(graph.graph)
         self.paths = [_path(source) for source in sources]
         self.buffers = ["._buffers[" in source for source in sources]
-        self.numbers = _numbers(graph.graph)
+        self.numbers = _mark_numbers(graph.graph)
         graph.recompile()
         self.made: dict[Any, Callable[[Sequence[Any]], Any]] = {}
         for node in graph.graph.nodes:
@@ -180,23 +188,25 @@ class _Piece:
 
     def _made(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         if _is_update(self.graph, values):
-            return lambda given: self.graph(*given)
+            return lambda input_places: self.graph(*input_places)
         held: dict[int, str] = {}
         for place, value in enumerate(values):
             if isinstance(value, nn.Parameter) or self.buffers[place]:
                 path = self.paths[place]
                 held[place] = path if path and path not in held.values() else f"held_{place}"
-        _compare(values, [held.get(i) or path or f"input {i}" for i, path in enumerate(self.paths)])
-        given = [place for place in range(len(values)) if place not in held]
+        _require_same_values(
+            values, [held.get(i) or path or f"input {i}" for i, path in enumerate(self.paths)]
+        )
+        input_places = [place for place in range(len(values)) if place not in held]
         model = _Graph(self.graph, held, values)
-        ready, run = self.planned(model, tuple(values[place] for place in given))
+        context, run = self.planned(model, tuple(values[place] for place in input_places))
         places = {path: place for place, path in held.items()}
-        return _Planned(ready, run, places, given)
+        return _PlannedGraph(context, run, places, input_places)
 
 
-class _Planned:
-    """The graph of a plan, called with all values of the captured one: parameters, buffers and
-    inputs are the script's own tensors.
+class _PlannedGraph:
+    """A planned graph, called with all values of the captured one: parameters, buffers and inputs
+    are the script's own tensors.
     """
 
     def __init__(
@@ -208,18 +218,20 @@ class _Planned:
         self.program = dataclasses.replace(program, tensors=constants)
         self.run, self.places, self.given = run, places, given
         self.own = program.plan.mesh.coordinate(ranks.rank())
-        # no two pieces draw the same, all ranks draw alike
-        seed, number = torch.initial_seed() + (next(_PLANNED) << 48), next(NUMBERS)
+        # no two graphs draw the same random numbers, all ranks draw alike
+        seed, number = torch.initial_seed() + (next(_GRAPH_NUMBERS) << 48), next(NUMBERS)
         seed, number = ranks.from_rank_0((seed, number))
         self.seed, self.watch = seed % (1 << 62), InputsWatch(number)
         self.mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
 
     def __call__(self, values: Sequence[Any]) -> Any:
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
-        given = [values[place] for place in self.given]
-        # numbers that another piece has computed may differ in the last bit; whole ones do not
-        whole = [x for x in given if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)]
-        self.watch.called(whole)
+        input_values = [values[place] for place in self.given]
+        # floats that another graph has computed may differ in the last bit; integers do not
+        exact = [
+            x for x in input_values if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)
+        ]
+        self.watch.called(exact)
         signature = self.program.signature
         with without_autocast(signature.autocast):
             results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
@@ -234,7 +246,7 @@ class _Planned:
         return pytree.tree_unflatten(leaves, signature.out_spec)
 
     def _feed(self, entry: Input, values: Sequence[Any], device: Any) -> torch.Tensor:
-        """What a placeholder of the planned graph takes."""
+        """Return the value of one placeholder of the planned graph."""
         if entry.kind == "coordinate":
             return filled((1,), self.own[entry.target], device)
         if entry.kind == "seed":
@@ -256,52 +268,54 @@ def _is_rounded(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _numbers(graph: fx.Graph) -> list[bool]:
-    """Which placeholders are Python numbers, from now on: dynamo gives one that has changed since
-    its last compilation as a tensor whose item() the graph asks for.
+def _mark_numbers(graph: fx.Graph) -> list[bool]:
+    """Return which placeholders are Python numbers, and make them so.
+
+    Dynamo passes a number that has changed since its last compilation as a tensor, on which the
+    graph calls item(); these calls are removed.
     """
-    found = []
+    are_numbers = []
     for node in graph.find_nodes(op="placeholder"):
-        asked = [(user.op, user.target) == ("call_method", "item") for user in node.users]
-        found.append(bool(asked) and all(asked))
-        for user in list(node.users) if found[-1] else ():
+        are_items = [(user.op, user.target) == ("call_method", "item") for user in node.users]
+        are_numbers.append(bool(are_items) and all(are_items))
+        for user in list(node.users) if are_numbers[-1] else ():
             user.replace_all_uses_with(node)
             graph.erase_node(user)
-    return found
+    return are_numbers
 
 
 def _is_update(module: fx.GraphModule, values: Sequence[Any]) -> bool:
-    """Whether a graph writes into every parameter that it is given, as an optimizer's step does
-    where that is compiled too: every rank does all of it, for all parameters are whole there.
+    """Whether a graph writes into every parameter that it takes, as a compiled optimizer step does.
+    Every rank runs all of it, as parameters are replicated.
     """
     graph = module.graph
-    held = list(zip(graph.find_nodes(op="placeholder"), values, strict=True))
-    held += [(node, attrgetter(node.target)(module)) for node in graph.find_nodes(op="get_attr")]
-    left = {node for node, value in held if isinstance(value, nn.Parameter)}
-    found = bool(left)
+    placed = list(zip(graph.find_nodes(op="placeholder"), values, strict=True))
+    placed += [(node, attrgetter(node.target)(module)) for node in graph.find_nodes(op="get_attr")]
+    unwritten = {node for node, value in placed if isinstance(value, nn.Parameter)}
+    has_parameters = bool(unwritten)
     for node in graph.nodes:
         name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and node.args:
             first = node.args[0]
-            left -= set(first if isinstance(first, list | tuple) else [first])
-    return found and not left
+            unwritten -= set(first if isinstance(first, list | tuple) else [first])
+    return has_parameters and not unwritten
 
 
-def _compare(values: Sequence[Any], names: Sequence[str]) -> None:
-    """Raises RankError where the ranks hold different parameters, or are given other inputs: what
-    they compute would be neither one's. A few numbers of every tensor are compared, not to the last
-    bit; what carries a gradient but is no parameter was computed, from what has been compared.
+def _require_same_values(values: Sequence[Any], names: Sequence[str]) -> None:
+    """Raise a RankError where the ranks hold different parameters or get different inputs, as their
+    results would belong to neither. A few entries of every tensor are compared, not to the last
+    bit. A tensor with a gradient that is no leaf was computed from compared ones and is skipped.
     """
-    told = {
+    samples = {
         name: _sample(value)
         for name, value in zip(names, values, strict=True)
         if isinstance(value, torch.Tensor) and (value.is_leaf or not value.requires_grad)
     }
-    first = ranks.from_rank_0(told)
+    expected = ranks.from_rank_0(samples)
 
     def compare() -> None:
-        for name, own in told.items():
-            if name not in first or not _alike(own, first[name]):
+        for name, own in samples.items():
+            if name not in expected or not _is_close(own, expected[name]):
                 raise RankError(
                     f"{name} is not what it is on rank 0: under torch.compile with autopar every "
                     "rank makes the same parameters (torch.manual_seed before the model is made) "
@@ -318,15 +332,15 @@ def _sample(value: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].double().cpu()
 
 
-def _alike(own: torch.Tensor, first: torch.Tensor) -> bool:
+def _is_close(own: torch.Tensor, first: torch.Tensor) -> bool:
     if own.shape != first.shape:
         return False
     largest = float(first.nan_to_num(0.0, 0.0, 0.0).abs().max()) if first.numel() else 0.0
-    return torch.allclose(own, first, rtol=_ALIKE, atol=_ALIKE * largest, equal_nan=True)
+    return torch.allclose(own, first, rtol=_TOLERANCE, atol=_TOLERANCE * largest, equal_nan=True)
 
 
 def _path(source: str) -> str:
-    """The name of what dynamo took from a source, as the model names it.
+    """Return the name in the model of what dynamo took from a source.
 
     >>> _path("L['self']._modules['blocks']._modules['0']._parameters['weight']")
     'blocks.0.weight'
@@ -339,6 +353,6 @@ def _path(source: str) -> str:
     return re.sub(r"^self(\.|$)", "", text)
 
 
-def _tensors(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
+def _all_tensors(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
     values = [*model.parameters(), *model.buffers(), *inputs]
     return [value for value in values if isinstance(value, torch.Tensor)]

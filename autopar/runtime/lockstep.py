@@ -1,10 +1,12 @@
-"""All ranks of a mesh in one process: the emitted modules run as they are, only the wire is
-replaced.
+"""All ranks of a mesh in one process: the emitted modules run as they are, and collectives between
+real ranks are replaced by exchanges between threads.
 
 Every rank has its own thread, so that its forward and its backward (which on the CPU runs in the
 calling thread) stay plain code; but one thread runs at a time. A rank runs until it waits in a
-collective, then hands over to the next rank that can go on, in rank order: runs are deterministic,
-and where nobody can go on, the error says who waits for what.
+collective, then hands over to the next rank that can go on, in rank order. So runs are
+deterministic, and where no rank can go on, the error says which rank waits for what.
+
+verify.py and many tests call `run`; ops/comm.py finds the run in `comm.simulator`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _run: _Run | None = None
 
 
 def run(mesh: Mesh, rank_fn: Callable[[int], T], groups: frozenset[str] | None = None) -> list[T]:
-    """Calls `rank_fn(rank)` for every rank of `mesh` with collectives among them, and returns the
+    """Call `rank_fn(rank)` for every rank of `mesh`, with collectives among them, and return the
     results by rank.
 
     Grad mode is the caller's. `groups`: the names of the process groups that are open; None: all.
@@ -59,10 +61,10 @@ def run(mesh: Mesh, rank_fn: Callable[[int], T], groups: frozenset[str] | None =
 
 
 def meet_ranks(rank: int, value: Any, action: Callable[[list[Any]], T]) -> T:
-    """Called by every rank inside `run`: `action` is called once with the values by rank, all ranks
-    get its result.
+    """Call `action` once with the values of all ranks, and return its result on every rank. Every
+    rank inside `run` must call this.
 
-    Whatever `action` raises ends the run.
+    An exception of `action` ends the run.
     """
     if _run is None:
         raise RankError(f"rank {rank} meets the others, but no lockstep run is on")
@@ -81,8 +83,8 @@ class _Stopped(BaseException):
 
 @dataclass
 class _Meeting:
-    """What the ranks of one group wait for: `call` says what the first one called, `values` what
-    each brought.
+    """The ranks of one group that wait for each other: `call` is what the first one called,
+    `values` what each rank brings.
     """
 
     call: str
@@ -122,7 +124,7 @@ class _Run:
         return self.results
 
     def exchange(self, kind: str, x: Tensor, group: str) -> Tensor:
-        """The wire's part: see `wire.Simulator`."""
+        """Perform a collective among the ranks: see `comm.Simulator`."""
         rank = getattr(self._own, "rank", None)
         if rank is None:
             raise RankError(
@@ -135,7 +137,7 @@ class _Run:
         ranks = self._ranks(group, rank)
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{kind} of {dtype}{tuple(x.shape)} over {group.removeprefix('autopar/')}"
-        return self.rendezvous(rank, ranks, call, x.detach().contiguous(), _combine(kind))
+        return self.rendezvous(rank, ranks, call, x.detach().contiguous(), _combine_function(kind))
 
     def rendezvous(
         self,
@@ -145,8 +147,10 @@ class _Run:
         value: Any,
         combine: Callable[[list[Any]], list[Any]],
     ) -> Any:
-        """Waits until all `ranks` brought their value; `combine` gives each its result."""
-        if self.error is not None:  # a `finally` that communicates while its rank is stopped
+        """Wait until all `ranks` have brought their value, and return this rank's part of what
+        `combine` makes of them.
+        """
+        if self.error is not None:  # a `finally` block communicates while its rank is stopped
             raise _Stopped
         meeting = self._meetings.setdefault(ranks, _Meeting(call, rank, {}))
         if meeting.call != call:
@@ -184,8 +188,8 @@ class _Run:
         self._leave(rank)
 
     def _leave(self, rank: int) -> None:
-        """The rank is done. After an error everybody is woken, to stop; else the next ready one
-        goes on.
+        """End the rank. After an error all ranks are woken, to stop; else the next ready one goes
+        on.
         """
         if self.error is None and not self._ready and self._waiting:
             self.error = rank, RankError(f"rank {rank} has ended, but {self._who_waits()}")
@@ -226,8 +230,8 @@ class _Run:
         return error
 
 
-# Sums run in rank order, so that a run repeats to the bit; every rank gets a tensor of its own, as
-# it may write into it.
+# Sums run in rank order, so that runs are bitwise reproducible. Every rank gets a tensor of its
+# own, as it may write into it.
 
 
 def _all_gather(values: list[Tensor]) -> list[Tensor]:
@@ -239,15 +243,15 @@ def _reduce_scatter(values: list[Tensor]) -> list[Tensor]:
 
 
 def _all_reduce_sum(values: list[Tensor]) -> list[Tensor]:
-    whole = _sum(values)
-    return [whole.clone() for _ in values]
+    total = _sum(values)
+    return [total.clone() for _ in values]
 
 
 def _all_reduce_max(values: list[Tensor]) -> list[Tensor]:
-    whole = values[0]
+    maximum = values[0]
     for value in values[1:]:
-        whole = torch.maximum(whole, value)
-    return [whole.clone() for _ in values]
+        maximum = torch.maximum(maximum, value)
+    return [maximum.clone() for _ in values]
 
 
 def _all_to_all(values: list[Tensor]) -> list[Tensor]:
@@ -259,21 +263,25 @@ def _broadcast(root: int, values: list[Tensor]) -> list[Tensor]:
 
 
 def _reduce(root: int, values: list[Tensor]) -> list[Tensor]:
-    """Nobody but the root may use its result: the others get what spoils every number."""
+    """Return the sum for the root, and nan for the other ranks, so that a use of their undefined
+    result shows.
+    """
     results = [torch.full_like(value, torch.nan) for value in values]
     results[root] = _sum(values)
     return results
 
 
 def _sum(values: list[Tensor]) -> Tensor:
-    whole = values[0].clone()
+    total = values[0].clone()
     for value in values[1:]:
-        whole += value
-    return whole
+        total += value
+    return total
 
 
-def _combine(kind: str) -> Callable[[list[Tensor]], list[Tensor]]:
-    """What gives each rank its result, such as for "all-to-all" or "broadcast root 2"."""
+def _combine_function(kind: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Return the function that makes the ranks' results, for a call such as "all-to-all" or
+    "broadcast root 2".
+    """
     name, _, root = kind.partition(" root ")
     return partial(_ROOTED[name], int(root)) if root else _EXCHANGES[name]
 

@@ -1,6 +1,8 @@
-"""ParallelModule: the distributed graph, its parameters DTensors under their original names.
+"""ParallelModule, the module that users train: it holds the rank's part of the parameters, as
+DTensors under their original names, and runs the planned graph. Deferred is planned at its first
+call.
 
-A model that waits for its first batch.
+`api.apply` and `api.parallelize` make them of a planned program, its runner and a model's tensors.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase
 from autopar.world import ranks
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
-_OWN = ("graph", "graphs", "plan")
+_RESERVED_NAMES = ("graph", "graphs", "plan")
 
 
 class ParallelModule(nn.Module):
     """A model that trains on all ranks of a mesh as the original trains on one.
 
-    Call it with the same global inputs on every rank: it cuts out its own part. Parts that are
-    already cut are given as DTensors, as `shard` makes them. It returns what the model returns:
-    scalars whole on every rank, other tensors as DTensors.
+    Call it with the same global inputs on every rank: it cuts out the rank's own part. Parts that
+    are already cut are passed as DTensors, as `shard` makes them. It returns what the model
+    returns: scalars replicated on every rank, other tensors as DTensors.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ParallelModule(nn.Module):
         self.plan: Plan = program.plan
         self.graph: fx.GraphModule = program.module
         self.graphs = dict(graphs)
-        # what the model holds is cut and let go: nothing of it stays but the rank's own parts
+        # the model's tensors are cut and released: only the rank's own parts stay
         self._program, self._device_mesh = dataclasses.replace(program, tensors={}), device_mesh
         self._device = device
         self._mesh: Mesh = program.plan.mesh
@@ -72,17 +74,17 @@ class ParallelModule(nn.Module):
         named = dict(
             pair for entry in program.signature.inputs for pair in self._hold(entry, tensors)
         )
-        for name in sorted(named, key=list(order).index):  # optimizer states go by this order
+        for name in sorted(named, key=list(order).index):  # optimizer states follow this order
             self._register(name, *named[name])
         self._seed = seed % (1 << 62)
         self.train(program.signature.training)
 
-    # -- what it holds -----------------------------------------------------------------------------
+    # -- its tensors -------------------------------------------------------------------------------
     def _hold(
         self, entry: Input, tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[str, tuple[torch.Tensor, bool]]]:
-        """A parameter or buffer, and whether it is saved, for every name the original model has for
-        it. Coordinates and constants are registered at once.
+        """Return a parameter or buffer, and whether it is saved in state_dict, for every name that
+        the original model has for it. Coordinates and constants are registered at once.
         """
         if entry.kind == "coordinate":
             place = filled((1,), self._coordinate[entry.target], self._device)
@@ -90,31 +92,31 @@ class ParallelModule(nn.Module):
             return []
         if entry.kind not in ("parameter", "buffer", "constant"):
             return []
-        whole = tensors[entry.target].detach()
+        unsharded = tensors[entry.target].detach()
         if entry.kind == "constant":
-            self.register_buffer(entry.node, self._own_copy(whole), persistent=False)
+            self.register_buffer(entry.node, self._own_copy(unsharded), persistent=False)
             return []
-        held: torch.Tensor
+        tensor: torch.Tensor
         if entry.kind == "parameter":
             layout = self._program.layouts[entry.node]
-            local = self._moved(layout.cut(whole, self._coordinate))
-            held = nn.Parameter(self._distributed(local, layout), requires_grad=entry.trainable)
+            local = self._moved(layout.cut(unsharded, self._coordinate))
+            tensor = nn.Parameter(self._distributed(local, layout), requires_grad=entry.trainable)
         else:
-            held = self._own_copy(whole)
-        return [(name, (held, entry.persistent)) for name in entry.names or (entry.target,)]
+            tensor = self._own_copy(unsharded)
+        return [(name, (tensor, entry.persistent)) for name in entry.names or (entry.target,)]
 
     def _own_copy(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.clone() if whole.device == self._device else self._moved(whole)
 
     def _moved(self, part: torch.Tensor) -> torch.Tensor:
-        """On this rank's device; what has no numbers yet stays on the meta device."""
+        """Return the tensor on this rank's device; one without numbers stays on the meta device."""
         return part if part.is_meta else part.to(self._device)
 
     def _register(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
         module: nn.Module = self
         *path, last = name.split(".")
         root = name.split(".")[0]
-        if hasattr(ParallelModule, root) or root in _OWN:
+        if hasattr(ParallelModule, root) or root in _RESERVED_NAMES:
             raise PlanError(f"a ParallelModule has its own {root!r}: rename {name} in the model")
         for part in path:
             if not hasattr(module, part):
@@ -134,20 +136,20 @@ class ParallelModule(nn.Module):
             placements(layout),
             run_check=False,
             shape=torch.Size(layout.shape),
-            stride=_contiguous(layout.shape),
+            stride=_contiguous_strides(layout.shape),
         )
 
     def layout(self, name: str) -> Layout:
-        """The stored layout of a parameter, by any of its names."""
+        """Return the stored layout of a parameter, by any of its names; else raise InputError."""
         for entry in self._program.signature.inputs:
             if entry.kind == "parameter" and name in (entry.target, *entry.names):
                 return self._program.layouts[entry.node]
         raise InputError(f"no parameter {name!r}; the names are those of the original model")
 
-    # -- what it is called with --------------------------------------------------------------------
+    # -- its inputs --------------------------------------------------------------------------------
     def shard(self, *args: Any, **kwargs: Any) -> Any:
-        """The rank's own part of a global batch, as DTensors in the same structure: (args, kwargs),
-        or the one argument alone.
+        """Return the rank's own part of a global batch, as DTensors in the same structure: (args,
+        kwargs), or the argument alone where there is one.
         """
         leaves, spec = self._leaves(args, kwargs)
         for entry in self._user_inputs():
@@ -163,7 +165,7 @@ class ParallelModule(nn.Module):
         return self._returned(self._computed(args, kwargs))
 
     def _computed(self, args: Any, kwargs: Any) -> Any:
-        """What the graph gives. It runs without autocast, as the casts are nodes of it."""
+        """Return the results of the graph, run without autocast, as the casts are nodes of it."""
         values, cast = self._begun(args, kwargs), self._program.signature.autocast
         if not cast:
             return self._run(*values)
@@ -172,8 +174,8 @@ class ParallelModule(nn.Module):
 
     @not_compiled
     def _begun(self, args: Any, kwargs: Any) -> list[Any]:
-        """What the graph takes, once it is known that no rank refuses its own inputs, and from time
-        to time that all are given the same ones.
+        """Return the values of the graph's placeholders, after the check that no rank refuses its
+        own inputs and, from time to time, that all ranks pass the same ones.
         """
         try:
             values = self._values(args, kwargs)
@@ -181,13 +183,13 @@ class ParallelModule(nn.Module):
             self._watch.called((), error)
             raise
         leaves = pytree.tree_leaves((args, kwargs))
-        given = [leaves[e.position] for e in self._user_inputs() if e.position is not None]
-        self._watch.called([x for x in given if not isinstance(x, DTensor)])
+        user_values = [leaves[e.position] for e in self._user_inputs() if e.position is not None]
+        self._watch.called([x for x in user_values if not isinstance(x, DTensor)])
         return values
 
     @not_compiled  # torch.compile of this module would trace all of it, for minutes
     def _values(self, args: Any, kwargs: Any) -> list[Any]:
-        """What the graph takes: the rank's own part of everything."""
+        """Return the values of the graph's placeholders: the rank's own part of everything."""
         if self.training != self._program.signature.training:
             planned, called = ("eval", "train") if self.training else ("train", "eval")
             raise InputError(
@@ -196,7 +198,7 @@ class ParallelModule(nn.Module):
             )
         self._refuse_autocast()
         leaves, _ = self._leaves(args, kwargs)
-        return _local([self._feed(entry, leaves) for entry in self._program.signature.inputs])
+        return _to_local([self._feed(entry, leaves) for entry in self._program.signature.inputs])
 
     def _refuse_autocast(self) -> None:
         planned = self._program.signature.autocast
@@ -209,12 +211,12 @@ class ParallelModule(nn.Module):
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises InputError: a plan is for steps of training, all of one shape."""
+        """Raise InputError: a plan is for training steps, all of one shape."""
         raise InputError(NO_GENERATION)
 
     def timeline(self, *args: Any, **kwargs: Any) -> MeasuredStep:
-        """How a step on these inputs goes, forward and backward, on this rank: what computes, every
-        collective with its node and bytes, and what is waited for; `save(path)` is for Perfetto.
+        """Return how a step on these inputs runs on this rank, forward and backward: every op,
+        every collective with its node and bytes, every wait; `save(path)` writes it for Perfetto.
 
         Collective, on gloo; some steps are run, but gradients and buffers are left as they are. The
         backward is that of the first scalar that the model returns, else of all that it returns.
@@ -225,7 +227,7 @@ class ParallelModule(nn.Module):
         return self._timelines(1, args, kwargs)[0]
 
     def _timelines(self, times: int, args: Any, kwargs: Any) -> list[MeasuredStep]:
-        """Of so many steps."""
+        """Return the timelines of `times` steps."""
         if self._device.type != "cpu":
             raise PlanError(
                 f"a timeline is read off what the CPU does, and this step runs on {self._device}: "
@@ -241,9 +243,9 @@ class ParallelModule(nn.Module):
         with phase("forward"):
             values = self._values(args, kwargs)
             with without_autocast(self._program.signature.autocast):
-                found = self._returned(run(*values))
+                results = self._returned(run(*values))
         with phase("backward"):
-            backward(found)
+            backward(results)
 
     def _user_inputs(self) -> list[Input]:
         return [entry for entry in self._program.signature.inputs if entry.kind == "user"]
@@ -252,11 +254,11 @@ class ParallelModule(nn.Module):
         signature = self._program.signature
         leaves = as_planned_call(signature.forward, signature.in_spec, args, kwargs)
         for position, value in signature.fixed:
-            given = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
-            if type(given) is not type(value) or given != value:
-                shown = repr(given)
-                if isinstance(given, torch.Tensor):
-                    shown = f"a tensor {tuple(given.shape)} {given.dtype}"
+            leaf = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
+            if type(leaf) is not type(value) or leaf != value:
+                shown = repr(leaf)
+                if isinstance(leaf, torch.Tensor):
+                    shown = f"a tensor {tuple(leaf.shape)} {leaf.dtype}"
                 raise InputError(
                     f"input {position} is {shown}, planned was {value!r}; what is no "
                     "tensor is part of the plan: plan again"
@@ -266,9 +268,9 @@ class ParallelModule(nn.Module):
     def _feed(self, entry: Input, leaves: list[Any]) -> Any:
         if entry.kind == "user":
             assert entry.position is not None
-            given = leaves[entry.position]
-            own = self._own(entry, given)
-            return given if isinstance(given, DTensor) else own  # `_local` counts its changes
+            leaf = leaves[entry.position]
+            own = self._own(entry, leaf)
+            return leaf if isinstance(leaf, DTensor) else own  # `_to_local` takes it apart
         if entry.kind == "seed":
             if entry.target != "seed":
                 return seed_at(self._seed, self._coordinate, entry.target)
@@ -284,7 +286,7 @@ class ParallelModule(nn.Module):
         return parameter
 
     def _refuse_gradient(self, what: str, given: torch.Tensor, entry: Input) -> None:
-        """Without a gradient, states that add one up are not told from those that do not."""
+        """Without a planned gradient, partial states are not told from replicated ones."""
         unplanned = given.requires_grad and not entry.trainable
         if unplanned and self._mesh.axes and torch.is_grad_enabled():
             raise InputError(
@@ -293,20 +295,20 @@ class ParallelModule(nn.Module):
             )
 
     def _own(self, entry: Input, given: Any) -> torch.Tensor:
-        """The rank's part of one input; refuses what was not planned for."""
+        """Return the rank's part of one input; raise InputError for what was not planned."""
         layout, dtype = self._program.layouts[entry.node], self._program.dtypes[entry.node]
         if (
             not isinstance(given, torch.Tensor)
             or tuple(given.shape) != layout.shape
             or given.dtype != dtype
         ):
-            found = (
+            actual = (
                 f"{tuple(given.shape)} {given.dtype}"
                 if isinstance(given, torch.Tensor)
                 else repr(given)
             )
             raise InputError(
-                f"input {entry.target} is {found}, the plan is for {layout.shape} {dtype}: plan "
+                f"input {entry.target} is {actual}, the plan is for {layout.shape} {dtype}: plan "
                 "again for other shapes or dtypes"
             )
         self._refuse_gradient(f"input {entry.target}", given, entry)
@@ -325,7 +327,7 @@ class ParallelModule(nn.Module):
                 "global tensor, or what `shard` makes of it"
             )
 
-    # -- what it returns ---------------------------------------------------------------------------
+    # -- its outputs -------------------------------------------------------------------------------
     @not_compiled
     def _returned(self, results: Any) -> Any:
         remaining = iter(results)
@@ -342,15 +344,15 @@ class ParallelModule(nn.Module):
         return pytree.tree_unflatten(leaves, self._program.signature.out_spec)
 
 
-def _local(values: list[Any]) -> list[Any]:
-    """The values, with the rank's own parts in place of DTensors."""
+def _to_local(values: list[Any]) -> list[Any]:
+    """Return the values with the rank's local tensors in place of DTensors."""
     places = [place for place, value in enumerate(values) if isinstance(value, DTensor)]
     for place, part in zip(places, local_parts([values[place] for place in places]), strict=True):
         values[place] = part
     return values
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, unit = [], 1
     for size in reversed(shape):
         strides.append(unit)
@@ -370,11 +372,11 @@ class Deferred(nn.Module):
         return self._planned(args, kwargs)(*args, **kwargs)
 
     def timeline(self, *args: Any, **kwargs: Any) -> Any:
-        """See ParallelModule.timeline; counts as the first call."""
+        """Return what ParallelModule.timeline does; it counts as the first call."""
         return self._planned(args, kwargs).timeline(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises InputError, as that of a ParallelModule does."""
+        """Raise InputError, as a ParallelModule does."""
         raise InputError(NO_GENERATION)
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -395,4 +397,4 @@ class Deferred(nn.Module):
         return self.made.parameters(recurse)
 
 
-NUMBERS = itertools.count()  # of the modules of this process
+NUMBERS = itertools.count()  # numbers the modules of this process

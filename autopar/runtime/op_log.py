@@ -1,13 +1,13 @@
-"""The ops of a training step in the order in which they run, each with the node that it comes from:
-what a profile, which knows ops by name alone, is read beside.
+"""The op log of a training step: its ops in the order in which they run, each with its graph node.
 
-A scheduled step runs its derived graphs node by node. An emitted graph runs under autograd: a step
-of it is run once with every op noted down.
+A profile knows ops by name alone; profiler.py reads it next to this log to learn which node and
+module each op belongs to. A scheduled step runs its derived graphs node by node, so its log is read
+off the graphs (`log_of_graphs`). An emitted graph runs under autograd: one step of it is run with
+every op written down (`log_of_run`).
 
-When the transport worked on the collectives of a profiled step, and for how long of that on the
-wire: what is left where no rank waits for another one.
-
-gloo's threads say when they begin and end a collective, by kind and size alone.
+The second half reads when gloo's threads ran each collective of a profiled step (`ran`; a thread
+reports kind and size alone), and for how long data was on its way without waiting for another rank
+(`threads_sending`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from autopar.cost.simulator.graph_events import (
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import group_ranks
 
-GRAPH = "autopar graph"  # what marks the run of a module in a profile
+GRAPH = "autopar graph"  # the name in a profile under which a module runs
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Entry(NamedTuple):
-    """One op. `op`: its name, as in "aten::mm". Of a collective: its `kind`, the name of its group,
-    `bytes` that this rank sends, and how many `numbers` it takes; of a wait: for which entry.
+    """One op of a step. `op`: its name, as in "aten::mm". A collective has its `kind`, the name of
+    its `group`, the `bytes` that this rank sends, and how many `numbers` it takes; a wait has the
+    index of the entry that it `waits_for`.
     """
 
     op: str
@@ -57,35 +58,35 @@ class Entry(NamedTuple):
 
 
 class OpLog(NamedTuple):
-    """The entries of a step, and the events of a profile within which they run."""
+    """The entries of a step, and the names of the profiler events `within` which they run."""
 
     entries: list[Entry]
     within: tuple[str, ...]
 
 
 def log_of_graphs(graphs: Iterable[fx.Graph]) -> OpLog:
-    """Of derived graphs that run one after the other."""
-    found: list[Entry] = []
-    issued: dict[str, int] = {}  # by the name of what the result is called
+    """Return the log of derived graphs that run one after the other."""
+    entries: list[Entry] = []
+    issued: dict[str, int] = {}  # the entry of a collective, by the name of its result's node
     for graph in graphs:
         for node in graph.nodes:
             if node.op != "call_function" or not isinstance(node.target, OpOverload):
                 for needed in node.all_input_nodes if node.op == "call_function" else ():
-                    if needed.name in issued:  # a piece of what a joint collective makes
+                    if needed.name in issued:  # a piece of a fused collective's result
                         issued[node.name] = issued[needed.name]
                 continue
-            taken, made = (_values(n) for n in (node.all_input_nodes, [node]))
+            taken, results = (_tensors_of_nodes(n) for n in (node.all_input_nodes, [node]))
             number = issued.get(node.all_input_nodes[0].name, -1) if node.target is WAIT else -1
-            entry = _entry(node.target, node.args, taken, made, origin(node), number)
+            entry = _entry(node.target, node.args, taken, results, origin(node), number)
             if entry.kind:
-                issued[node.name] = len(found)
-            found.append(entry)
-    return OpLog(found, ("CompiledFunction", "CompiledFunctionBackward"))  # AOTAutograd's names
+                issued[node.name] = len(entries)
+            entries.append(entry)
+    return OpLog(entries, ("CompiledFunction", "CompiledFunctionBackward"))  # AOTAutograd's names
 
 
-def _values(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
+def _tensors_of_nodes(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
     leaves = (pytree.tree_leaves(node.meta.get("val")) for node in nodes)
-    return [value for found in leaves for value in found if isinstance(value, torch.Tensor)]
+    return [value for tensors in leaves for value in tensors if isinstance(value, torch.Tensor)]
 
 
 def _entry(
@@ -100,9 +101,9 @@ def _entry(
     if collective is None:
         return Entry(name, *came, waits_for=waits_for)
     kind, group = KINDS[collective], str(args[-1])
-    moved = bytes_sent(kind, size(group_pattern(group)), _bytes(taken), _bytes(made))
+    sent = bytes_sent(kind, size(group_pattern(group)), _bytes(taken), _bytes(made))
     numbers = sum(value.numel() for value in taken)
-    return Entry(name, *came, kind, group, moved, numbers)
+    return Entry(name, *came, kind, group, sent, numbers)
 
 
 def _bytes(values: list[torch.Tensor]) -> float:
@@ -110,27 +111,27 @@ def _bytes(values: list[torch.Tensor]) -> float:
 
 
 def log_of_run(module: fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> OpLog:
-    """Of a step that runs this module under autograd: `step` is given what to call in its place,
-    and runs it forward and backward once.
+    """Return the log of a step that runs this module under autograd. `step` is called once with
+    what it runs in the place of the module, and runs it forward and backward.
     """
     log = _Log()
-    named = _Named(module, log)
+    named = _NodeTracker(module, log)
     with log:
         step(named.run)
     return OpLog(log.entries, (GRAPH, "autopar backward"))
 
 
-class _Named(fx.Interpreter):
-    """Runs a graph and tells the log at which node it is."""
+class _NodeTracker(fx.Interpreter):
+    """Runs a graph and tells the log which node it is at."""
 
     def __init__(self, module: fx.GraphModule, log: _Log) -> None:
         super().__init__(module)
         self.log = log
 
     def run(self, *args: Any, **more: Any) -> Any:
-        found = super().run(*args, **more)
+        result = super().run(*args, **more)
         self.log.at(None)
-        return found
+        return result
 
     def run_node(self, n: fx.Node) -> Any:
         self.log.at(n)
@@ -138,15 +139,15 @@ class _Named(fx.Interpreter):
 
 
 class _Log(TorchDispatchMode):
-    """Notes ops down. One that runs in the backward comes from the node whose autograd function is
-    run backward.
+    """Writes ops down. An op that runs in the backward belongs to the node whose autograd function
+    is running.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[Entry] = []
         self.node: tuple[str, str] = ("", "")
-        self.steps: list[int] = []  # of autograd, from where on they belong to a node
+        self.steps: list[int] = []  # autograd's sequence numbers at which each node begins
         self.nodes: list[tuple[str, str]] = []
         self.issued: dict[int, tuple[int, torch.Tensor]] = {}
 
@@ -166,18 +167,18 @@ class _Log(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        taken, made = _tensors((args, kwargs)), _tensors(result)
+        taken, results = _tensors((args, kwargs)), _tensors(result)
         number = self.issued.pop(id(args[0]), (-1, None))[0] if func is WAIT else -1
-        entry = _entry(func, args, taken, made, self._came(), number)
+        entry = _entry(func, args, taken, results, self._came(), number)
         if entry.kind:  # held until it is waited for: an id counts while its tensor lives
-            self.issued |= {id(value): (len(self.entries), value) for value in made}
+            self.issued |= {id(value): (len(self.entries), value) for value in results}
         self.entries.append(entry)
         return result
 
 
 def _chain(node: fx.Node) -> str:
-    """The subgraph that a node belongs to; on one rank, where the graph is the traced one, its
-    module.
+    """Return the subgraph that a node belongs to; on one rank, where the graph is the traced one,
+    its module.
     """
     return str(node.meta.get("chain", module_path(node)))
 
@@ -187,7 +188,7 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 
 _GLOO = "gloo:"
-_THREADS = (1, 2)  # that work for one group
+_THREADS = (1, 2)  # gloo threads that work for one group
 
 
 class Issued(NamedTuple):
@@ -202,107 +203,117 @@ class Issued(NamedTuple):
     until: float
 
     def fits(self, event: Any) -> bool:
-        """Whether an event of the transport may be this one."""
+        """Whether an event of a gloo thread may be this collective."""
         when = event.time_range
         alike = event.name == _GLOO + self.kind and _numbers(event) == self.numbers
         return alike and self.since <= when.start and when.end <= self.until
 
 
 def ran(issued: Sequence[Issued], events: Sequence[Any], begin: float) -> list[tuple[float, float]]:
-    """From when to when each one ran, of a step that began at `begin`: one after the other in its
-    group, whose first that was issued counts as the one that runs. Issued to waited for where the
-    transport says nothing.
+    """Return when each collective began and ended to run, in microseconds, in a step that began at
+    `begin`. Within a group they run one after the other in the order of issue. Where no gloo thread
+    reports it, a collective counts from issue to the end of its wait.
     """
     groups: dict[str, list[int]] = defaultdict(list)
-    for place, one in enumerate(issued):
-        groups[one.group].append(place)
-    carried = _carried(list(groups.values()), _threads(events, begin), issued)
-    found, until = [], defaultdict[str, float](float)  # the end of what runs in a group
-    for place, one in enumerate(issued):
-        start, end = one.since, one.until
+    for place, collective in enumerate(issued):
+        groups[collective.group].append(place)
+    carried = _match_events(list(groups.values()), _gloo_threads(events, begin), issued)
+    periods, until = [], defaultdict[str, float](float)  # the end of what runs in a group
+    for place, collective in enumerate(issued):
+        start, end = collective.since, collective.until
         if place in carried:
-            when = carried[place].time_range
-            start, end = when.start, when.end
-        start = min(end, max(start, until[one.group]))
-        until[one.group] = max(until[one.group], end)
-        found.append((start, end))
-    return found
+            period = carried[place].time_range
+            start, end = period.start, period.end
+        start = min(end, max(start, until[collective.group]))
+        until[collective.group] = max(until[collective.group], end)
+        periods.append((start, end))
+    return periods
 
 
-def _threads(events: Sequence[Any], begin: float) -> list[list[Any]]:
-    """The transport's own events in the step, of each of its threads in order."""
-    found: dict[int, list[Any]] = defaultdict(list)
+def _gloo_threads(events: Sequence[Any], begin: float) -> list[list[Any]]:
+    """Return the events of gloo's threads in the step, a list for each thread, in order."""
+    by_thread: dict[int, list[Any]] = defaultdict(list)
     for event in sorted(events, key=lambda e: e.time_range.start):
         if event.name.startswith(_GLOO) and event.time_range.start >= begin:
-            found[event.thread].append(event)
-    return list(found.values())
+            by_thread[event.thread].append(event)
+    return list(by_thread.values())
 
 
-def _carried(
+def _match_events(
     groups: list[list[int]], threads: list[list[Any]], issued: Sequence[Issued]
 ) -> dict[int, Any]:
-    """The event of each collective. A thread works for one group, and a group's threads take its
-    collectives in the order of issue: of equal ones nothing else tells which is which.
+    """Return the event of each collective, by its place in `issued`. A thread works for one group,
+    and the threads of a group take its collectives in the order of issue: nothing else tells equal
+    ones apart.
     """
     if not groups:
         return {}
-    own, *rest = groups
+    first_group, *other_groups = groups
     best: dict[int, Any] = {}
-    for mine in _some(len(threads)):
-        found = _merged([(n, issued[n]) for n in own], [threads[i] for i in mine])
-        if found is not None:
-            left = [thread for i, thread in enumerate(threads) if i not in mine]
-            best = max(best, found | _carried(rest, left, issued), key=len)
+    for chosen in _thread_choices(len(threads)):
+        matched = _match_threads(
+            [(n, issued[n]) for n in first_group], [threads[i] for i in chosen]
+        )
+        if matched is not None:
+            other_threads = [thread for i, thread in enumerate(threads) if i not in chosen]
+            best = max(best, matched | _match_events(other_groups, other_threads, issued), key=len)
         if len(best) == sum(map(len, groups)):
             return best
-    return best or _carried(rest, threads, issued)
+    return best or _match_events(other_groups, threads, issued)
 
 
-def _some(threads: int) -> Iterator[tuple[int, ...]]:
+def _thread_choices(threads: int) -> Iterator[tuple[int, ...]]:
     for count in _THREADS:
         yield from itertools.combinations(range(threads), count)
 
 
-def _merged(own: list[tuple[int, Issued]], threads: list[list[Any]]) -> dict[int, Any] | None:
-    """The collectives of a group on these threads; None where they are not the same ones."""
+def _match_threads(
+    own: list[tuple[int, Issued]], threads: list[list[Any]]
+) -> dict[int, Any] | None:
+    """Return the events of a group's collectives, by place, on these threads; None where the
+    threads ran other collectives.
+    """
     if sum(map(len, threads)) != len(own):
         return None
-    left, found = [list(reversed(thread)) for thread in threads], {}
-    for place, one in own:
-        able = [thread for thread in left if thread and one.fits(thread[-1])]
-        if not able:
+    remaining, matched = [list(reversed(thread)) for thread in threads], {}
+    for place, collective in own:
+        fitting = [thread for thread in remaining if thread and collective.fits(thread[-1])]
+        if not fitting:
             return None
-        found[place] = min(able, key=lambda thread: thread[-1].time_range.start).pop()
-    return found
+        matched[place] = min(fitting, key=lambda thread: thread[-1].time_range.start).pop()
+    return matched
 
 
 def _numbers(event: Any) -> int:
-    """How many numbers an event of the transport took."""
+    """Return how many numbers the collective of an event took."""
     return sum(torch.Size(shape).numel() for shape in event.input_shapes)
 
 
-# -- on the wire -----------------------------------------------------------------------------------
+# -- seconds of communication ----------------------------------------------------------------------
 Lasted = Mapping[str, Sequence[float]]  # how long the collectives of each group ran, in their order
 
 
 def lasted(issued: Sequence[Issued], when: Sequence[tuple[float, float]]) -> Lasted:
-    """Of one rank: what the others need to know."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for one, (start, end) in zip(issued, when, strict=True):
-        found[one.group].append(end - start)
-    return dict(found)
+    """Return how long the collectives of each group ran on this rank, which the other ranks need to
+    know.
+    """
+    durations: dict[str, list[float]] = defaultdict(list)
+    for collective, (start, end) in zip(issued, when, strict=True):
+        durations[collective.group].append(end - start)
+    return dict(durations)
 
 
 def threads_sending(
     issued: Sequence[Issued], rank: int, everywhere: Sequence[Lasted]
 ) -> list[float]:
-    """How long each collective of this rank was on the wire: the least that it took on a rank of
-    its group, which is the one that came last and so waited for none. `everywhere`: `lasted` of all
-    ranks. No clocks are compared.
+    """Return for how many microseconds each collective of this rank communicated.
+
+    It is the least that the collective took on any rank of its group: the rank that came last
+    waited for none. `everywhere`: `lasted` of all ranks. No clocks are compared.
     """
     least = {
         group: [min(times) for times in zip(*(everywhere[r][group] for r in members), strict=True)]
         for group, members in ((g, group_ranks(g, rank)) for g in everywhere[rank])
     }
-    left = {group: iter(times) for group, times in least.items()}
-    return [next(left[one.group]) for one in issued]
+    remaining = {group: iter(times) for group, times in least.items()}
+    return [next(remaining[collective.group]) for collective in issued]

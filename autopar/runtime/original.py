@@ -1,7 +1,8 @@
-"""The traced graph against the model itself, both on one device, on copies of its tensors.
+"""The traced graph compared with the model itself, both on one device, on copies of the tensors.
 
-What ranks do is held against the traced graph; what that lost is lost to both. So where one device
-can, the model runs itself: what it returns, every gradient and every buffer must be the graph's.
+`verify` compares the ranks with the traced graph, so what tracing lost is lost to both. Where one
+device can, the model itself runs, too: its results, every gradient and every buffer must equal the
+graph's. `api.verify` calls `compare_original`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from autopar.ops.devices import CPU, on_device
 from autopar.passes.trace.export import borrowed
 from autopar.passes.trace.trace import bind
 
-FLOPS = 1e11  # of a step: a model that takes more is not run on one device
+FLOPS = 1e11  # a model whose step takes more is not run on one device
 _SEED = 40_009
-_LEAST = 1e-3  # of the model's largest gradient: what is less is zero but for rounding
-# How far the two may be apart, by how precise their numbers are; rounding is no more than this.
+_LEAST = 1e-3  # of the model's largest gradient: a smaller one may be zero but for rounding
+# The tolerance is so many roundings of the dtype, at most _MOST.
 _ROUNDINGS, _MOST = 1e4, 0.1
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,33 +33,34 @@ Values = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class _Ran:
-    """One training step: everything by the name that an error has for it."""
+class _StepResult:
+    """One training step: results and gradients by the names that errors give them."""
 
     results: Values
     gradients: Values
 
 
 def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: float) -> bool:
-    """Hold `program`, as it was traced, against `model` on these inputs. False where that is not
-    done: a step of more than FLOPS (`flops` are those of a forward), tensors without values.
+    """Compare `program`, as it was traced, with `model` on these inputs. `flops` are those of a
+    forward. Returns False where it cannot be done: a step of more than FLOPS, or tensors without
+    values.
 
-    Raises VerificationError with what is off the most.
+    Raises VerificationError with the value that is off the most.
     """
-    given = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
-    tensors = [*program.tensors.values(), *given]
+    input_tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
+    tensors = [*program.tensors.values(), *input_tensors]
     if 3 * flops > FLOPS or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):
         return False
     floats = [x for x in tensors if x.is_floating_point()]
     roundings = [_ROUNDINGS * torch.finfo(x.dtype).eps for x in floats]
     tolerance = min(_MOST, max(roundings, default=0.0))
     for alike in (False, True):
-        with _own_draws(tensors, alike) as model_draws:
+        with _fixed_draws(tensors, alike) as model_draws:
             expected = _of_model(model, inputs)
-        with _own_draws(tensors, alike) as draws:
-            found = _of_program(program, inputs)
+        with _fixed_draws(tensors, alike) as draws:
+            actual = _of_program(program, inputs)
         try:
-            _hold_step(model, found, expected, tolerance)
+            _check_step(model, actual, expected, tolerance)
             break
         except VerificationError:
             # export drops a dropout that nothing uses, and all behind it draw other numbers
@@ -67,15 +69,17 @@ def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: 
     return True
 
 
-def _hold_step(model: nn.Module, found: _Ran, expected: _Ran, tolerance: float) -> None:
+def _check_step(
+    model: nn.Module, found: _StepResult, expected: _StepResult, tolerance: float
+) -> None:
     largest = max((_largest(x) for x in expected.gradients.values()), default=0.0)
-    _hold(model, found.results, expected.results, 0.0, tolerance)
-    _hold(model, found.gradients, expected.gradients, _LEAST * largest, tolerance)
+    _check_values(model, found.results, expected.results, 0.0, tolerance)
+    _check_values(model, found.gradients, expected.gradients, _LEAST * largest, tolerance)
 
 
 class _Draws(TorchDispatchMode):
-    """Counts the ops that draw. `alike`: what one draws hangs on its own arguments' shapes alone,
-    not on how many have drawn before.
+    """Counts the ops that draw random numbers. `alike`: an op draws by its own arguments' shapes
+    alone, independent of how many have drawn before.
     """
 
     def __init__(self, alike: bool) -> None:
@@ -91,8 +95,10 @@ class _Draws(TorchDispatchMode):
 
 
 @contextmanager
-def _own_draws(tensors: list[Tensor], alike: bool) -> Iterator[_Draws]:
-    """Both draw the same random numbers, and the generators are as before when they have."""
+def _fixed_draws(tensors: list[Tensor], alike: bool) -> Iterator[_Draws]:
+    """Start the block from a fixed seed, so that both runs draw the same random numbers, and
+    restore the generators after it.
+    """
     devices = {x.device for x in tensors if x.device.type == "cuda"}
     with torch.random.fork_rng([d.index or 0 for d in devices]), torch.enable_grad():
         torch.manual_seed(_SEED)
@@ -100,33 +106,35 @@ def _own_draws(tensors: list[Tensor], alike: bool) -> Iterator[_Draws]:
             yield draws
 
 
-def _of_model(model: nn.Module, inputs: Inputs) -> _Ran:
+def _of_model(model: nn.Module, inputs: Inputs) -> _StepResult:
+    """Run the step of the model itself on copies of its tensors."""
     with borrowed(model, _copy):
         args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
-        results = _named(model(*args, **kwargs), "result ")
+        results = _named_tensors(model(*args, **kwargs), "result ")
         _backward(results)
         buffers = {f"buffer {n}": b for n, b in model.named_buffers(remove_duplicate=False)}
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        return _ran({**results, **buffers}, parameters, own)
+        return _collect_step({**results, **buffers}, parameters, own)
 
 
-def _of_program(program: Program, inputs: Inputs) -> _Ran:
+def _of_program(program: Program, inputs: Inputs) -> _StepResult:
+    """Run the step of the traced program on copies of its tensors."""
     args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
     held = {name: _copy(tensor) for name, tensor in program.tensors.items()}
     values = bind(program, args, kwargs, held)
     here = next((x.device for x in values if isinstance(x, Tensor)), CPU)
-    made = iter(on_device(program.module, here)(*values))
+    results_of_graph = iter(on_device(program.module, here)(*values))
     leaves, buffers = [], {}
     for output in program.signature.outputs:
-        value = output.constant if output.node is None else next(made)
+        value = output.constant if output.node is None else next(results_of_graph)
         if output.kind == "user":
             leaves.append(value)
         elif isinstance(value, Tensor):
             buffers[f"buffer {output.target}"] = value
-    results = _named(pytree.tree_unflatten(leaves, program.signature.out_spec), "result ")
+    results = _named_tensors(pytree.tree_unflatten(leaves, program.signature.out_spec), "result ")
     _backward(results)
     parameters = {e.target: held[e.target] for e in program.signature.inputs if e.target in held}
-    return _ran({**results, **buffers}, parameters, own)
+    return _collect_step({**results, **buffers}, parameters, own)
 
 
 def _copy(value: Tensor) -> Tensor:
@@ -136,39 +144,41 @@ def _copy(value: Tensor) -> Tensor:
     return copy.requires_grad_(value.requires_grad)
 
 
-def _named(tree: Any, kind: str) -> Values:
+def _named_tensors(tree: Any, kind: str) -> Values:
     pairs = pytree.tree_flatten_with_path(tree)[0]
-    found = {f"{kind}{pytree.keystr(path)}".strip(): value for path, value in pairs}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    leaves = {f"{kind}{pytree.keystr(path)}".strip(): value for path, value in pairs}
+    return {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
 
 
 def _backward(results: Values) -> None:
-    """From the first scalar; without one, from all results by random gradients."""
-    able = [value for value in results.values() if value.requires_grad]
-    scalar = next((value for value in able if value.dim() == 0), None)
+    """Run the backward from the first scalar; without one, from all results with random
+    gradients.
+    """
+    differentiable = [value for value in results.values() if value.requires_grad]
+    scalar = next((value for value in differentiable if value.dim() == 0), None)
     if scalar is not None:
         scalar.backward()
-    elif able:
+    elif differentiable:
         generator = torch.Generator().manual_seed(_SEED)
-        drawn = [torch.randn(x.shape, generator=generator).to(x) for x in able]
-        torch.autograd.backward(able, drawn)
+        cotangents = [torch.randn(x.shape, generator=generator).to(x) for x in differentiable]
+        torch.autograd.backward(differentiable, cotangents)
 
 
-def _ran(results: Values, parameters: Mapping[str, Tensor], inputs: Inputs) -> _Ran:
+def _collect_step(results: Values, parameters: Mapping[str, Tensor], inputs: Inputs) -> _StepResult:
     leaves = {f"gradient of {name}": value for name, value in parameters.items()}
-    leaves |= _named(inputs, "gradient of input ")
+    leaves |= _named_tensors(inputs, "gradient of input ")
     wanted = {name: value for name, value in leaves.items() if value.requires_grad}
     gradients = {n: _gradient(x) for n, x in wanted.items()}
-    return _Ran({name: x.detach() for name, x in results.items()}, gradients)
+    return _StepResult({name: x.detach() for name, x in results.items()}, gradients)
 
 
 def _gradient(x: Tensor) -> Tensor:
-    """None is a gradient of zeros; that of a sparse table is made dense."""
-    found = torch.zeros_like(x) if x.grad is None else x.grad
-    return found.to_dense() if found.is_sparse else found
+    """Return the gradient of x: zeros where it is None, dense where it is sparse."""
+    gradient = torch.zeros_like(x) if x.grad is None else x.grad
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _hold(
+def _check_values(
     model: nn.Module, found: Values, expected: Values, least: float, tolerance: float
 ) -> None:
     errors = {n: _error(x, expected[n], least) for n, x in found.items() if n in expected}
@@ -183,7 +193,7 @@ def _hold(
 
 
 def _error(found: Tensor, expected: Tensor, least: float) -> float:
-    """Largest |difference| over the largest |expected| that is finite."""
+    """Return the largest |difference| over the largest finite |expected|."""
     if found.shape != expected.shape:
         return float("inf")
     if not (expected.is_floating_point() or expected.is_complex()):

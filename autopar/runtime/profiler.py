@@ -1,7 +1,9 @@
-"""A training step as it ran on this rank: from torch.profiler, with the names, the lanes and the
-bytes that the step's own script (script.py) knows.
+"""A training step as it ran on this rank, measured by torch.profiler on gloo.
 
-The profile is read on gloo, whose threads say when a collective begins and ends.
+`measure_step` runs the step and profiles it; the profile is read next to the step's op log
+(op_log.py), which knows the nodes, groups and bytes that a profile does not; `timeline` makes spans
+of both, each collective in the lane of its group. gloo's threads report when a collective begins
+and ends. `ParallelModule.timeline` calls this module.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ STEP, PHASES = "autopar step", ("forward", "backward")
 class MeasuredStep(Seen):
     """A measured step of one rank, forward and backward. Get one from `par.timeline(*inputs)`.
 
-    A collective is on the wire from when the last rank of its group has come to it until its end,
-    in its lane, where the first that was issued counts as the one that runs. `exposed` is for how
-    long the thread that computes stood in the wait for it, which includes waking up, but not while
-    nothing of this rank was on the wire, as others had not come yet: that is skew. `hidden` is when
-    it was on the wire and no wait was on.
+    A collective's span begins when the last rank of its group has come to it and ends with the
+    collective, in the lane of its group, whose collectives run in the order of issue. `exposed` is
+    how long the computing thread stood in the wait for it, which includes waking up, but not the
+    time in which no collective of this rank was under way, as other ranks had not come yet: that is
+    skew. `hidden` is how long it was under way while no wait was on.
     """
 
     ran: tuple[Span, ...]
@@ -66,18 +68,20 @@ class MeasuredStep(Seen):
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The seconds of the step from its begin to its end."""
         return self.taken
 
 
 def phase(name: str) -> Any:
-    """Marks a part of the step; "forward" and "backward" are known."""
+    """Return a context that marks a part of the step in the profile; "forward" and "backward" are
+    known.
+    """
     return record_function(f"autopar {name}")
 
 
 @contextmanager
 def restore_after(module: nn.Module) -> Iterator[None]:
-    """Gradients and buffers afterwards are those of before."""
+    """Restore gradients and buffers after the block to what they were before."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     for parameter, _ in gradients:
@@ -93,8 +97,8 @@ def restore_after(module: nn.Module) -> Iterator[None]:
 
 
 def backward(found: Any) -> None:
-    """Of the first scalar among what a model returned, else of everything in it; nothing where no
-    gradient is wanted.
+    """Run the backward of the first scalar among the outputs, else of all of them; none where no
+    output requires a gradient.
     """
     leaves = [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
     leaves = [x for x in leaves if x.requires_grad]
@@ -104,7 +108,9 @@ def backward(found: Any) -> None:
 
 
 def profile_step(step: Callable[[], None]) -> list[Any]:
-    """Runs the step once, all ranks from the same moment on; what torch.profiler saw of it."""
+    """Run the step once, from the same moment on all ranks, and return the events of
+    torch.profiler.
+    """
     seen = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
     with seen:
         ranks.meet()
@@ -119,8 +125,9 @@ def measure_step(
     times: int = 1,
     passes: int = 2,
 ) -> list[MeasuredStep]:
-    """So many steps of the running ranks, after `passes` that are not looked at. Collective. `step`
-    calls what it is given in the place of `run`, which runs the module, and goes backward.
+    """Measure `times` steps of the running ranks, after `passes` steps that are not measured.
+    Collective. `step` runs the callable that it gets in the place of `run`, which runs the module,
+    and then the backward. Raises PlanError where a compiler runs the graphs.
     """
 
     compiled = isinstance(run, Scheduled) and run.backend not in (None, "aot_eager")
@@ -136,18 +143,20 @@ def measure_step(
 
     for _ in range(passes):
         ranks.together("running a step", lambda: step(run))
-    script = ranks.together("listing what a step runs", lambda: _script(run, step))
-    ranks.together("running a step again", lambda: step(run))  # as the last one was no usual one
-    return [_once(lambda: step(marked), script) for _ in range(times)]
+    log = ranks.together("listing what a step runs", lambda: _op_log(run, step))
+    ranks.together(
+        "running a step again", lambda: step(run)
+    )  # as listing the ops slows a step down
+    return [_profile_once(lambda: step(marked), log) for _ in range(times)]
 
 
-def _once(step: Callable[[], None], script: OpLog) -> MeasuredStep:
+def _profile_once(step: Callable[[], None], script: OpLog) -> MeasuredStep:
     events = ranks.together("profiling a step", lambda: profile_step(step))
-    played = ranks.together("reading the profile", lambda: read_profile(events, script))
-    return timeline(played, ranks.rank(), ranks.all_of(played.lasted))
+    replayed = ranks.together("reading the profile", lambda: read_profile(events, script))
+    return timeline(replayed, ranks.rank(), ranks.all_of(replayed.lasted))
 
 
-def _script(run: Scheduled | fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> OpLog:
+def _op_log(run: Scheduled | fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> OpLog:
     if isinstance(run, fx.GraphModule):
         return log_of_run(run, step)
     if run.forward is None or run.backward is None:  # nothing wants gradients
@@ -156,7 +165,7 @@ def _script(run: Scheduled | fx.GraphModule, step: Callable[[Callable[..., Any]]
 
 
 class _Op(NamedTuple):
-    """An op that ran; `entry` is its number in the script, -1 where that is not known."""
+    """An op that ran; `entry` is its index in the op log, -1 where that is not known."""
 
     name: str
     start: float  # microseconds
@@ -166,8 +175,8 @@ class _Op(NamedTuple):
 
 
 class ReplayedStep(NamedTuple):
-    """What one rank's profile says: the ops that ran beside the script, of the collectives among
-    them when the transport was at work; in microseconds from `begin` on.
+    """One rank's profile, read next to the op log: the ops that ran, the collectives among them,
+    and when each collective ran; in microseconds. The step began at `begin`.
     """
 
     script: Sequence[Entry]
@@ -180,7 +189,7 @@ class ReplayedStep(NamedTuple):
 
     @property
     def waits(self) -> list[_Op]:
-        return [op for op in self.ops if _waits(op, self.script)]
+        return [op for op in self.ops if _is_wait(op, self.script)]
 
     @property
     def lasted(self) -> Lasted:
@@ -188,52 +197,58 @@ class ReplayedStep(NamedTuple):
 
 
 def read_profile(events: Sequence[Any], played: OpLog) -> ReplayedStep:
-    """A profile. Raises PlanError where what ran is not what the script says."""
+    """Read a profile next to the op log. Raises PlanError where other collectives ran than the log
+    has.
+    """
     script = played.entries
-    whole = next(event for event in events if event.name == STEP)
-    begin = whole.time_range.start
-    ops = list(_Reader(played).read(whole, "", False))
-    until = {script[op.entry].waits_for: op.end for op in reversed(ops) if _waits(op, script)}
+    step_event = next(event for event in events if event.name == STEP)
+    begin = step_event.time_range.start
+    ops = list(_Reader(played).read(step_event, "", False))
+    until = {script[op.entry].waits_for: op.end for op in reversed(ops) if _is_wait(op, script)}
     issued = [op for op in ops if op.entry >= 0 and script[op.entry].kind]
-    collectives = [_issued(op, script[op.entry], until.get(op.entry, op.end)) for op in issued]
-    when = ran(collectives, events, begin)
-    seconds = whole.time_range.elapsed_us() / 1e6
-    return ReplayedStep(script, ops, issued, collectives, when, begin, seconds)
+    collectives = [
+        _issued_collective(op, script[op.entry], until.get(op.entry, op.end)) for op in issued
+    ]
+    periods = ran(collectives, events, begin)
+    seconds = step_event.time_range.elapsed_us() / 1e6
+    return ReplayedStep(script, ops, issued, collectives, periods, begin, seconds)
 
 
-def _issued(op: _Op, entry: Entry, until: float) -> Issued:
+def _issued_collective(op: _Op, entry: Entry, until: float) -> Issued:
     return Issued(entry.kind, entry.group, entry.numbers, op.start, max(op.end, until))
 
 
 def timeline(played: ReplayedStep, rank: int, everywhere: Sequence[Lasted]) -> MeasuredStep:
-    """Of this rank, beside how long the collectives of all ranks `lasted`."""
-    wire = threads_sending(played.collectives, rank, everywhere)
-    sent = [(end - long, end) for (_, end), long in zip(played.ran, wire, strict=True)]
-    waited = list(_waited(played, sent))
-    spans = [*_computed(played.ops, played.script), *(span for _, span in waited)]
-    spans += _collectives(played, sent, waited)
+    """Return this rank's measured step. `everywhere`: how long the collectives of every rank
+    lasted.
+    """
+    durations = threads_sending(played.collectives, rank, everywhere)
+    sent = [(end - duration, end) for (_, end), duration in zip(played.ran, durations, strict=True)]
+    waited = list(_wait_spans(played, sent))
+    spans = [*_compute_spans(played.ops, played.script), *(span for _, span in waited)]
+    spans += _collective_spans(played, sent, waited)
     begin = played.begin
-    moved = [s._replace(start=(s.start - begin) / 1e6, end=(s.end - begin) / 1e6) for s in spans]
-    return MeasuredStep(tuple(moved), played.seconds, rank)
+    shifted = [s._replace(start=(s.start - begin) / 1e6, end=(s.end - begin) / 1e6) for s in spans]
+    return MeasuredStep(tuple(shifted), played.seconds, rank)
 
 
-def _waits(op: _Op, script: Sequence[Entry]) -> bool:
+def _is_wait(op: _Op, script: Sequence[Entry]) -> bool:
     return op.entry >= 0 and script[op.entry].communicates and not script[op.entry].kind
 
 
-# -- the profile beside the script -----------------------------------------------------------------
+# -- the profile next to the op log ----------------------------------------------------------------
 class _Reader:
-    """Walks through a profile and the script at once. Collectives and waits must be the same ones;
-    in between an op is the next one of its name.
+    """Walks through a profile and the op log together. Collectives and waits must be the same in
+    both; between two of them, an op is the next one of its name.
     """
 
     def __init__(self, script: OpLog) -> None:
         self.script, self.within = script
         self.anchors = [i for i, entry in enumerate(self.script) if entry.communicates]
-        self.met, self.at = 0, 0  # anchors; entries
+        self.met, self.at = 0, 0  # anchors passed; next entry
 
     def read(self, event: Any, now: str, within: bool) -> Iterator[_Op]:
-        """The outermost ops below an event; those `within` are the script's."""
+        """Yield the outermost ops below an event; those `within` belong to the log."""
         for child in sorted(event.cpu_children, key=lambda e: e.time_range.start):
             name = child.name.removeprefix("autopar ")
             if "::" not in child.name or "autograd::" in child.name:
@@ -264,19 +279,19 @@ class _Reader:
         return number
 
     def _refuse(self, number: int, found: str) -> None:
-        wanted = (
+        expected = (
             "nothing" if number < 0 else f"{self.script[number].op} of {self.script[number].node}"
         )
         raise PlanError(
             f"the step that ran is not the one of the graph: collective {self.met + 1} is {found}, "
-            f"the graph has {wanted}; a timeline is measured of what runs with backend=None"
+            f"the graph has {expected}; a timeline is measured of what runs with backend=None"
         )
 
 
 # -- spans, in microseconds of the profile ---------------------------------------------------------
-def _computed(ops: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
+def _compute_spans(ops: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
     for op in ops:
-        if _waits(op, script):
+        if _is_wait(op, script):
             continue
         entry = script[op.entry] if op.entry >= 0 else Entry(op.name, op.name, "")
         kind = "issue" if entry.kind else "compute"
@@ -284,11 +299,12 @@ def _computed(ops: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
         yield Span(name, kind, COMPUTE, op.start, op.end, op.phase, entry.module)
 
 
-def _waited(
+def _wait_spans(
     played: ReplayedStep, sent: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[int, Span]]:
-    """What was waited for, with the entry of the collective: while nothing of this rank is on the
-    wire for other ranks, but after the collective's end for this thread to wake up.
+    """Yield the spans of waiting, each with the entry of the collective: "skew" while no collective
+    of this rank is under way, as other ranks have not come yet; "wait" else, and while this thread
+    wakes up after the collective has ended.
     """
     places = {op.entry: place for place, op in enumerate(played.issued)}
     for op in played.waits:
@@ -296,20 +312,20 @@ def _waited(
         entry = played.script[number if number >= 0 else op.entry]
         place = places.get(number)
         awake = op.start if place is None else sent[place][1]
-        for start, end, still in _cut(op.start, op.end, [*sent, (awake, op.end)]):
+        for start, end, still in _split_time(op.start, op.end, [*sent, (awake, op.end)]):
             kind = "skew" if still else "wait"
             yield number, Span(entry.node, kind, WAITS, start, end, op.phase, entry.module)
 
 
-def _cut(
+def _split_time(
     start: float, end: float, busy: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[float, float, bool]]:
-    """From start to end in pieces: (from, to, whether nothing was busy).
+    """Yield the time from start to end in pieces: (from, to, whether nothing was busy).
 
-    >>> list(_cut(0, 9, [(5, 12), (1, 2), (4, 6)]))
+    >>> list(_split_time(0, 9, [(5, 12), (1, 2), (4, 6)]))
     [(0, 1, True), (1, 2, False), (2, 4, True), (4, 9, False)]
     """
-    now = since = start  # until where it is known; from where on something is busy
+    now = since = start  # the end of what is done; the begin of a busy piece
     for begin, until in sorted(busy):
         begin, until = max(begin, now), min(until, end)
         if begin >= until:
@@ -326,25 +342,25 @@ def _cut(
         yield now, end, True
 
 
-def _collectives(
+def _collective_spans(
     played: ReplayedStep, sent: Sequence[tuple[float, float]], waited: Sequence[tuple[int, Span]]
 ) -> Iterator[Span]:
     waits = [(number, span) for number, span in waited if span.kind == "wait"]
     exposed: dict[int, float] = defaultdict(float)
     for number, span in waits:
         exposed[number] += span.seconds
-    for op, one, (start, end) in zip(played.issued, played.collectives, sent, strict=True):
+    for op, collective, (start, end) in zip(played.issued, played.collectives, sent, strict=True):
         entry = played.script[op.entry]
-        met = sum(max(0.0, min(end, w.end) - max(start, w.start)) for _, w in waits)
+        waited_us = sum(max(0.0, min(end, w.end) - max(start, w.start)) for _, w in waits)
         yield Span(
             entry.node,
             entry.kind,
-            one.group.removeprefix("autopar/").partition("/")[2] or one.group,
+            collective.group.removeprefix("autopar/").partition("/")[2] or collective.group,
             start,
             end,
             op.phase,
             entry.module,
             entry.bytes,
             exposed[op.entry] / 1e6,
-            (end - start - met) / 1e6,
+            (end - start - waited_us) / 1e6,
         )

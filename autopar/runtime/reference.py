@@ -1,22 +1,16 @@
-"""What one device says of its own step, for `verify`: its numbers, how exact they can be, and which
-of them mean nothing.
+"""The reference step on one device that `verify` compares a plan with: every value in float64 on
+the CPU, how far rounding alone may move it, and which values are undefined.
 
-A program and its tensors in float64 on the CPU: what `verify` compares, so that rounding hides
-nothing, and ranks that are threads of one process find their backward in their own thread.
+- Rounding. `layer_norm(x).sum()` is zero but for rounding: one device gives 3e-16 and four ranks
+  -8e-16, a relative error of 3.7 that says nothing. How large the terms are that cancel in a value
+  is measured instead of derived op by op: the step runs again with every value disturbed by a
+  random part of SHAKE. A value that moves by m was added up from terms of about m / SHAKE.
+- Unwritten memory. Mixtral inverts a permutation by `inv = torch.empty_like(perm); inv[perm] =
+  torch.arange(n)`. The graph runs with such memory filled in two different ways; a value that
+  differs between the two runs is undefined and is not compared.
 
-Memory that a model takes without writing to it, and what hangs on its content.
-
-Mixtral inverts a permutation by `inv = torch.empty_like(perm); inv[perm] = torch.arange(n)`: what
-`empty_like` gives is another number each time, and means nothing. A graph in which such memory is
-filled gives the same numbers each time; where two fillings give two values, they mean nothing.
-
-How far rounding alone may move what a step computes, found by running it a little off.
-
-`layer_norm(x).sum()` is zero but for rounding, and so is the gradient of a bias before a norm. One
-device gives 3e-16 there and four ranks -8e-16: a relative error of 3.7 that says nothing. What such
-a value may be off by follows from the terms that cancel in it. Summing them in absolute value would
-need a rule for every op and every adjoint; instead the step is run again with every value off by a
-random part of SHAKE. What m moves by then was added up from terms of about m / SHAKE.
+verify.py and api.verify call this module. The ranks of `verify` are threads of one process, and on
+the CPU a backward runs in its caller's thread, which is why all of it runs there.
 """
 
 from __future__ import annotations
@@ -40,15 +34,15 @@ from autopar.ops.recomputation import Visit, unchanged
 
 
 def to_float64(program: Program) -> Program:
-    """The program in float64 on the CPU: its tensors, and every float cast, constant and device
-    inside the graph.
+    """Return the program in float64 on the CPU: its tensors, and every float cast, constant and
+    device inside the graph.
     """
     graph = fx.Graph()
     output = graph.graph_copy(program.module.graph, {}, True)
     names = {node.name: node for node in program.module.graph.nodes}
     for node in graph.nodes:
-        node.args = _wide(node.args)
-        node.kwargs = _wide(node.kwargs)
+        node.args = _widen(node.args)
+        node.kwargs = _widen(node.kwargs)
         if node.name in names:
             node.meta = dict(names[node.name].meta)
     graph.output(output[0] if isinstance(output, tuple) else output)
@@ -57,36 +51,40 @@ def to_float64(program: Program) -> Program:
     return dataclasses.replace(program, module=module, tensors=tensors)
 
 
-_WIDE = {
+_WIDER = {
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
     **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
 }
 
 
-def _wide(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return _WIDE.get(value, value)
+        return _WIDER.get(value, value)
     if isinstance(value, tuple | list):
-        return type(value)(_wide(item) for item in value)
+        return type(value)(_widen(item) for item in value)
     if isinstance(value, dict):
-        return {key: _wide(item) for key, item in value.items()}
+        return {key: _widen(item) for key, item in value.items()}
     return value
 
 
 def tensor_to_float64(tensor: Tensor) -> Tensor:
-    """On the CPU; what is on the meta device has no numbers to bring."""
+    """Return the tensor in float64 (complex128) on the CPU; one on the meta device stays there, as
+    it has no numbers to move.
+    """
     device = tensor.device if tensor.is_meta else CPU
-    return tensor.detach().to(device, _WIDE.get(tensor.dtype, tensor.dtype))
+    return tensor.detach().to(device, _WIDER.get(tensor.dtype, tensor.dtype))
 
 
 def is_inexact(tensor: Tensor) -> bool:
-    """Whether it holds numbers that are rounded, as integers and flags are not."""
+    """Whether the tensor holds numbers that are rounded, as integers and flags are not."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 @contextmanager
 def double_by_default() -> Iterator[None]:
-    """What an op makes of integers (a quotient, a range of floats) has torch's default dtype."""
+    """Make float64 torch's default dtype within the block, so that ops that make floats of integers
+    (a quotient, a range of floats) return float64.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -97,7 +95,7 @@ def double_by_default() -> Iterator[None]:
 
 aten = torch.ops.aten
 
-_UNWRITTEN = {
+_EMPTY_OPS = {
     aten.empty,
     aten.empty_like,
     aten.empty_permuted,
@@ -110,39 +108,49 @@ Fill = Callable[[Tensor], Tensor]
 
 
 def tame(memory: Tensor) -> Tensor:
-    """Fill it with numbers that look like any others: 1.0, the index 0, False."""
+    """Fill memory with numbers that look like any others: 1.0, the index 0, False."""
     return memory.fill_(1 if is_inexact(memory) else 0)
 
 
 def poison(memory: Tensor) -> Tensor:
-    """Fill it with what shows wherever it gets: nan; where there is none, the index 1 or True."""
+    """Fill memory with nan, which shows wherever it spreads; integers and flags, which have no nan,
+    with the index 1 or True.
+    """
     return memory.fill_(float("nan") if is_inexact(memory) else 1)
 
 
 def unwritten_memory(program: Program) -> list[fx.Node]:
-    """The nodes that give memory without writing to it, those within blocks too."""
+    """Return the nodes that allocate memory without writing to it (`torch.empty` and its kin),
+    those within blocks too.
+    """
     return [node for graph in _graphs(program.module) for node in graph.nodes if _is_empty(node)]
 
 
 def fill_unwritten(program: Program, fill: Fill, only: str | None = None) -> Program:
-    """The program with such memory filled; by `tame` but for the node `only`, if one is named."""
+    """Return the program with unwritten memory filled by `fill`. If the node `only` is named,
+    `fill` applies to it alone and all others are filled by `tame`.
+    """
     if not unwritten_memory(program):
         return program
     module = copy.deepcopy(program.module)
     for graph in _graphs(module):
         for node in [node for node in graph.nodes if _is_empty(node)]:
             with graph.inserting_after(node):
-                wanted = fill if only in (None, node.name) else tame
-                new = graph.call_function(wanted, (node,))
-            node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
-            new.meta, node.meta = node.meta, {}
-    for each in _modules(module):
-        each.recompile()
+                node_fill = fill if only in (None, node.name) else tame
+                filled = graph.call_function(node_fill, (node,))
+            node.replace_all_uses_with(
+                filled, delete_user_cb=lambda user, filled=filled: user is not filled
+            )
+            filled.meta, node.meta = node.meta, {}
+    for submodule in _modules(module):
+        submodule.recompile()
     return dataclasses.replace(program, module=module)
 
 
 def differing_values(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Where two runs give two numbers, as flags; None where they do nowhere."""
+    """Return flags for the entries where two runs give two numbers (two nans are equal); None where
+    no entry differs.
+    """
     if one is None or other is None or one is other:
         return None
     differ = ~((one == other) | ((one != one) & (other != other)))
@@ -150,15 +158,15 @@ def differing_values(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _is_empty(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _UNWRITTEN
+    return getattr(node.target, "overloadpacket", None) in _EMPTY_OPS
 
 
 def _graphs(module: fx.GraphModule) -> list[fx.Graph]:
-    return [each.graph for each in _modules(module)]
+    return [submodule.graph for submodule in _modules(module)]
 
 
 def _modules(module: fx.GraphModule) -> list[fx.GraphModule]:
-    return [each for each in module.modules() if isinstance(each, fx.GraphModule)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, fx.GraphModule)]
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -166,18 +174,20 @@ Key = TypeVar("Key", bound=Hashable)
 # Large enough that where a value jumps (a relu at zero) it seems to be made of terms of at most a
 # million times itself, small enough that all else moves in proportion.
 SHAKE = 2.0**-20
-SAMPLES = 2  # of random numbers a single one may come out near zero
-# A value is held against a thousandth of its terms where it is smaller: with tolerance 1e-9 they
-# count to 1e-12, where float64 rounds at 2e-16 and a long sum at some 1e-14.
-_OF_TERMS = 1e-3
+SAMPLES = 2  # disturbed runs; in a single one a random number may come out near zero
+# A value that is smaller than a thousandth of its terms has its error divided by that thousandth:
+# with tolerance 1e-9 the terms count to 1e-12, where float64 rounds at 2e-16 and a long sum at some
+# 1e-14.
+_SHARE_OF_TERMS = 1e-3
 
 
 def shake(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
-    """Give every float value of a run times 1 - SHAKE · (random numbers from 0 to 1).
+    """Return a visitor that multiplies every float value of a run by 1 - SHAKE · (random numbers
+    from 0 to 1).
 
-    Never more, so that what an op is defined for (the cosine of an angle, a probability) it stays
-    defined for. `decided`: the integers and flags of the undisturbed run, by node. A choice that
-    was made, of experts for instance, stays made.
+    The factor never exceeds 1, so that a value stays within the domain of the next op (the cosine
+    of an angle, a probability). `decided`: the integers and flags of the undisturbed run, by node.
+    They are put back, so that a choice, of experts for instance, stays the same.
     """
     generator = torch.Generator().manual_seed(sample)
 
@@ -193,14 +203,14 @@ def shake(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
 
 @contextmanager
 def shake_backward(sample: int) -> Iterator[None]:
-    """Every float that an op of a backward makes is off as well: in a composite op, such as
+    """Disturb every float that an op of a backward makes, too: in a composite op, such as
     cosine_similarity, terms may cancel in a backward of which the graph shows nothing.
     """
-    with _Shaken(sample):
+    with _ShakeBackward(sample):
         yield
 
 
-class _Shaken(TorchDispatchMode):
+class _ShakeBackward(TorchDispatchMode):
     def __init__(self, sample: int) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(sample)
@@ -217,28 +227,28 @@ class _Shaken(TorchDispatchMode):
 
 
 def _off(value: Tensor, generator: torch.Generator) -> Tensor:
-    off = torch.rand(value.shape, generator=generator, dtype=torch.float64)
-    return value * (1 - SHAKE * off).to(value.device)
+    factors = torch.rand(value.shape, generator=generator, dtype=torch.float64)
+    return value * (1 - SHAKE * factors).to(value.device)
 
 
 def rounding_floors(
     plain: Mapping[Key, Tensor], samples: Iterable[Mapping[Key, Tensor]]
 ) -> dict[Key, float]:
-    """The least number that an error of each value is held against, by its name. `samples` are
-    taken one after the other, so that one alone is in memory.
+    """Return the least number that an error of each value is divided by, by name. `samples` are the
+    disturbed runs; they are taken one after the other, so that only one is in memory.
     """
-    found = {name: 0.0 for name, value in plain.items() if is_inexact(value)}
+    floors = {name: 0.0 for name, value in plain.items() if is_inexact(value)}
     for sample in samples:
-        for name, floor in found.items():
+        for name, floor in floors.items():
             if name in sample:
-                terms = _moved(plain[name], sample[name]) / SHAKE
-                found[name] = max(floor, _OF_TERMS * terms)
-    return found
+                terms = _largest_difference(plain[name], sample[name]) / SHAKE
+                floors[name] = max(floor, _SHARE_OF_TERMS * terms)
+    return floors
 
 
-def _moved(value: Tensor, other: Tensor) -> float:
-    """The largest finite difference: where a disturbed run leaves what an op is defined for, it
-    says nothing.
+def _largest_difference(value: Tensor, other: Tensor) -> float:
+    """Return the largest finite difference. Where a disturbed run leaves the domain of an op, the
+    result is not finite and says nothing.
     """
     if not value.numel():
         return 0.0
@@ -253,8 +263,9 @@ Observe = Callable[[Program, Visit], Observed]  # one step of a program, node by
 
 @dataclass(frozen=True)
 class Reference:
-    """`floors`: what an error is held against at least, see rounding.py. `undefined`: where a value
-    hangs on memory that was never written, as flags.
+    """What one device computes in a step. `floors`: the least number that an error of each value is
+    divided by (`rounding_floors`). `undefined`: flags for the entries that depend on memory that
+    was never written.
     """
 
     values: Observed
@@ -266,7 +277,9 @@ class Reference:
 
 
 def reference_step(reference: Program, observe: Observe) -> Reference:
-    """Raises VerificationError where an output or a gradient hangs on memory that nobody wrote."""
+    """Run the step of `reference` on one device, undisturbed and disturbed. Raises
+    VerificationError where an output or a gradient depends on memory that was never written.
+    """
     decided: dict[fx.Node, Tensor] = {}
 
     def decide(node: fx.Node, result: Any) -> Any:
@@ -283,21 +296,23 @@ def reference_step(reference: Program, observe: Observe) -> Reference:
 
     samples = (sample(number) for number in range(SAMPLES))
     return Reference(
-        values, rounding_floors(values, samples), _undefined(reference, values, observe)
+        values, rounding_floors(values, samples), _find_undefined(reference, values, observe)
     )
 
 
-def _undefined(reference: Program, values: Observed, observe: Observe) -> dict[Name, Tensor]:
+def _find_undefined(reference: Program, values: Observed, observe: Observe) -> dict[Name, Tensor]:
     nodes = unwritten_memory(reference)
-    found = (
+    undefined = (
         _differing(values, observe(fill_unwritten(reference, poison), unchanged)) if nodes else {}
     )
-    if any(isinstance(name, str) for name in found):
-        _refuse(reference, nodes, values, observe)
-    return found
+    if any(isinstance(name, str) for name in undefined):
+        _refuse_undefined(reference, nodes, values, observe)
+    return undefined
 
 
-def _refuse(reference: Program, nodes: list[fx.Node], values: Observed, observe: Observe) -> None:
+def _refuse_undefined(
+    reference: Program, nodes: list[fx.Node], values: Observed, observe: Observe
+) -> None:
     for node in nodes:
         others = observe(fill_unwritten(reference, poison, only=node.name), unchanged)
         for name in _differing(values, others):
@@ -310,5 +325,5 @@ def _refuse(reference: Program, nodes: list[fx.Node], values: Observed, observe:
 
 
 def _differing(values: Observed, others: Observed) -> dict[Name, Tensor]:
-    found = {name: differing_values(value, others.get(name)) for name, value in values.items()}
-    return {name: differ for name, differ in found.items() if differ is not None}
+    flags = {name: differing_values(value, others.get(name)) for name, value in values.items()}
+    return {name: differ for name, differ in flags.items() if differ is not None}

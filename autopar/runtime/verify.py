@@ -1,8 +1,7 @@
-"""verify: one process runs every rank in lockstep, in float64, and compares all that can be
-compared with the original.
+"""verify: compare a plan on all its ranks, simulated in one process, with one device, in float64.
 
-Forward node by node (the first wrong one is named, with its layout), the loss, every gradient, and
-the parameters after three steps of AdamW.
+`compare` checks the forward node by node (naming the first wrong node and its layout), the loss,
+every gradient, and the parameters after three AdamW steps. `api.verify` calls it.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from autopar.runtime.reference import (
 )
 
 STEPS = 3
-_OUTPUT = "output {}"
-_GRADIENTS = ("gradient of ", "gradient beside the loss of ")
+_OUTPUT_NAME = "output {}"
+_GRADIENT_NAMES = ("gradient of ", "gradient beside the loss of ")
 _SEED = 20_011
-_RATE = 1e-3  # of AdamW
-# of AdamW, relative to the largest gradient: entries that are zero but for rounding shall not move
+_LEARNING_RATE = 1e-3  # of AdamW
+# AdamW's eps, over the largest gradient: entries that are zero but for rounding shall not move
 _EPSILON = 1e-3
 
 
@@ -49,13 +48,12 @@ class Check:
     three AdamW steps.
 
     A gradient's error is |difference| / max(|gradient|, 1e-6 · the model's largest gradient), entry
-    by entry. What is zero but for rounding is held against a thousandth of the terms that cancel in
-    it (rounding.py); what hangs on memory that was never written is not compared (unwritten.py). A
-    parameter's error is its largest |difference| over its largest entry, or over the distance that
-    AdamW can move an entry in these steps (rate · steps) if that is larger. AdamW's epsilon is
-    1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as that of the
-    bias of attention's keys or of a bias before a batch norm, would else be scaled up to a whole
-    step, and grow from there.
+    by entry. Values that are zero but for rounding are compared relative to a thousandth of the
+    terms that cancel in them; values that depend on unwritten memory are not compared
+    (reference.py). A parameter's error is its largest |difference| over its largest entry, or over
+    the distance that AdamW can move it in these steps (rate · steps) if that is larger. AdamW's
+    epsilon is 1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as
+    that of a bias before a batch norm, would else be scaled up to a full step, and grow from there.
     """
 
     loss_error: float
@@ -77,8 +75,8 @@ _Gradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class _Trained:
-    """What one training run leaves: the outputs of the first step, its gradients (those of the
-    loss, and those of all that is returned beside it), the parameters after the last.
+    """The results of one training run: the outputs and gradients of the first step (those of the
+    loss, those of the auxiliary outputs), and the parameters after the last.
     """
 
     outputs: list[Tensor]
@@ -87,8 +85,7 @@ class _Trained:
 
 
 def compare(program: Program, reference: Program, inputs: list[Any], tolerance: float) -> Check:
-    """Run the rewritten `program` on all its ranks and `reference`, the same model on one; see the
-    module's docstring.
+    """Return the errors of `program` on all its ranks against `reference`, the same model on one.
 
     `inputs`: the user's leaves. Raises VerificationError where an error passes `tolerance`.
     """
@@ -99,7 +96,7 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
         for x in inputs
     ]
     with double_by_default():
-        single = reference_step(reference, lambda one, visit: _Rank(one, {}, leaves).observe(visit))
+        single = reference_step(reference, lambda p, visit: _Rank(p, {}, leaves).observe(visit))
         epsilon = _adam_epsilon(single)
         poisoned = fill_unwritten(program, poison)
         nodes = _compare_nodes(poisoned, single, leaves, tolerance)
@@ -123,13 +120,13 @@ def compare(program: Program, reference: Program, inputs: list[Any], tolerance: 
             raise VerificationError(
                 f"{what} is {error:.2e}, past the tolerance {tolerance:.0e}, on mesh {mesh} with "
                 "layout "
-                f"{program.plan.layout}: {_worst(program, gradients)}"
+                f"{program.plan.layout}: {_worst_text(program, gradients)}"
             )
     return check
 
 
 class _Rank:
-    """One rank's own tensors, and what it does with them."""
+    """One rank of the run: its own tensors, and its steps on them."""
 
     def __init__(self, program: Program, coordinate: dict[str, int], leaves: list[Any]) -> None:
         self.program, self.coordinate, self.leaves = program, coordinate, leaves
@@ -157,9 +154,9 @@ class _Rank:
             return torch.tensor(_SEED)
         if entry.kind == "user":
             assert entry.position is not None
-            given = self.leaves[entry.position]
-            own = self.program.layouts[entry.node].cut(given.detach(), self.coordinate)
-            self.inputs[entry.node] = own.requires_grad_(given.requires_grad)
+            leaf = self.leaves[entry.position]
+            own = self.program.layouts[entry.node].cut(leaf.detach(), self.coordinate)
+            self.inputs[entry.node] = own.requires_grad_(leaf.requires_grad)
             return own
         return self.held[entry.node]
 
@@ -167,35 +164,35 @@ class _Rank:
         return [self.feed(entry) for entry in self.program.signature.inputs]
 
     def observe(self, visit: Visit) -> Observed:
-        """One step, node by node: every value that stands for one of the original graph, every
-        output and gradient, as `visit` left them.
+        """Run one step node by node. Return every value that stands for one of the original graph,
+        every output and gradient, as `visit` left them.
         """
-        found: Observed = {}
+        observed: Observed = {}
 
         def keep(node: fx.Node, result: Any) -> Any:
             result = visit(node, result)
             if isinstance(result, Tensor) and "value" in node.meta:
-                found.setdefault(node.meta["value"], result.detach())
+                observed.setdefault(node.meta["value"], result.detach())
             return result
 
         outputs = interpret(self.program.module, self.feed_all(), keep)
-        named = {_OUTPUT.format(i): o for i, o in enumerate(outputs) if isinstance(o, Tensor)}
-        found.update({name: output.detach() for name, output in named.items()})
-        for beside, said in enumerate(_GRADIENTS):
-            gradients = self._backward(outputs, bool(beside), retain_graph=True)
-            found.update({said + n: grad for n, grad in gradients.items() if grad is not None})
-        return found
+        named = {_OUTPUT_NAME.format(i): o for i, o in enumerate(outputs) if isinstance(o, Tensor)}
+        observed.update({name: output.detach() for name, output in named.items()})
+        for kind, prefix in enumerate(_GRADIENT_NAMES):
+            gradients = self._backward(outputs, bool(kind), retain_graph=True)
+            observed.update({prefix + n: grad for n, grad in gradients.items() if grad is not None})
+        return observed
 
     def train(self, epsilon: float) -> _Trained:
-        """Three steps of AdamW."""
+        """Run three steps of AdamW."""
         parameters = {n: t for n, t in self.held.items() if t.requires_grad}
-        outputs, beside = self._outputs(), {}
+        outputs, auxiliary = self._outputs(), {}
         if self._starts(outputs, beside=True):
-            beside = self._backward(outputs, beside=True)
+            auxiliary = self._backward(outputs, beside=True)
             outputs = self._outputs()
-        gradients = self._backward(outputs), beside
+        gradients = self._backward(outputs), auxiliary
         if parameters:
-            optimizer = torch.optim.AdamW(parameters.values(), lr=_RATE, eps=epsilon)
+            optimizer = torch.optim.AdamW(parameters.values(), lr=_LEARNING_RATE, eps=epsilon)
             for _ in range(STEPS - 1):
                 optimizer.step()
                 self._step()
@@ -210,14 +207,14 @@ class _Rank:
         return list(self.program.module(*self.feed_all()))
 
     def _starts(self, outputs: list[Any], beside: bool) -> list[tuple[Tensor, Tensor]]:
-        """Where a backward begins, each with its cotangent: at the loss, the first scalar, or at
-        all that is returned beside it. A model without a loss begins at all that it returns.
+        """Return the tensors at which a backward begins, with their cotangents: the loss (the first
+        scalar), or the auxiliary outputs (`beside`); all outputs where there is no loss.
         """
-        able = {i: o for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad}
-        loss = next((i for i, o in able.items() if o.dim() == 0), None)
+        outs = {i: o for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad}
+        loss = next((i for i, o in outs.items() if o.dim() == 0), None)
         return [
             (output, torch.ones_like(output) if i == loss else self._cotangent(i))
-            for i, output in able.items()
+            for i, output in outs.items()
             if (loss not in (None, i)) == beside
         ]
 
@@ -277,30 +274,28 @@ def _check_node(
 ) -> None:
     value = node.meta["value"]
     expected, floor = single.values[value], single.floor(value)
-    called = node.target.__name__ if inspect.isfunction(node.target) else node.target
-    what = f"the first wrong node is {where(node)}: {called} of layout ({layout}), shape "
-    what += f"{layout.shape}, "
+    op_name = node.target.__name__ if inspect.isfunction(node.target) else node.target
+    description = f"the first wrong node is {where(node)}: {op_name} of layout ({layout}), shape "
+    description += f"{layout.shape}, "
     if parts[0].shape != layout.local_shape:
-        found = tuple(parts[0].shape)
-        raise VerificationError(f"{what}is {found} on a rank, not {layout.local_shape}")
+        actual = tuple(parts[0].shape)
+        raise VerificationError(f"{description}is {actual} on a rank, not {layout.local_shape}")
     joined = layout.join(parts)
     if value in single.undefined:
         joined = torch.where(single.undefined[value], expected, joined)
     error = _relative(joined, expected, floor)
     if not error <= tolerance:
-        raise VerificationError(f"{what}relative error {error:.2e} past {tolerance:.0e}")
+        raise VerificationError(f"{description}relative error {error:.2e} past {tolerance:.0e}")
     for rank, first in _copies(layout, "IR"):
         error = _relative(parts[rank], parts[first], floor)
         if not error <= tolerance:
             raise VerificationError(
-                f"{what}the copies on ranks {first} and {rank} differ by {error:.2e}"
+                f"{description}the copies on ranks {first} and {rank} differ by {error:.2e}"
             )
 
 
 def _relative(found: Tensor, expected: Tensor, least: float) -> float:
-    """Largest |difference| over the largest |expected| (`least` at least); equal infinities and
-    nans count as equal.
-    """
+    """Return the largest |difference| over the largest |expected| (at least `least`)."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
@@ -312,33 +307,33 @@ def _relative(found: Tensor, expected: Tensor, least: float) -> float:
 
 
 def _differences(found: Tensor, expected: Tensor) -> Tensor:
-    """Equal infinities and nans do not differ; a nan and a number do, by infinity (nan is not
-    larger than anything, so the largest error would not be one).
+    """Return |found - expected|: 0 for equal infinities and two nans, infinite for a nan and a
+    number.
     """
     same = (found == expected) | (found.isnan() & expected.isnan())
     return torch.where(same, 0.0, (found - expected).abs().nan_to_num(nan=torch.inf))
 
 
-# -- a step ----------------------------------------------------------------------------------------
+# -- outputs, gradients and parameters of a step ---------------------------------------------------
 def _output_error(
     program: Program, ranks: list[_Trained], expected: _Trained, single: Reference
 ) -> float:
     errors = [0.0]
     for index, layout in enumerate(_output_layouts(program)):
         parts = [rank.outputs[index] for rank in ranks]
-        floor = single.floor(_OUTPUT.format(index))
+        floor = single.floor(_OUTPUT_NAME.format(index))
         errors.append(_relative(layout.join(parts), expected.outputs[index], floor))
-        errors.extend(_copies_differ(layout, parts, floor))
+        errors.extend(_copy_errors(layout, parts, floor))
     return max(errors)
 
 
-def _copies_differ(layout: Layout, parts: list[Tensor], floor: float) -> list[float]:
-    """How far apart the gradients of copies are, which must be the same on every invariant axis."""
+def _copy_errors(layout: Layout, parts: list[Tensor], floor: float) -> list[float]:
+    """Return how far apart copies are that must be equal: those on every invariant axis."""
     return [_relative(parts[rank], parts[first], floor) for rank, first in _copies(layout, "I")]
 
 
 def _copies(layout: Layout, kinds: str) -> list[tuple[int, int]]:
-    """(rank, another one that holds the same) on every axis whose state is one of `kinds`."""
+    """Return (rank, a rank that holds the same) on every axis whose state is one of `kinds`."""
     pairs = [
         (rank, layout.mesh.group((axis,), rank)[0])
         for kind in kinds
@@ -348,7 +343,7 @@ def _copies(layout: Layout, kinds: str) -> list[tuple[int, int]]:
     return [(rank, first) for rank, first in pairs if rank != first]
 
 
-def _largest(gradients: Mapping[Any, Tensor | None]) -> float:
+def _largest_gradient(gradients: Mapping[Any, Tensor | None]) -> float:
     return max(
         (float(g.abs().max()) for g in gradients.values() if g is not None and g.numel()),
         default=0.0,
@@ -356,21 +351,21 @@ def _largest(gradients: Mapping[Any, Tensor | None]) -> float:
 
 
 def _adam_epsilon(single: Reference) -> float:
-    named = {n: t for n, t in single.values.items() if str(n).startswith(_GRADIENTS[0])}
+    named = {n: t for n, t in single.values.items() if str(n).startswith(_GRADIENT_NAMES[0])}
     floor = max((single.floor(name) for name in named), default=0.0)
-    return max(1e-8, _EPSILON * max(_largest(named), floor))
+    return max(1e-8, _EPSILON * max(_largest_gradient(named), floor))
 
 
 def _gradient_errors(
     program: Program, ranks: list[_Trained], expected: _Trained, single: Reference
 ) -> dict[str, float]:
     errors: dict[str, float] = {}
-    for kind, said in enumerate(_GRADIENTS):
-        largest = _largest(expected.gradients[kind])
+    for kind, prefix in enumerate(_GRADIENT_NAMES):
+        largest = _largest_gradient(expected.gradients[kind])
         for name, gradient in expected.gradients[kind].items():
-            found = [rank.gradients[kind].get(name) for rank in ranks]
-            least = max(1e-6 * largest, single.floor(said + name))
-            error = _gradient_error(program.layouts[name], found, gradient, least)
+            rank_gradients = [rank.gradients[kind].get(name) for rank in ranks]
+            least = max(1e-6 * largest, single.floor(prefix + name))
+            error = _gradient_error(program.layouts[name], rank_gradients, gradient, least)
             errors[name] = max(errors.get(name, 0.0), error)
     return errors
 
@@ -384,21 +379,21 @@ def _gradient_error(
         return float("inf") if wrong else 0.0
     difference = _differences(layout.join(parts), expected)
     error = difference / expected.abs().clamp(min=least).nan_to_num(nan=1.0, posinf=1.0)
-    return max([float(error.max()), *_copies_differ(layout, parts, least)])
+    return max([float(error.max()), *_copy_errors(layout, parts, least)])
 
 
 def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
-    moved = STEPS * _RATE
+    reach = STEPS * _LEARNING_RATE
     return {
         name: _relative(
-            program.layouts[name].join([rank.parameters[name] for rank in ranks]), parameter, moved
+            program.layouts[name].join([rank.parameters[name] for rank in ranks]), parameter, reach
         )
         for name, parameter in expected.parameters.items()
     }
 
 
-def _worst(program: Program, errors: dict[str, float]) -> str:
-    """The parameters whose gradients are furthest off, with their layouts."""
+def _worst_text(program: Program, errors: dict[str, float]) -> str:
+    """Return the parameters whose gradients are furthest off, with their layouts."""
     names = sorted(errors, key=lambda name: -errors[name])[:3]
     return "worst gradients " + ", ".join(
         f"{n} ({program.layouts[n]}) {errors[n]:.1e}" for n in names
