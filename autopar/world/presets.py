@@ -19,8 +19,8 @@ from autopar.errors import WorldError
 from autopar.world.hardware import Device, Level
 
 # The share of the data sheet's rate that matmuls reach, and the seconds to start a kernel: nominal
-# until one calibrates. AxoNN's authors measured 280 of 312 TFLOP/s on A100, 813 of 989 on H100 and 125
-# of 191.5 on a die of MI250X (arXiv 2502.08145).
+# until one calibrates. AxoNN's authors measured 280 of 312 TFLOP/s on A100, 813 of 989 on H100 and
+# 125 of 191.5 on a die of MI250X (arXiv 2502.08145).
 _REACHED = {"MI250X": 0.65}
 _REACHED_BY_MOST = 0.8
 _LAUNCH_S = 3e-6

@@ -4,8 +4,8 @@ Example: together("tracing", lambda: trace(model)) does the work on every rank. 
 3 alone, every rank raises a RankError that names rank 3 and its error.
 
 api.py, runtime, ops, cli and cost/calibration call this outside of the graph. Where no process
-group runs, or one of the backend "fake", nothing is sent and this rank's value stands for all. store.py
-does the same without collectives.
+group runs, or one of the backend "fake", nothing is sent and this rank's value stands for all.
+store.py does the same without collectives.
 """
 
 from __future__ import annotations

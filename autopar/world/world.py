@@ -344,7 +344,7 @@ def running_world() -> tuple[World, str]:
             f"{detected.device.name} with {detected.backend}: it does not count"
         )
     caveat = (
-        f"links are caveat, not measured ({detected}): `torchrun … -m autopar calibrate` takes two "
+        f"links are assumed, not measured ({detected}): `torchrun … -m autopar calibrate` takes two "
         f"minutes and writes {CALIBRATED}, which is used from then on"
     )
     return detected, f"{objection}; {caveat}" if objection else caveat
