@@ -329,25 +329,25 @@ def running_world() -> tuple[World, str]:
     """Return the world that runs, as it was calibrated here, else as `World.detect` sees it; and a
     line for the user that says which of the two it is, "" for one rank.
     """
-    detected = World.detect()
-    if detected.ranks == 1:
-        return detected, ""
-    from_file, objection = calibrated(detected.ranks)
+    seen = World.detect()
+    if seen.ranks == 1:
+        return seen, ""
+    from_file, objection = calibrated(seen.ranks)
     if from_file is not None and (from_file.device.name, from_file.backend) == (
-        detected.device.name,
-        detected.backend,
+        seen.device.name,
+        seen.backend,
     ):
         return from_file, f"the world is {CALIBRATED}, which was calibrated"
     if from_file is not None:
         objection = (
             f"{CALIBRATED} is of {from_file.device.name} with {from_file.backend}, here is "
-            f"{detected.device.name} with {detected.backend}: it does not count"
+            f"{seen.device.name} with {seen.backend}: it does not count"
         )
     caveat = (
-        f"links are assumed, not measured ({detected}): `torchrun … -m autopar calibrate` takes two "
+        f"links are assumed, not measured ({seen}): `torchrun … -m autopar calibrate` takes two "
         f"minutes and writes {CALIBRATED}, which is used from then on"
     )
-    return detected, f"{objection}; {caveat}" if objection else caveat
+    return seen, f"{objection}; {caveat}" if objection else caveat
 
 
 @cache
