@@ -42,14 +42,8 @@ _NAME_LISTS = ("panels", "recompute", "regather", "groups", "unsplit")
 _UNCONVERTED = (
     "world", "rows", "collectives", "memory", "meshes", "smaller", "overlapped", "planned",
 )  # fmt: skip
-_LAYOUT_FIELDS = (
-    "mesh",
-    "stored",
-    "outputs",
-    "copies",
-    "recompute",
-    "regather",
-)  # fields of a file
+# Fields of a file.
+_LAYOUT_FIELDS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")
 
 
 @dataclass(frozen=True)
@@ -92,9 +86,7 @@ class Plan:
     inputs: dict[str, Layout] = field(default_factory=dict)
     # the row and the column axis, where matmuls run as SUMMA
     panels: tuple[str, ...] = ()
-    recompute: tuple[
-        str, ...
-    ] = ()  # blocks with activation checkpointing: computed again in the backward
+    recompute: tuple[str, ...] = ()  # blocks that are computed again in the backward
     regather: tuple[str, ...] = ()  # blocks whose weights are gathered again in the backward
     memory: Memory | None = None  # the parts of the peak, known after the rewrite
     bound: float = 0.0  # seconds: no plan of this layout is faster on any of `meshes`
@@ -110,12 +102,9 @@ class Plan:
     overlapped: float | None = None
     # digests of the splits and of the layouts, as autopar planned them: edits change them
     planned: tuple[str, str] = field(default=("", ""), compare=False)
-    told: tuple[str, ...] = field(
-        default=(), compare=False
-    )  # which figures of a file differ from those computed anew
-    notes: tuple[str, ...] = field(
-        default=(), compare=False
-    )  # other costs of this layout, in sentences
+    # which figures of a file differ from those computed anew, in sentences
+    told: tuple[str, ...] = field(default=(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)  # other costs of this layout
     seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # of planning
     # the PlanContext that `apply` needs; only in the process that planned
     ready: Any = field(default=None, compare=False, repr=False)
@@ -208,7 +197,7 @@ class Plan:
 
     @property
     def dropped(self) -> tuple[tuple[str, str], ...]:
-        """What is not saved for the backward: (blocks in words, "computed" or "weights gathered")."""
+        """What is not saved for the backward: (the blocks, "computed" or "weights gathered")."""
         pairs = (self.recompute, "computed"), (self.regather, "weights gathered")
         return tuple((_blocks_text(names), what) for names, what in pairs if names)
 

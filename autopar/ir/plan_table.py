@@ -1,6 +1,6 @@
 """The modelled step as a plan shows it: its collectives, a line a subgraph, and its memory.
 
-Example: Row("blocks.*.mlp", "x→n, x→k", "2 AR", bytes, seconds) is a line of `Plan.table`.
+Example: Row("blocks.0-3.mlp", "x→n k", …) is a line of `Plan.table`, for four layers alike.
 cost/summary.py and cost/memory.py make these figures, plan_file.py reads them, the planner's memory
 search compares the `Memory` of plans.
 """
