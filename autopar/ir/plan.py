@@ -150,7 +150,7 @@ class Plan:
         seconds: list[float] = [row.seconds]
         if self.overlapped is not None:
             seconds = [getattr(row, name) or 0.0 for name in _STEP_PARTS]
-        numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{each * 1e3:.2f}" for each in seconds)]
+        numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{part * 1e3:.2f}" for part in seconds)]
         return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
 
     @property
@@ -197,7 +197,9 @@ class Plan:
 
     @property
     def dropped(self) -> tuple[tuple[str, str], ...]:
-        """What is not saved for the backward: (the blocks, "computed" or "weights gathered")."""
+        """The blocks with work that the backward repeats, and which: "computed" or "weights
+        gathered".
+        """
         pairs = (self.recompute, "computed"), (self.regather, "weights gathered")
         return tuple((_blocks_text(names), what) for names, what in pairs if names)
 
@@ -283,7 +285,7 @@ class Plan:
             "mesh": str(self.mesh),
             **{name: getattr(self, name) for name in _FACTS},
             "world": self.world.to_json(),
-            "choices": {name: choice(found) for name, found in self.choices.items()},
+            "choices": {name: choice(chosen) for name, chosen in self.choices.items()},
             **{name: layouts(getattr(self, name)) for name in ("stored", "outputs", "inputs")},
             "copies": [[name, index, write(x)] for (name, index), x in self.copies.items()],
             "rows": [asdict(row) for row in self.rows],
@@ -323,8 +325,8 @@ def _plan_of_file(reader: plan_file.Reader) -> Plan:
     return Plan(
         mesh=reader.mesh,
         choices={
-            name: Choice(found.splits, reader.operands(name), reader.results(name))
-            for name, found in file.choices.items()
+            name: Choice(text.splits, reader.operands(name), reader.results(name))
+            for name, text in file.choices.items()
         },
         stored=reader.layouts("stored"),
         outputs=reader.layouts("outputs"),

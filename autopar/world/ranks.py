@@ -68,9 +68,9 @@ def agree(what: str, value: str) -> None:
     """Raise a RankError on all ranks unless all hold the same value; `what` names it."""
     values = all_of(value)
     if len(set(values)) > 1:
-        odd = next(i for i, v in enumerate(values) if v != values[0])
+        other = next(i for i, v in enumerate(values) if v != values[0])
         raise RankError(
-            f"the ranks hold different {what}s: rank 0 {values[0]}, rank {odd} {values[odd]}; "
+            f"the ranks hold different {what}s: rank 0 {values[0]}, rank {other} {values[other]}; "
             "build the same model from the same "
             f"configuration and call with inputs of the same shapes on every rank"
         )
