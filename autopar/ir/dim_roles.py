@@ -1,5 +1,5 @@
-"""What the dims of a model mean: its batch, its sequence and its residual stream, read off inputs
-and parameters, and the loop dims m, n and k of its matrix products.
+"""The roles of a model's dims: its batch, its sequence and its residual stream, read off inputs and
+parameters, and the loop dims m, n and k of its matmuls.
 
 Example: in `x @ w` of a linear layer, x is (m, k) and w is (k, n); m holds batch and sequence.
 Called by the planner, for what a layout may split, and by cost/symbols.py, for names in formulas.
@@ -20,20 +20,27 @@ from autopar.ir.sharding_rule import OpShardingRule, operands_of
 aten = torch.ops.aten
 
 Factors = dict[str, tuple[Atom, ...]]
-_CARRY_ON = (aten._to_copy.default, aten.t.default, aten.transpose.int, aten.permute.default)
+_CASTS_AND_TRANSPOSES = (
+    aten._to_copy.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+)
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which atoms of a model are its batch, its sequence, and its residual stream: read off inputs
-    and parameters.
-    """
+    """The numbers of the atoms that are a model's batch, its sequence, and its residual stream."""
 
     batch: frozenset[int] = frozenset()
     sequence: frozenset[int] = frozenset()
     residual: frozenset[int] = frozenset()
 
     def allowed(self, splits: str, atom: Atom) -> bool:
+        """Whether a rule that splits such dims ("batch", "features", "inner", …) may split an
+        atom. "features" excludes batch and sequence, "inner" the residual stream too; any other
+        word allows every atom.
+        """
         number = atom.number
         match splits:
             case "batch":
@@ -52,34 +59,34 @@ class Kinds:
 
 
 def goes_with_weight(notes: Annotations, node: fx.Node) -> bool:
-    """Whether a node casts or transposes a parameter: it is laid out as the parameter's use wants
-    it, whatever a layout asks of its module.
+    """Whether a node casts or transposes a parameter. Such a node is laid out as the consumer of
+    the parameter needs it, whatever a layout says of its module.
     """
-    return node.target in _CARRY_ON and (node.name, 0) in notes.weights
+    return node.target in _CASTS_AND_TRANSPOSES and (node.name, 0) in notes.weights
 
 
 def has_weight(spec: OpShardingRule) -> bool:
-    """Whether a product has an operand without any dim of m: a weight."""
+    """Whether a node is a matmul that has a weight: an operand with a dim of n and none of m."""
     if spec.product is None or not spec.product[1]:
         return False
-    rows = spec.product[0]
+    m_factors = spec.product[0]
     return any(
         dims is not None
-        and not any(f in rows for dim in dims for f in dim)
+        and not any(f in m_factors for dim in dims for f in dim)
         and any(f in spec.product[1] for dim in dims for f in dim)
         for dims in spec.operands
     )
 
 
 def loop_dim_of(spec: OpShardingRule, factor: str) -> str:
-    """The loop dim that a factor of a product belongs to."""
+    """Return the loop dim ("m", "n" or "k") of a factor of a matmul; "" if it has none."""
     assert spec.product is not None
     return next((x for x, role in zip("mnk", spec.product, strict=True) if factor in role), "")
 
 
 # -- facts about a model ---------------------------------------------------------------------------
 def weight_matmuls(program: Program) -> Iterator[tuple[fx.Node, OpShardingRule]]:
-    """The products with a weight, in the order of the graph."""
+    """Yield the matmuls with a weight, in the order of the graph."""
     assert program.annotations is not None
     for node in program.module.graph.nodes:
         spec = program.annotations.specs.get(node.name)
@@ -88,7 +95,7 @@ def weight_matmuls(program: Program) -> Iterator[tuple[fx.Node, OpShardingRule]]
 
 
 def loop_dim_atoms(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...]]:
-    """What the loop dims m, n and k of a product are made of."""
+    """Return the atoms of the loop dims "m", "n" and "k" of a matmul."""
     assert program.annotations is not None
     spec, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
     assert spec.product is not None
@@ -99,8 +106,8 @@ def loop_dim_atoms(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...
 
 
 def dim_kinds(program: Program) -> Kinds:
-    """Batch: the outermost atom of the first input's first dim. Sequence: the second dim of token
-    ids. Residual: see `_residual`.
+    """Return which atoms are batch (the outermost atom of the first input's first dim), sequence
+    (the second dim of token ids) and residual stream (every second width in the chain of matmuls).
     """
     notes = program.annotations
     assert notes is not None
@@ -111,14 +118,14 @@ def dim_kinds(program: Program) -> Kinds:
         if entry.kind == "user" and len(dims) > 1 and not node.meta["val"].dtype.is_floating_point:
             sequence |= {atom.number for atom in dims[1]}
     batch = frozenset() if notes.batch is None else frozenset({notes.batch.number})
-    residual = _residual(program)
+    residual = _residual_atoms(program)
     return Kinds(batch, frozenset(sequence) - residual, residual)
 
 
-def _residual(program: Program) -> frozenset[int]:
-    """Every second width in the chains of products, from the input of the first one on: that of the
-    residual stream, where there is one. A product that has the same kind of width on both sides
-    (BERT's head) changes nothing.
+def _residual_atoms(program: Program) -> frozenset[int]:
+    """Return every second width in the chains of matmuls, from the input of the first one on. These
+    are the widths of the residual stream, where there is one. A matmul with the same kind of width
+    on both sides (BERT's head) changes nothing.
     """
     residual: set[int] = set()
     inner: set[int] = set()
@@ -133,8 +140,8 @@ def _residual(program: Program) -> frozenset[int]:
 
 
 def parameter_loop_dims(program: Program) -> dict[str, tuple[str, ...]]:
-    """For every parameter that is the weight of a product: the loop dim of each of its dims."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the loop dim of each dim of every parameter that is the weight of a matmul."""
+    loop_dims: dict[str, tuple[str, ...]] = {}
     parameters = {entry.node for entry in program.signature.inputs if entry.kind == "parameter"}
     for node, spec in weight_matmuls(program):
         for operand, dims in zip(operands_of(node), spec.operands, strict=True):
@@ -144,7 +151,7 @@ def parameter_loop_dims(program: Program) -> dict[str, tuple[str, ...]]:
                 and producer(operand)[0] in parameters
                 and len(dims) > 1
             ):
-                found[producer(operand)[0]] = tuple(
+                loop_dims[producer(operand)[0]] = tuple(
                     loop_dim_of(spec, dim[0]) if dim else "" for dim in dims
                 )
-    return found
+    return loop_dims

@@ -1,4 +1,12 @@
-"""Small questions about fx graphs that several passes ask."""
+"""Helpers for fx graphs that passes, planner and cost share: what a node is, and how to edit
+graphs.
+
+Example: for a matmul in the third layer, `module_path(node)` is "blocks.2.mlp.up" and
+`block_of(node)` is "blocks.2"; `where(node)` is how an error message names it.
+
+The first part reads graphs, the second writes them: `made` and `computed` add calls whose
+`meta["val"]` is set, `reorder` and `ordered` move nodes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,9 @@ from autopar.ir.sharding_rule import operands_of, results_of
 
 
 def producer(node: fx.Node) -> Value:
-    """The value that a node stands for: a getitem is its argument's result."""
+    """Return the value that a node stands for, as (node, index of the result): a getitem stands for
+    a result of its argument.
+    """
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -30,7 +40,7 @@ def carries_gradient(notes: Annotations, node: fx.Node) -> bool:
 
 
 def module_path(node: fx.Node) -> str:
-    """The qualified name of the module whose code made the node; "" for the model's own forward."""
+    """Return the qualified name of the module whose code made the node; "" for the model's own."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -39,8 +49,8 @@ def module_path(node: fx.Node) -> str:
 
 
 def chain_name(node: fx.Node) -> str:
-    """The subgraph of a node: its module's path up to one step past the last layer number, or its
-    first two steps.
+    """Return the name of a node's subgraph: its module's path up to one step past the last layer
+    number, or its first two steps; "(model)" for the model's own code.
     """
     parts = [part for part in module_path(node).split(".") if part]
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
@@ -48,33 +58,35 @@ def chain_name(node: fx.Node) -> str:
 
 
 def numbered_block(path: str) -> tuple[str, int] | None:
-    """The repeated block that a module path lies in: what stands before its first number, and that.
+    """Return the repeated block of a module path, as (path before its first number, that number).
 
     >>> numbered_block("model.layers.3.mlp")
     ('model.layers', 3)
     """
     parts = path.split(".")
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.isdigit():
-            return ".".join(parts[:place]), int(part)
+            return ".".join(parts[:index]), int(part)
     return None
 
 
 def block_of(node: fx.Node) -> str:
-    """The repeated block that a node belongs to, such as "blocks.3"; "" where there is none. A
-    conversion belongs to the block that first wants it.
+    """Return the repeated block that a node belongs to, such as "blocks.3"; "" where there is none.
+    A reshard belongs to the block of its first consumer.
     """
-    found = numbered_block(node.meta.get("chain") or chain_name(node))
-    return "" if found is None else block_name(found)
+    block = numbered_block(node.meta.get("chain") or chain_name(node))
+    return "" if block is None else block_name(block)
 
 
 def block_name(block: tuple[str, int]) -> str:
-    """A block by its name: "blocks.3"."""
+    """Return the name of a block: ("blocks", 3) is "blocks.3"."""
     return f"{block[0]}.{block[1]}".lstrip(".")
 
 
 def alike(looks: Mapping[tuple[str, int], Hashable]) -> Iterator[list[tuple[str, int]]]:
-    """Of blocks and how each looks: those with numbers in a row that look the same, in runs."""
+    """Yield the longest runs of blocks with consecutive numbers that look the same. `looks` maps
+    each block to a value that is equal for blocks that look the same.
+    """
     run: list[tuple[str, int]] = []
     for block in sorted(looks):
         if run and (block != (run[-1][0], run[-1][1] + 1) or looks[block] != looks[run[-1]]):
@@ -86,14 +98,14 @@ def alike(looks: Mapping[tuple[str, int], Hashable]) -> Iterator[list[tuple[str,
 
 
 def blocks(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """The repeated blocks that these nodes belong to, in their order."""
-    found = (block_of(node) for node in nodes if node.op == "call_function")
-    return tuple(name for name in dict.fromkeys(found) if name)
+    """Return the names of the repeated blocks of these nodes, each once, in order."""
+    names = (block_of(node) for node in nodes if node.op == "call_function")
+    return tuple(name for name in dict.fromkeys(names) if name)
 
 
 def every_node(module: fx.GraphModule) -> Iterator[tuple[fx.Node, bool]]:
-    """The nodes of a graph in the order in which they run, those of the graphs that it calls among
-    them; and whether the node runs again in the backward.
+    """Yield the nodes of a graph in execution order, followed each by those of the graphs that it
+    calls; and whether the node runs again in the backward.
     """
     for node in module.graph.nodes:
         yield node, bool(node.meta.get("again"))
@@ -102,62 +114,64 @@ def every_node(module: fx.GraphModule) -> Iterator[tuple[fx.Node, bool]]:
 
 
 def called(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs of the module that a node calls."""
+    """Return the subgraphs of the module that a node calls."""
     if node.op != "call_function":
         return []
     names = [n.target for n in node.all_input_nodes if n.op == "get_attr"]
-    found = [getattr(module, str(name)) for name in names]
-    return [block for block in found if isinstance(block, fx.GraphModule)]
+    attributes = [getattr(module, str(name)) for name in names]
+    return [block for block in attributes if isinstance(block, fx.GraphModule)]
 
 
 def inlined(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with the graphs that it calls in its own: their nodes have `meta["block"]`, the
-    name of the call.
+    """Return the module with the graphs that it calls inlined. Inlined nodes have
+    `meta["block"]`, the name of the call.
     """
     if not any(called(module, node) for node in module.graph.nodes):
         return module
     graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
+    copies: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
             continue
         for block in called(module, node):
-            given = iter(node.args[2:])
+            arguments = iter(node.args[2:])
             inner: dict[fx.Node, fx.Node] = {}
-            for part in block.graph.nodes:
-                if part.op == "placeholder":
-                    inner[part] = made[next(given)]
-                elif part.op == "output":
-                    made[node] = [inner[n] for n in part.args[0]]
+            for inner_node in block.graph.nodes:
+                if inner_node.op == "placeholder":
+                    inner[inner_node] = copies[next(arguments)]
+                elif inner_node.op == "output":
+                    copies[node] = [inner[n] for n in inner_node.args[0]]
                 else:
-                    inner[part] = graph.node_copy(part, inner.__getitem__)
-                    inner[part].meta["block"] = node.name
-        if node in made:
+                    inner[inner_node] = graph.node_copy(inner_node, inner.__getitem__)
+                    inner[inner_node].meta["block"] = node.name
+        if node in copies:
             continue
-        taken = made.get(node.all_input_nodes[0]) if node.target is operator.getitem else None
-        if isinstance(taken, list):
-            made[node] = taken[node.args[1]]
+        results = copies.get(node.all_input_nodes[0]) if node.target is operator.getitem else None
+        if isinstance(results, list):
+            copies[node] = results[node.args[1]]
         else:
-            made[node] = graph.node_copy(node, made.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph)
 
 
 def stored(program: Program) -> set[fx.Node]:
-    """What is there before a step begins, and what hangs on that alone; what hangs on nothing, as
-    positions do, among it.
+    """Return the stored inputs, and the calls that depend on these alone or on nothing, as the
+    arange of positions does.
     """
     names = {entry.node for entry in program.signature.inputs if entry.stored}
-    found: set[fx.Node] = set()
+    constant_nodes: set[fx.Node] = set()
     for node in program.module.graph.nodes:
-        made = node.op == "call_function" and found.issuperset(node.all_input_nodes)
-        if node.name in names or made:
-            found.add(node)
-    return found
+        constant_call = node.op == "call_function" and constant_nodes.issuperset(
+            node.all_input_nodes
+        )
+        if node.name in names or constant_call:
+            constant_nodes.add(node)
+    return constant_nodes
 
 
 def where(node: fx.Node) -> str:
-    """What to tell a user about a node: its name, its module, and the line of the code that made
-    it.
+    """Return how messages name a node: its name, its module, and the line of the user's code that
+    made it.
     """
     path = module_path(node)
     trace = node.meta.get("stack_trace") or ""
@@ -172,11 +186,11 @@ def where(node: fx.Node) -> str:
 
 # -- writing ---------------------------------------------------------------------------------------
 def copied(graph: fx.Graph) -> fx.Graph:
-    """Another graph of the same nodes, under the same names and with the same values."""
-    found = fx.Graph()
-    result = found.graph_copy(graph, {})
-    found.create_node("output", "output", (result,)).meta = dict(graph.output_node().meta)
-    return found
+    """Return a copy of a graph, whose nodes have the same names and values."""
+    copy = fx.Graph()
+    result = copy.graph_copy(graph, {})
+    copy.create_node("output", "output", (result,)).meta = dict(graph.output_node().meta)
+    return copy
 
 
 def made(
@@ -186,7 +200,7 @@ def made(
     value: Any,
     more: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """A new call, whose value is known. `more`: its arguments by name."""
+    """Add a call with the (fake) value `value` and return it. `more`: keyword arguments."""
     assert callable(target)
     node = graph.call_function(target, arguments, dict(more or {}))
     node.meta["val"] = value
@@ -199,13 +213,13 @@ def computed(
     arguments: tuple[Any, ...],
     more: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """A new call, whose value is what the operands' values give."""
+    """Add a call and return it; its value is computed from the (fake) values of its operands."""
     values = fx.node.map_arg(arguments, lambda node: node.meta["val"])
     return made(graph, target, arguments, target(*values, **(more or {})), more)
 
 
 def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    """Put these nodes into this order, before all others."""
+    """Move these nodes to the front of the graph, in this order."""
     cursor = graph._root
     for node in order:
         cursor.append(node)
@@ -213,25 +227,25 @@ def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
 
 
 def ordered(graph: fx.Graph) -> bool:
-    """Put every node behind what it takes, else in the order that there was; False, and the graph
-    as it was, where nodes wait for one another.
+    """Sort a graph topologically, keeping its order where inputs allow that. Return False, and
+    leave the graph as it was, where there is a cycle.
     """
-    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    open_inputs = {node: len(node.all_input_nodes) for node in graph.nodes}
     place = {node: i for i, node in enumerate(graph.nodes)}
-    found: list[fx.Node] = []
-    waiting = [(place[node], node) for node in graph.nodes if not missing[node]]
-    heapq.heapify(waiting)
-    while waiting:
-        _, node = heapq.heappop(waiting)
-        found.append(node)
+    order: list[fx.Node] = []
+    ready = [(place[node], node) for node in graph.nodes if not open_inputs[node]]
+    heapq.heapify(ready)
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
         for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(waiting, (place[user], user))
-    if len(found) < len(place):
+            open_inputs[user] -= 1
+            if not open_inputs[user]:
+                heapq.heappush(ready, (place[user], user))
+    if len(order) < len(place):
         return False
     cursor = graph._root
-    for node in found[:-1]:  # the output stays last
+    for node in order[:-1]:  # the output stays last
         cursor.append(node)
         cursor = node
     return True

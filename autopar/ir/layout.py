@@ -1,9 +1,14 @@
-"""The state of a tensor on every axis of a mesh, and the changes from one layout to another.
+"""The layout of a tensor: its state on every axis of a mesh, and what a change of state moves.
+
+Example: on the mesh data2.x2, (S(0, 4), I) puts four of eight rows on each half of the data axis.
 
 On one axis a value is invariant (I), replicated (R), partial (P) or sharded (S); the state fixes
 the gradient's as well: I has an invariant gradient, R a partial one, P a replicated one, S a
 sharded one. A shard is a digit of a dim: S(dim, stride) gives the axis of size p the digit (i //
 stride) % p of the global index i of that dim; contiguous sharding is the outermost digit.
+
+reshard.py makes paths of `Step`s between layouts, cost takes their `traffic`; every pass reads
+layouts.
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ from autopar.ir.mesh import Mesh
 
 
 class State(NamedTuple):
-    """What one mesh axis holds of a tensor: kind "I", "R", "P", or "S" with the dim and the stride
-    of the digit.
+    """The state of a tensor on one mesh axis: kind "I", "R", "P", or "S" with the dim and the
+    stride of the digit.
     """
 
     kind: Literal["I", "R", "P", "S"]
@@ -38,11 +43,12 @@ P = State("P")
 
 
 def S(dim: int, stride: int) -> State:
+    """Return the state of an axis that holds the digit of this stride of a dim."""
     return State("S", dim, stride)
 
 
 class Digit(NamedTuple):
-    """The part of a dim's index that one axis holds: (i // stride) % size."""
+    """The digit of a dim's index i that one axis holds: (i // stride) % size."""
 
     axis: str
     stride: int
@@ -88,25 +94,29 @@ class Layout:
         return hash((self.mesh, self.shape, self.states))
 
     def digits(self, dim: int) -> tuple[Digit, ...]:
-        """The digits that axes hold of `dim`, outermost first."""
+        """Return the digits of `dim` that axes hold, outermost first."""
         return self._digits.get(dim, ())
 
     @cached_property
     def _digits(self) -> dict[int, tuple[Digit, ...]]:
-        found: dict[int, list[Digit]] = {}
+        digits_by_dim: dict[int, list[Digit]] = {}
         for axis, state in zip(self.mesh.axes, self.states, strict=True):
             if state.kind == "S":
-                found.setdefault(state.dim, []).append(Digit(axis.name, state.stride, axis.size))
+                digits_by_dim.setdefault(state.dim, []).append(
+                    Digit(axis.name, state.stride, axis.size)
+                )
         return {
             dim: tuple(sorted(digits, key=lambda digit: (-digit.stride, -digit.size)))
-            for dim, digits in found.items()
+            for dim, digits in digits_by_dim.items()
         }
 
     def state(self, axis: str) -> State:
+        """Return the state on the axis of this name."""
         return self.states[self.mesh.names.index(axis)]
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape of one rank's part."""
         shape = list(self.shape)
         for axis, state in zip(self.mesh.axes, self.states, strict=True):
             if state.kind == "S":
@@ -115,11 +125,12 @@ class Layout:
 
     @cached_property
     def local_size(self) -> int:
+        """The number of elements of one rank's part."""
         return math.prod(self.local_shape)
 
     def inner(self, axis: str) -> int:
-        """The number of local elements right of the digit that `axis` holds: the stride less the
-        digits inside it.
+        """Return how many local entries of the dim lie inside one value of the digit that `axis`
+        holds: the stride over the sizes of the digits inside it.
         """
         state = self.state(axis)
         stride = state.stride
@@ -130,8 +141,8 @@ class Layout:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether plain `Shard`s in the mesh's storage order mean exactly this layout: on every dim
-        the first of its axes holds the outermost digit, the next one the outermost of what that
+        """Whether DTensor's `Shard`s in the mesh's storage order mean exactly this layout: on every
+        dim the first of its axes holds the outermost digit, the next one the outermost of what that
         leaves, so that each rank holds one contiguous box.
 
         Example: on x2.y2, (S(0, 4), S(0, 2)) of 8 rows is plain; (S(0, 2), S(0, 4)) is not.
@@ -139,41 +150,43 @@ class Layout:
         return self.plain_part().states == self.states
 
     def plain_part(self) -> Layout:
-        """This layout without the digits that keep it from being plain: their axes hold all (R)."""
-        left, states = list(self.shape), list(self.states)
+        """Return this layout with R in place of the digits that keep it from being plain."""
+        remaining, states = list(self.shape), list(self.states)
         for place in self.mesh.storage_order:
             state = states[place]
             if state.kind != "S":
                 continue
-            if state.stride * self.mesh.axes[place].size == left[state.dim]:
-                left[state.dim] = state.stride
+            if state.stride * self.mesh.axes[place].size == remaining[state.dim]:
+                remaining[state.dim] = state.stride
             else:
                 states[place] = R
         return Layout(self.mesh, self.shape, tuple(states))
 
     def with_state(self, axis: str, state: State) -> Layout:
+        """Return this layout with another state on one axis."""
         index = self.mesh.names.index(axis)
         return Layout(
             self.mesh, self.shape, (*self.states[:index], state, *self.states[index + 1 :])
         )
 
     def __str__(self) -> str:
-        held = [
+        parts = [
             f"{a.name}:{s}"
             for a, s in zip(self.mesh.axes, self.states, strict=True)
             if s.kind != "I"
         ]
-        return " ".join(held) if held else "whole"
+        return " ".join(parts) if parts else "whole"
 
     def axes_of(self, kind: str) -> tuple[str, ...]:
+        """Return the names of the axes whose state is of this kind."""
         return tuple(
             a.name for a, s in zip(self.mesh.axes, self.states, strict=True) if s.kind == kind
         )
 
     # -- numbers -----------------------------------------------------------------------------------
     def cut(self, whole: torch.Tensor, coordinate: dict[str, int]) -> torch.Tensor:
-        """The local part of `whole` at `coordinate` (axis -> index); a P axis holds all of it at
-        index 0, else zeros.
+        """Return the local part of the global tensor `whole` at `coordinate` (axis -> index). On a
+        P axis index 0 holds all of it, the others zeros.
         """
         part = whole
         for dim in range(len(self.shape)):
@@ -186,15 +199,15 @@ class Layout:
         return part.clone(memory_format=torch.contiguous_format)
 
     def join(self, locals_: list[torch.Tensor]) -> torch.Tensor:
-        """The global value, from the local ones in the order of the ranks; where an axis repeats
-        the value, index 0's.
+        """Return the global tensor from the local ones, in the order of the ranks. Of replicated
+        ones it takes that of index 0.
         """
         parts = dict(enumerate(locals_))
         current = self
-        while held := [
+        while unjoined := [
             (a, s) for a, s in zip(self.mesh.axes, current.states, strict=True) if s.kind in "SP"
         ]:
-            axis, state = held[0]
+            axis, state = unjoined[0]
             joined = {}
             for rank in parts:
                 group = self.mesh.group((axis.name,), rank)
@@ -209,13 +222,14 @@ class Layout:
 
 
 def _interleave(parts: list[torch.Tensor], dim: int, inner: int) -> torch.Tensor:
+    """Join shards whose blocks of `inner` entries alternate along a dim."""
     blocks = [part.unflatten(dim, (-1, inner)) for part in parts]
     return torch.stack(blocks, dim + 1).flatten(dim, dim + 2)
 
 
 class Traffic(NamedTuple):
-    """One collective of a change: its kind, and the elements of the whole value on its axes (the
-    ring formulas' B).
+    """One collective of a reshard step: its kind, and the elements of the value that is unsharded
+    on its axes (B in the ring formulas).
     """
 
     collective: Literal[
@@ -225,9 +239,10 @@ class Traffic(NamedTuple):
 
 
 class Element(NamedTuple):
-    """Of a value: the bytes of an element, and of one of its gradient where ranks add it up (0: the
-    value carries no gradient). `share`: what part of its collectives' seconds a search counts.
-    `again`: what its changes of state move in the forward is moved a second time in the backward.
+    """The sizes that a value's collectives are counted with: `bytes` of an element, and bytes of an
+    element of its `gradient` where ranks sum it (0: the value carries none). `share`: the part of
+    its collectives' seconds that a search counts. `again`: the value is resharded a second time in
+    the backward, so what moves in the forward counts twice.
     """
 
     bytes: int
@@ -236,7 +251,7 @@ class Element(NamedTuple):
     again: bool = False
 
     def of(self, collective: str, backward: bool) -> int:
-        """Bytes of an element in a collective of a change of state or of its adjoint."""
+        """Return the bytes of an element in a collective of a reshard step or of its adjoint."""
         return self.gradient if backward and collective in SUMS else self.bytes
 
 
@@ -245,8 +260,8 @@ SUMS = ("all_reduce", "reduce_scatter", "reduce")
 
 @dataclass(frozen=True)
 class Step:
-    """One change of state, on one axis or jointly on several: from `before` to `after`, both legal
-    layouts.
+    """One step of a reshard: a change of state on one axis or jointly on several, from `before` to
+    `after`, both legal layouts.
     """
 
     kind: str  # "I->R", "S->S", … in the letters of the states
@@ -256,19 +271,20 @@ class Step:
 
     @property
     def group_size(self) -> int:
+        """The number of ranks in a group over the axes of the step."""
         return math.prod(self.before.mesh.sizes[axis] for axis in self.axes)
 
     def traffic(self, grad: bool) -> tuple[Traffic | None, Traffic | None]:
-        """What the step moves forward and backward (None: nothing); without a gradient nothing
-        moves backward.
+        """Return the collectives of the step in the forward and in the backward (None: nothing
+        moves); without a gradient nothing moves in the backward.
         """
         forward, backward = TRAFFIC[self.kind]
-        whole = max(self.before.local_size, self.after.local_size)
+        elements = max(self.before.local_size, self.after.local_size)
         if self.kind == "S->S":
-            whole *= self.group_size
+            elements *= self.group_size
         return (
-            Traffic(forward, whole) if forward else None,
-            Traffic(backward, whole) if backward and grad else None,
+            Traffic(forward, elements) if forward else None,
+            Traffic(backward, elements) if backward and grad else None,
         )
 
 
@@ -290,7 +306,7 @@ TRAFFIC: dict[str, tuple[Any, Any]] = {
     "R->P": (None, None),
 }
 
-# What goes first when several axes change: slice before you gather, reduce before you gather.
+# The order of changes when several axes change: slice before you gather, reduce before you gather.
 ORDER = (
     "I->S",
     "R->S",

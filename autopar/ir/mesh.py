@@ -1,5 +1,8 @@
-"""The mesh: named axes over the ranks, outer first, and the process groups that carry its
-collectives.
+"""The mesh: named axes over the ranks, outer first, and the names of the process groups over them.
+
+Example: Mesh.parse("data2.x4") has 8 ranks; rank 6 is at data 1, x 2, and its group over data is
+ranks 2 and 6. The graph names that group "autopar/data2.x4/data"; ops/process_groups.py makes it
+from `group_ranks`. A mesh knows nothing of the hardware: planner and cost put it on a World.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from typing import NamedTuple
 
 from autopar.errors import WorldError
 
-# A name ends in a letter, so that "data2.x2" reads back as names and sizes without a doubt.
+# A name ends in a letter, so that names and sizes can be told apart in "data2.x2".
 _NAME = r"[A-Za-z_](?:[A-Za-z0-9_]*[A-Za-z_])?"
 _AXIS = re.compile(f"({_NAME})([0-9]+)")
-_GATHERED = {"data": 1, "z": 2}  # axes that weights are gathered over, outer first
+_GATHERED = {"data": 1, "z": 2}  # axes over which weights are gathered before use, outer first
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class Mesh:
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """The mesh that `str(mesh)` gives, such as "data2.x2"; "" is the mesh of one rank. Raises
-        WorldError.
+        """Return the mesh whose `str` is given, such as "data2.x2"; "" is the mesh of one rank.
+        Raises WorldError for a text that is no mesh.
         """
         parts = text.split(".") if text else []
         matches = [_AXIS.fullmatch(part) for part in parts]
@@ -86,17 +89,19 @@ class Mesh:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
+        """The names of the axes, outer first."""
         return tuple(axis.name for axis in self.axes)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
+        """The size of every axis by its name."""
         return {axis.name: axis.size for axis in self.axes}
 
     @cached_property
     def storage_order(self) -> tuple[int, ...]:
-        """The places of the axes in the order in which they cut a dim that they share in a stored
-        tensor: those over which weights are gathered before use, data and z, cut last, so that what
-        is gathered is the contiguous part that a product on the other axes takes.
+        """The positions of the axes in the order in which they split a dim of a stored tensor that
+        they share. The axes over which weights are gathered before use, data and z, split last, so
+        that a gathered weight is the contiguous part that a matmul on the other axes takes.
 
         >>> Mesh.parse("data2.z2.x2.y2").storage_order
         (2, 3, 0, 1)
@@ -104,17 +109,19 @@ class Mesh:
         return tuple(sorted(range(len(self.axes)), key=lambda i: _GATHERED.get(self.names[i], 0)))
 
     def stride(self, name: str) -> int:
-        """Ranks between two neighbours on this axis."""
+        """Return how many ranks apart two neighbours on this axis are."""
         return math.prod(axis.size for axis in self.axes[self._position(name) + 1 :])
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis. Raises WorldError for a rank outside the mesh."""
+        """Return the index of `rank` on every axis. Raises WorldError outside of the mesh."""
         if not 0 <= rank < self.size:
             raise WorldError(f"rank {rank} is not on mesh {self} of {self.size} ranks")
         return {axis.name: rank // self.stride(axis.name) % axis.size for axis in self.axes}
 
     def group(self, axes: Sequence[str], rank: int) -> list[int]:
-        """The ranks that differ from `rank` on `axes` only, itself among them, in mesh order."""
+        """Return the ranks that differ from `rank` on `axes` only, with `rank` itself, in mesh
+        order.
+        """
         axes = self.ordered(axes)
         origin = rank - sum(self.coordinate(rank)[name] * self.stride(name) for name in axes)
         offsets = itertools.product(
@@ -123,8 +130,8 @@ class Mesh:
         return [origin + sum(offset) for offset in offsets]
 
     def ordered(self, axes: str | Sequence[str]) -> tuple[str, ...]:
-        """`axes` (one name or several) in mesh order, each once. Raises WorldError for an unknown
-        one.
+        """Return `axes` (one name or several) in mesh order, each once. Raises WorldError for an
+        unknown one.
         """
         wanted = {axes} if isinstance(axes, str) else set(axes)
         for name in wanted:
@@ -140,16 +147,18 @@ class Mesh:
 
 
 class Within(NamedTuple):
-    """Some of the ranks of a group: those that differ in (place // stride) % size alone."""
+    """A part of a group: ranks whose places in it differ only in the digit (place // stride) %
+    size.
+    """
 
     size: int
     stride: int
 
 
 def group_name(mesh: str, axes: Sequence[str], digit: Within | None = None, lane: int = 0) -> str:
-    """The name of the process group over `axes` (in mesh order), or of the part of it that a digit
-    of the place in it says: the same on every rank, so that graphs are too. Groups of two lanes
-    have the same ranks, and do not wait for one another.
+    """Return the name of the process group over `axes` (in mesh order), or of the parts of it that
+    `digit` says. The name is the same on every rank, so all ranks have the same graph. Groups of
+    two lanes have the same ranks, but do not wait for one another.
 
     >>> group_name("data4.x2", ["data"], Within(2, 1), lane=1)
     'autopar/data4.x2/data/2@1/lane1'
@@ -162,12 +171,12 @@ _GROUP = re.compile(r"autopar/([\w.]*)/([\w.]*)(?:/(\d+)@(\d+))?(?:/lane(\d+))?"
 
 
 def group_ranks(name: str, rank: int) -> list[int]:
-    """The ranks of the group that has this name and `rank` in it, in their order in the group.
+    """Return the ranks of the group of this name that `rank` is in, in their order in the group.
 
     >>> group_ranks("autopar/data4.x2/data/2@1", 5)
     [5, 7]
     """
-    mesh, axes, size, stride, _ = _matched(name)
+    mesh, axes, size, stride, _ = _parse_group_name(name)
     group = Mesh.parse(mesh).group(axes.split(".") if axes else (), rank)
     if size is None or stride is None:
         return group
@@ -178,14 +187,16 @@ def group_ranks(name: str, rank: int) -> list[int]:
 
 
 def axes_of_group(name: str) -> str:
-    """
+    """Return the axes of the group of this name, joined by dots.
+
     >>> axes_of_group("autopar/data4.x2/data/2@1"), axes_of_group("autopar/data4.x2/data.x")
     ('data', 'data.x')
     """
-    return _matched(name)[1]
+    return _parse_group_name(name)[1]
 
 
-def _matched(name: str) -> tuple[str, str, str | None, str | None, str | None]:
+def _parse_group_name(name: str) -> tuple[str, str, str | None, str | None, str | None]:
+    """Return the mesh, the axes, the digit's size and stride, and the lane in a group's name."""
     match = _GROUP.fullmatch(name)
     assert match is not None, f"{name} is no name that group_name gives"
     mesh, axes, size, stride, lane = match.groups()

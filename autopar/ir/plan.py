@@ -1,5 +1,10 @@
-"""The plan: which mesh, which layout for every node and stored tensor, what it costs, and what
-could not be split.
+"""The plan: a mesh, a layout for every node and stored tensor, what a step costs, and what could
+not be split.
+
+Example: autopar.plan(model, world, inputs, "fsdp") returns one; print(plan.table()) shows it, and
+plan.save(path) writes it for Plan.load. The planner makes plans, planner/edit.py checks edited
+ones, passes/rewrite.py turns a graph and its plan into the distributed graph. plan_file.py reads
+the file, plan_table.py holds the lines of the table.
 """
 
 from __future__ import annotations
@@ -21,9 +26,9 @@ from autopar.ir.plan_file import digest, write
 from autopar.ir.plan_table import Collective, Memory, Row, summed_rows
 from autopar.world import World, json_file
 
-REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # by the names in files
-# Of a step that overlaps, with their headings: short ones, as the collectives want the room.
-_PARTS = {
+REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # their names in files
+# The parts of a step that overlaps, with headings that are short to leave room for collectives.
+_STEP_PARTS = {
     "computation": "compute",
     "communication": "comm.",
     "hidden": "hidden",
@@ -33,17 +38,18 @@ _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit",
 )  # fmt: skip
-_NAMES = ("panels", "recompute", "regather", "groups", "unsplit")
-_AS_THEY_ARE = (
+_NAME_LISTS = ("panels", "recompute", "regather", "groups", "unsplit")
+_UNCONVERTED = (
     "world", "rows", "collectives", "memory", "meshes", "smaller", "overlapped", "planned",
 )  # fmt: skip
-_LAYOUTS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")  # in a file
+# Fields of a file.
+_LAYOUT_FIELDS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one node: per axis what it splits (for people), and the layouts of its
-    operands and results.
+    """The choice for one node: what each axis splits (for people), and the layouts of its operands
+    and results.
     """
 
     splits: tuple[str, ...]
@@ -56,15 +62,14 @@ class Plan:
     """A chosen layout for a model on a world. `seconds`, `comm_bytes` and `peak_bytes` are
     modelled, per rank and training step.
 
-    `fingerprint` names the traced graph that the plan is for: applying it to another one is
-    refused.
+    `fingerprint` names the traced graph that the plan is for; `apply` refuses another one.
     """
 
     mesh: Mesh
     layout: str
     choices: dict[str, Choice]
-    stored: dict[str, Layout]  # of parameters, by placeholder
-    # a second layout in which a value with several consumers is kept
+    stored: dict[str, Layout]  # layouts of parameters, by placeholder
+    # a second layout in which some consumers of a value take it
     copies: dict[tuple[str, int], Layout]
     outputs: dict[str, Layout]
     seconds: float
@@ -73,38 +78,39 @@ class Plan:
     rows: tuple[Row, ...] = ()
     collectives: tuple[Collective, ...] = ()
     unsplit: tuple[str, ...] = ()  # what was not split and why, one sentence each
-    # every mesh that was rated, with a proven lower bound of its seconds
+    # every mesh that was considered, with a proven lower bound of its seconds
     meshes: tuple[tuple[str, float], ...] = ()
     fingerprint: str = ""
-    world: World = field(default_factory=lambda: World.of(1))  # that it was planned for
-    # of the user's tensors, known after the rewrite
+    world: World = field(default_factory=lambda: World.of(1))  # the world it was planned for
+    # layouts of the user's tensors, known after the rewrite
     inputs: dict[str, Layout] = field(default_factory=dict)
-    # the row and the column axis, where products run in SUMMA's panels
+    # the row and the column axis, where matmuls run as SUMMA
     panels: tuple[str, ...] = ()
-    recompute: tuple[str, ...] = ()  # blocks whose activations are computed again in the backward
-    regather: tuple[str, ...] = ()  # blocks whose weights are only gathered again there, not kept
-    memory: Memory | None = None  # what the peak is made of, known after the rewrite
-    bound: float = 0.0  # seconds: no plan of this layout is modelled faster, on any mesh rated
+    recompute: tuple[str, ...] = ()  # blocks that are computed again in the backward
+    regather: tuple[str, ...] = ()  # blocks whose weights are gathered again in the backward
+    memory: Memory | None = None  # the parts of the peak, known after the rewrite
+    bound: float = 0.0  # seconds: no plan of this layout is faster on any of `meshes`
     optimizer: str | float = "adamw"  # whose states are in `memory`
-    limit: float | None = None  # bytes on each device, where the fastest plan does not fit them
+    limit: float | None = None  # bytes on each device, if the fastest plan needs more
     device_limit: float | None = None  # bytes that no step may exceed on any device
     # ranks and modelled seconds of a smaller world that would be as fast
     smaller: tuple[int, float] | None = None
-    reduce_dtype: torch.dtype | None = None  # what parameters' gradients are added up in
-    # process groups that the graph communicates over, known after the rewrite: "x", "data.x"
+    reduce_dtype: torch.dtype | None = None  # in which parameters' gradients are summed
+    # axes of the process groups in the graph, known after the rewrite: "x", "data.x"
     groups: tuple[str, ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so
     overlapped: float | None = None
-    # digests of what was split and of the layouts, as autopar planned them
+    # digests of the splits and of the layouts, as autopar planned them: edits change them
     planned: tuple[str, str] = field(default=("", ""), compare=False)
-    told: tuple[str, ...] = field(default=(), compare=False)  # where a file's figures were others
-    notes: tuple[str, ...] = field(default=(), compare=False)  # what this layout costs besides
-    seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # planning took
-    # what `apply` needs; only in the process that planned
+    # which figures of a file differ from those computed anew, in sentences
+    told: tuple[str, ...] = field(default=(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)  # other costs of this layout
+    seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # of planning
+    # the PlanContext that `apply` needs; only in the process that planned
     ready: Any = field(default=None, compare=False, repr=False)
 
     def table(self) -> Table:
-        """The plan for people: one line a subgraph. Print it with rich."""
+        """Return the plan as a table for people, one line a subgraph. Print it with rich."""
         title = (
             f"mesh {str(self.mesh) or 'of one rank'}, {self._hidden()}{self.seconds * 1e3:.1f} ms "
             f"{'a step modelled' if self.overlapped is None else 'summed'}{self._certificate()}"
@@ -115,7 +121,7 @@ class Plan:
             table.add_column(name, overflow="fold")
         names = ["MB/rank/step", "ms"]
         if self.overlapped is not None:
-            names = ["MB", *(f"{heading}\nms" for heading in _PARTS.values())]
+            names = ["MB", *(f"{heading}\nms" for heading in _STEP_PARTS.values())]
         for name in names:
             table.add_column(name, justify="right", min_width=max(map(len, name.split())))
         for row in self.rows:
@@ -140,38 +146,40 @@ class Plan:
         return table
 
     def _cells(self, row: Row) -> list[str]:
+        """Return the cells of one line of the table."""
         seconds: list[float] = [row.seconds]
         if self.overlapped is not None:
-            seconds = [getattr(row, name) or 0.0 for name in _PARTS]
-        numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{each * 1e3:.2f}" for each in seconds)]
+            seconds = [getattr(row, name) or 0.0 for name in _STEP_PARTS]
+        numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{part * 1e3:.2f}" for part in seconds)]
         return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
 
     @property
     def gap(self) -> float:
-        """By what part a plan of this layout could at most be faster, in modelled seconds: 0 where
-        the plan is proven to be the fastest. Of `seconds`, where nothing hides.
+        """The largest part of `seconds` that another plan of this layout could save: 0 where the
+        plan is proven to be the fastest. It counts collectives that are not hidden.
         """
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds and self.bound else 0.0
 
     def _hidden(self) -> str:
-        """The step with communication under computation, if it is to run so."""
+        """Return the seconds of the overlapped step in words, "" if the step does not overlap."""
         if self.overlapped is None:
             return ""
         return f"{self.overlapped * 1e3:.1f} ms a step modelled with communication hidden, "
 
     def _parts(self) -> list[str]:
-        """What the step with communication under computation is made of."""
+        """Return the line on the parts of the overlapped step, if the step overlaps."""
         if self.overlapped is None:
             return []
         total = summed_rows(self.rows)
         parts = [
-            f"{_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
+            f"{_STEP_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
             for name in ("computation", "exposed")
         ]
         step = f"{' + '.join(parts)} = {self.overlapped * 1e3:.2f} ms a step"
         return [f"MB: sent by a rank; {step}"]
 
     def _certificate(self) -> str:
+        """Return in words how close to the optimum the plan is proven to be."""
         if not self.bound or not self.mesh.axes:
             return ""
         several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
@@ -180,7 +188,7 @@ class Plan:
         return f", {proof}{self._knowing()}{several}"
 
     def _knowing(self) -> str:
-        """Whether what bounds the plan knows of the limit that it had to fit."""
+        """Return in words whether the bound holds within the memory limit or without any."""
         if self.limit is None or self.gap < 1e-6:
             return ""
         free = min((seconds for _, seconds in self.meshes), default=self.bound)
@@ -189,11 +197,14 @@ class Plan:
 
     @property
     def dropped(self) -> tuple[tuple[str, str], ...]:
-        """What is not kept for the backward, in words: which blocks, and what is done there."""
+        """The blocks with work that the backward repeats, and which: "computed" or "weights
+        gathered".
+        """
         pairs = (self.recompute, "computed"), (self.regather, "weights gathered")
-        return tuple((_spanned(names), what) for names, what in pairs if names)
+        return tuple((_blocks_text(names), what) for names, what in pairs if names)
 
     def _as_fast(self) -> list[str]:
+        """Return the line on a smaller world that would be as fast, if there is one."""
         if self.smaller is None:
             return []
         ranks, seconds = self.smaller
@@ -202,17 +213,19 @@ class Plan:
 
     @property
     def edited(self) -> frozenset[str]:
-        """Which parts were changed since autopar planned them: "splits" (what the nodes split),
+        """The parts that were edited since autopar planned them: "splits" (what the nodes split),
         "layouts" (the mesh, every layout, and what is recomputed).
         """
         names = ("splits", "layouts")
         now = _digests(self.to_json()) if any(self.planned) else self.planned
         pairs = zip(names, now, self.planned, strict=True)
-        return frozenset(name for name, one, other in pairs if one != other)
+        return frozenset(
+            name for name, digest_now, digest_planned in pairs if digest_now != digest_planned
+        )
 
     def formula(self, pattern: str = "*") -> Any:
-        """What subgraphs move, as a closed form in the model's sizes and the axes': a
-        `cost.formula.Formula`, to print and to evaluate at arrays of sizes.
+        """Return the bytes that subgraphs move as a closed form in the sizes of the model and of
+        the axes: a `cost.formula.Formula`, to print and to evaluate at arrays of sizes.
 
         `pattern` names subgraphs as `table` does: "blocks.*.mlp"; what lies below counts too.
         Raises PlanError where it names none, and for a plan from a file, which holds no graph.
@@ -227,17 +240,17 @@ class Plan:
         return self.ready.formula(pattern)
 
     def timeline(self, overlap: bool = True) -> Any:
-        """The modelled step, event by event: a `cost.timeline.Timeline` with `seconds`, what is
-        exposed and hidden, and `save(path)` for Perfetto. `overlap=False`: every collective is
-        waited for at once. Raises PlanError for a plan from a file.
+        """Return the modelled step event by event: a `cost.simulator.timeline.Timeline` with its
+        `seconds`, exposed and hidden ones, and `save(path)` for Perfetto. `overlap=False`: the step
+        waits for every collective at once. Raises PlanError for a plan from a file.
         """
         if self.ready is None:
             raise PlanError("a plan from a file holds no graph: plan again to see its timeline")
         return self.ready.timeline(overlap)
 
     def why(self, pattern: str) -> Any:
-        """Why this choice in these nodes: a `report.why.Why`, to print with rich, with up to five
-        runners-up and what each would cost more in the whole plan, by term.
+        """Return why these nodes have this choice: a `planner.why.Why`, to print with rich, with up
+        to five runners-up and what each would add to the cost of the plan, by term.
 
         `pattern` is a node's name or a module path, "blocks.0.mlp", "blocks.*.mlp" for all layers
         alike; what lies below counts too. Raises PlanError where it names nothing, and for a plan
@@ -257,6 +270,8 @@ class Plan:
         json_file.write(path, json.dumps(self.to_json(), indent=1))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as dicts, lists and numbers, for `from_json` and as `save` writes it."""
+
         def layouts(found: dict[str, Layout]) -> dict[str, Any]:
             return {name: write(layout) for name, layout in found.items()}
 
@@ -270,12 +285,12 @@ class Plan:
             "mesh": str(self.mesh),
             **{name: getattr(self, name) for name in _FACTS},
             "world": self.world.to_json(),
-            "choices": {name: choice(found) for name, found in self.choices.items()},
+            "choices": {name: choice(chosen) for name, chosen in self.choices.items()},
             **{name: layouts(getattr(self, name)) for name in ("stored", "outputs", "inputs")},
             "copies": [[name, index, write(x)] for (name, index), x in self.copies.items()],
             "rows": [asdict(row) for row in self.rows],
             "collectives": [asdict(c) for c in self.collectives],
-            **{name: list(getattr(self, name)) for name in _NAMES},
+            **{name: list(getattr(self, name)) for name in _NAME_LISTS},
             "memory": None if self.memory is None else asdict(self.memory),
             "meshes": [list(pair) for pair in self.meshes],
             "smaller": None if self.smaller is None else list(self.smaller),
@@ -286,31 +301,32 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan that `save` wrote. Raises PlanError for another version, for a file that is
-        no plan, and with every field that is wrong.
+        """Read a plan that `save` wrote. Raises PlanError for a file of another version and for one
+        that is no plan, with every field that is wrong.
         """
-        return _read(plan_file.load(path))
+        return _plan_of_file(plan_file.load(path))
 
     @staticmethod
     def from_json(data: Any, where: str = "the plan") -> Plan:
-        """The same from what `to_json` gave; messages say `where` it stands."""
-        return _read(plan_file.inside(data, where))
+        """Return the plan that `to_json` gave. Raises as `load` does, and calls it `where`."""
+        return _plan_of_file(plan_file.inside(data, where))
 
 
-def _spanned(names: tuple[str, ...]) -> str:
-    """blocks.0, blocks.1, blocks.2 -> 3 blocks, blocks.0 to blocks.2"""
+def _blocks_text(names: tuple[str, ...]) -> str:
+    """Return blocks in words: "3 blocks, blocks.0 to blocks.2"."""
     several = f"{len(names)} blocks, " if len(names) > 1 else ""
     return several + (f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0])
 
 
-def _read(reader: plan_file.Reader) -> Plan:
+def _plan_of_file(reader: plan_file.Reader) -> Plan:
+    """Return the plan in a file."""
     file = reader.file
-    plain = {name: getattr(file, name) for name in (*_FACTS, *_NAMES, *_AS_THEY_ARE)}
+    plain = {name: getattr(file, name) for name in (*_FACTS, *_NAME_LISTS, *_UNCONVERTED)}
     return Plan(
         mesh=reader.mesh,
         choices={
-            name: Choice(found.splits, reader.operands(name), reader.results(name))
-            for name, found in file.choices.items()
+            name: Choice(text.splits, reader.operands(name), reader.results(name))
+            for name, text in file.choices.items()
         },
         stored=reader.layouts("stored"),
         outputs=reader.layouts("outputs"),
@@ -322,8 +338,8 @@ def _read(reader: plan_file.Reader) -> Plan:
 
 
 def reduce_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    """What gradients of parameters are to be added up in: None for their own dtype, float32 by name
-    or as a dtype. Raises PlanError for others.
+    """Return the dtype in which gradients of parameters are summed, from the user's argument: None
+    (their own dtype), or float32 as a name or a dtype. Raises PlanError for others.
     """
     for dtype, name in REDUCE_DTYPES.items():
         if given in (dtype, name):
@@ -335,8 +351,8 @@ def reduce_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _digests(data: dict[str, Any]) -> tuple[str, str]:
-    """Of what the nodes split, and of every layout."""
+    """Return the digest of what the nodes split, and that of every layout."""
     splits = {name: choice["splits"] for name, choice in data["choices"].items()}
-    layouts = [data[key] for key in _LAYOUTS]
+    layouts = [data[key] for key in _LAYOUT_FIELDS]
     layouts += [[name, c["operands"], c["results"]] for name, c in data["choices"].items()]
     return digest(splits), digest(layouts)

@@ -1,8 +1,10 @@
-"""Layouts as JSON: {"shape": [8, 6], "states": ["S(0,4)", "I"]}, one state an axis of the mesh.
+"""The file of a plan: its fields with their types and bounds, and how they are checked and read.
 
-A plan's file: its fields with their types and bounds, and what it is held against as it is read.
+Example: a layout is {"shape": [8, 6], "states": ["S(0,4)", "I"]}, one state an axis of the mesh.
 
-A layout is {"shape": [8, 6], "states": ["S(0,4)", "I"]}, one state an axis of the mesh.
+`load` and `inside` validate JSON against `PlanFile`. The `Reader` that they return makes meshes and
+layouts of the fields, and raises PlanError with the path of a field that contradicts another one.
+ir/plan.py, the only caller, makes a Plan of these. People edit such files, so every fault is named.
 """
 
 from __future__ import annotations
@@ -25,37 +27,40 @@ from autopar.ir.plan_table import STATES, Amount, Collective, Memory, Row
 from autopar.world import World, json_file
 from autopar.world.json_file import shown
 
-_WHOLE = {"I": I, "R": R, "P": P}
+_UNSHARDED_STATES = {"I": I, "R": R, "P": P}
 
 
 def digest(facts: Any) -> str:
-    """Sixteen hexadecimal digits that name facts which JSON can hold."""
+    """Return a hash of sixteen hexadecimal digits of facts that JSON can hold."""
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def write(layout: Layout) -> dict[str, Any]:
+    """Return a layout as its file has it."""
     states = [f"S({s.dim},{s.stride})" if s.kind == "S" else s.kind for s in layout.states]
     return {"shape": list(layout.shape), "states": states}
 
 
 def read(mesh: Mesh, shape: tuple[int, ...], texts: tuple[str, ...]) -> Layout:
-    """Raises PlanError or LayoutError where a state is no state, or no layout of this shape."""
+    """Return the layout of these states, one an axis. Raises PlanError for a text that is no state,
+    LayoutError for states that are no layout of this shape.
+    """
     if len(texts) != len(mesh.axes):
         raise PlanError(f"{len(texts)} states, the mesh {mesh} has {len(mesh.axes)} axes")
-    return Layout(mesh, shape, tuple(_state(text, shape) for text in texts))
+    return Layout(mesh, shape, tuple(_parse_state(text, shape) for text in texts))
 
 
-def _state(text: str, shape: tuple[int, ...]) -> State:
-    found = re.fullmatch(r"S\(([0-9]{1,18}), ?([0-9]{1,18})\)", text)
-    if found:
-        dim, stride = int(found[1]), int(found[2])
+def _parse_state(text: str, shape: tuple[int, ...]) -> State:
+    match = re.fullmatch(r"S\(([0-9]{1,18}), ?([0-9]{1,18})\)", text)
+    if match:
+        dim, stride = int(match[1]), int(match[2])
         if dim >= len(shape) or not stride:
             raise PlanError(f"state {text!r}: the tensor has {len(shape)} dims, strides are from 1")
         return State("S", dim, stride)
-    if text not in _WHOLE:
+    if text not in _UNSHARDED_STATES:
         raise PlanError(f"state {shown(text)}: it is I, R, P or S(dim,stride), as S(0,4)")
-    return _WHOLE[text]
+    return _UNSHARDED_STATES[text]
 
 
 VERSION = 3
@@ -63,10 +68,11 @@ PLAN = json_file.Kind(
     "plan", "is no plan", PlanError, VERSION, "plan again", parts={"world": WorldError}
 )
 _MOST_AXES = 4  # of a mesh
-_MOST_DIMS = 64  # of a tensor, which is torch's own limit
+_MOST_DIMS = 64  # of a tensor: torch's own limit
 
 
-def _optimizer(given: str | float) -> str | float:
+def _checked_optimizer(given: str | float) -> str | float:
+    """Return the field if it is an optimizer or a number of bytes, for pydantic."""
     if given not in STATES if isinstance(given, str) else not 0 <= given <= 1e6:
         raise ValueError(f"it is one of {', '.join(STATES)}, or bytes for every trained number")
     return given
@@ -76,12 +82,12 @@ _STRICT = ConfigDict(extra="forbid")
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Fingerprint = Annotated[str, Field(pattern="^([0-9a-f]{16})?$")]
 _Count = Annotated[int, Field(ge=0, le=2**62)]
-_Optimizer = Annotated[str | float, AfterValidator(_optimizer)]
+_Optimizer = Annotated[str | float, AfterValidator(_checked_optimizer)]
 
 
 @dataclass(frozen=True)
 class LayoutText:
-    """A layout as its file has it."""
+    """A layout as the file has it: its states as texts, such as "S(0,4)"."""
 
     __pydantic_config__ = _STRICT
     shape: Annotated[tuple[_Count, ...], Field(max_length=_MOST_DIMS)]
@@ -90,7 +96,9 @@ class LayoutText:
 
 @dataclass(frozen=True)
 class ChoiceText:
-    """What a node splits and how its tensors lie; either may be left out, and follows then."""
+    """The choice for a node as the file has it: what it splits and the layouts of its tensors.
+    Either may be left out, and then follows from the other.
+    """
 
     __pydantic_config__ = _STRICT
     splits: Annotated[tuple[str, ...], Field(max_length=_MOST_AXES)] = ()
@@ -103,7 +111,7 @@ _Layouts = dict[str, LayoutText]
 
 @dataclass(frozen=True)
 class PlanFile:
-    """The fields as they stand in the file; `autopar.plan.Plan` says what they are."""
+    """The fields of the file; `autopar.ir.plan.Plan` says what they mean."""
 
     __pydantic_config__ = _STRICT
     version: Literal[3]
@@ -139,41 +147,43 @@ class PlanFile:
 
 
 @cache
-def _adapter() -> TypeAdapter[PlanFile]:
+def _plan_adapter() -> TypeAdapter[PlanFile]:
     return TypeAdapter(PlanFile)
 
 
 def load(path: str | os.PathLike[str]) -> Reader:
-    """Raises PlanError for what is no plan, with every field that is wrong; WorldError where all
-    that is wrong is in its world.
+    """Return the reader of a plan's file. Raises PlanError for a file that is no plan, with every
+    field that is wrong; WorldError where all faults are in its world.
     """
     text = json_file.read(path, PLAN)
-    return Reader(json_file.checked(_adapter(), text, str(path), PLAN), str(path))
+    return Reader(json_file.checked(_plan_adapter(), text, str(path), PLAN), str(path))
 
 
 def inside(data: Any, where: str) -> Reader:
-    """The same from the objects, lists and numbers of JSON."""
-    return Reader(json_file.checked_inside(_adapter(), data, where, PLAN), where)
+    """Return as `load` does the reader of what json.loads gave; messages call it `where`."""
+    return Reader(json_file.checked_inside(_plan_adapter(), data, where, PLAN), where)
 
 
 class Reader:
-    """What the fields of a file mean together. Raises PlanError with the path of a field, and the
-    file (`where`).
+    """The mesh and the layouts of a plan's file. Raises PlanError, with the file (`where`) and the
+    path of a field, where fields contradict one another.
     """
 
     def __init__(self, file: PlanFile, where: str) -> None:
         self.file, self.where = file, where
-        self.known: dict[LayoutText, Layout] = {}  # layers lie alike
+        self.known: dict[LayoutText, Layout] = {}  # equal layers have equal layouts
         self.mesh = self._mesh()
         self._panels()
         self._blocks()
-        for place, one in enumerate(file.collectives):
-            self._axes(one.axes, f"collectives.{place}.axes")
+        for index, collective in enumerate(file.collectives):
+            self._axes(collective.axes, f"collectives.{index}.axes")
 
     def refuse(self, path: str, says: str) -> NoReturn:
+        """Raise the PlanError about the field at `path`."""
         raise PlanError(f"{self.where} is no plan: {path}: {says}") from None
 
     def _mesh(self) -> Mesh:
+        """Return the mesh; it must have as many ranks as the world."""
         try:
             mesh = Mesh.parse(self.file.mesh)
         except WorldError as error:
@@ -189,24 +199,28 @@ class Reader:
         return mesh
 
     def _axes(self, names: tuple[str, ...], path: str) -> None:
-        strange = [name for name in names if name not in self.mesh.names]
-        if strange or len(set(names)) < len(names):
+        """Check that these are axes of the mesh, each once."""
+        unknown = [name for name in names if name not in self.mesh.names]
+        if unknown or len(set(names)) < len(names):
             has = ", ".join(self.mesh.names) or "none"
             self.refuse(path, f"{', '.join(map(shown, names))}: the mesh has the axes {has}")
 
     def _panels(self) -> None:
+        """Check that SUMMA has a row and a column axis of one size, or none."""
         names = self.file.panels
         self._axes(names, "panels")
         if names and (len(names) != 2 or len({self.mesh.sizes[name] for name in names}) > 1):
             self.refuse("panels", f"{', '.join(names)}: give a row and a column axis of one size")
 
     def _blocks(self) -> None:
+        """Check that no block is named twice."""
         for path in ("recompute", "regather"):
             names: tuple[str, ...] = getattr(self.file, path)
             if len(set(names)) < len(names):
                 self.refuse(path, f"{', '.join(map(shown, names))}: name each block once")
 
     def layout(self, found: LayoutText, *path: str | int) -> Layout:
+        """Return the layout at `path`."""
         if found not in self.known:
             try:
                 self.known[found] = read(self.mesh, found.shape, found.states)
@@ -215,27 +229,29 @@ class Reader:
         return self.known[found]
 
     def layouts(self, key: str) -> dict[str, Layout]:
-        found: Mapping[str, LayoutText] = getattr(self.file, key)
-        return {name: self.layout(one, key, name) for name, one in found.items()}
+        """Return the layouts in a field: "stored", "outputs" or "inputs"."""
+        texts: Mapping[str, LayoutText] = getattr(self.file, key)
+        return {name: self.layout(text, key, name) for name, text in texts.items()}
 
     def operands(self, name: str) -> tuple[Layout | None, ...]:
-        """Of the node's choice."""
+        """Return the operands' layouts in a node's choice."""
         return tuple(
-            None if one is None else self.layout(one, "choices", name, "operands", place)
-            for place, one in enumerate(self.file.choices[name].operands)
+            None if text is None else self.layout(text, "choices", name, "operands", index)
+            for index, text in enumerate(self.file.choices[name].operands)
         )
 
     def results(self, name: str) -> tuple[Layout, ...]:
-        """Of the node's choice."""
+        """Return the results' layouts in a node's choice."""
         return tuple(
-            self.layout(one, "choices", name, "results", place)
-            for place, one in enumerate(self.file.choices[name].results)
+            self.layout(text, "choices", name, "results", index)
+            for index, text in enumerate(self.file.choices[name].results)
         )
 
     def copies(self) -> dict[tuple[str, int], Layout]:
-        found: dict[tuple[str, int], Layout] = {}
-        for place, (name, index, one) in enumerate(self.file.copies):
-            if (name, index) in found:
+        """Return the second layouts of values, by (node, index of the result)."""
+        layouts: dict[tuple[str, int], Layout] = {}
+        for place, (name, index, text) in enumerate(self.file.copies):
+            if (name, index) in layouts:
                 self.refuse(f"copies.{place}", f"result {index} of {shown(name)} is there twice")
-            found[name, index] = self.layout(one, "copies", place, 2)
-        return found
+            layouts[name, index] = self.layout(text, "copies", place, 2)
+        return layouts

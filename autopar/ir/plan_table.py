@@ -1,4 +1,9 @@
-"""What a plan says of a step: its collectives, a line a subgraph, and what memory it takes."""
+"""The modelled step as a plan shows it: its collectives, a line a subgraph, and its memory.
+
+Example: Row("blocks.0-3.mlp", "x→n k", …) is a line of `Plan.table`, for four layers alike.
+cost/summary.py and cost/memory.py make these figures, plan_file.py reads them, the planner's memory
+search compares the `Memory` of plans.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-_STRICT = ConfigDict(extra="forbid")  # as plans' files are read
-# Bytes or seconds of a step.
+_STRICT = ConfigDict(extra="forbid")  # of plans' files: an unknown field is a mistake
+# Bytes or seconds in a step.
 Amount = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 CollectiveKind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce"
@@ -21,13 +26,13 @@ STATES = {
     "adagrad": 1,
     "sgd-momentum": 1,
     "sgd": 0,
-}  # numbers that an optimizer keeps for every trained one, each in the dtype of the parameter
+}  # states that an optimizer keeps for every trained number, each in the dtype of the parameter
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of the modelled step: where, on which axes, forward or backward, and the wire
-    bytes a rank sends.
+    """One collective of the modelled step: its subgraph (`chain`), the axes, forward or backward,
+    the bytes that a rank sends, and its seconds.
     """
 
     __pydantic_config__ = _STRICT
@@ -41,11 +46,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a subgraph, what its products split on each axis, what it moves and
-    how long it takes, added up.
+    """One line of the table: a subgraph, what its matmuls split on each axis, its collectives, and
+    the sums of its bytes and seconds.
 
     `computation`, `communication`, `exposed`: seconds of the simulated step, where the plan was
-    made to run with communication under computation. What is not exposed is hidden.
+    made to overlap communication with computation. Communication that is not exposed is hidden.
     """
 
     __pydantic_config__ = _STRICT
@@ -60,18 +65,19 @@ class Row:
 
     @property
     def hidden(self) -> float:
+        """Seconds of communication that run under computation."""
         return (self.communication or 0.0) - (self.exposed or 0.0)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at the peak of a training step, which the parts add up to.
+    """Bytes on one rank at the peak of a training step: the parts add up to `peak`.
 
-    `parameters`: with buffers and constants. `gradients`: those of parameters that are there at
-    that moment. `activations`: what the forward left for the backward and is still there, gathered
-    weights among it. `transient`: what is made on the way, buffers of collectives among it.
-    `in_flight`: what a step may hold besides so that communication runs under computation: weights
-    that are fetched early, gradients that wait for their sums.
+    `parameters`: with buffers and constants. `gradients`: those of parameters that are live at the
+    peak. `activations`: saved activations that the backward has yet to use, gathered weights among
+    them. `transient`: intermediate results, buffers of collectives among them. `in_flight`: what a
+    step may hold besides to overlap communication with computation: weights that are gathered
+    early, gradients that wait for their sums.
     """
 
     __pydantic_config__ = _STRICT
@@ -85,7 +91,7 @@ class Memory:
 
     @property
     def waiting(self) -> float:
-        """Bytes at the peak of a step that waits for every collective at once."""
+        """The peak in bytes of a step that waits for every collective at once."""
         return self.peak - self.in_flight
 
     def __str__(self) -> str:
@@ -98,6 +104,6 @@ class Memory:
 
 
 def summed_rows(rows: Sequence[Row]) -> Row:
-    """All rows added up, under the name "all"."""
+    """Return the sum of all rows, as a row named "all"."""
     names = ("bytes", "seconds", "computation", "communication", "exposed")
     return Row("all", "", "", *(sum(getattr(row, name) or 0.0 for row in rows) for name in names))

@@ -1,8 +1,12 @@
-"""The program that the passes hand on: a graph, what its inputs and outputs are, and what was
-decided about it.
+"""The program that passes hand on: a graph, its signature, and what has been decided about it so
+far.
 
-The autocast that a model was traced under: its casts are nodes of the graph, so a plan is for
-that autocast and no other, and the graph runs without one.
+Example: trace makes a Program with `module` and `signature`, annotate adds `annotations`, chains
+adds `chains`, the planner adds `plan`, and rewrite replaces the module and sets `layouts`. A pass
+is a function from Program to Program and returns a new one; passes/pass_manager.py runs them.
+
+The signature also holds the autocast that the model was traced under. Its casts are nodes of the
+graph: the plan is for that autocast and no other, and the graph runs without one.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from autopar.ir.layout import Element, Layout
 from autopar.ir.plan import Plan
 from autopar.ir.sharding_rule import OpShardingRule
 
-Autocast = tuple[tuple[str, torch.dtype], ...]  # device types with the dtype that is cast to
+Autocast = tuple[tuple[str, torch.dtype], ...]  # (device type, dtype to cast to)
 
 
 def under_autocast(device_types: Iterable[str]) -> Autocast:
-    """What autocast is on, for these types of devices.
+    """Return the autocast that is on for these device types.
 
-    >>> with torch.autocast("cpu", torch.bfloat16): around(["cpu"])
+    >>> with torch.autocast("cpu", torch.bfloat16): under_autocast(["cpu"])
     (('cpu', torch.bfloat16),)
     """
     kinds = sorted(set(device_types) - {"meta"})
@@ -36,12 +40,13 @@ def under_autocast(device_types: Iterable[str]) -> Autocast:
 
 
 def autocast_text(found: Autocast) -> str:
+    """Return an autocast as messages name it."""
     return " and ".join(f"torch.autocast({k!r}, {dtype})" for k, dtype in found) or "no autocast"
 
 
 @contextmanager
 def without_autocast(found: Autocast) -> Iterator[None]:
-    """Autocast is off for those device types."""
+    """Turn autocast off for those device types."""
     with ExitStack() as stack:
         for kind, _ in found:
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -54,12 +59,12 @@ class Input:
 
     `kind` says what feeds it: a parameter, a buffer, a tensor constant that export lifted out of
     the code, a tensor that the user passes, or, inserted by the rewrite, the coordinate of a rank
-    on a mesh axis or the seed of random numbers ("seed" that of all ranks, "@x.z" one
-    that knows a rank's place on these axes). `target` is the qualified name of the parameter or
-    buffer (the first of `names`, all the names under which the model holds that same tensor), the
-    path of the user's input ("args[0]", "kwargs['labels']"), or the axis name. `position` is the
-    index of a user's tensor in the flattened (args, kwargs). `trainable`: it requires a gradient,
-    be it a parameter's or the user's.
+    on a mesh axis or the seed of random numbers ("seed": the same on all ranks; "@x.z": one for
+    each place on these axes). `target` is the qualified name of the parameter or buffer (the first
+    of `names`, all the names under which the model holds that same tensor), the path of the user's
+    input ("args[0]", "kwargs['labels']"), or the axis name. `position` is the index of a user's
+    tensor in the flattened (args, kwargs). `trainable`: the tensor requires a gradient, whether it
+    is a parameter or the user's.
     """
 
     kind: Literal["parameter", "buffer", "constant", "user", "coordinate", "seed"]
@@ -72,7 +77,7 @@ class Input:
 
     @property
     def stored(self) -> bool:
-        """Whether it is there before a step begins."""
+        """Whether the tensor exists before a step begins."""
         return self.kind not in ("user", "seed")
 
 
@@ -83,13 +88,15 @@ class Output:
     """
 
     kind: Literal["mutation", "user"]
-    node: str | None  # None: `constant` is returned as it is
+    node: str | None  # None: the graph returns `constant`
     target: str = ""
     constant: Any = None
 
 
 @dataclass(frozen=True)
 class Signature:
+    """The inputs and outputs of a graph, and how a call of the model maps onto them."""
+
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     in_spec: pytree.TreeSpec  # of (args, kwargs)
@@ -98,7 +105,7 @@ class Signature:
         tuple[int, Any], ...
     ] = ()  # (position, value) of the inputs that are no tensors: part of the trace
     training: bool = True  # the model's mode, which is part of the trace too
-    forward: inspect.Signature | None = None  # of the model, as calls name their arguments
+    forward: inspect.Signature | None = None  # the model's own, with the names of its arguments
     autocast: Autocast = ()  # around the call that was traced: its casts are in the graph
 
 
@@ -107,11 +114,13 @@ Value = tuple[str, int]  # a tensor of the graph: (node, index of the result)
 
 @dataclass(frozen=True)
 class Atom:
-    """A stretch of a dim that no op of the graph cuts further: axes take their digits inside one
+    """A factor of a dim that no op of the graph splits further: axes take their digits inside one
     atom.
 
-    All dims that the graph ties together share the atom, whatever ops lie between. `opaque`: views
-    disagree about where to cut it, so no axis may split it.
+    All dims that ops tie together share the atom. `opaque`: views disagree about where to split
+    it, so no axis may.
+
+    Example: a view of (8, 12) as (8, 3, 4) makes the second dim two atoms, of sizes 3 and 4.
     """
 
     number: int
@@ -121,17 +130,18 @@ class Atom:
 
 @dataclass(frozen=True)
 class Annotations:
-    """What is known of every node before a layout is chosen.
+    """The facts about every node that the choice of a layout needs.
 
-    `dims` gives the atoms of every dim of every value, outer first; `factors` those of every factor
-    of every node. `searched` are the nodes whose values hang on parameters or carry a gradient:
-    their layouts are chosen. All others (masks, positions, token ids) are made in whatever layout
-    their consumers want. `gradient` are the values that carry a gradient, `weights` those of them
-    that hang on parameters alone; where ranks add up the gradient of one of these, they do so in
-    `reduce_dtype`, if that is wider than its own. `share`: what part of the seconds of their
-    collectives a search is to count, for these can hide under computation. `again`: weights that
-    are taken to be gathered again in the backward (in the search for a plan that keeps little).
-    `whole`: every rank stores all parameters whole and returns everything whole.
+    `specs` gives the sharding rule of every node, `dims` the atoms of every dim of every value,
+    outer first, `factors` those of every factor of every node. `searched` are the nodes whose
+    values depend on parameters or carry a gradient: the planner chooses their layouts. All others
+    (masks, positions, token ids) are computed in the layouts that their consumers need. `gradient`
+    are the values that carry a gradient, `weights` those of them that depend on parameters alone;
+    ranks sum the gradients of weights in `reduce_dtype`, if that is wider than their own. `share`:
+    the part of the seconds of weights' collectives that a search counts, as these can hide under
+    computation. `again`: weights that are assumed to be gathered again in the backward (in the
+    search for a plan that saves little). `whole`: every rank stores all parameters unsharded and
+    returns unsharded outputs.
     """
 
     specs: dict[str, OpShardingRule]
@@ -149,7 +159,7 @@ class Annotations:
     whole: bool = False
 
     def element(self, value: Value, own_bytes: int) -> Element:
-        """Of a value of `own_bytes` an element."""
+        """Return the `Element` of a value whose elements have `own_bytes` bytes each."""
         again = value in self.again
         if value not in self.gradient:
             return Element(own_bytes, 0, again=again)
@@ -161,8 +171,8 @@ class Annotations:
 
 @dataclass(frozen=True)
 class Chain:
-    """A subgraph that chooses its layout together: the matrix products under one module and what
-    hangs between them.
+    """A subgraph whose layout is chosen together: the matmuls (`products`) under one module and the
+    nodes between them.
     """
 
     name: str
@@ -172,29 +182,29 @@ class Chain:
 
 @dataclass(frozen=True)
 class Program:
-    """A traced model between two passes. Passes are `(Program) -> Program` and never change the one
-    they are given.
+    """A traced model between two passes. Passes are `(Program) -> Program` and never change their
+    argument.
     """
 
     module: fx.GraphModule
     signature: Signature
     tensors: dict[str, torch.Tensor] = field(
         default_factory=dict
-    )  # value of each parameter, buffer, constant by target
+    )  # of each parameter, buffer and constant, by target
     annotations: Annotations | None = None
     chains: tuple[Chain, ...] = ()
     plan: Plan | None = None
     layouts: dict[str, Layout] = field(
         default_factory=dict
-    )  # after the rewrite: of its placeholders and outputs
+    )  # after the rewrite: those of its placeholders and outputs
     dtypes: dict[str, torch.dtype] = field(
         default_factory=dict
-    )  # after the rewrite: of its placeholders
+    )  # after the rewrite: those of its placeholders
 
 
 def same_inputs(program: Program) -> None:
-    """The contract of every pass that makes a graph: it is sound, and its placeholders are those of
-    the signature.
+    """Assert what holds after every pass that makes a graph: it passes fx's lint, and its
+    placeholders are those of the signature.
     """
     program.module.graph.lint()
     names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]

@@ -1,11 +1,11 @@
-"""The notation in which ops say how they may be split: factors, as in einsum and einops.
+"""Op sharding rules: how an op may be split, in a notation of factors as in einsum and einops.
 
     rule(aten.linear.default, "... k, n k, n -> ... n", sum="k", added="2")
 
 Every operand and every result lists the factors (loop dims) of its dims, outer first inside
-parentheses. If a mesh axis is given factor f, operands with f are sharded on it, operands without
-it replicated; results with f are sharded, results without it partial. What else an op allows is
-said by name:
+parentheses. If a mesh axis splits factor f, operands with f are sharded on it, operands without it
+replicated; results with f are sharded, results without it partial. Keywords say what else an op
+allows:
 
     sum      factors that results lack because they are summed: results are partial where split
     whole    factors that no axis may split
@@ -13,10 +13,11 @@ said by name:
     added    operands that are added once: partial where the result is partial
     linear   groups of operands ("0", "0 1") through which partial values pass together
     index    operand -> factor that this operand indexes: without gradient, never partial
-    product  "m | n | k": the roles of the factors of a matrix product
+    product  "m | n | k": the roles of the factors of a matmul
 
-An op whose backward is not linear in the gradient it is given (a custom one that clips) is
-`nonlinear`: no rank may run it on a part of that gradient, so where it is not split it is I.
+An op whose backward is not linear in its incoming gradient (a custom one that clips) is
+`nonlinear`: no rank may run it on a partial gradient, so where it is not split it is I. ops/rules
+fills the `TABLE` of rules; annotate, strategy.py and cost read the rule of each node.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ class PatternError(AssertionError):
     """A rule's pattern does not fit the tensors it was applied to: a mistake in the table."""
 
 
-# The products of attention's backward against those of its forward: five (the scores again, and
-# the gradients of scores, values, queries and keys) against two. Source: FlashAttention-2, arXiv
+# The matmuls of attention's backward over those of its forward: five (the scores again, and the
+# gradients of scores, values, queries and keys) over two. Source: FlashAttention-2, arXiv
 # 2307.08691, section 3.
 ATTENTION_BACKWARD = 2.5
 
 
 class Attends(NamedTuple):
-    """What the time of an attention depends on besides its FLOPs, and no layout changes: keys are
-    never split. `head_size`: the mean of that of the queries and that of the values.
+    """The properties of an attention that its time depends on besides its FLOPs. No layout changes
+    them, as keys are never split. `head_size`: the mean of the queries' and the values'.
     """
 
     keys: int
@@ -54,8 +55,9 @@ class Attends(NamedTuple):
     causal: bool
 
     def flops(self, queries: float) -> float:
-        """Of one forward of so many queries, over all samples and heads. Kernels skip what a causal
-        mask hides, block by block, so half of the products is counted: as many queries as keys.
+        """Return the FLOPs of one forward with so many queries, over all samples and heads.
+        Kernels skip the blocks that a causal mask hides, so half of the matmuls is counted; that
+        holds for as many queries as keys.
 
         >>> Attends(8, 4.0, True).flops(8)
         512.0
@@ -69,7 +71,7 @@ class OpShardingRule:
     each allows.
     """
 
-    operands: tuple[Dims | None, ...]  # None: an operand that is absent
+    operands: tuple[Dims | None, ...]  # None: an absent operand
     results: tuple[Dims, ...]
     sizes: dict[str, int]
     sum: frozenset[str] = frozenset()
@@ -79,16 +81,17 @@ class OpShardingRule:
     linear: tuple[frozenset[int], ...] = ()
     index: frozenset[int] = frozenset()
     product: tuple[frozenset[str], frozenset[str], frozenset[str]] | None = None
-    flops: float = 0.0  # of one forward evaluation
-    attends: Attends | None = None  # of attention
+    flops: float = 0.0  # of one forward
+    attends: Attends | None = None  # for attention
     nonlinear: bool = False
-    found: str = "rule"  # "rule", "probe", or "none": where it came from
+    found: str = "rule"  # the source of the rule: "rule", "probe", or "none"
 
     def splittable(self, factor: str) -> bool:
+        """Whether an axis may split this factor."""
         if factor in self.whole or self.sizes[factor] == 1:
             return False
-        kept = all(any(factor in dim for dim in result) for result in self.results)
-        return kept or factor in self.sum or factor in self.shared
+        in_results = all(any(factor in dim for dim in result) for result in self.results)
+        return in_results or factor in self.sum or factor in self.shared
 
 
 RuleBuilder = Callable[[fx.Node], OpShardingRule]
@@ -96,22 +99,23 @@ TABLE: dict[Any, RuleBuilder] = {}
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of a node's (fake) value."""
+    """Return the shape of a node's (fake) value."""
     return tuple(int(size) for size in value.shape)
 
 
 def value_of(node: fx.Node) -> Any:
+    """Return the (fake) value of a node."""
     return node.meta["val"]
 
 
 def arguments_of(node: fx.Node) -> list[Any]:
-    """What the op's schema says of each of its arguments."""
+    """Return the arguments in the schema of a node's op."""
     assert isinstance(node.target, OpOverload), node.target
     return list(node.target._schema.arguments)
 
 
 def bound(node: fx.Node) -> dict[str, Any]:
-    """The node's arguments by the names of its op's schema, defaults filled in."""
+    """Return a node's arguments by their names in the op's schema, defaults filled in."""
     values: dict[str, Any] = {}
     for position, argument in enumerate(arguments_of(node)):
         if position < len(node.args):
@@ -124,26 +128,26 @@ def bound(node: fx.Node) -> dict[str, Any]:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node | None]:
-    """The tensors that a node takes, in the order of its schema; lists are laid out flat, absent
+    """Return the tensor arguments of a node in the order of its schema; lists are flattened, absent
     optional ones are None.
     """
     if not isinstance(node.target, OpOverload):
         return [argument for argument in node.args if isinstance(argument, fx.Node)]
-    found: list[fx.Node | None] = []
-    values = bound(node)
+    operands: list[fx.Node | None] = []
+    arguments = bound(node)
     for argument in arguments_of(node):
         if "Tensor" not in str(argument.type):
             continue
-        value = values[argument.name]
+        value = arguments[argument.name]
         if isinstance(value, list | tuple):
-            found.extend(item if isinstance(item, fx.Node) else None for item in value)
+            operands.extend(item if isinstance(item, fx.Node) else None for item in value)
         else:
-            found.append(value if isinstance(value, fx.Node) else None)
-    return found
+            operands.append(value if isinstance(value, fx.Node) else None)
+    return operands
 
 
 def results_of(node: fx.Node) -> list[Any]:
-    """The (fake) tensors that a node returns; None for results that are no tensors."""
+    """Return the (fake) results of a node as a list; results that are no tensors are None."""
     value = value_of(node)
     return list(value) if isinstance(value, list | tuple) else [value]
 
@@ -160,25 +164,25 @@ def rule(
     index: str = "",
     product: str | None = None,
 ) -> None:
-    """Add one line to the table; see the module's docstring for the notation."""
+    """Add one line to TABLE; the module's docstring explains the notation."""
     line = _Pattern(target, pattern)
 
     def build(node: fx.Node) -> OpShardingRule:
         operands, results, sizes = line.fitted(node)
         roles = None
         if product:
-            m, n, k = (_names(part, sizes) for part in product.split("|"))
+            m, n, k = (_factors_in(part, sizes) for part in product.split("|"))
             roles = (m, n, k)
         return OpShardingRule(
             operands,
             results,
             sizes,
-            _names(sum, sizes),
-            _names(whole, sizes),
-            _names(shared, sizes),
-            _numbers(added),
-            tuple(_numbers(group) for group in linear),
-            _numbers(index),
+            _factors_in(sum, sizes),
+            _factors_in(whole, sizes),
+            _factors_in(shared, sizes),
+            _operands_in(added),
+            tuple(_operands_in(group) for group in linear),
+            _operands_in(index),
             roles,
             2.0 * math.prod(sizes.values()) if roles else 0.0,
         )
@@ -190,26 +194,28 @@ Fitted = tuple[tuple[Dims | None, ...], tuple[Dims, ...], dict[str, int]]
 
 
 class _Pattern:
-    """The pattern of one line of the table."""
+    """The parsed pattern of one line of TABLE."""
 
     def __init__(self, target: Any, text: str) -> None:
         self.target, self.text = target, text
         left, right = text.split("->")
-        self.operands = [_parse(part) for part in left.split(",")]
-        self.results = [_parse(part) for part in right.split(",")]
+        self.operands = [_parse_dims(part) for part in left.split(",")]
+        self.results = [_parse_dims(part) for part in right.split(",")]
 
     def fitted(self, node: fx.Node) -> Fitted:
-        """The factors of a node's operands and results, and the factors' sizes."""
+        """Return the factors of a node's operands and results, and the factors' sizes. Raises
+        PatternError where the pattern does not fit.
+        """
         tensors = [None if n is None else shape_of(value_of(n)) for n in operands_of(node)]
         outputs = [shape_of(value) for value in results_of(node) if value is not None]
         sizes: dict[str, int] = {}
         try:
             operands = tuple(
-                None if shape is None else _match(dims, shape, sizes)
+                None if shape is None else _match_dims(dims, shape, sizes)
                 for dims, shape in zip(self.operands, tensors, strict=False)
             )
             results = tuple(
-                _match(dims, shape, sizes)
+                _match_dims(dims, shape, sizes)
                 for dims, shape in zip(self.results, outputs, strict=False)
             )
         except PatternError as error:
@@ -219,26 +225,28 @@ class _Pattern:
         return operands, results, sizes
 
 
-def _names(text: str, sizes: dict[str, int]) -> frozenset[str]:
-    """Factors by name; "...": all those of the dims that it stands for."""
-    rest = [name for name in sizes if name.startswith("_")]
-    words = ((rest if word == "..." else [word]) for word in text.split())
-    return frozenset(name for found in words for name in found)
+def _factors_in(text: str, sizes: dict[str, int]) -> frozenset[str]:
+    """Return the factors that a text lists; "..." stands for all those of the dims it matched."""
+    ellipsis_factors = [name for name in sizes if name.startswith("_")]
+    factor_groups = ((ellipsis_factors if word == "..." else [word]) for word in text.split())
+    return frozenset(name for factors in factor_groups for name in factors)
 
 
-def _numbers(text: str) -> frozenset[int]:
+def _operands_in(text: str) -> frozenset[int]:
+    """Return the operands that a text lists by number."""
     return frozenset(int(number) for number in text.split())
 
 
 _TOKEN = re.compile(r"\(([^)]*)\)|(\S+)")
 
 
-def _parse(text: str) -> list[tuple[str, ...]]:
+def _parse_dims(text: str) -> list[tuple[str, ...]]:
+    """Return the factors of every dim: "(a b) c" is [("a", "b"), ("c",)]."""
     return [tuple((group or single).split()) for group, single in _TOKEN.findall(text)]
 
 
-def _match(dims: list[tuple[str, ...]], shape: tuple[int, ...], sizes: dict[str, int]) -> Dims:
-    """The factors of every dim of a tensor of this shape; fills in and checks their sizes."""
+def _match_dims(dims: list[tuple[str, ...]], shape: tuple[int, ...], sizes: dict[str, int]) -> Dims:
+    """Return the factors of every dim of a tensor of this shape; set and check their sizes."""
     spread = [dim for dim in dims if dim == ("...",)]
     extra = len(shape) - (len(dims) - len(spread))
     if extra < 0 or (extra and not spread):
@@ -247,27 +255,27 @@ def _match(dims: list[tuple[str, ...]], shape: tuple[int, ...], sizes: dict[str,
     for dim in dims:
         full.extend([(f"_{i}",) for i in range(extra)] if dim == ("...",) else [dim])
     for factors, size in zip(full, shape, strict=True):
-        _solve(factors, size, sizes)
+        _solve_sizes(factors, size, sizes)
     return tuple(tuple(f for f in factors if f != "1") for factors in full)
 
 
-def _solve(factors: tuple[str, ...], size: int, sizes: dict[str, int]) -> None:
-    """Set the one unknown factor of a dim, and check that the product is its size."""
+def _solve_sizes(factors: tuple[str, ...], size: int, sizes: dict[str, int]) -> None:
+    """Set the one unknown factor of a dim, and check that its factors multiply to its size."""
     if factors == ("1",):
         if size != 1:
             raise PatternError(f"size {size} where 1 is wanted")
         return
-    known = math.prod(sizes[f] for f in factors if f in sizes)
-    unknown = [f for f in factors if f not in sizes]
-    if len(unknown) == 1 and known and size % known == 0:
-        sizes[unknown[0]] = size // known
-    elif unknown or known != size:
+    known_size = math.prod(sizes[f] for f in factors if f in sizes)
+    unknown_factors = [f for f in factors if f not in sizes]
+    if len(unknown_factors) == 1 and known_size and size % known_size == 0:
+        sizes[unknown_factors[0]] = size // known_size
+    elif unknown_factors or known_size != size:
         raise PatternError(f"factors {' '.join(factors)} of sizes {sizes} for a dim of {size}")
 
 
 @dataclass
-class _Walk:
-    """Two shapes walked together: the factors of each side's dims, where products agree."""
+class _ViewWalk:
+    """The factors of the dims of both shapes of a view, as far as they have been walked."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     left: list[tuple[str, ...]] = field(default_factory=list)
@@ -277,14 +285,15 @@ class _Walk:
 def view_factors(
     source: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
-    """The factors of a view between two shapes of equal size: (8, 4, 5) -> (2, 16, 5) is "(a b) c d
-    -> a (b c) d".
+    """Return the factors of a view between two shapes of equal size: (sizes, dims of the source,
+    dims of the target, factors that cannot be split).
 
-    Returns (sizes, dims of the source, dims of the target, factors that cannot be split). Where a
-    stretch of the two shapes shares no divisor chain ((6, 2) -> (4, 3) does from the outside up to
-    2), what remains of it is one unsplittable factor a side.
+    Example: (8, 4, 5) -> (2, 16, 5) is "(a b) c d -> a (b c) d".
+
+    Where a stretch of the two shapes shares no divisor chain ((6, 2) -> (4, 3) does from the
+    outside up to 2), what remains of it is one unsplittable factor a side.
     """
-    walk = _Walk()
+    walk = _ViewWalk()
     whole: set[str] = set()
     i = j = 0
     while i < len(source) or j < len(target):
@@ -296,7 +305,7 @@ def view_factors(
 def _stretch(
     source: tuple[int, ...], target: tuple[int, ...], i: int, j: int
 ) -> tuple[list[int], list[int], int, int]:
-    """The shortest next stretch of dims of both shapes with equal products."""
+    """Return the next shortest runs of dims of both shapes with equal products, and their ends."""
     a = list(source[i : i + 1])
     b = list(target[j : j + 1])
     i, j = i + len(a), j + len(b)
@@ -310,30 +319,33 @@ def _stretch(
     return a, b, i, j
 
 
-def _stretch_factors(walk: _Walk, whole: set[str], a: list[int], b: list[int]) -> None:
-    """Cut both sides at the suffix products of either that form one divisor chain."""
+def _stretch_factors(walk: _ViewWalk, whole: set[str], a: list[int], b: list[int]) -> None:
+    """Split both sides at the suffix products of either that form one divisor chain, and append the
+    factors of their dims to `walk`.
+    """
     total = math.prod(a)
-    cuts = _chain(_suffixes(a) | _suffixes(b), total)
-    names: list[tuple[str, int, int]] = []  # factor, unit, size; outer first
-    for unit, upper in zip(cuts[1:], cuts[:-1], strict=True):
+    bounds = _divisor_chain(_suffix_products(a) | _suffix_products(b), total)
+    pieces: list[tuple[str, int, int]] = []  # factor, unit, size; outer first
+    for unit, upper in zip(bounds[1:], bounds[:-1], strict=True):
         name = f"f{len(walk.sizes)}"
         walk.sizes[name] = upper // unit
-        names.append((name, unit, upper // unit))
+        pieces.append((name, unit, upper // unit))
     for dims, out in ((a, walk.left), (b, walk.right)):
         flat = total
         for size in dims:
             unit = flat // size
-            inside = tuple(n for n, u, s in names if u >= unit and u * s <= flat and s > 1)
-            if math.prod(walk.sizes[n] for n in inside) != size:
+            factors = tuple(n for n, u, s in pieces if u >= unit and u * s <= flat and s > 1)
+            if math.prod(walk.sizes[n] for n in factors) != size:
                 extra = f"f{len(walk.sizes)}"
                 walk.sizes[extra] = size
-                whole.update((extra, *(n for n, u, s in names if u < flat and u * s > unit)))
-                inside = (extra,)
-            out.append(inside)
+                whole.update((extra, *(n for n, u, s in pieces if u < flat and u * s > unit)))
+                factors = (extra,)
+            out.append(factors)
             flat = unit
 
 
-def _suffixes(dims: list[int]) -> set[int]:
+def _suffix_products(dims: list[int]) -> set[int]:
+    """Return the products of the last 0, 1, 2, … dims."""
     units, unit = {1}, 1
     for size in reversed(dims):
         unit *= size
@@ -341,9 +353,9 @@ def _suffixes(dims: list[int]) -> set[int]:
     return units
 
 
-def _chain(units: set[int], total: int) -> list[int]:
-    """The members of `units` that form a divisor chain, walked from the outside (`total`) in; 1
-    closes it.
+def _divisor_chain(units: set[int], total: int) -> list[int]:
+    """Return the members of `units` that form a divisor chain from the outside (`total`) in; 1 ends
+    it.
     """
     chain = [total]
     for unit in sorted(units, reverse=True):

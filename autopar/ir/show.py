@@ -1,5 +1,7 @@
-"""A rewritten graph as text: one line a node, changes of state with their axes, grouped by the
-module they come from.
+"""A rewritten graph as text, and amounts, bytes and seconds as people read them.
+
+Example: a line of `listing` is "mm_3 = mm(view_2, t_3)   # x:S(1)", with ">>" in front where it
+communicates; subgraphs have headlines. The command line prints listings, planner/why.py amounts.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ _HIDDEN = ("mesh", "coordinate")
 
 
 def listing(module: fx.GraphModule) -> str:
-    """The graph for people: `name = function(operands)   # layout`; a headline wherever the
-    subgraph changes.
+    """Return the graph as text: `name = function(operands)   # layout`, with a headline wherever
+    the subgraph changes.
 
-    Communication stands out by `>>`. What every line repeats (the mesh) is left out.
+    `>>` marks communication. The mesh, which every line would repeat, is left out.
     """
     return "\n".join(_lines(module)) + "\n"
 
 
 def _lines(module: fx.GraphModule) -> list[str]:
+    """Return the lines of a graph and its headlines."""
     lines: list[str] = []
     chain: str | None = None
     for node in module.graph.nodes:
@@ -40,17 +43,18 @@ def _lines(module: fx.GraphModule) -> list[str]:
 
 
 def _block(module: fx.GraphModule, node: fx.Node) -> list[str]:
-    """What is computed or gathered again in the backward: what it takes, and its own lines
-    indented.
+    """Return the lines of a call of a subgraph, which is computed or gathered again in the
+    backward: its arguments, and its own lines indented.
     """
     (block,) = called(module, node)
-    taken = ", ".join(str(a) for a in node.args[2:])
+    arguments = ", ".join(str(a) for a in node.args[2:])
     inner = "\n".join(line for line in _lines(block) if not line.startswith("input "))
     indented = [f"    {line}" if line else "" for line in inner.split("\n")]
-    return [f"\n   {node.name} = {_name(node.target)}({taken}):", *indented]
+    return [f"\n   {node.name} = {_name(node.target)}({arguments}):", *indented]
 
 
 def _line(node: fx.Node) -> str:
+    """Return the line of one node."""
     if node.op == "placeholder":
         return f"input {node.name}"
     if node.op == "output":
@@ -66,24 +70,26 @@ def _line(node: fx.Node) -> str:
 
 
 def _name(target: Any) -> str:
+    """Return the name of a node's function, without the namespace of ATen."""
     if isinstance(target, OpOverload):
         return target._schema.name.removeprefix("aten::")
     return getattr(target, "__name__", str(target))
 
 
 def _text(value: Any) -> str:
+    """Return an argument as text."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_text(v) for v in value) + "]"
     return str(value)
 
 
 def format_count(things: int) -> str:
-    """Parameters, samples: with B for billions."""
+    """Return a number of things, such as parameters, with B for billions: "8.03 B"."""
     return format_amount(things).replace("G", "B").strip()
 
 
 def format_amount(value: float) -> str:
-    """A number with the prefix of its thousands, as "8.03 G"."""
+    """Return a number with a metric prefix, and a space for the unit to follow: "8.03 G"."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {prefix}"
@@ -91,8 +97,10 @@ def format_amount(value: float) -> str:
 
 
 def format_bytes(size: float) -> str:
+    """Return bytes in GiB or MiB: "80.00 GiB"."""
     return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
 
 
 def format_seconds(seconds: float) -> str:
+    """Return seconds in s or ms: "12.50 ms"."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

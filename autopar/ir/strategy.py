@@ -1,8 +1,11 @@
-"""What a node can do on a mesh: every joint choice of a factor (or none) for each axis, with the
-layouts that follow.
+"""The strategies of a node on a mesh: every joint choice of a factor (or none) for each axis, with
+the layouts of operands and results that follow.
+
+Example: for a matmul "m k, k n -> m n" on one axis of size 2, splitting n leaves the left operand
+replicated and shards the right one and the result; splitting k makes the result partial.
 
 Axes are chosen together: two axes may share an atom only if both digits fit, and then in either
-order.
+order. The planner's searches choose among these strategies; planner/edit.py checks edits by them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from autopar.ir.sharding_rule import Dims, OpShardingRule
 
 
 class Slot(NamedTuple):
-    """Where an axis may be put: the `position`-th atom (outer first) of a factor, or of a dim of a
+    """An atom that an axis may split: the `position`-th (outer first) of a factor, or of a dim of a
     stored tensor.
     """
 
@@ -29,25 +32,25 @@ class Slot(NamedTuple):
 
 
 class PartialPassThrough(NamedTuple):
-    """The axis passes partial values through this group of operands."""
+    """The choice of an axis to pass partial values through this group of operands."""
 
     operands: frozenset[int]
 
 
 Choice = (
     State | Slot | PartialPassThrough
-)  # of one axis: I or R for all operands and results, a slot, or partial values
+)  # for one axis: I or R for all operands and results, a slot to split, or partial values
 
 
 def split_of(choice: Choice) -> str:
-    """The factor that is split, or the state: I, R, or P for partial values."""
+    """Return the factor that a choice splits, or its state: "I", "R", or "P" for partial values."""
     return choice.factor if isinstance(choice, Slot) else getattr(choice, "kind", "P")
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run a node: a choice per mesh axis and the layouts of its operands and results
-    (None: absent operand).
+    """One way to run a node: a choice for each mesh axis and the layouts of its operands and
+    results (None: an absent operand).
     """
 
     choices: tuple[Choice, ...]
@@ -57,10 +60,11 @@ class Strategy:
 
     @property
     def slots(self) -> tuple[Slot | None, ...]:
+        """The slot that each axis splits; None for an axis that splits nothing."""
         return tuple(choice if isinstance(choice, Slot) else None for choice in self.choices)
 
 
-_ALL_ORDERS = 2  # on more axes than this, axes that share an atom stand in the order of the mesh
+_ALL_ORDERS = 2  # on more axes than this, axes that share an atom keep the order of the mesh
 
 Atoms = dict[str, tuple[Atom, ...]]  # of every factor of a node
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -76,40 +80,44 @@ def strategies(
     redundant: bool,
     all_orders: bool = False,
 ) -> list[Strategy]:
-    """Every legal strategy of a node on a mesh, in a fixed order, from the joint choices of its
-    axes (see `axis_choices`).
+    """Return every legal strategy of a node on a mesh, in a fixed order.
 
-    Unless `redundant`, a matrix product is not computed whole on several ranks of an axis that
-    could split it.
+    `joint` lists the joint choices of the axes, one each (see `axis_choices`). Unless `redundant`,
+    no matmul is replicated over an axis that could split it. `all_orders`: axes that share an atom
+    come in every order; else only on meshes of up to two axes.
     """
-    found: list[Strategy] = []
-    few = len(mesh.axes) <= _ALL_ORDERS
+    legal: list[Strategy] = []
+    few_axes = len(mesh.axes) <= _ALL_ORDERS
     for choices in joint:
-        taken = _taken(choices, mesh)
-        if not _fits(taken, factors, mesh):
+        axes_by_slot = _axes_by_slot(choices, mesh)
+        if not _digits_fit(axes_by_slot, factors, mesh):
             continue
-        if spec.product and not redundant and _wasteful(spec, choices, taken, factors, mesh):
+        if (
+            spec.product
+            and not redundant
+            and _is_wasteful(spec, choices, axes_by_slot, factors, mesh)
+        ):
             continue
         parts = math.prod(
             a.size for a, c in zip(mesh.axes, choices, strict=True) if isinstance(c, Slot)
         )
-        for order in _orders(taken) if all_orders or few else (taken,):
+        for order in _axis_orders(axes_by_slot) if all_orders or few_axes else (axes_by_slot,):
             operands = tuple(
                 None
                 if dims is None or shape is None
-                else _operand(spec, i, dims, shape, choices, order, factors, mesh)
+                else _operand_layout(spec, i, dims, shape, choices, order, factors, mesh)
                 for i, (dims, shape) in enumerate(zip(spec.operands, operand_shapes, strict=True))
             )
             results = tuple(
-                _result(spec, dims, shape, choices, order, factors, mesh)
+                _result_layout(spec, dims, shape, choices, order, factors, mesh)
                 for dims, shape in zip(spec.results, result_shapes, strict=True)
             )
-            found.append(Strategy(choices, operands, results, parts))
-    return found
+            legal.append(Strategy(choices, operands, results, parts))
+    return legal
 
 
 def rule_look(spec: OpShardingRule, factors: Atoms) -> Hashable:
-    """All of a node's rule that its strategies and their cost depend on."""
+    """Return a key of all in a node's rule that its strategies and their cost depend on."""
     atoms = tuple((f, tuple((a.size, a.opaque) for a in chain)) for f, chain in factors.items())
     return (
         spec.operands,
@@ -131,24 +139,27 @@ def rule_look(spec: OpShardingRule, factors: Atoms) -> Hashable:
 def axis_choices(
     spec: OpShardingRule, factors: Atoms, mesh: Mesh, gradient: bool
 ) -> list[list[Choice]]:
-    """What each axis may do at a node. `gradient`: a value of the node carries one (else I and R
-    are the same, only R is listed).
+    """Return the choices of each axis at a node. `gradient`: a value of the node carries one (else
+    I and R are the same, and only R is listed).
     """
-    return [_choices(spec, factors, axis.size, gradient) for axis in mesh.axes]
+    return [_choices_of_axis(spec, factors, axis.size, gradient) for axis in mesh.axes]
 
 
 def free_choices(spec: OpShardingRule, factors: Atoms, gradient: bool) -> list[Choice]:
-    """What an axis may do at a node where its size divides everything."""
-    return _choices(spec, factors, 1, gradient)
+    """Return the choices at a node of an axis whose size divides every atom."""
+    return _choices_of_axis(spec, factors, 1, gradient)
 
 
-def _choices(spec: OpShardingRule, factors: Atoms, size: int, gradient: bool) -> list[Choice]:
-    made: list[Choice] = [R]
+def _choices_of_axis(
+    spec: OpShardingRule, factors: Atoms, size: int, gradient: bool
+) -> list[Choice]:
+    """Return the choices at a node of an axis of this size."""
+    choices: list[Choice] = [R]
     if gradient:
-        made = [I] if spec.nonlinear else [I, R]
+        choices = [I] if spec.nonlinear else [I, R]
     for factor in spec.sizes:
         if spec.splittable(factor):
-            made.extend(
+            choices.extend(
                 Slot(factor, position)
                 for position, atom in enumerate(factors[factor])
                 if not atom.opaque and atom.size % size == 0
@@ -156,44 +167,46 @@ def _choices(spec: OpShardingRule, factors: Atoms, size: int, gradient: bool) ->
     present = frozenset(i for i, dims in enumerate(spec.operands) if dims is not None)
     for group in spec.linear:
         if group & present:
-            made.append(PartialPassThrough(group & present))
-    return made
+            choices.append(PartialPassThrough(group & present))
+    return choices
 
 
 Taken = dict[Slot, tuple[str, ...]]  # the axes on each slot, outer digit first
 
 
-def _taken(choices: Sequence[Choice], mesh: Mesh) -> Taken:
-    taken: dict[Slot, tuple[str, ...]] = {}
+def _axes_by_slot(choices: Sequence[Choice], mesh: Mesh) -> Taken:
+    """Return the axes on each slot, in the order of the mesh."""
+    axes_by_slot: dict[Slot, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axes, choices, strict=True):
         if isinstance(choice, Slot):
-            taken[choice] = (*taken.get(choice, ()), axis.name)
-    return taken
+            axes_by_slot[choice] = (*axes_by_slot.get(choice, ()), axis.name)
+    return axes_by_slot
 
 
-def _fits(taken: Taken, factors: Atoms, mesh: Mesh) -> bool:
+def _digits_fit(taken: Taken, factors: Atoms, mesh: Mesh) -> bool:
+    """Whether the axes on each slot together divide its atom."""
     return all(
         factors[slot.factor][slot.position].size % math.prod(mesh.sizes[a] for a in axes) == 0
         for slot, axes in taken.items()
     )
 
 
-def _orders(taken: Taken) -> Iterator[Taken]:
-    """Every order of the axes that share an atom."""
+def _axis_orders(taken: Taken) -> Iterator[Taken]:
+    """Yield every order of the axes that share an atom."""
     slots = list(taken)
     for arrangement in itertools.product(*(itertools.permutations(taken[slot]) for slot in slots)):
         yield dict(zip(slots, arrangement, strict=True))
 
 
-def _wasteful(
+def _is_wasteful(
     spec: OpShardingRule, choices: Sequence[Choice], taken: Taken, factors: Atoms, mesh: Mesh
 ) -> bool:
-    """Whether an axis is idle on which some factor of the product could still be split."""
+    """Whether an idle axis could still split some factor of the matmul."""
     for axis, choice in zip(mesh.axes, choices, strict=True):
         if isinstance(choice, Slot):
             continue
-        for slot in _choices(spec, factors, axis.size, gradient=False):
-            if isinstance(slot, Slot) and _fits(
+        for slot in _choices_of_axis(spec, factors, axis.size, gradient=False):
+            if isinstance(slot, Slot) and _digits_fit(
                 {**taken, slot: (*taken.get(slot, ()), axis.name)}, factors, mesh
             ):
                 return True
@@ -201,7 +214,7 @@ def _wasteful(
 
 
 # -- layouts that follow from a choice -------------------------------------------------------------
-def _operand(
+def _operand_layout(
     spec: OpShardingRule,
     index: int,
     dims: Dims,
@@ -211,22 +224,23 @@ def _operand(
     factors: Atoms,
     mesh: Mesh,
 ) -> Layout:
+    """Return the layout of the operand with this index."""
     present = {factor for dim in dims for factor in dim}
     states: list[State] = []
     for axis, choice in zip(mesh.axes, choices, strict=True):
         if isinstance(choice, PartialPassThrough):
             states.append(P if index in choice.operands else R)
         elif isinstance(choice, Slot) and choice.factor in present:
-            states.append(_digit(axis.name, choice, dims, order, factors, mesh))
+            states.append(_digit_state(axis.name, choice, dims, order, factors, mesh))
         elif isinstance(choice, Slot):
-            once = index in spec.added and choice.factor in spec.sum
-            states.append(P if once else R)
+            is_added = index in spec.added and choice.factor in spec.sum
+            states.append(P if is_added else R)
         else:
             states.append(choice)
     return Layout(mesh, shape, tuple(states))
 
 
-def _result(
+def _result_layout(
     spec: OpShardingRule,
     dims: Dims,
     shape: tuple[int, ...],
@@ -235,13 +249,14 @@ def _result(
     factors: Atoms,
     mesh: Mesh,
 ) -> Layout:
+    """Return the layout of a result with these dims."""
     present = {factor for dim in dims for factor in dim}
     states: list[State] = []
     for axis, choice in zip(mesh.axes, choices, strict=True):
         if isinstance(choice, PartialPassThrough):
             states.append(P)
         elif isinstance(choice, Slot) and choice.factor in present:
-            states.append(_digit(axis.name, choice, dims, order, factors, mesh))
+            states.append(_digit_state(axis.name, choice, dims, order, factors, mesh))
         elif isinstance(choice, Slot):
             states.append(I if choice.factor in spec.shared else P)
         else:
@@ -249,9 +264,11 @@ def _result(
     return Layout(mesh, shape, tuple(states))
 
 
-def _digit(axis: str, slot: Slot, dims: Dims, order: Taken, factors: Atoms, mesh: Mesh) -> State:
-    """The digit of an axis on a slot, in the tensor that has these dims: the outermost digits of
-    the atom, in order.
+def _digit_state(
+    axis: str, slot: Slot, dims: Dims, order: Taken, factors: Atoms, mesh: Mesh
+) -> State:
+    """Return the state of an axis on a slot in the tensor with these dims: the axes on a slot hold
+    the outermost digits of its atom, in order.
     """
     for dim, names in enumerate(dims):
         unit = 1
@@ -275,30 +292,30 @@ def placements(
     whole: State = I,
     joint: Iterable[tuple[Choice, ...]] | None = None,
 ) -> list[Layout]:
-    """Every layout of a tensor in which each axis is `whole` (I or R) or holds a digit; `joint`:
-    only those of these joint choices, slots named by the number of their dim.
+    """Return every layout of a tensor in which each axis is `whole` (I or R) or holds a digit.
+    `joint`: only layouts of these joint choices, whose slots are named by the number of their dim.
     """
     slots: Atoms = {str(dim): atoms for dim, atoms in enumerate(dims)}
-    named: Dims = tuple((str(dim),) for dim in range(len(dims)))
+    dim_names: Dims = tuple((str(dim),) for dim in range(len(dims)))
     per_axis: list[list[Choice]] = []
     for axis in mesh.axes:
-        fitting: list[Choice] = [
+        dividing: list[Choice] = [
             Slot(name, position)
             for name, atoms in slots.items()
             for position, atom in enumerate(atoms)
             if not atom.opaque and atom.size % axis.size == 0
         ]
-        per_axis.append([whole, *fitting])
-    spec = OpShardingRule((named,), (), dict.fromkeys(slots, 0))
-    found: list[Layout] = []
+        per_axis.append([whole, *dividing])
+    spec = OpShardingRule((dim_names,), (), dict.fromkeys(slots, 0))
+    layouts: list[Layout] = []
     for choices in itertools.product(*per_axis) if joint is None else joint:
-        taken = _taken(choices, mesh)
-        if _fits(taken, slots, mesh):
-            found.extend(
-                _operand(spec, 0, named, shape, choices, order, slots, mesh)
-                for order in _orders(taken)
+        axes_by_slot = _axes_by_slot(choices, mesh)
+        if _digits_fit(axes_by_slot, slots, mesh):
+            layouts.extend(
+                _operand_layout(spec, 0, dim_names, shape, choices, order, slots, mesh)
+                for order in _axis_orders(axes_by_slot)
             )
-    return found
+    return layouts
 
 
 IDLE = ("I", "R", "P")  # of Choice.splits: the axis splits nothing

@@ -1,4 +1,10 @@
-"""The hardware: how many ranks, what a device can do, what the links between ranks carry."""
+"""The hardware that a plan is for: how many ranks, what a device computes, what links carry.
+
+A `World` (world.py) holds a `Device` and its `Level`s or `Link`s (hardware.py). It comes from a
+preset (presets.py), from what this process sees (detect.py), or from a file that calibration wrote
+or a person edited (json_file.py). Running ranks talk to one another by collectives (ranks.py) or
+through the store of torch.distributed (store.py).
+"""
 
 from autopar.world.hardware import (
     KINDS,

@@ -1,6 +1,9 @@
-"""The facts that a world is made of: a device, a level of links, one link of an irregular network.
+"""The facts that a `World` is made of: a device, a level of links, a link of an irregular network,
+and what calibration measured of matmuls, attention and collectives.
 
-Raises WorldError where a fact cannot be: a rate that is not positive, a name that is not known.
+Each class checks its own fields and raises WorldError where a fact cannot be: a rate that is not
+positive, a dtype that torch does not have. presets.py, detect.py and cost/calibration make them,
+world.py reads and writes them as JSON, and cost turns them into seconds.
 """
 
 from __future__ import annotations
@@ -24,15 +27,15 @@ T = TypeVar("T")
 # The collectives that cost factors may be given for (autopar.ir.layout.Traffic names the same).
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "rccl", "hccl", "fake", "undefined")
-STRICT = ConfigDict(extra="forbid")  # of files: a name that nothing reads is a mistake
+STRICT = ConfigDict(extra="forbid")  # of files: an unknown field is a mistake
 
 
 MOST_RANKS = 2**20
-# A figure that is further out is a slip of the pen, and sums over a step would overflow: the
-# rating adds up seconds in float32.
-LEAST, MOST = 1e-12, 1e24  # of positive figures, of all
-MOST_SHARE = 1e3  # of a rate that was measured next to a nominal one
-MOST_SECONDS = 1e3  # of a latency, a launch
+# A figure outside of these is a typing error, and the sum over a step would overflow: the planner's
+# bounds add up seconds in float32.
+LEAST, MOST = 1e-12, 1e24  # the least that a positive figure may be, the most that any may be
+MOST_SHARE = 1e3  # of a measured rate over the nominal one
+MOST_SECONDS = 1e3  # of a latency or of the time to launch something
 
 
 def positive(owner: object, *names: str) -> None:
@@ -48,9 +51,7 @@ def check_rates(owner: object, *names: str) -> None:
 
 
 def check_seconds(owner: object, *names: str) -> None:
-    """Raise WorldError unless these fields of `owner` are seconds from 0 on, no longer than any
-    machine takes to start something.
-    """
+    """Raise WorldError unless these fields of `owner` are seconds from 0 to MOST_SECONDS."""
     for name in names:
         check_number(f"{type(owner).__name__}.{name}", getattr(owner, name), most=MOST_SECONDS)
 
@@ -58,8 +59,8 @@ def check_seconds(owner: object, *names: str) -> None:
 def check_number(
     name: str, value: float, above: bool = False, least: float = LEAST, most: float = MOST
 ) -> None:
-    """Raise WorldError unless the number is finite and at least 0 (`above`: more than 0), and not
-    further out than figures of a machine can be.
+    """Raise WorldError unless the number is finite, at least 0 (`above`: more than 0, and at least
+    `least`) and at most `most`.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise WorldError(f"{name} is {shown(value)}: give a number")
@@ -78,16 +79,16 @@ def check_dtype(name: str, dtype: str) -> None:
         raise WorldError(f"{name}: torch has no dtype {shown(dtype)}")
 
 
-Copied = Literal["", "left", "right"]  # the operand of a product that is copied first
-Form = Literal["NN", "NT", "TN"]  # "T": that operand lies transposed
-FORM_GAIN = 0.05  # a copy has to gain more than this share of a product's time
+Copied = Literal["", "left", "right"]  # the operand of a matmul to copy first
+Form = Literal["NN", "NT", "TN"]  # of both operands; "T": it lies transposed
+FORM_GAIN = 0.05  # a copy has to gain more than this share of a matmul's time
 
 
 @dataclass(frozen=True)
 class Forms:
-    """Seconds of one rank's product (m, k) · (k, n) as its operands come in the `form`, and with
-    the left or the right one copied into the other order first. "N": row by row in memory, "T":
-    column by column.
+    """The measured seconds of one rank's matmul (m, k) · (k, n): with its operands as they come in
+    the `form`, and with the left or the right one copied into the other memory order first. "N"
+    is row-major, "T" column-major.
 
     >>> Forms("float32", 64, 64, 64, "NT", 2e-3, 3e-3, 1e-3).fastest
     'right'
@@ -111,7 +112,7 @@ class Forms:
 
     @property
     def fastest(self) -> Copied:
-        """What to copy; "" unless that gains enough."""
+        """The operand to copy first; "" unless that gains more than FORM_GAIN of the time."""
         operand: Copied = "left" if self.left_copied_s <= self.right_copied_s else "right"
         seconds = min(self.left_copied_s, self.right_copied_s)
         return operand if seconds < self.as_it_is_s * (1 - FORM_GAIN) else ""
@@ -119,9 +120,9 @@ class Forms:
 
 @dataclass(frozen=True)
 class Attention:
-    """The shares of a device's flop_per_s that scaled_dot_product_attention reaches with as many
-    queries as keys, forward and backward. The FLOPs are those of `rules.Attends`: half of the
-    products with a causal mask, 2.5 times the forward's in the backward.
+    """The shares of a device's flop_per_s that scaled_dot_product_attention reaches, forward and
+    backward, with as many queries as keys. FLOPs are counted as in `ir.sharding_rule.Attends`: half
+    of the matmuls' with a causal mask, 2.5 times the forward's in the backward.
     """
 
     __pydantic_config__ = STRICT
@@ -141,16 +142,16 @@ class Attention:
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device: FLOP/s by dtype ("bfloat16", "float32"; dense, of matrix products),
-    memory in bytes, memory bandwidth in bytes/s.
+    """One rank's device: FLOP/s by dtype ("bfloat16", "float32"; dense, of matmuls), memory in
+    bytes, memory bandwidth in bytes/s.
 
-    `efficiency`: by dtype, points (FLOPs of one rank's product, share of flop_per_s that it
+    `efficiency`: by dtype, points (FLOPs of one rank's matmul, share of flop_per_s that it
     reaches), with rising FLOPs; without any, flop_per_s itself is reached. `launch_s`: seconds to
-    start any op. `forms`: a model's products as calibration timed them, in several forms each.
-    `attention`: of a dtype, with a causal mask or without, every number of keys with every head
-    size; without any, attention is as efficient as products of as many FLOPs. `op_bytes_per_s`: of
-    what ops other than products and attention read and write, exponentials and fresh memory
-    included; 0 stands for memory_bytes_per_s.
+    start any op. `forms`: a model's matmuls as calibration timed them, each in several memory
+    orders. `attention`: for a dtype and a causal mask or none, every number of keys with every head
+    size; without any, attention is as efficient as matmuls of as many FLOPs. `op_bytes_per_s`:
+    bandwidth of all other ops, exponentials and fresh memory included; 0 stands for
+    memory_bytes_per_s.
 
     >>> Device("H100", {"bfloat16": 989e12, "float32": 67e12}, 80e9, 3.35e12).rate(torch.float32)
     67000000000000.0
@@ -195,34 +196,37 @@ class Device:
             raise WorldError(f"{name} has points at {sizes} FLOPs: write them in rising order")
 
     def _check_attention(self, name: tuple[str, bool], found: list[Attention]) -> None:
-        keys, sizes = sorted({one.keys for one in found}), sorted({one.head_size for one in found})
-        given = sorted((one.keys, one.head_size) for one in found)
-        if given != list(itertools.product(keys, sizes)):
+        keys, sizes = (
+            sorted({point.keys for point in found}),
+            sorted({point.head_size for point in found}),
+        )
+        pairs = sorted((point.keys, point.head_size) for point in found)
+        if pairs != list(itertools.product(keys, sizes)):
             dtype, causal = name
             raise WorldError(
                 f"Device.attention, {dtype}, {'causal' if causal else 'not causal'}, has (keys, "
-                f"head size) {given}: give each of {keys} keys with each head size of {sizes} once"
+                f"head size) {pairs}: give each of {keys} keys with each head size of {sizes} once"
             )
 
     @property
     def flops(self) -> float:
-        """FLOP/s where the dtype does not matter: of bfloat16, else float32, else the highest."""
-        found = self.flop_per_s.get("bfloat16") or self.flop_per_s.get("float32")
-        return found or max(self.flop_per_s.values())
+        """FLOP/s where the dtype does not matter: bfloat16's, else float32's, else the highest."""
+        preferred = self.flop_per_s.get("bfloat16") or self.flop_per_s.get("float32")
+        return preferred or max(self.flop_per_s.values())
 
     def rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s of matrix products in this dtype; the two half precisions stand in for one
-        another, float32 for what is not listed.
+        """Return the FLOP/s of matmuls in this dtype. The two half precisions stand in for one
+        another, float32 for dtypes that are not listed.
         """
-        found = _stand_in(self.flop_per_s, dtype)
-        return self.flops if found is None else found
+        flop_per_s = _stand_in(self.flop_per_s, dtype)
+        return self.flops if flop_per_s is None else flop_per_s
 
     def to_copy(self, dtype: torch.dtype, m: int, n: int, k: int, form: str) -> Copied:
-        """The operand of a rank's product (m, k) · (k, n) to copy into the other order first; ""
-        where none, and where the product was not measured.
+        """Return the operand of a rank's matmul (m, k) · (k, n) to copy into the other memory order
+        first; "" for none, and for a matmul that was not measured.
         """
-        found = self._forms.get((str(dtype).removeprefix("torch."), m, n, k, form))
-        return found.fastest if found else ""
+        timing = self._forms.get((str(dtype).removeprefix("torch."), m, n, k, form))
+        return timing.fastest if timing else ""
 
     @cached_property
     def _forms(self) -> dict[tuple[str, int, int, int, str], Forms]:
@@ -230,22 +234,25 @@ class Device:
 
     @cached_property
     def _attention(self) -> dict[tuple[str, bool], list[Attention]]:
-        found: dict[tuple[str, bool], list[Attention]] = {}
-        for one in self.attention:
-            found.setdefault((one.dtype, one.causal), []).append(one)
-        return found
+        by_kind: dict[tuple[str, bool], list[Attention]] = {}
+        for point in self.attention:
+            by_kind.setdefault((point.dtype, point.causal), []).append(point)
+        return by_kind
 
     def attention_shares(self, dtype: torch.dtype, causal: bool) -> list[Attention]:
-        """`attention` in this dtype, with the same stand-ins as `rate`; [] where not known."""
-        known = {name: found for (name, kind), found in self._attention.items() if kind == causal}
-        return _stand_in(known, dtype) or []
+        """Return `attention` in this dtype, with the stand-ins of `rate`; [] where not known."""
+        by_dtype = {
+            name: points for (name, kind), points in self._attention.items() if kind == causal
+        }
+        return _stand_in(by_dtype, dtype) or []
 
     def points(self, dtype: torch.dtype) -> tuple[tuple[float, float], ...]:
-        """`efficiency` in this dtype, with the same stand-ins as `rate`; () where not known."""
+        """Return `efficiency` in this dtype, with the stand-ins of `rate`; () where not known."""
         return _stand_in(self.efficiency, dtype) or ()
 
 
 def _stand_in(known: Mapping[str, T], dtype: torch.dtype) -> T | None:
+    """Return the entry of the dtype, else that of a dtype that stands in for it, else None."""
     halves = ("bfloat16", "float16")
     name = str(dtype).removeprefix("torch.")
     for other in (name, *(halves if name in halves else ()), "float32"):
@@ -256,13 +263,14 @@ def _stand_in(known: Mapping[str, T], dtype: torch.dtype) -> T | None:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of links: it joins `ranks` members, which are ranks at the innermost level and
-    whole groups of the level below further out; `latency_s` is of one hop.
+    """One level of links. It joins `ranks` members: single ranks at the innermost level, groups of
+    the level below further out. `latency_s` is the seconds of one hop.
 
-    `bytes_per_s`, each way: `per` "uplink", of the one link that all ranks of a member share (a
-    node's network cards together); `per` "rank", of each rank's own (its card), which the ranks of
-    a member pool. `direct`: no switch, a member's bytes/s are those of its wires to all the other
-    members together, one wire each (four A100 or GH200 in a node).
+    `bytes_per_s`, each way, is with `per` "uplink" the bandwidth of the one link that all ranks of
+    a member share (a node's network cards together), with `per` "rank" that of each rank's own link
+    (its card), which the ranks of a member pool. `direct`: there is no switch, and a member's
+    bytes/s are those of its wires to all the other members together, one wire each (four A100 or
+    GH200 in a node).
 
     Example: Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank"): 4 nodes of 8, a node's cards
     carry 400 GB/s.
@@ -287,14 +295,14 @@ class Level:
             raise WorldError(f"Level.per is {self.per!r}: bytes/s are per 'uplink' or per 'rank'")
 
     def uplink(self, ranks: int) -> float:
-        """bytes/s each way between a member of so many ranks and the others."""
+        """Return the bytes/s each way between a member of so many ranks and the other members."""
         return self.bytes_per_s * (ranks if self.per == "rank" else 1)
 
 
 @dataclass(frozen=True)
 class Link:
-    """One link of an irregular network, `bytes_per_s` each way. Ends are ranks, which are numbers,
-    or switches, which are names.
+    """One link of an irregular network, `bytes_per_s` each way. Its ends `a` and `b` are ranks
+    (numbers) or switches (names).
     """
 
     __pydantic_config__ = STRICT
@@ -312,12 +320,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Measured:
-    """What calibration found for one collective over the groups of one pattern (cost/network.py:
-    (size, stride) of each digit, outer first): start_s + s_per_byte · bytes of the whole value on a
-    group. `together`: with all groups of the pattern at once, as plans run them; else one alone.
-    `bends`: (bytes, how many more seconds a byte takes from there on), with rising bytes.
-    `takes_s`, `slows`: the seconds of computing that a rank loses to starting it, and for each
-    further second of it, where both run at once.
+    """The time of one collective over the groups of one pattern, as calibration measured it:
+    start_s + s_per_byte · bytes of the unsharded value on a group.
+
+    `pattern`: (size, stride) of each digit, outer first (see cost/network.py). `together`: all
+    groups of the pattern ran at once, as plans run them; else one alone. `bends`: (bytes, how many
+    more seconds a byte takes from there on), with rising bytes. Where computation runs beside the
+    collective, it loses `takes_s` seconds to its start and `slows` seconds to each further second.
 
     Example: Measured("all_reduce", ((2, 4),), 2, 1e-3, 2e-9): 8 ranks in pairs 4 apart sum 1 MB in
     3 ms.
@@ -360,24 +369,24 @@ class Measured:
 
     @property
     def reach(self) -> int:
-        """Ranks from the first to the last of a group."""
+        """The number of ranks from the first to the last of a group."""
         return 1 + sum((size - 1) * stride for size, stride in self.pattern)
 
 
 def check_kind(name: str, kind: str) -> None:
-    """Raise WorldError unless it is a collective."""
+    """Raise WorldError unless `kind` is a collective."""
     if kind not in KINDS:
         raise WorldError(f"{name} names {shown(kind)}; the collectives are {', '.join(KINDS)}")
 
 
 def check_backend(backend: str) -> None:
-    """Raise WorldError unless torch may have a backend of collectives of that name; also one for
-    each kind of device, as "cpu:gloo,cuda:nccl".
+    """Raise WorldError unless torch may have a backend of collectives of that name, or of those
+    names: "cpu:gloo,cuda:nccl" has one for each type of device.
     """
-    known = {*_BACKENDS, *getattr(dist.Backend, "backend_list", ())}
+    backends = {*_BACKENDS, *getattr(dist.Backend, "backend_list", ())}
     names = [part.rpartition(":")[2] for part in backend.split(",")]
-    strange = [name for name in names if name not in known]
-    if strange:
+    unknown = [name for name in names if name not in backends]
+    if unknown:
         raise WorldError(
-            f"World.backend: {shown(strange[0])} is none of {', '.join(sorted(known))}"
+            f"World.backend: {shown(unknown[0])} is none of {', '.join(sorted(backends))}"
         )

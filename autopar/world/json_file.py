@@ -1,6 +1,10 @@
-"""JSON documents that people edit: read with every fault named, written whole or not at all.
+"""Read and write the JSON documents that people edit: worlds, and plans with a world inside.
 
 Example: facts = checked(TypeAdapter(World), read("world.json", WORLD), "world.json", WORLD)
+
+Reading checks a document against its dataclass and names every wrong field in one error. Writing
+replaces the file in one step, or leaves it as it was. Called by world/world.py, ir/plan_file.py
+and ir/plan.py; `shown` quotes values in error messages elsewhere too.
 """
 
 from __future__ import annotations
@@ -27,10 +31,13 @@ _SHOWN_CHARACTERS = 60  # of a value in a message
 
 @dataclass(frozen=True)
 class Kind:
-    """What a document is. `name`: in messages; `none`: what they say of one that is none, "is no
-    plan". `error`: what they are raised as; `parts`: the same of what stands whole in one field, as
-    a plan's world does. `version`: of the format that this autopar reads and writes; `remedy`: what
-    to do about another one; `unversioned`: one that names none is read as this one.
+    """A kind of document, such as "plan" or "world".
+
+    `name`: its name in messages; `none`: what they say of a file that is no such document, "is no
+    plan". `error`: the class of errors to raise; `parts`: another class for faults that all lie in
+    one field, as WorldError for a plan's `world`. `version`: the format that this autopar reads
+    and writes; `remedy`: what to do about a file of another version; `unversioned`: a file that
+    names no version is read as this one.
     """
 
     name: str
@@ -44,7 +51,7 @@ class Kind:
 
 # -- reading ---------------------------------------------------------------------------------------
 def read(path: str | os.PathLike[str], kind: Kind) -> str:
-    """The text of a file. Raises the kind's error for what is no file of UTF-8, or too large."""
+    """Return the text of a file. Raises the kind's error where it is too large or not UTF-8."""
     try:
         with open(os.fspath(path), "rb") as file:
             data = file.read(LARGEST_BYTES + 1)
@@ -58,29 +65,30 @@ def read(path: str | os.PathLike[str], kind: Kind) -> str:
 
 
 def checked(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
-    """What the text says. Raises the kind's error, which names `where` it stands, and every field
-    that is wrong with what it holds; for a document of another version it says only that. No object
-    may name a field twice.
+    """Parse and validate a JSON text. Raises the kind's error, which names `where` the text stands
+    and every wrong field with its value; for a document of another version it says only that. An
+    object that names a field twice is an error too.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_object)
+        data = json.loads(text, object_pairs_hook=_unique_fields)
     except (ValueError, RecursionError) as error:
-        refuse(kind, f"{where} {kind.none}: Invalid JSON: {_plain(error)}")
-    _same_version(data, where, kind)
-    return _typed(adapter, text, where, kind)
+        refuse(kind, f"{where} {kind.none}: Invalid JSON: {_parse_fault(error)}")
+    _check_version(data, where, kind)
+    return _validated(adapter, text, where, kind)
 
 
 def checked_inside(adapter: TypeAdapter[T], data: Any, where: str, kind: Kind) -> T:
-    """The same of what json.loads gave, where it stands inside another document."""
-    _same_version(data, where, kind)
+    """Validate as `checked` does what json.loads gave, where it stands inside another document."""
+    _check_version(data, where, kind)
     try:
         text = json.dumps(data)  # NaN too: the field is named then
     except (TypeError, ValueError, RecursionError) as error:
-        refuse(kind, f"{where} {kind.none}: {_plain(error)}")
-    return _typed(adapter, text, where, kind)
+        refuse(kind, f"{where} {kind.none}: {_parse_fault(error)}")
+    return _validated(adapter, text, where, kind)
 
 
-def _typed(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
+def _validated(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
+    """Validate the text; faults that all lie in one of `kind.parts` raise that part's error."""
     try:
         return adapter.validate_json(text, strict=True)
     except ValidationError as error:
@@ -89,14 +97,15 @@ def _typed(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
         raise kind.parts.get(part, kind.error)(f"{where} {kind.none}: {sentences(error)}") from None
 
 
-def _same_version(data: Any, where: str, kind: Kind) -> None:
+def _check_version(data: Any, where: str, kind: Kind) -> None:
+    """Raise the kind's error unless the document is an object of the version that is read."""
     if not isinstance(data, dict):
         refuse(kind, f"{where} {kind.none}: it is a {_json_type(data)}, not an object")
-    found = data.get("version")
-    if type(found) is int and found == kind.version:
+    version = data.get("version")
+    if type(version) is int and version == kind.version:
         return
     if "version" in data:
-        says = f"is version {shown(found)}"
+        says = f"is version {shown(version)}"
     elif kind.unversioned:
         return
     else:
@@ -104,16 +113,17 @@ def _same_version(data: Any, where: str, kind: Kind) -> None:
     refuse(kind, f"{where} {says}, this autopar reads version {kind.version}: {kind.remedy}")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of an object as a dict. Raises ValueError where a name comes twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = sorted(name for name, _ in pairs)
-        twice = next(one for one, after in itertools.pairwise(names) if one == after)
+        twice = next(name for name, following in itertools.pairwise(names) if name == following)
         raise ValueError(f"one object names {shown(twice)} twice: keep one")
-    return found
+    return fields
 
 
-def _plain(error: Exception) -> str:
+def _parse_fault(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
@@ -122,12 +132,16 @@ def _json_type(data: Any) -> str:
 
 
 def refuse(kind: Kind, message: str) -> NoReturn:
+    """Raise the kind's error, without the exception that led to it."""
     raise kind.error(message) from None
 
 
 # -- messages --------------------------------------------------------------------------------------
 def sentences(error: ValidationError) -> str:
-    """levels.1.bytes_per_s: Input should be a valid number (it is 'fast'); …"""
+    """Return up to SHOWN_FAULTS faults in one line, each as a sentence with its path.
+
+    Example: "levels.1.bytes_per_s: Input should be a valid number (it is 'fast'); …"
+    """
     faults: Sequence[Any] = error.errors(include_url=False)
     listed = dict.fromkeys(map(_sentence, faults))
     more = len(listed) - SHOWN_FAULTS
@@ -136,23 +150,23 @@ def sentences(error: ValidationError) -> str:
 
 
 def _sentence(fault: Any) -> str:
-    where = ".".join(_named(part) for part in fault["loc"])
+    where = ".".join(_path_part(part) for part in fault["loc"])
     if fault["type"] == "missing":
         return f"{where}: it is missing, the file is cut short or of another kind"
     if fault["type"] == "unexpected_keyword_argument":
         return f"{where}: there is no field of this name"
     message = fault["msg"].removeprefix("Value error, ")
-    given = fault["input"]
-    plain = given is None or isinstance(given, str | int | float)
+    value = fault["input"]
+    plain = value is None or isinstance(value, str | int | float)
     return (
         (f"{where}: " if where else "")
         + message
-        + (f" (it is {shown(given)})" if plain and where else "")
+        + (f" (it is {shown(value)})" if plain and where else "")
     )
 
 
-def _named(part: str | int) -> str:
-    """A step of a path, in quotes where it would not be seen."""
+def _path_part(part: str | int) -> str:
+    """Return a step of a fault's path, in quotes where it is blank."""
     return shown(part).strip("'") if str(part).strip() else repr(part)
 
 
@@ -161,7 +175,7 @@ def _printable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as a message quotes it: cut short, and of characters that any terminal prints."""
+    """Return a value as messages quote it: cut short, in characters that any terminal prints."""
     try:
         plain = not isinstance(value, str) or value.isprintable()
         text = repr(value) if plain else ascii(value)
@@ -173,9 +187,10 @@ def shown(value: Any) -> str:
 
 # -- writing ---------------------------------------------------------------------------------------
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Put the text in the place of the file, in one step: a write that fails leaves what was there.
-    A link is followed, the permissions of a file that was there are kept. What is no regular file,
-    such as /dev/stdout, is written to as it is.
+    """Replace the file by the text in one step: a write that fails leaves the old file.
+
+    A link is followed, and the permissions of the old file are kept. What is no regular file, such
+    as /dev/stdout, is written to directly.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
@@ -187,15 +202,15 @@ def write(path: str | os.PathLike[str], text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, _mode(target))
+        os.chmod(name, _permissions(target))
         os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
 
 
-def _mode(target: Path) -> int:
-    """The permissions of the file that is there, else those that a new one gets."""
+def _permissions(target: Path) -> int:
+    """Return the permissions of the file if it exists, else those that a new file gets."""
     if target.exists():
         return target.stat().st_mode & 0o777
     mask = os.umask(0)

@@ -1,12 +1,12 @@
-"""Machines by name, from published figures. Bandwidths are each way; `per` "rank": one network
-card a GPU.
+"""GPUs and machines by name, from published figures: GPUS["H100"], PRESETS["dgx-h100"].
 
-Hop latencies are those that NCCL's own tuning assumes for its ring (src/graph/tuning.cc: NVLink 0.5
-to 3.4 µs, network 2.7 to 14 µs, by protocol), as is the time to start a collective (4 to 8 µs).
+GPUS holds single devices under the names that their drivers give, at the dense rates of the makers'
+data sheets (tensor cores). float32 is the plain rate: torch does not use TF32 for matmuls unless
+asked to. PRESETS holds whole machines for `World.preset`. detect.py looks up the GPU here.
 
-GPUs by the name that their driver gives: makers' data sheets, dense rates of the tensor cores.
-
-float32 is the plain rate: torch does not use TF32 for matrix products unless asked to.
+Bandwidths are each way; `per` "rank" means one network card a GPU. Hop latencies are those that
+NCCL's own tuning assumes for its ring (src/graph/tuning.cc: NVLink 0.5 to 3.4 µs, network 2.7 to
+14 µs, by protocol), as is the time to start a collective (4 to 8 µs).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from autopar.errors import WorldError
 from autopar.world.hardware import Device, Level
 
-# What products reach of the data sheet's rate, and seconds to start a kernel: nominal until one
-# calibrates. AxoNN's authors measured 280 of 312 TFLOP/s on A100, 813 of 989 on H100 and 125 of
-# 191.5 on a die of MI250X (arXiv 2502.08145).
+# The share of the data sheet's rate that matmuls reach, and the seconds to start a kernel: nominal
+# until one calibrates. AxoNN's authors measured 280 of 312 TFLOP/s on A100, 813 of 989 on H100 and
+# 125 of 191.5 on a die of MI250X (arXiv 2502.08145).
 _REACHED = {"MI250X": 0.65}
 _REACHED_BY_MOST = 0.8
 _LAUNCH_S = 3e-6
@@ -29,7 +29,7 @@ _LAUNCH_S = 3e-6
 def _gpu(
     name: str, half: float, single: float, double: float, memory: float, rate: float
 ) -> Device:
-    """TFLOP/s, GB, GB/s."""
+    """Return a GPU from its TFLOP/s by precision, its GB of memory, and its GB/s."""
     tflops = {"bfloat16": half, "float16": half, "float32": single, "float64": double}
     share = ((1.0, _REACHED.get(name, _REACHED_BY_MOST)),)
     return Device(
@@ -81,8 +81,8 @@ GPUS = {
 }
 
 # bytes/s each way of all of a GPU's links together (NVLink 2 to 5, Infinity Fabric), where these
-# reach every other GPU of the node. PCIe cards may have a bridge to one neighbour, which nothing
-# tells of: PCIe's rate is taken for them.
+# reach every other GPU of the node. PCIe cards may have a bridge to one neighbour, which cannot be
+# seen: they get PCIe's rate.
 PEER_BYTES_PER_S = {
     "V100": 150e9,
     "A100": 300e9,
@@ -101,25 +101,25 @@ PEER_BYTES_PER_S = {
 PCIE_BYTES_PER_S = 31.5e9  # PCIe 4.0 × 16: 16 GT/s × 16 lanes × 128/130 / 8 bits
 _PCIE_5 = ("H100 PCIe", "H100 NVL", "H200")  # twice that
 
-# By AMD's name of the instruction set, which ROCm tells where a driver's name says nothing.
+# By AMD's name of the instruction set, which ROCm gives where a driver's name does not help.
 _ARCHITECTURES = {"gfx90a": "MI250X", "gfx942": "MI300X"}
-LIKE = "A100"  # what a GPU that is not known is taken for
+LIKE = "A100"  # what an unknown GPU is planned as
 
 
 def known(driver_name: str, architecture: str = "") -> str | None:
-    """The entry of GPUS for a name such as "NVIDIA H100 80GB HBM3": the longest that fits, of whole
-    words but for a last letter (an A10G is an A10, an A1000 no A100); else by ROCm's architecture,
-    such as "gfx942:sramecc+:xnack-".
+    """Return the name in GPUS for a driver's name such as "NVIDIA H100 80GB HBM3": the longest that
+    matches whole words but for a last letter (an A10G is an A10, an A1000 is no A100); else the one
+    for ROCm's architecture, such as "gfx942:sramecc+:xnack-"; else None.
 
     >>> known("NVIDIA L40S"), known("NVIDIA RTX A1000"), known("AMD Radeon Graphics", "gfx942")
     ('L40S', None, 'MI300X')
     """
-    fits = [n for n in GPUS if re.search(rf"\b{re.escape(n)}[A-Z]?\b", driver_name)]
-    return max(fits, key=len, default=_ARCHITECTURES.get(architecture.split(":")[0]))
+    matches = [n for n in GPUS if re.search(rf"\b{re.escape(n)}[A-Z]?\b", driver_name)]
+    return max(matches, key=len, default=_ARCHITECTURES.get(architecture.split(":")[0]))
 
 
 def pcie_bytes_per_s(name: str | None) -> float:
-    """bytes/s each way of the PCIe slot of a GPU that `known` names."""
+    """Return the bytes/s each way of the PCIe slot of a GPU, by its name in GPUS."""
     return 2 * PCIE_BYTES_PER_S if name in _PCIE_5 else PCIE_BYTES_PER_S
 
 
@@ -134,8 +134,8 @@ CPU_LAUNCH_S = 5e-6  # one small op of torch, nominal
 
 @dataclass(frozen=True)
 class Preset:
-    """A machine: `node`, the levels inside a node, and `network`, which joins as many nodes as
-    there are; `ranks` where none are asked for; where the figures are from.
+    """A machine of any number of nodes: `node` is the levels inside a node, `network` joins the
+    nodes, `ranks` is the default number of ranks, `source` says where the figures are from.
     """
 
     device: Device
@@ -147,31 +147,33 @@ class Preset:
     launch_s: float = LAUNCH_S
 
     def levels(self, name: str, ranks: int) -> tuple[Level, ...]:
-        """The levels of so many ranks. Raises WorldError where they fill no whole nodes."""
-        full = math.prod(level.ranks for level in self.node)
-        if ranks < 1 or (ranks > full and ranks % full):
+        """Return the levels of so many ranks. Raises WorldError, which calls the machine
+        `name`, where they fill no whole nodes.
+        """
+        size = math.prod(level.ranks for level in self.node)
+        if ranks < 1 or (ranks > size and ranks % size):
             raise WorldError(
-                f"{name} has {full} ranks a node: {ranks} ranks fill no whole number of nodes; ask "
-                f"for {max(1, ranks // full) * full} or {(ranks // full + 1) * full}"
+                f"{name} has {size} ranks a node: {ranks} ranks fill no whole number of nodes; ask "
+                f"for {max(1, ranks // size) * size} or {(ranks // size + 1) * size}"
             )
-        found, left = [], ranks
+        levels, remaining = [], ranks
         for level in self.node:
-            taken = math.gcd(level.ranks, left) if left > level.ranks else left
-            found.append(_part(level, taken))
-            left //= taken
-        if left > 1:
-            found.append(replace(self.network, ranks=left))
-        return tuple(level for level in found if level.ranks > 1) or (found[0],)
+            members = math.gcd(level.ranks, remaining) if remaining > level.ranks else remaining
+            levels.append(_with_members(level, members))
+            remaining //= members
+        if remaining > 1:
+            levels.append(replace(self.network, ranks=remaining))
+        return tuple(level for level in levels if level.ranks > 1) or (levels[0],)
 
 
-def _part(level: Level, ranks: int) -> Level:
-    """A level of which only so many members are used: wires to the others lie idle."""
+def _with_members(level: Level, ranks: int) -> Level:
+    """Return a level with only so many of its members; direct wires to the others lie idle."""
     wires = (ranks - 1) / (level.ranks - 1) if level.direct and 1 < ranks < level.ranks else 1.0
     return replace(level, ranks=ranks, bytes_per_s=level.bytes_per_s * wires)
 
 
-def _cards(bytes_per_s: float) -> Level:
-    """A network card for each rank."""
+def _card_a_rank(bytes_per_s: float) -> Level:
+    """Return a level with a network card for each rank."""
     return Level(1, bytes_per_s, NETWORK_S, per="rank")
 
 
@@ -179,21 +181,21 @@ PRESETS = {
     "dgx-a100": Preset(
         GPUS["A100-SXM4-80GB"],
         (Level(8, 300e9, NVLINK_S),),
-        _cards(25e9),
+        _card_a_rank(25e9),
         8,
         "NVIDIA DGX A100 data sheet (2021): NVLink 600 GB/s both ways, 8 × 200 Gb/s InfiniBand",
     ),
     "dgx-h100": Preset(
         GPUS["H100"],
         (Level(8, 450e9, NVLINK_S),),
-        _cards(50e9),
+        _card_a_rank(50e9),
         8,
         "NVIDIA DGX H100 data sheet (2023): NVLink 900 GB/s both ways, 8 × 400 Gb/s InfiniBand",
     ),
     "dgx-b200": Preset(
         GPUS["B200"],
         (Level(8, 900e9, NVLINK_S),),
-        _cards(50e9),
+        _card_a_rank(50e9),
         8,
         "NVIDIA DGX B200 data sheet (2024): NVLink 1.8 TB/s both ways, 1440 GB and 64 TB/s of "
         "memory over 8 GPUs, 8 × 400 Gb/s",
@@ -201,7 +203,7 @@ PRESETS = {
     "gb200-nvl72": Preset(
         GPUS["GB200"],
         (Level(72, 900e9, NVLINK_S),),
-        _cards(50e9),
+        _card_a_rank(50e9),
         72,
         "NVIDIA GB200 NVL72 data sheet (2024): 72 GPUs on one NVLink switch, 1.8 TB/s both ways "
         "each; one 400 Gb/s card a GPU",
@@ -227,7 +229,7 @@ PRESETS = {
     "alps": Preset(
         GPUS["GH200"],
         (Level(4, 450e9, NVLINK_S, direct=True),),
-        _cards(25e9),
+        _card_a_rank(25e9),
         4,
         "four GH200 with 150 GB/s each way between any two (NVIDIA GH200 data sheet), a 200 Gb/s "
         "Slingshot card each (CSCS, Alps hardware)",
@@ -264,7 +266,7 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """Raises WorldError for an unknown name."""
+    """Return the preset of this name. Raises WorldError for an unknown name."""
     if name not in PRESETS:
         raise WorldError(f"no world is called {name!r}; there are {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -1,4 +1,12 @@
-"""The running ranks: failing together, with the reason, and agreeing."""
+"""Let the running ranks act as one through collectives: fail together, agree, share a value.
+
+Example: together("tracing", lambda: trace(model)) does the work on every rank. If it fails on rank
+3 alone, every rank raises a RankError that names rank 3 and its error.
+
+api.py, runtime, ops, cli and cost/calibration call this outside of the graph. Where no process
+group runs, or one of the backend "fake", nothing is sent and this rank's value stands for all.
+store.py does the same without collectives.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +23,28 @@ _SHOWN = 8  # ranks that a message lists
 
 
 def running() -> int:
-    """How many ranks the running process group has; 1 without one."""
+    """Return the number of ranks of the running process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def others() -> bool:
-    """Whether there are other ranks to hear from. A group of the backend "fake" has none: each rank
-    of it is taken to say what this one says.
+    """Whether there are other ranks to talk to. A group of the backend "fake" has none: each of its
+    ranks is assumed to have the value of this one.
     """
     return running() > 1 and "fake" not in backends().values()
 
 
 def rank() -> int:
+    """Return this process's rank; 0 where it runs alone."""
     return dist.get_rank() if running() > 1 else 0
 
 
 def together(what: str, work: Callable[[], T]) -> T:
-    """Do the same work on every rank; if it fails on one, it fails on all, within the time of one
-    small gather.
+    """Do the same work on every rank and return its result; if it fails on one, it fails on all,
+    within the time of one small gather.
 
     Where all ranks fail alike, each raises its own error. Else all raise a RankError that names the
-    first failing rank and its error.
+    first failing rank and its error; `what` says in it what the ranks were doing.
     """
     error: Exception | None = None
     result: list[T] = []
@@ -56,30 +65,34 @@ def together(what: str, work: Callable[[], T]) -> T:
 
 
 def agree(what: str, value: str) -> None:
-    """Raise a RankError on all ranks unless all hold the same value."""
-    found = all_of(value)
-    if len(set(found)) > 1:
-        odd = next(i for i, v in enumerate(found) if v != found[0])
+    """Raise a RankError on all ranks unless all hold the same value; `what` names it."""
+    values = all_of(value)
+    if len(set(values)) > 1:
+        other = next(i for i, v in enumerate(values) if v != values[0])
         raise RankError(
-            f"the ranks hold different {what}s: rank 0 {found[0]}, rank {odd} {found[odd]}; build "
-            "the same model from the same "
+            f"the ranks hold different {what}s: rank 0 {values[0]}, rank {other} {values[other]}; "
+            "build the same model from the same "
             f"configuration and call with inputs of the same shapes on every rank"
         )
 
 
 def agree_on(asked: Mapping[str, str]) -> None:
-    """Raise a RankError on all ranks unless all that ask for something ask for the same. It names
-    whatever differs, and the ranks by what they ask for.
+    """Raise a RankError on all ranks unless every option has one value on all ranks that set it.
+    The error lists each option that differs, its values, and the ranks that have them.
+
+    `asked`: this rank's options as text, {"layout": "fsdp"}.
     """
-    everyones = all_of(dict(asked))
+    options_by_rank = all_of(dict(asked))
     differing = []
-    for name in dict.fromkeys(key for one in everyones for key in one):
+    for name in dict.fromkeys(key for options in options_by_rank for key in options):
         by_value: dict[str, list[int]] = {}
-        for number, one in enumerate(everyones):
-            if name in one:
-                by_value.setdefault(one[name], []).append(number)
+        for number, options in enumerate(options_by_rank):
+            if name in options:
+                by_value.setdefault(options[name], []).append(number)
         if len(by_value) > 1:
-            values = ", ".join(f"{value} on {named(who)}" for value, who in by_value.items())
+            values = ", ".join(
+                f"{value} on {named(holders)}" for value, holders in by_value.items()
+            )
             differing.append(f"{name} is {values}")
     if differing:
         raise RankError(
@@ -89,31 +102,32 @@ def agree_on(asked: Mapping[str, str]) -> None:
 
 
 def meet() -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this."""
     if others():
         dist.barrier()
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value, on every rank."""
     if not others():
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    objects = [value]
+    dist.broadcast_object_list(objects, src=0)
+    return objects[0]
 
 
 def all_of(value: Any) -> list[Any]:
-    """The value of every rank, in their order, on every rank."""
+    """Return the values of all ranks in the order of the ranks, on every rank."""
     if not others():
         return [value] * running()
-    found: list[Any] = [None] * running()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * running()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def named(numbers: Sequence[int]) -> str:
-    """
+    """Return ranks as messages name them.
+
     >>> named([1]), named([0, 2, 3]), named(range(20))
     ('rank 1', 'ranks 0, 2, 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
     """
@@ -123,8 +137,8 @@ def named(numbers: Sequence[int]) -> str:
 
 
 def backends() -> dict[str, str]:
-    """The backend that the running process group has for each type of device, such as
-    {"cpu": "gloo", "cuda": "nccl"}, whichever way it was named; empty without a group.
+    """Return the backend of the running process group for each type of device, such as
+    {"cpu": "gloo", "cuda": "nccl"}; {} without a group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -133,21 +147,21 @@ def backends() -> dict[str, str]:
 
 
 def accelerated() -> str | None:
-    """The type of device that the running group has a backend of its own for, such as "cuda" of
-    NCCL; None where gloo sends for all, or nothing runs.
+    """Return the type of device that has a backend of its own in the running group, such as "cuda"
+    with NCCL; None where gloo serves all devices or no group runs.
     """
     own = (kind for kind, backend in backends().items() if kind != "cpu" and backend != "gloo")
     return None if backends().get("cpu") == "fake" else next(own, None)
 
 
 def sends_from(device: torch.device) -> bool:
-    """Whether the running ranks can send a tensor of this device; one rank sends none."""
-    found = backends()
-    return not found or device.type in found
+    """Whether the running group has a backend for tensors of this device; True without a group."""
+    by_device_type = backends()
+    return not by_device_type or device.type in by_device_type
 
 
 def device_of_collectives(device: torch.device) -> torch.device:
-    """Where a tensor of this device must be for the running ranks to send it: on NCCL the GPU."""
+    """Return the device on which a tensor of `device` must be to be sent: with NCCL, the GPU."""
     if sends_from(device):
         return device
     current = torch.accelerator.current_accelerator()

@@ -1,8 +1,12 @@
-"""What the ranks tell one another in the store of torch.distributed: that is no collective, so it
-needs no device, and no collective's timeout ends it.
+"""Exchange signs of life and plain values between ranks through the store of torch.distributed.
 
-What every rank says of itself in the store that torch.distributed keeps: that it lives, how many
-calls it has made, and where it is. A thread says it twice a second, so a step pays nothing for it.
+The store is no collective: it needs no device, and no collective's timeout ends it. A thread of
+each rank writes a `Sign` into it twice a second: that the rank lives, how many calls it has made,
+and where it is. A step pays nothing for that.
+
+Example: positions(pulse().signs()) is "rank 0 has made 4 calls (in the forward), rank 1 has made 3
+calls (after it)". From two readings of the signs `all_of` and `done_on_rank_0` tell a rank that is
+late from one that is gone. Called by runtime, ops/devices.py, ops/failures.py and `autopar doctor`.
 """
 
 from __future__ import annotations
@@ -26,13 +30,15 @@ from autopar.errors import RankError
 from autopar.world import ranks
 
 BEAT = 0.5  # seconds from one sign of life to the next
-SILENT = 4 * BEAT  # who says nothing for so long is gone, or stopped
+SILENT = 4 * BEAT  # a rank without a sign of life for so long is gone or stopped
 
 Store = Any  # torch.distributed.Store, whose stubs lack half of its methods
 
 
 class Sign(NamedTuple):
-    """What a rank said last. `where`: "in the forward", "after it", "ended", or what it raised."""
+    """The last sign of life of a rank. `beat` numbers its signs; `where` is "in the forward",
+    "after it", "ended", or what it raised.
+    """
 
     beat: int
     calls: int
@@ -40,10 +46,10 @@ class Sign(NamedTuple):
 
 
 class Pulse:
-    """The signs of life of this rank, and those of the others."""
+    """The thread that writes this rank's signs of life, and the reader of those of all ranks."""
 
     def __init__(self, world: Any) -> None:
-        self._world = weakref.ref(world)  # what holds a group or its store keeps a port busy
+        self._world = weakref.ref(world)  # a strong reference would keep the group's port busy
         self.rank, self.size = ranks.rank(), ranks.running()
         self.timeout = _compat.timeout_of(world) or timedelta(minutes=30)  # torch's own
         self.calls, self.where = 0, "before its first call"
@@ -53,45 +59,48 @@ class Pulse:
 
     @property
     def store(self) -> Store:
-        """That of the running group, which must not be waited in: signs of life go through it."""
+        """The store of the running group. Nothing may wait in it, or signs of life are held up."""
         return _compat.default_store()
 
     def is_of(self, world: Any) -> bool:
+        """Whether this was made for that process group."""
         return self._world() is world
 
     def step(self) -> None:
-        """One more call begins."""
+        """Count one more call of the model, which begins now."""
         self.calls += 1
         self.where = "in the forward"
 
     def say(self) -> None:
-        """A sign of life, now."""
+        """Write a sign of life now."""
         self._beat += 1
         sign = f"{self._beat} {self.calls} {self.where}"
         self.store.set(_key(self.rank), sign)
 
     def end(self, where: str = "ended") -> None:
-        """Say the last word, and stop."""
+        """Write a last sign with this `where`, and stop the thread."""
         self.where = where
         self._stopped.set()
         self._thread.join(SILENT)
 
     def signs(self) -> list[Sign | None]:
-        """What every rank said last; None of one that never said anything."""
+        """Return the last sign of every rank; None for a rank that never wrote one."""
         return [self._sign(number) for number in range(self.size)]
 
     def silent(self) -> list[int]:
-        """The ranks of which nothing is heard: gone, or stopped. Takes SILENT seconds."""
+        """Return the ranks that are gone or stopped: no sign of life in SILENT seconds, which this
+        takes.
+        """
         before = self.signs()
         time.sleep(SILENT)
         return self.silent_since(before)
 
     def silent_since(self, before: Sequence[Sign | None]) -> list[int]:
-        """The ranks of which nothing was heard since these signs were read."""
+        """Return the other ranks that wrote no sign since these were read, and did not say why."""
         after = self.signs()
-        both = zip(before, after, strict=True)
-        quiet = [number for number, (old, new) in enumerate(both) if old == new]
-        return [n for n in quiet if n != self.rank and not _said_why(after[n])]
+        pairs = zip(before, after, strict=True)
+        unchanged = [number for number, (old, new) in enumerate(pairs) if old == new]
+        return [n for n in unchanged if n != self.rank and not _explained_itself(after[n])]
 
     def _sign(self, number: int) -> Sign | None:
         if not self.store.check([_key(number)]):
@@ -110,8 +119,8 @@ class Pulse:
             return
 
 
-def _said_why(sign: Sign | None) -> bool:
-    """Whether a rank that beats no more said so itself."""
+def _explained_itself(sign: Sign | None) -> bool:
+    """Whether the last sign says that the rank ended or failed with the others."""
     return sign is not None and sign.where in (ENDED, FAILED)
 
 
@@ -120,7 +129,7 @@ _current: Pulse | None = None
 
 
 def pulse() -> Pulse | None:
-    """This rank's, which beats from the first call on; None where no others run."""
+    """Return this rank's Pulse, which the first call starts; None where no other ranks run."""
     global _current
     world = _running_group()
     if _current is not None and world is not None and _current.is_of(world):
@@ -140,10 +149,10 @@ def _running_group() -> Any:
 
 @cache
 def _end_at_exit() -> None:
-    atexit.register(_end)  # a thread that talks while Python is torn down would abort it
+    atexit.register(_end_pulse)  # a thread that talks while Python is torn down would abort it
 
 
-def _end() -> None:
+def _end_pulse() -> None:
     if _current is not None:
         _current.end()
 
@@ -153,7 +162,7 @@ def _key(rank: int) -> str:
 
 
 def missing(gone: Sequence[int]) -> str:
-    """Of ranks that are silent."""
+    """Return the message about ranks that are silent."""
     return (
         f"nothing is heard of {ranks.named(gone)} any more (killed, crashed or stopped: see what "
         "was written there last)"
@@ -161,49 +170,49 @@ def missing(gone: Sequence[int]) -> str:
 
 
 def positions(signs: Sequence[Sign | None]) -> str:
-    """Which rank is where, those that are alike together.
+    """Return in words how many calls each rank has made and where it is, equal ranks together.
 
     >>> positions([Sign(9, 4, "in the forward"), Sign(8, 3, "after it"), None])
     'rank 0 has made 4 calls (in the forward), rank 1 has made 3 calls (after it)'
     """
-    alike: dict[tuple[int, str], list[int]] = {}
+    by_position: dict[tuple[int, str], list[int]] = {}
     for number, sign in enumerate(signs):
         if sign is not None:
-            alike.setdefault((sign.calls, sign.where), []).append(number)
+            by_position.setdefault((sign.calls, sign.where), []).append(number)
     return ", ".join(
-        f"{ranks.named(who)} {'has' if len(who) == 1 else 'have'} made {calls} "
+        f"{ranks.named(members)} {'has' if len(members) == 1 else 'have'} made {calls} "
         f"call{'s' if calls != 1 else ''} ({where})"
-        for (calls, where), who in alike.items()
+        for (calls, where), members in by_position.items()
     )
 
 
 T = TypeVar("T")
-_ROUNDS = itertools.count()  # the same on all ranks, as each makes the same calls
-PATIENCE = 15.0  # seconds: a rank that is late and says nothing for so long is gone
+_ROUND_NUMBERS = itertools.count()  # the same on all ranks, as each makes the same calls
+PATIENCE = 15.0  # seconds: a rank that is late and gives no sign for so long is gone
 
 
 def all_of(value: Any, seconds: float | None = None) -> list[Any]:
-    """What every rank tells, in their order, on every rank; `value` is plain (JSON). Raises a
-    RankError where one is gone or does not come within so many `seconds`: None for the time that a
-    collective has.
+    """Return the values of all ranks in the order of the ranks, on every rank; `value` is plain
+    (JSON). Raises a RankError where a rank is gone or does not come within so many `seconds`
+    (None: the timeout of a collective).
     """
     beating = pulse()
     if beating is None:
         return [value] * ranks.running()
-    store, key = beating.store, f"autopar/told/{next(_ROUNDS)}"
+    store, key = beating.store, f"autopar/told/{next(_ROUND_NUMBERS)}"
     store.set(f"{key}/{beating.rank}", json.dumps(value))
     if store.add(f"{key}/come", 1) == beating.size:
-        each = store.multi_get([f"{key}/{number}" for number in range(beating.size)])
-        store.set(f"{key}/all", json.dumps([json.loads(one) for one in each]))
-    patience = beating.timeout.total_seconds() if seconds is None else seconds
-    _wait(beating, f"{key}/all", range(beating.size), patience)
-    found: list[Any] = json.loads(store.get(f"{key}/all"))
-    return found
+        texts = store.multi_get([f"{key}/{number}" for number in range(beating.size)])
+        store.set(f"{key}/all", json.dumps([json.loads(text) for text in texts]))
+    timeout_s = beating.timeout.total_seconds() if seconds is None else seconds
+    _wait_for_key(beating, f"{key}/all", range(beating.size), timeout_s)
+    values: list[Any] = json.loads(store.get(f"{key}/all"))
+    return values
 
 
 def done_on_rank_0(work: Callable[[], T]) -> T | None:
-    """Rank 0's result, on rank 0 alone; the others come back when it has finished or failed,
-    however long that takes. Raises a RankError there if rank 0 is gone.
+    """Do the work on rank 0 and return its result there. The other ranks return None when it has
+    finished or failed, however long that takes; they raise a RankError if rank 0 is gone.
 
     >>> done_on_rank_0(lambda: "a plan")
     'a plan'
@@ -211,9 +220,9 @@ def done_on_rank_0(work: Callable[[], T]) -> T | None:
     beating = pulse()
     if beating is None:
         return work()
-    key = f"autopar/done/{next(_ROUNDS)}"
+    key = f"autopar/done/{next(_ROUND_NUMBERS)}"
     if beating.rank > 0:
-        _wait(beating, key, (0,), math.inf)
+        _wait_for_key(beating, key, (0,), math.inf)
         return None
     try:
         return work()
@@ -222,8 +231,8 @@ def done_on_rank_0(work: Callable[[], T]) -> T | None:
 
 
 def came(beating: Pulse, key: str, seconds: float) -> bool:
-    """Whether somebody writes `key` in time. Asks again and again: a wait in the store would hold
-    up the signs of life.
+    """Whether a rank writes `key` within so many `seconds`. Polls, as a wait in the store would
+    hold up the signs of life.
     """
     until, pause = time.monotonic() + seconds, 1e-4
     while not beating.store.check([key]):
@@ -234,16 +243,16 @@ def came(beating: Pulse, key: str, seconds: float) -> bool:
     return True
 
 
-def _wait(beating: Pulse, key: str, whom: Sequence[int], seconds: float) -> None:
-    """Until somebody writes `key`; raises where one of those that are waited for is gone."""
+def _wait_for_key(beating: Pulse, key: str, whom: Sequence[int], seconds: float) -> None:
+    """Wait until a rank writes `key`. Raises a RankError if a rank of `whom` is gone first."""
     until = time.monotonic() + seconds
     while True:
-        before, left = beating.signs(), until - time.monotonic()
-        if came(beating, key, min(PATIENCE, left)):
+        before, seconds_left = beating.signs(), until - time.monotonic()
+        if came(beating, key, min(PATIENCE, seconds_left)):
             return
-        silent = beating.silent_since(before) if left > PATIENCE else beating.silent()
+        silent = beating.silent_since(before) if seconds_left > PATIENCE else beating.silent()
         gone = [number for number in silent if number in whom]
         if gone:
             raise RankError(missing(gone))
-        if left <= PATIENCE:
+        if seconds_left <= PATIENCE:
             raise RankError(f"not all of {beating.size} ranks came within {seconds:g} s")

@@ -1,8 +1,11 @@
-"""The world: devices and the links between them.
+"""The `World`: devices and the links between them, and how to make, save, load and find one.
 
-Worlds as JSON: one object, fields as in World; units stand in the names.
+Example: World.preset("dgx-h100", ranks=16) is two nodes of eight GPUs; World.detect() is what runs
+here; World.load("world.json") is what `autopar calibrate` measured.
 
-The world that `autopar calibrate` has measured here, for calls that name none.
+In a file a world is one JSON object with the fields of `World`, whose names carry their units.
+`running_world` prefers the file that calibration left in this folder; runtime/apply.py and `autopar
+doctor` call it where the user names no world. The planner and cost take a World as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from autopar.world.presets import preset
 
 T = TypeVar("T")
 
-# Worlds written before files had a version have all the fields of version 1 that they name.
+# Files from before versions were written name fields of version 1 only.
 WORLD = json_file.Kind(
     "world",
     "describes no world",
@@ -53,33 +56,36 @@ WORLD = json_file.Kind(
 
 
 def read(kind: type[T], path: str | os.PathLike[str]) -> T:
-    """Raises WorldError that names the file, every field that is wrong, and what it holds."""
+    """Return the object in a JSON file. Raises WorldError with the file and every wrong field."""
     return parsed(kind, json_file.read(path, WORLD), str(path))
 
 
 def parsed(kind: type[T], text: str, where: str) -> T:
-    """From JSON. Raises WorldError that names `where` it stands and every field that is wrong."""
-    found: T = json_file.checked(_adapter(kind), text, where, WORLD)
-    return found
+    """Return the object in a JSON text. Raises WorldError with `where` it stands and every wrong
+    field.
+    """
+    value: T = json_file.checked(_adapter(kind), text, where, WORLD)
+    return value
 
 
 def parsed_inside(kind: type[T], data: Any, where: str) -> T:
-    """The same from the objects, lists and numbers of JSON."""
-    found: T = json_file.checked_inside(_adapter(kind), data, where, WORLD)
-    return found
+    """Return as `parsed` does an object that json.loads has read."""
+    value: T = json_file.checked_inside(_adapter(kind), data, where, WORLD)
+    return value
 
 
 def write(kind: type[T], value: T, path: str | os.PathLike[str]) -> None:
+    """Write an object as JSON, in one step."""
     json_file.write(path, _adapter(kind).dump_json(value, indent=1).decode() + "\n")
 
 
 def to_json(kind: type[T], value: T) -> Any:
-    """As the objects, lists and numbers of JSON."""
+    """Return an object as dicts, lists and numbers, as json.dumps takes them."""
     return _adapter(kind).dump_python(value, mode="json")
 
 
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    """Made once: pydantic builds a validator out of the types of all fields."""
+    """Return the validator of a class, which pydantic builds from its fields only once."""
     if kind not in _adapters:
         _adapters[kind] = TypeAdapter(kind)
     return _adapters[kind]
@@ -94,10 +100,10 @@ class World:
     `links` of an irregular network. Ranks are numbered from the inside out: neighbours share a
     node.
 
-    `launch_s`: seconds to start any collective; `meeting_s`: what ranks that compute lose beyond
-    that on coming together for one. `factors`: how much longer than modelled each kind
-    of collective takes on this `backend`, where calibration has found out; `measured`: what it
-    found for single patterns, which stands in place of the formulas. `version`: of the file. Raises
+    `launch_s`: seconds to start any collective; `meeting_s`: seconds that ranks which compute lose
+    beyond that in waiting for one another. `factors`: how much longer than modelled each kind of
+    collective takes on this `backend`, where calibration measured it; `measured`: calibrated
+    timings of single patterns, which replace the formulas. `version`: the file's format. Raises
     WorldError where the parts contradict one another.
 
     Example: World((Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank")), device, "nccl") is 4
@@ -141,14 +147,15 @@ class World:
 
     @cached_property
     def ranks(self) -> int:
+        """The number of ranks."""
         if self.links:
             return sum(isinstance(node, int) for node in self.network)
         return math.prod(level.ranks for level in self.levels)
 
     @cached_property
     def network(self) -> nx.Graph:
-        """The irregular network: ranks are numbers, switches names; links have `bytes_per_s` each
-        way and `latency_s`. Without `links` it is empty.
+        """The irregular network as a graph, empty without `links`. Nodes are ranks (numbers) and
+        switches (names); edges have `bytes_per_s` each way and `latency_s`.
         """
         graph = nx.Graph()
         for link in self.links:
@@ -158,12 +165,13 @@ class World:
         return graph
 
     def factor(self, kind: str) -> float:
+        """Return how many times longer than modelled such a collective takes; 1 if unknown."""
         return self.factors.get(kind, 1.0)
 
     def found(
         self, kind: str, pattern: tuple[tuple[int, int], ...], together: bool = True
     ) -> Measured | None:
-        """What was measured of a collective over the groups of a pattern; None where nothing."""
+        """Return the timing of a collective over the groups of a pattern; None if not measured."""
         return self._found.get((kind, pattern, together))
 
     @cached_property
@@ -182,14 +190,14 @@ class World:
         if self.links:
             slowest = min(link.bytes_per_s for link in self.links)
             return f"{text}; {len(self.links)} links of {slowest / 1e9:.3g} GB/s or more"
-        links = [_describe(level) for level in self.levels if level.ranks > 1]
+        links = [_describe_level(level) for level in self.levels if level.ranks > 1]
         return text + (f"; links: {', '.join(links)}" if links else "")
 
     # -- making one --------------------------------------------------------------------------------
     @staticmethod
     def of(given: World | int | Any | None) -> World:
-        """A world from what a user may give: a World, a number of ranks like these here, a
-        DeviceMesh, or None for what runs.
+        """Return a world from what a user may give: a World, a number of ranks on nodes like this
+        one, a DeviceMesh, or None for what runs. Raises WorldError for anything else.
         """
         if isinstance(given, World):
             return given
@@ -198,7 +206,7 @@ class World:
         if isinstance(given, int) and not isinstance(given, bool):
             if given < 1:
                 raise WorldError(f"a world of {given} ranks: at least 1 is needed")
-            return World(*_parts(detection.like_here(given)))
+            return World(*_world_fields(detection.like_here(given)))
         if hasattr(given, "mesh") and hasattr(given, "mesh_dim_names"):
             return World.of(given.mesh.numel())
         raise WorldError(
@@ -208,30 +216,32 @@ class World:
 
     @staticmethod
     def detect() -> World:
-        """What runs: ranks of the process group, else of torchrun's environment, else this process
-        alone; the GPU by its name; NVLink where the GPUs reach one another. What cannot be seen
-        (the network between nodes) is nominal: `save`, edit and `load`, or calibrate.
+        """Return the world that runs: the ranks of the process group, else of torchrun's
+        environment, else this process alone; the GPU by its name; NVLink where the GPUs reach one
+        another. What cannot be seen (the network between nodes) is nominal: `save`, edit and `load`
+        it, or calibrate.
         """
-        return World(*_parts(detection.like_here(*detection.running())))
+        return World(*_world_fields(detection.like_here(*detection.running())))
 
     @staticmethod
     def preset(name: str, ranks: int | None = None) -> World:
-        """A machine by name; `autopar.world.PRESETS` says which there are and whose figures they
-        are. Raises WorldError for another name, and where the ranks fill no whole nodes.
+        """Return a machine by name; `autopar.world.PRESETS` lists them with the sources of their
+        figures. Raises WorldError for another name, and where the ranks fill no whole nodes.
 
         >>> World.preset("dgx-h100", ranks=1024).levels[1].ranks
         128
         """
-        made = preset(name)
-        levels = made.levels(name, made.ranks if ranks is None else ranks)
-        return World(levels, made.device, made.backend, name, made.launch_s)
+        machine = preset(name)
+        levels = machine.levels(name, machine.ranks if ranks is None else ranks)
+        return World(levels, machine.device, machine.backend, name, machine.launch_s)
 
     @staticmethod
     def from_graph(
         graph: nx.Graph, device: Device, backend: str = "nccl", launch_s: float = 0.0
     ) -> World:
-        """An irregular network: nodes 0 to ranks-1 are ranks, others switches, named by strings;
-        every edge has `bytes_per_s`, its capacity each way, and may have `latency_s`.
+        """Return a world with an irregular network. Nodes 0 to ranks-1 of the graph are ranks, the
+        others are switches, named by strings; every edge has `bytes_per_s`, its capacity each way,
+        and may have `latency_s`. Raises WorldError for an edge without capacity.
         """
         links = []
         for a, b, facts in graph.edges(data=True):
@@ -244,7 +254,7 @@ class World:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> World:
-        """The world in a JSON file. Raises WorldError with the fields that are wrong."""
+        """Return the world in a JSON file. Raises WorldError with the fields that are wrong."""
         return read(World, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -252,25 +262,27 @@ class World:
         write(World, self, path)
 
     def to_json(self) -> Any:
-        """The world as it stands inside another file, for `from_json`."""
+        """Return the world as dicts, lists and numbers, for `from_json` or for another file."""
         return to_json(World, self)
 
     @staticmethod
     def from_json(data: Any, where: str) -> World:
-        """Raises WorldError that names `where` this stands, and the fields that are wrong."""
+        """Return the world that `to_json` gave. Raises WorldError with `where` it stands, and the
+        fields that are wrong.
+        """
         return parsed_inside(World, data, where)
 
 
-def _parts(found: detection.Found) -> tuple[Any, ...]:
+def _world_fields(found: detection.Found) -> tuple[Any, ...]:
     return found.levels, found.device, found.backend, "", found.launch_s
 
 
-def _describe(level: Level) -> str:
+def _describe_level(level: Level) -> str:
     rate = f"{level.ranks} at {level.bytes_per_s / 1e9:.3g} GB/s"
-    how = (" a rank" if level.per == "rank" else "") + (
+    qualifiers = (" a rank" if level.per == "rank" else "") + (
         " over direct wires" if level.direct else ""
     )
-    return f"{rate}{how} and {level.latency_s * 1e6:.3g} µs"
+    return f"{rate}{qualifiers} and {level.latency_s * 1e6:.3g} µs"
 
 
 def _check_network(graph: nx.Graph) -> None:
@@ -288,21 +300,22 @@ def _check_network(graph: nx.Graph) -> None:
 
 def _check_measured(measured: tuple[Measured, ...], ranks: int) -> None:
     seen = set()
-    for one in measured:
-        what = f"World.measured: {one.kind} over {one.pattern}"
-        if one.reach > ranks:
-            raise WorldError(f"{what} reaches over {one.reach} ranks, the world has {ranks}")
-        if (one.kind, one.pattern, one.together) in seen:
+    for timing in measured:
+        what = f"World.measured: {timing.kind} over {timing.pattern}"
+        if timing.reach > ranks:
+            raise WorldError(f"{what} reaches over {timing.reach} ranks, the world has {ranks}")
+        if (timing.kind, timing.pattern, timing.together) in seen:
             raise WorldError(f"{what} is there twice: keep one")
-        seen.add((one.kind, one.pattern, one.together))
+        seen.add((timing.kind, timing.pattern, timing.together))
 
 
-CALIBRATED = "world.json"  # in the folder that a program runs in
+CALIBRATED = "world.json"  # the file that calibration writes, in the folder of the run
 
 
 def calibrated(ranks: int | None) -> tuple[World | None, str]:
-    """The world of this folder's file if it has so many ranks (None: any); else None, and what is
-    wrong with it, "" where there is no file. Raises WorldError for a file that cannot be read.
+    """Return the world in this folder's file and "" if it has so many ranks (None: any); else None
+    and why the file does not count, "" where there is no file. Raises WorldError for a file that
+    cannot be read.
     """
     if not Path(CALIBRATED).is_file():
         return None, ""
@@ -313,28 +326,31 @@ def calibrated(ranks: int | None) -> tuple[World | None, str]:
 
 
 def running_world() -> tuple[World, str]:
-    """What runs, as it was calibrated here, else as far as this process can see; and what the user
-    is to know of that, in one line.
+    """Return the world that runs, as it was calibrated here, else as `World.detect` sees it; and a
+    line for the user that says which of the two it is, "" for one rank.
     """
     seen = World.detect()
     if seen.ranks == 1:
         return seen, ""
-    found, wrong = calibrated(seen.ranks)
-    if found is not None and (found.device.name, found.backend) == (seen.device.name, seen.backend):
-        return found, f"the world is {CALIBRATED}, which was calibrated"
-    if found is not None:
-        wrong = (
-            f"{CALIBRATED} is of {found.device.name} with {found.backend}, here is "
+    from_file, objection = calibrated(seen.ranks)
+    if from_file is not None and (from_file.device.name, from_file.backend) == (
+        seen.device.name,
+        seen.backend,
+    ):
+        return from_file, f"the world is {CALIBRATED}, which was calibrated"
+    if from_file is not None:
+        objection = (
+            f"{CALIBRATED} is of {from_file.device.name} with {from_file.backend}, here is "
             f"{seen.device.name} with {seen.backend}: it does not count"
         )
-    assumed = (
+    caveat = (
         f"links are assumed, not measured ({seen}): `torchrun … -m autopar calibrate` takes two "
         f"minutes and writes {CALIBRATED}, which is used from then on"
     )
-    return seen, f"{wrong}; {assumed}" if wrong else assumed
+    return seen, f"{objection}; {caveat}" if objection else caveat
 
 
 @cache
 def say_once(line: str) -> None:
-    """On stderr, once in a process."""
+    """Print a line on stderr, once in a process."""
     print(f"autopar: {line}", file=sys.stderr, flush=True)
