@@ -176,7 +176,7 @@ def group_ranks(name: str, rank: int) -> list[int]:
     >>> group_ranks("autopar/data4.x2/data/2@1", 5)
     [5, 7]
     """
-    mesh, axes, size, stride, _ = _parse_group_name(name)
+    mesh, axes, size, stride, _ = parse_group_name(name)
     group = Mesh.parse(mesh).group(axes.split(".") if axes else (), rank)
     if size is None or stride is None:
         return group
@@ -192,10 +192,10 @@ def axes_of_group(name: str) -> str:
     >>> axes_of_group("autopar/data4.x2/data/2@1"), axes_of_group("autopar/data4.x2/data.x")
     ('data', 'data.x')
     """
-    return _parse_group_name(name)[1]
+    return parse_group_name(name)[1]
 
 
-def _parse_group_name(name: str) -> tuple[str, str, str | None, str | None, str | None]:
+def parse_group_name(name: str) -> tuple[str, str, str | None, str | None, str | None]:
     """Return the mesh, the axes, the digit's size and stride, and the lane in a group's name."""
     match = _GROUP.fullmatch(name)
     assert match is not None, f"{name} is no name that group_name gives"

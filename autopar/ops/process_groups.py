@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar import _compat
 from autopar.errors import WorldError
-from autopar.ir.mesh import Mesh, _matched, group_name, group_ranks
+from autopar.ir.mesh import Mesh, group_name, group_ranks, parse_group_name
 from autopar.world import ranks
 
 
@@ -183,7 +183,7 @@ def _open_group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessG
     of two levels, share it.
     """
     partition = _partition(mesh, name)
-    key = partition, _matched(name)[-1] or "0"
+    key = partition, parse_group_name(name)[-1] or "0"
     if key not in connection.groups:
         group, _ = dist.new_subgroups_by_enumeration(
             [list(members) for members in partition], timeout=_compat.timeout_of(connection.world)
