@@ -5,7 +5,6 @@ people or (--json) for programs. `python -m autopar` and the `autopar` script ca
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
 from torch import nn
 
@@ -47,19 +44,32 @@ from autopar.cli.options import (
     read_layout,
     read_memory,
     read_optimizer,
+    read_world,
 )
 from autopar.cli.targets import Batch, Target, resolve
-from autopar.cli.terminal import bar, console, print_line, watch_progress
-from autopar.cost.memory import Recompute, limit_text
-from autopar.errors import AutoparError, PlanError, WorldError
+from autopar.cli.terminal import (
+    bar,
+    console,
+    model_text,
+    plan_facts,
+    print_files,
+    print_json,
+    print_line,
+    print_plan,
+    print_summary,
+    target_facts,
+    watch_progress,
+)
+from autopar.cost.memory import Recompute
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.plan import Plan
-from autopar.ir.show import format_amount, format_bytes, format_count, format_seconds
+from autopar.ir.show import format_bytes
 from autopar.planner.why import Why
 from autopar.runtime import calibrate_on_ranks
 from autopar.runtime.backends import OVERLAP
 from autopar.world import World
 from autopar.world import ranks as running
-from autopar.world.world import CALIBRATED, calibrated
+from autopar.world.world import CALIBRATED
 
 ABSURD_S = 600.0  # a plan whose step takes longer is refused without --anyway
 LOCKSTEP_RANKS = 8  # the ranks of verify where none are named
@@ -121,10 +131,10 @@ def plan(
         answer = _answer_why(best_plan, why, as_json)
         if as_json:
             reasons = {} if answer is None else {"why": answer.facts()}
-            _print_json(_plan_facts(best_plan) | _target_facts(built) | reasons)
+            print_json(plan_facts(best_plan) | target_facts(built) | reasons)
         else:
-            _print_plan(built, named_world, best_plan, answer)
-            _print_files(seconds, save, timeline)
+            print_plan(built, named_world, best_plan, answer)
+            print_files(seconds, save, timeline)
 
 
 @app.command()
@@ -162,10 +172,10 @@ def verify(
         )
         if as_json:
             facts = dataclasses.asdict(check) | {"layout": layout, "verified": True}
-            _print_json(facts | _target_facts(built))
+            print_json(facts | target_facts(built))
             return
         out = console()
-        print_line(out, "model", _model_text(built))
+        print_line(out, "model", model_text(built))
         print_line(out, "layout", layout)
         out.print(f"[bold green]equal[/]    {escape(str(check))}", soft_wrap=True)
 
@@ -179,9 +189,9 @@ def show(path: PlanArgument, as_json: JsonOption = False) -> None:
     with _report_errors(as_json):
         saved_plan = Plan.load(path)
         if as_json:
-            _print_json(_plan_facts(saved_plan))
+            print_json(plan_facts(saved_plan))
         else:
-            _print_summary(console(), saved_plan, None)
+            print_summary(console(), saved_plan, None)
 
 
 @app.command()
@@ -231,7 +241,7 @@ def doctor(
             raise typer.Exit(doctoring.run(out, as_json))
         facts = facts_of_machine()
         if as_json:
-            _print_json(facts)
+            print_json(facts)
         else:
             doctoring.tell(facts, console())
 
@@ -239,27 +249,6 @@ def doctor(
 def main() -> None:
     """Run the `autopar` command, as `python -m autopar` does."""
     app()
-
-
-# -- what the options mean -------------------------------------------------------------------------
-def read_world(text: str | None, ranks: int | None) -> World:
-    """Return the world that --world and --ranks name together. Raises WorldError."""
-    if text is None:
-        measured, warning = calibrated(ranks)
-        if warning:
-            console(stderr=True).print(warning, soft_wrap=True)
-        if measured is not None:
-            return measured
-        here, gpus = World.of(ranks), torch.cuda.device_count()
-        return World.of(gpus) if ranks is None and here.ranks == 1 < gpus else here
-    if text.endswith(".json") or Path(text).is_file():
-        world = World.load(text)
-        if ranks not in (None, world.ranks):
-            raise WorldError(
-                f"--ranks {ranks}: the world of {text} has {world.ranks} ranks; leave --ranks out"
-            )
-        return world
-    return World.preset(text, ranks)
 
 
 def _require_folder(path: Path | None, option: str) -> None:
@@ -307,90 +296,6 @@ def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
         )
 
 
-# -- what is printed -------------------------------------------------------------------------------
-def _print_plan(target: Target, world: World, made: Plan, answer: Why | None) -> None:
-    """Print the plan, and why, where that was asked."""
-    out = console()
-    print_line(out, "model", _model_text(target))
-    _print_summary(out, made, world)
-    if answer is not None:
-        out.print(answer)
-
-
-def _print_files(seconds: float, save: Path | None, timeline: Path | None) -> None:
-    """Print how long planning took, and which files were written."""
-    out = console()
-    print_line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
-    if timeline is not None:
-        print_line(
-            out, "timeline", f"of the modelled step as {timeline}: open it at ui.perfetto.dev"
-        )
-
-
-def _print_summary(out: Console, made: Plan, world: World | None) -> None:
-    """Print the plan with its world, and a warning where a step does not fit the memory of a
-    device.
-    """
-    print_line(out, "world", str(made.world if world is None else world))
-    print_line(out, "layout", made.layout)
-    out.print(made.table())
-    sent = f"{format_amount(made.comm_bytes)}B"
-    print_line(out, "modelled", f"{_step(made)}; a rank sends {sent}")
-    if made.groups:
-        print_line(
-            out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}"
-        )
-    memory = f"{format_bytes(made.peak_bytes)} at the peak on each device"
-    if made.memory is not None:
-        memory = f"{made.memory} at the peak on each device"
-    if made.device_limit is not None:
-        memory += f"; it may take {limit_text(made.device_limit, made.world)}"
-    for names, what in made.dropped:
-        memory += escape(f"; {what} again in the backward: {names}")
-    if world is not None and made.peak_bytes > world.device.memory_bytes:
-        memory += f", [red]which has {format_bytes(world.device.memory_bytes)}: too little[/]"
-    out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
-
-
-def _model_text(target: Target) -> str:
-    return f"{target.name}: {format_count(target.parameters)} parameters"
-
-
-def _step(made: Plan) -> str:
-    summed = format_seconds(made.seconds)
-    if made.overlapped is None:
-        return f"{summed} a step"
-    return f"{format_seconds(made.overlapped)} a step with communication hidden, {summed} summed"
-
-
-def _plan_facts(made: Plan) -> dict[str, Any]:
-    """Return what a program needs to know of a plan; the file of --save has every layout, too."""
-    names = ("layout", "fingerprint", "seconds", "overlapped", "comm_bytes", "peak_bytes")
-    facts = {name: getattr(made, name) for name in names}
-    return facts | {
-        "world": str(made.world),
-        "memory": None if made.memory is None else dataclasses.asdict(made.memory),
-        "recompute": list(made.recompute),
-        "regather": list(made.regather),
-        "groups": list(made.groups),
-        "mesh": made.mesh.sizes,
-        "ranks": made.mesh.size,
-        "rows": [dataclasses.asdict(row) for row in made.rows],
-        "unsplit": list(made.unsplit),
-        "smaller": made.smaller,
-        "meshes": [{"mesh": mesh, "seconds": seconds} for mesh, seconds in made.meshes],
-        "seconds_by_pass": made.seconds_by_pass,
-    }
-
-
-def _target_facts(target: Target) -> dict[str, Any]:
-    return {"target": target.name, "parameters": target.parameters}
-
-
-def _print_json(facts: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(facts, indent=1) + "\n")
-
-
 def _ranks_text(world: World) -> str:
     return f"{world.ranks:,} rank{'s' if world.ranks > 1 else ''}"
 
@@ -419,7 +324,7 @@ def _report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
         if as_json:
-            _print_json({"error": type(error).__name__, "message": text})
+            print_json({"error": type(error).__name__, "message": text})
         message = f"[bold red]{type(error).__name__}:[/] [red]{escape(text)}[/]"
         if not quiet:
             console(stderr=True).print(message, soft_wrap=True)

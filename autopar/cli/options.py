@@ -11,12 +11,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from autopar.cli.models import NAMED
+from autopar.cli.terminal import console
 from autopar.cost.memory import Limit, Optimizer
-from autopar.errors import LayoutError, PlanError
+from autopar.errors import LayoutError, PlanError, WorldError
 from autopar.planner.named_layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.world import World
+from autopar.world.world import calibrated
 
 MODEL_HELP = (
     "package.module:function, a function that returns (model, inputs), or one of "
@@ -176,3 +180,24 @@ def _read_size(text: str, part: str, value: str) -> int:
     if not re.fullmatch("[0-9]+", value) or int(value) < 1:
         raise LayoutError(f"layout {text!r}: {part!r} is no whole number of ranks from 1 on")
     return int(value)
+
+
+# -- what the options mean -------------------------------------------------------------------------
+def read_world(text: str | None, ranks: int | None) -> World:
+    """Return the world that --world and --ranks name together. Raises WorldError."""
+    if text is None:
+        measured, warning = calibrated(ranks)
+        if warning:
+            console(stderr=True).print(warning, soft_wrap=True)
+        if measured is not None:
+            return measured
+        here, gpus = World.of(ranks), torch.cuda.device_count()
+        return World.of(gpus) if ranks is None and here.ranks == 1 < gpus else here
+    if text.endswith(".json") or Path(text).is_file():
+        world = World.load(text)
+        if ranks not in (None, world.ranks):
+            raise WorldError(
+                f"--ranks {ranks}: the world of {text} has {world.ranks} ranks; leave --ranks out"
+            )
+        return world
+    return World.preset(text, ranks)

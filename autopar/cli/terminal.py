@@ -1,4 +1,4 @@
-"""The terminal: consoles on stdout and stderr, and progress on stderr.
+"""The terminal: consoles, progress on stderr, and what the commands print of plans.
 
 Results go to stdout as lines "name text" (`print_line`); `watch_progress` says what long work is
 doing and for how long, `bar` how far it is. The other modules of autopar.cli call them.
@@ -6,16 +6,26 @@ doing and for how long, `bar` how far it is. The other modules of autopar.cli ca
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from autopar.cli.targets import Target
+from autopar.cost.memory import limit_text
+from autopar.ir.plan import Plan
+from autopar.ir.show import format_amount, format_bytes, format_count, format_seconds
+from autopar.planner.why import Why
+from autopar.world import World
 
 WIDTH = 118  # columns of what goes to a file or a pipe
 
@@ -114,3 +124,87 @@ def _watch(now: list[str], done: threading.Event, console: Console) -> None:
         if now[0] != reported or seconds - reported_at > QUIET_S:
             reported, reported_at = now[0], seconds
             console.print(f"{escape(reported)} … {reported_at - start:.0f} s", soft_wrap=True)
+
+
+# -- what is printed -------------------------------------------------------------------------------
+def print_plan(target: Target, world: World, made: Plan, answer: Why | None) -> None:
+    """Print the plan, and why, where that was asked."""
+    out = console()
+    print_line(out, "model", model_text(target))
+    print_summary(out, made, world)
+    if answer is not None:
+        out.print(answer)
+
+
+def print_files(seconds: float, save: Path | None, timeline: Path | None) -> None:
+    """Print how long planning took, and which files were written."""
+    out = console()
+    print_line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
+    if timeline is not None:
+        print_line(
+            out, "timeline", f"of the modelled step as {timeline}: open it at ui.perfetto.dev"
+        )
+
+
+def print_summary(out: Console, made: Plan, world: World | None) -> None:
+    """Print the plan with its world, and a warning where a step does not fit the memory of a
+    device.
+    """
+    print_line(out, "world", str(made.world if world is None else world))
+    print_line(out, "layout", made.layout)
+    out.print(made.table())
+    sent = f"{format_amount(made.comm_bytes)}B"
+    print_line(out, "modelled", f"{_step(made)}; a rank sends {sent}")
+    if made.groups:
+        print_line(
+            out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}"
+        )
+    memory = f"{format_bytes(made.peak_bytes)} at the peak on each device"
+    if made.memory is not None:
+        memory = f"{made.memory} at the peak on each device"
+    if made.device_limit is not None:
+        memory += f"; it may take {limit_text(made.device_limit, made.world)}"
+    for names, what in made.dropped:
+        memory += escape(f"; {what} again in the backward: {names}")
+    if world is not None and made.peak_bytes > world.device.memory_bytes:
+        memory += f", [red]which has {format_bytes(world.device.memory_bytes)}: too little[/]"
+    out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
+
+
+def model_text(target: Target) -> str:
+    return f"{target.name}: {format_count(target.parameters)} parameters"
+
+
+def _step(made: Plan) -> str:
+    summed = format_seconds(made.seconds)
+    if made.overlapped is None:
+        return f"{summed} a step"
+    return f"{format_seconds(made.overlapped)} a step with communication hidden, {summed} summed"
+
+
+def plan_facts(made: Plan) -> dict[str, Any]:
+    """Return what a program needs to know of a plan; the file of --save has every layout, too."""
+    names = ("layout", "fingerprint", "seconds", "overlapped", "comm_bytes", "peak_bytes")
+    facts = {name: getattr(made, name) for name in names}
+    return facts | {
+        "world": str(made.world),
+        "memory": None if made.memory is None else dataclasses.asdict(made.memory),
+        "recompute": list(made.recompute),
+        "regather": list(made.regather),
+        "groups": list(made.groups),
+        "mesh": made.mesh.sizes,
+        "ranks": made.mesh.size,
+        "rows": [dataclasses.asdict(row) for row in made.rows],
+        "unsplit": list(made.unsplit),
+        "smaller": made.smaller,
+        "meshes": [{"mesh": mesh, "seconds": seconds} for mesh, seconds in made.meshes],
+        "seconds_by_pass": made.seconds_by_pass,
+    }
+
+
+def target_facts(target: Target) -> dict[str, Any]:
+    return {"target": target.name, "parameters": target.parameters}
+
+
+def print_json(facts: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(facts, indent=1) + "\n")

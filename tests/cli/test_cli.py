@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from autopar.cli import main, terminal
+from autopar.cli import main, options, terminal
 from autopar.cli.models import NAMED
 from autopar.cli.targets import Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
@@ -203,13 +203,13 @@ def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
 # -- the world -------------------------------------------------------------------------------------
 def test_a_world_by_name_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.read_world("dgx-h100", 16).ranks == 16
-    assert main.read_world("dgx-h100", None).ranks == 8
-    assert main.read_world(None, 8) == World.of(8)
+    assert options.read_world("dgx-h100", 16).ranks == 16
+    assert options.read_world("dgx-h100", None).ranks == 8
+    assert options.read_world(None, 8) == World.of(8)
     World.of(6).save("own.json")
-    assert main.read_world("own.json", None) == main.read_world("own.json", 6) == World.of(6)
+    assert options.read_world("own.json", None) == options.read_world("own.json", 6) == World.of(6)
     with pytest.raises(WorldError, match="--ranks 8: the world of own"):
-        main.read_world("own.json", 8)
+        options.read_world("own.json", 8)
 
 
 def test_world_json_is_read_where_none_is_named(
@@ -217,8 +217,8 @@ def test_world_json_is_read_where_none_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     World.of(6).save("world.json")
-    assert main.read_world(None, None).ranks == main.read_world(None, 6).ranks == 6
-    assert main.read_world(None, 8) == World.of(8)
+    assert options.read_world(None, None).ranks == options.read_world(None, 6).ranks == 6
+    assert options.read_world(None, 8) == World.of(8)
     assert "world.json is of 6 ranks and does not count for 8" in capsys.readouterr().err
 
 

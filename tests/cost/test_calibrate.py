@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autopar.cli import main
+from autopar.cli import main, options
 from autopar.cost.algorithms import flat_algorithms, formula
 from autopar.cost.calibration import fit, measure, procedure
 from autopar.cost.calibration.measure import Case, Matmul, actual_bytes
@@ -303,8 +303,8 @@ def test_plan_takes_the_world_that_calibrate_wrote(
     assert made.exit_code == 0, made.output
     assert "saved    as world.json" in made.stdout and "products … " in made.stderr
     world = World.load("world.json")
-    assert main.read_world(None, None) == replace(world, name="world.json")
-    assert main.read_world(None, 2) == World.of(2)
+    assert options.read_world(None, None) == replace(world, name="world.json")
+    assert options.read_world(None, 2) == World.of(2)
 
 
 def test_a_folder_that_is_not_there_is_said_before_measuring(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import main as cli_main
+from autopar.cli import options
 from autopar.planner import edit
 from autopar.world import World
 from autopar.world.hardware import Attention, Device, Forms, Level, Link, Measured
@@ -154,7 +155,7 @@ class Trial:
     def world(self, data: bytes) -> str:
         self.path.write_bytes(data)
         try:
-            world = cli_main.read_world(str(self.path), None)
+            world = options.read_world(str(self.path), None)
         except autopar.AutoparError as error:
             return refusal(error, str(self.path))
         world.save(self.path)

@@ -19,15 +19,7 @@ from torch import fx
 
 from autopar.cost.simulator import buckets
 from autopar.cost.simulator.engine import simulate_overlap
-from autopar.cost.simulator.graph_events import (
-    Listed,
-    Phase,
-    collective_of,
-    graph_events,
-    graph_seconds,
-    lead_to_matmuls,
-    listed_seconds,
-)
+from autopar.cost.simulator.graph_events import Listed, Phase, collective_of, graph_events, graph_seconds, lead_to_matmuls, listed_seconds
 from autopar.ir.graph import copied, ordered
 from autopar.passes.overlap import summa_panels
 from autopar.passes.overlap.fuse import fuse, can_fuse

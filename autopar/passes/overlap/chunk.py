@@ -25,30 +25,9 @@ from torch import fx
 
 from autopar.cost.compute import matmul_seconds
 from autopar.cost.simulator.engine import Run, simulate_overlap
-from autopar.cost.simulator.graph_events import (
-    Listed,
-    Phase,
-    bytes_of,
-    call_seconds,
-    carries_on,
-    collective_cost,
-    collective_of,
-    flops,
-    graph_events,
-    off_path,
-    op_seconds,
-)
+from autopar.cost.simulator.graph_events import Listed, Phase, bytes_of, call_seconds, carries_on, collective_cost, collective_of, flops, graph_events, off_path, op_seconds
 from autopar.ir.graph import copied, made, ordered
-from autopar.passes.overlap.chunk_units import (
-    MATMULS,
-    SHAPED,
-    Cut,
-    Unit,
-    operand,
-    shape_of,
-    units,
-    value_of,
-)
+from autopar.passes.overlap.chunk_units import MATMULS, SHAPED, Cut, Unit, operand, shape_of, units, value_of
 from autopar.world import World
 
 aten = torch.ops.aten

@@ -26,15 +26,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cost.simulator.engine import Run, simulate_overlap
-from autopar.cost.simulator.graph_events import (
-    Phase,
-    collective_of,
-    fetchable,
-    graph_events,
-    group_of,
-    is_wait,
-    keeps_place,
-)
+from autopar.cost.simulator.graph_events import Phase, collective_of, fetchable, graph_events, group_of, is_wait, keeps_place
 from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.liveness import Lives, Staging, StepMemory, live_bytes
 from autopar.ir.graph import reorder

@@ -22,17 +22,7 @@ import torch
 from torch import fx
 
 from autopar.cost.network import size
-from autopar.cost.simulator.graph_events import (
-    Phase,
-    bytes_of,
-    carries_on,
-    collective_of,
-    graph_events,
-    group_of,
-    group_pattern,
-    is_wait,
-    off_path,
-)
+from autopar.cost.simulator.graph_events import Phase, bytes_of, carries_on, collective_of, graph_events, group_of, group_pattern, is_wait, off_path
 from autopar.cost.simulator.step_events import ROOTED
 from autopar.ir.graph import computed, copied, ordered
 from autopar.passes.overlap import fuse

@@ -28,14 +28,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import (
-    FakeTensor,
-    FakeTensorMode,
-    fake_mode,
-    masks_as_given,
-    pytree,
-    taken_apart,
-)
+from autopar._compat import FakeTensor, FakeTensorMode, fake_mode, masks_as_given, pytree, taken_apart
 from autopar.errors import TraceError
 from autopar.ops.custom_functions import Refused, honoured
 from autopar.passes.trace.hooks import Watch, refuse_held
