@@ -398,7 +398,9 @@ def _progress_bar() -> Iterator[Callable[[float, str], None]]:
 
 @contextmanager
 def _report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
-    """Print a user's mistake as one red message, unless `quiet`, and exit with status 2."""
+    """Print a user's mistake in red, unless `quiet`, and with --json on stdout; exit with
+    status 2.
+    """
     try:
         yield
     except BrokenPipeError:

@@ -1,7 +1,7 @@
 """The doctor's checks of attention kernels and of dropout.
 
-- `kernel` runs each kernel of scaled_dot_product_attention on this rank's device, through a graph of
-  autopar's. Each rank runs them alone, before the process group is open, so a kernel that ends its
+- `kernel` runs each kernel of scaled_dot_product_attention on this rank's device, within a graph
+  of autopar. Each rank runs them alone, before the process group is open, so a kernel that ends its
   process leaves no rank waiting.
 - `dropout` and `attention` check random masks: the share that they keep, one mask on all ranks,
   another one every step; `attention` for the dropout inside torch's own kernel.
@@ -85,7 +85,7 @@ def _run(module: Any, x: Tensor, name: str) -> tuple[dict[str, Tensor], str]:
     recorded.
     """
     backend = getattr(SDPBackend, name)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with sdpa_kernel(backend):
@@ -93,7 +93,7 @@ def _run(module: Any, x: Tensor, name: str) -> tuple[dict[str, Tensor], str]:
         except RuntimeError as error:
             if any(text in str(error) for text in _REFUSALS):
                 raise Absent(
-                    _refusal_text(str(error), [str(one.message) for one in said])
+                    _refusal_text(str(error), [str(warning.message) for warning in caught])
                 ) from None
             raise
     recorded = _fused_op(y.grad_fn)
@@ -104,7 +104,7 @@ def _refusal_text(error: str, said: list[str]) -> str:
     """Return why torch takes no kernel: the reasons that it warns of, else the error's first
     sentence.
     """
-    reasons = dict.fromkeys(one.split(" (Triggered")[0].strip() for one in said)
+    reasons = dict.fromkeys(text.split(" (Triggered")[0].strip() for text in said)
     return "; ".join(reasons)[:_SHOWN] or error.split(". ")[0]
 
 
@@ -114,23 +114,23 @@ def _step(module: Any, x: Tensor, backend: SDPBackend) -> dict[str, Tensor]:
     with sdpa_kernel(backend):
         loss, y = module(x)
         loss.backward()
-    found = {name: p.grad.detach().clone() for name, p in module.named_parameters()}
-    return {"result": y.detach(), **found}
+    gradients = {name: p.grad.detach().clone() for name, p in module.named_parameters()}
+    return {"result": y.detach(), **gradients}
 
 
 def _fused_op(function: Any) -> str:
     """Return the fused attention among the functions that autograd recorded; "" for the plain
     formula.
     """
-    seen, waiting = set(), [function]
-    while waiting:
-        one = waiting.pop()
-        if one is None or one in seen:
+    seen, stack = set(), [function]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
             continue
-        seen.add(one)
-        if "ScaledDotProduct" in one.name():
-            return str(one.name())
-        waiting += [before for before, _ in one.next_functions]
+        seen.add(node)
+        if "ScaledDotProduct" in node.name():
+            return str(node.name())
+        stack += [before for before, _ in node.next_functions]
     return ""
 
 
@@ -158,12 +158,12 @@ def dropout(session: Session) -> Finding:
     layouts = ("ddp", "megatron") if session.ranks > 1 else ("auto",)
     masks = {layout: _masks(session, layout) for layout in layouts}
     first, second, gradient = masks[layouts[0]]
-    count, kept = first.numel(), int((first != 0).sum())
+    count, kept_count = first.numel(), int((first != 0).sum())
     sigma = math.sqrt(P * (1 - P) / count)
-    off = (kept / count - (1 - P)) / sigma
+    off = (kept_count / count - (1 - P)) / sigma
     values = first[first != 0]
     faults = {
-        f"kept {kept / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
+        f"kept {kept_count / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
         "what is kept is not divided by 0.8": not torch.allclose(values, torch.tensor(1 / (1 - P))),
         "two steps have one mask": torch.equal(first, second),
         "the device's mask is not the CPU's": not _as_on_a_cpu(session),
@@ -177,12 +177,12 @@ def dropout(session: Session) -> Finding:
     facts = {
         "p": P,
         "elements": count,
-        "kept": kept / count,
+        "kept": kept_count / count,
         "sigmas": off,
         "mean": float(first.double().mean()),
         "layouts": list(layouts),
     }
-    figure = f"kept {kept / count:.4f} of {count} ({off:+.1f} σ), mean {facts['mean']:.4f}"
+    figure = f"kept {kept_count / count:.4f} of {count} ({off:+.1f} σ), mean {facts['mean']:.4f}"
     return Finding(figure, facts, "; ".join(text for text, wrong in faults.items() if wrong))
 
 
@@ -214,26 +214,26 @@ def attention(session: Session) -> Finding:
 
     def dropped(step: int = 1, place: int = 0, draw: int = 1) -> Tensor:
         seed = seed_at(step, {"x": place}, "@x")
-        given = query, key, value, None, P, False, None, seed, draw
-        return torch.ops.autopar.attention(*given).transpose(1, 2)
+        arguments = query, key, value, None, P, False, None, seed, draw
+        return torch.ops.autopar.attention(*arguments).transpose(1, 2)
 
     first = dropped()
     cotangent = torch.randn_like(first)
     (gradient,) = torch.autograd.grad(first, value, cotangent)
     expected = first.detach().transpose(2, 3) @ cotangent
-    count, kept = first.numel(), int((first != 0).sum())
+    count, kept_count = first.numel(), int((first != 0).sum())
     sigma = math.sqrt(P * (1 - P) / count)
-    off = (kept / count - (1 - P)) / sigma
+    off = (kept_count / count - (1 - P)) / sigma
     others = (dropped(step=2), dropped(place=1), dropped(draw=2))
     error = float((gradient - expected).norm() / expected.norm())
     faults = {
-        f"kept {kept / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
+        f"kept {kept_count / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
         "a seed drops otherwise a second time": not torch.equal(first, dropped()),
         "two seeds drop alike": any(torch.equal(first, other) for other in others),
         f"the backward drops others than the forward, error {error:.1e}": not error < 1e-3,
     }
-    facts = {"p": P, "elements": count, "kept": kept / count, "sigmas": off, "error": error}
-    figure = f"kept {kept / count:.4f} of {count} ({off:+.1f} σ), gradient {error:.1e} off"
+    facts = {"p": P, "elements": count, "kept": kept_count / count, "sigmas": off, "error": error}
+    figure = f"kept {kept_count / count:.4f} of {count} ({off:+.1f} σ), gradient {error:.1e} off"
     return Finding(figure, facts, "; ".join(text for text, wrong in faults.items() if wrong))
 
 
@@ -246,18 +246,18 @@ def _masks(session: Session, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.ones(multiple(session.ranks, ROWS), features)
     model = Dropped(features, P)
     module: Any = api.parallelize(model, session.world, (x,), layout=layout, device=session.device)
-    found = []
+    masks = []
     for _ in range(2):
         module.zero_grad()
         loss, mask = module(x)
         loss.backward()
-        found.append(_whole(mask))
-    return found[0], found[1], _whole(module.ones.grad)
+        masks.append(_whole(mask))
+    return masks[0], masks[1], _whole(module.ones.grad)
 
 
 def _whole(x: Any) -> Tensor:
-    found: Tensor = (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
-    return found
+    unsharded: Tensor = (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
+    return unsharded
 
 
 def _digest(masks: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
@@ -265,5 +265,5 @@ def _digest(masks: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
     layout.
     """
     each = (mask for first, second, _ in masks.values() for mask in (first, second))
-    kept = b"".join((mask != 0).numpy().tobytes() for mask in each)
-    return hashlib.sha256(kept).hexdigest()
+    kept_bytes = b"".join((mask != 0).numpy().tobytes() for mask in each)
+    return hashlib.sha256(kept_bytes).hexdigest()
