@@ -49,14 +49,12 @@ def versions(session: Session) -> Finding:
     """
     by_rank = ranks.all_of(machine.versions())
     differ = sorted(
-        name
-        for name in by_rank[0]
-        if any(rank_versions[name] != by_rank[0][name] for rank_versions in by_rank)
+        name for name in by_rank[0] if any(facts[name] != by_rank[0][name] for facts in by_rank)
     )
     fault = ""
     if differ:
         listed = (
-            f"{name} is {', '.join(sorted({str(rank_versions[name]) for rank_versions in by_rank}))}"
+            f"{name} is {', '.join(sorted({str(facts[name]) for facts in by_rank}))}"
             for name in differ
         )
         fault = f"the ranks have different versions: {'; '.join(listed)}"
