@@ -141,8 +141,8 @@ class Finding:
     raised: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = _plain(asdict(self))
-        return found
+        values: dict[str, Any] = _plain(asdict(self))
+        return values
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,9 @@ def merged(name: str, findings: Sequence[Finding], seconds: float) -> Result:
 def _plain(value: Any) -> Any:
     """Return the value as JSON can hold it: a number that is not finite becomes text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -308,12 +308,12 @@ def grid_4d(count: int) -> Grid4D:
 
 def _prime_factors(count: int) -> list[int]:
     """Return the prime factors, the largest first."""
-    found = []
+    factors = []
     for factor in range(2, math.isqrt(count) + 1):
         while count % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             count //= factor
-    return sorted([*found, *([count] if count > 1 else [])], reverse=True)
+    return sorted([*factors, *([count] if count > 1 else [])], reverse=True)
 
 
 def timed(session: Session) -> tuple[Gpt, Inputs]:
