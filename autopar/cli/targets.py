@@ -1,5 +1,5 @@
-"""What the command line plans and verifies, by name: a built-in model, or a function that returns
-(model, inputs).
+"""The targets of the command line, by name: a built-in model, or a function that returns (model,
+inputs).
 
 Example: resolve("gpt2", Batch(8, 1024), 8) is GPT-2 with a batch of tokens. main.py calls it.
 """

@@ -286,9 +286,9 @@ class Scheduled:
         """Return the graph with as much freedom as the memory allows, and the bytes that it
         leaves.
         """
-        bound, in_pieces, there = self._bound(graph, step), graph, self._there[phase]
+        bound, in_pieces, resident = self._bound(graph, step), graph, self._there[phase]
         if "chunk" in self.passes:
-            in_pieces = chunk.chunk(graph, self.world, there, phase)
+            in_pieces = chunk.chunk(graph, self.world, resident, phase)
         tries = [(graph, *attempt) for attempt in _ATTEMPTS]
         if in_pieces is not graph:
             tries = [(in_pieces, *attempt) for attempt in _ATTEMPTS[:2]] + tries
@@ -296,7 +296,7 @@ class Scheduled:
             before = [(node, node.args) for node in base.nodes]
             attempt_graph, run = self._attempt(base, phase, bucket_bytes, freedom)
             filled = self._filled_fits(attempt_graph, bound, step)
-            if filled or schedule.limit_memory(attempt_graph, there, bound, step):
+            if filled or schedule.limit_memory(attempt_graph, resident, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
                 return attempt_graph, math.inf if filled else bound - live_bytes(
@@ -305,7 +305,7 @@ class Scheduled:
             reorder(base, [node for node, _ in before])
             for node, args in before:  # undo the lanes
                 node.args = args
-        schedule.limit_memory(graph, there, bound, step)
+        schedule.limit_memory(graph, resident, bound, step)
         return graph, 0.0
 
     def _filled_fits(self, graph: fx.Graph, bound: float, step: StepMemory) -> bool:
@@ -341,15 +341,15 @@ class Scheduled:
     def _attempt(
         self, graph: fx.Graph, phase: Phase, most: float, freedom: schedule.Freedom
     ) -> tuple[fx.Graph, Run | None]:
-        there = self._there[phase]
+        resident = self._there[phase]
         if "bucket" in self.passes:
-            graph = bucket.bucket(graph, self.world, there, phase, most)
+            graph = bucket.bucket(graph, self.world, resident, phase, most)
         if "lanes" in self.passes:
-            lanes.lanes(graph, self.world, there, phase)
+            lanes.lanes(graph, self.world, resident, phase)
         if "schedule" not in self.passes:
             return graph, None
         before = list(graph.nodes)
-        run = schedule.schedule(graph, self.world, there, phase, freedom)
+        run = schedule.schedule(graph, self.world, resident, phase, freedom)
         schedule.check(graph, before)
         return graph, run
 

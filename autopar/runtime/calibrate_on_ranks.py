@@ -1,4 +1,4 @@
-"""What `autopar calibrate` does on the running ranks: open the process group, list a model's
+"""Calibration on the running ranks, for `autopar calibrate`: open the process group, list a model's
 matmuls, measure them with the collectives, and return the calibrated world.
 
 cli/main.py calls it; the measuring itself is in cost/calibration.

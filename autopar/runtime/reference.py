@@ -263,7 +263,7 @@ Observe = Callable[[Program, Visit], Observed]  # one step of a program, node by
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device computes in a step. `floors`: the least number that an error of each value is
+    """The values of a step on one device. `floors`: the least number that an error of each value is
     divided by (`rounding_floors`). `undefined`: flags for the entries that depend on memory that
     was never written.
     """

@@ -99,14 +99,14 @@ def _subject_text(facts: Mapping[str, Any]) -> str:
 
 def _check_row(check: Mapping[str, Any]) -> str:
     status, figure = check["status"], html.escape(check["why"] or check["figure"])
-    more = ""
+    details = ""
     if check["facts"]:
         text = html.escape(json.dumps(check["facts"], indent=1, default=str))
-        more = f"<details><summary>all of it</summary><pre>{text}</pre></details>"
+        details = f"<details><summary>all of it</summary><pre>{text}</pre></details>"
     return (
         f'<tr><td class="name">{html.escape(check["name"])}</td>'
         f'<td><span class="status {status.replace(" ", "-")}">{status}</span></td>'
-        f'<td>{figure}{more}</td><td class="number">{check["seconds"]:.1f}</td></tr>'
+        f'<td>{figure}{details}</td><td class="number">{check["seconds"]:.1f}</td></tr>'
     )
 
 

@@ -257,9 +257,9 @@ def trials(
                 Trial(_with_root(comm.broadcast, n, group), moves(own), each[n]) for n in places
             )
         case "reduce":
-            wanted = [total if n == place else None for n in places]
+            expected = [total if n == place else None for n in places]
             yield from (
-                Trial(_with_root(comm.reduce, n, group), sums(own), wanted[n]) for n in places
+                Trial(_with_root(comm.reduce, n, group), sums(own), expected[n]) for n in places
             )
 
 

@@ -191,13 +191,13 @@ def _as_on_a_cpu(session: Session) -> bool:
     tensor.
     """
     x, seed, place = torch.ones(60, 130), torch.tensor(5 << 33), torch.tensor([1])
-    here, there = (
+    on_cpu, on_device = (
         sharded.dropout(
             x.to(where), P, seed.to(where), [place.to(where)], [(), [("x", 130, 2)]], [60, 260]
         )
         for where in (torch.device("cpu"), session.device)
     )
-    return torch.equal(here, there.cpu())
+    return torch.equal(on_cpu, on_device.cpu())
 
 
 def attention(session: Session) -> Finding:
