@@ -1,6 +1,4 @@
-"""The commands: plan, verify, show, calibrate, doctor; output for people or (--json) for
-programs.
-"""
+"""The commands plan, verify, show, calibrate and doctor, for people or (--json) for programs."""
 
 from __future__ import annotations
 
@@ -282,7 +280,7 @@ def _refuse_meta(target: Target) -> None:
 
 
 def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
-    """Raise PlanError for a step of hours or one that does not fit: machines were left out."""
+    """Raise PlanError for a step of hours, or one that does not fit the memory of a device."""
     step = made.seconds if made.overlapped is None else made.overlapped
     available_bytes = world.device.memory_bytes
     faults = []
@@ -398,9 +396,7 @@ def _progress_bar() -> Iterator[Callable[[float, str], None]]:
 
 @contextmanager
 def _report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
-    """Print a user's mistake in red, unless `quiet`, and with --json on stdout; exit with
-    status 2.
-    """
+    """Print a user's mistake in red, unless `quiet`, and in --json; exit with status 2."""
     try:
         yield
     except BrokenPipeError:

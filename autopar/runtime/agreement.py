@@ -163,9 +163,9 @@ def require_same_tensors(tensors: Mapping[str, torch.Tensor], synchronise: bool)
 def _differing_text(different: Sequence[str], odd: Sequence[Sequence[str]]) -> str:
     first = different[0]
     rank_numbers = [number for number, names in enumerate(odd) if first in names]
-    position = f", the first of {len(different)}" if len(different) > 1 else ""
-    holders = ranks.named(rank_numbers)
-    return f"the ranks hold different parameters: {first}{position}, on {holders} is not what rank 0 holds"
+    count = f", the first of {len(different)}" if len(different) > 1 else ""
+    who = ranks.named(rank_numbers)
+    return f"the ranks hold different parameters: {first}{count}, on {who} is not what rank 0 holds"
 
 
 def _refuse_meta(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:

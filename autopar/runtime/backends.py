@@ -243,9 +243,9 @@ class Scheduled:
         self, gm: fx.GraphModule, example_inputs: Any, backward: bool
     ) -> Callable[..., Any]:
         if self.backend is None or self.forward is None:
-            return _run_boxed(gm, below_autograd)
+            return _make_boxed(gm, below_autograd)
         if self.backend == "aot_eager":
-            return _run_boxed(gm, nullcontext)
+            return _make_boxed(gm, nullcontext)
         if self.backend == "inductor":
             return compile_in_order(gm, example_inputs, backward=backward)
         compiler = named_backend(self.backend) if isinstance(self.backend, str) else self.backend
@@ -294,14 +294,12 @@ class Scheduled:
             tries = [(in_pieces, *attempt) for attempt in _ATTEMPTS[:2]] + tries
         for base, bucket_bytes, freedom in tries:
             before = [(node, node.args) for node in base.nodes]
-            attempt_graph, run = self._attempt(base, phase, bucket_bytes, freedom)
-            filled = self._filled_fits(attempt_graph, bound, step)
-            if filled or schedule.limit_memory(attempt_graph, resident, bound, step):
+            ordered, run = self._attempt(base, phase, bucket_bytes, freedom)
+            filled = self._filled_fits(ordered, bound, step)
+            if filled or schedule.limit_memory(ordered, resident, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
-                return attempt_graph, math.inf if filled else bound - live_bytes(
-                    attempt_graph, step
-                )
+                return ordered, math.inf if filled else bound - live_bytes(ordered, step)
             reorder(base, [node for node, _ in before])
             for node, args in before:  # undo the lanes
                 node.args = args
@@ -374,7 +372,7 @@ def _erase_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _run_boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:
+def _make_boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:
     """Return the graph as Python that takes a list and clears it, so that inputs can be freed
     early. `within` makes the context of a run: below autograd, whose cost for each op and
     collective would be spent for nothing.

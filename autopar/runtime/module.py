@@ -286,7 +286,7 @@ class ParallelModule(nn.Module):
         return parameter
 
     def _refuse_gradient(self, what: str, given: torch.Tensor, entry: Input) -> None:
-        """Without a planned gradient, partial states are not told from replicated ones."""
+        """Raise InputError for an unplanned gradient, as gradients decide where ranks sum."""
         unplanned = given.requires_grad and not entry.trainable
         if unplanned and self._mesh.axes and torch.is_grad_enabled():
             raise InputError(

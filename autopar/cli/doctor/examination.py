@@ -229,7 +229,7 @@ class Examination:
         findings = [Finding(**finding_facts) for finding_facts, _ in by_rank]
         result = merged(name, findings, max(took for _, took in by_rank))
         self._keep(result)
-        if any(finding_facts.raised for finding_facts in findings):
+        if any(each.raised for each in findings):
             self.session.reopen()
         if self._first:
             self._write()
@@ -275,20 +275,20 @@ def _to_text(facts: dict[str, Any]) -> str:
 
 def table(results: list[Result]) -> Table:
     """Return a table with a row for each check."""
-    rows = Table(title="autopar doctor", title_justify="left")
-    rows.add_column("check", no_wrap=True)
-    rows.add_column("result", no_wrap=True)
-    rows.add_column("figure", overflow="fold")
-    rows.add_column("s", justify="right")
+    grid = Table(title="autopar doctor", title_justify="left")
+    grid.add_column("check", no_wrap=True)
+    grid.add_column("result", no_wrap=True)
+    grid.add_column("figure", overflow="fold")
+    grid.add_column("s", justify="right")
     for result in results:
         status = f"[{COLOURS[result.status]}]{result.status}[/]"
-        rows.add_row(
+        grid.add_row(
             escape(result.name),
             status,
             escape(result.why or result.figure),
             f"{result.seconds:.1f}",
         )
-    return rows
+    return grid
 
 
 SEVERAL = "torchrun --standalone --nproc-per-node 4 -m autopar doctor"

@@ -73,13 +73,11 @@ def devices_of_ranks(session: Session) -> Finding:
     own: dict[str, Any] = {"device": str(session.device), "name": "cpu"}
     if session.cuda:
         own |= machine.gpu(session.device.index)
-    host_and_device = store.all_of([socket.gethostname(), own])
-    nodes = list(
-        dict.fromkeys(host for host, _ in host_and_device)
-    )  # reported by number, as names of hosts are private
+    pairs = store.all_of([socket.gethostname(), own])
+    # nodes are reported by number, as names of hosts are private
+    nodes = list(dict.fromkeys(host for host, _ in pairs))
     rank_devices = [
-        {"rank": n, "node": nodes.index(host), **device}
-        for n, (host, device) in enumerate(host_and_device)
+        {"rank": n, "node": nodes.index(host), **device} for n, (host, device) in enumerate(pairs)
     ]
     devices.agree_on_device((), session.device)  # raises where two ranks have one
     names = list(dict.fromkeys(device["name"] for device in rank_devices))
@@ -276,8 +274,8 @@ def _groups(session: Session) -> list[Group]:
     ranks.together("opening groups", lambda: connect(mesh, session.device.type, names))
     members = [tuple(group_ranks(name, session.rank)) for name in names]
     return [
-        Group(n, members_of_group, members_of_group.index(session.rank))
-        for n, members_of_group in zip(names, members, strict=True)
+        Group(name, group, group.index(session.rank))
+        for name, group in zip(names, members, strict=True)
     ]
 
 

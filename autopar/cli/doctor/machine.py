@@ -54,7 +54,7 @@ def facts() -> Facts:
 
 def versions() -> Facts:
     """Return the versions of Python, torch and what it was built with, and autopar."""
-    numbers: Facts = {
+    version_by_name: Facts = {
         "autopar": _version("autopar"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -65,10 +65,10 @@ def versions() -> Facts:
         "nccl": None,
     }
     if torch.cuda.is_available():
-        numbers["cudnn"] = torch.backends.cudnn.version()
+        version_by_name["cudnn"] = torch.backends.cudnn.version()
         if dist.is_available() and dist.is_nccl_available():
-            numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return numbers
+            version_by_name["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return version_by_name
 
 
 def devices() -> list[Facts]:
