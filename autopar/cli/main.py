@@ -1,6 +1,4 @@
-"""The commands of the command line: plan, verify, show, calibrate, doctor; their output is for
-people or (--json) for programs. `python -m autopar` and the `autopar` script call `main`.
-"""
+"""The commands plan, verify, show, calibrate and doctor, for people or (--json) for programs."""
 
 from __future__ import annotations
 
@@ -111,19 +109,19 @@ def plan(
     with _report_errors(as_json):
         for path, option in ((save, "--save"), (timeline, "--timeline")):
             _require_folder(path, option)
-        named_world, named_layout = read_world(world, ranks), read_layout(layout)
-        built = _build_target(target, batch, named_world.ranks)
+        machines, layouts = read_world(world, ranks), read_layout(layout)
+        built = _build_target(target, batch, machines.ranks)
         limits = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
         planning = partial(
-            api.plan, built.model, named_world, built.inputs, named_layout, *limits, redundant,
+            api.plan, built.model, machines, built.inputs, layouts, *limits, redundant,
             reduce_dtype=reduce_dtype, overlap=overlap,
         )  # fmt: skip
         start = time.perf_counter()
-        doing = f"planning {built.name} on {_ranks_text(named_world)}"
+        doing = f"planning {built.name} on {_ranks_text(machines)}"
         best_plan = watch_progress(doing, lambda report: planning(progress=report), as_json)
         seconds = time.perf_counter() - start
         if not anyway:
-            _refuse_absurd(best_plan, named_world, named=world is not None)
+            _refuse_absurd(best_plan, machines, named=world is not None)
         if save is not None:
             best_plan.save(save)
         if timeline is not None:
@@ -133,7 +131,7 @@ def plan(
             reasons = {} if answer is None else {"why": answer.facts()}
             print_json(plan_facts(best_plan) | target_facts(built) | reasons)
         else:
-            print_plan(built, named_world, best_plan, answer)
+            print_plan(built, machines, best_plan, answer)
             print_files(seconds, save, timeline)
 
 
@@ -154,19 +152,14 @@ def verify(
     """
     with _report_errors(as_json):
         rank_count = LOCKSTEP_RANKS if world is None and ranks is None else ranks
-        named_world, named_layout = read_world(world, rank_count), read_layout(layout)
-        built = _build_target(target, batch, max(16, named_world.ranks), real=True)
+        machines, layouts = read_world(world, rank_count), read_layout(layout)
+        built = _build_target(target, batch, max(16, machines.ranks), real=True)
         _refuse_meta(built)
-        doing = f"verifying {built.name} on {_ranks_text(named_world)}"
+        doing = f"verifying {built.name} on {_ranks_text(machines)}"
         check = watch_progress(
             doing,
             lambda report: api.verify(
-                built.model,
-                named_world,
-                built.inputs,
-                named_layout,
-                redundant=redundant,
-                progress=report,
+                built.model, machines, built.inputs, layouts, redundant=redundant, progress=report
             ),
             as_json,
         )
@@ -276,9 +269,7 @@ def _refuse_meta(target: Target) -> None:
 
 
 def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
-    """Raise PlanError for a plan that nobody could run: a step of hours, or one that does not fit.
-    The cause is nearly always that the machines were not named.
-    """
+    """Raise PlanError for a step of hours, or one that does not fit the memory of a device."""
     step = made.seconds if made.overlapped is None else made.overlapped
     available_bytes = world.device.memory_bytes
     faults = []
@@ -312,9 +303,7 @@ def _progress_bar() -> Iterator[Callable[[float, str], None]]:
 
 @contextmanager
 def _report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
-    """Report a user's mistake as one red message, unless `quiet`, with exit status 2; with --json
-    on stdout, too.
-    """
+    """Print a user's mistake in red, unless `quiet`, and in --json; exit with status 2."""
     try:
         yield
     except BrokenPipeError:

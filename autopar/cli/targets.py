@@ -1,5 +1,5 @@
-"""What the command line plans and verifies, by name: a built-in model, or a function that returns
-(model, inputs).
+"""The targets of the command line, by name: a built-in model, or a function that returns (model,
+inputs).
 
 Example: resolve("gpt2", Batch(8, 1024), 8) is GPT-2 with a batch of tokens. main.py calls it.
 """
@@ -112,7 +112,7 @@ def _import_function(text: str) -> Callable[..., Any]:
             missing = f"there is no module {error.name!r} here or among what is installed"
         raise TargetError(f"target {text!r}: {missing}") from None
     except Exception as error:
-        raise _failed_error(text, f"importing {path}", error) from error
+        raise _target_error(text, f"importing {path}", error) from error
     for part in name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
@@ -140,7 +140,7 @@ def _call_target(text: str, function: Callable[..., Any], batch: Batch | None) -
     try:
         result = function(**arguments)
     except Exception as error:
-        raise _failed_error(text, "calling it", error) from error
+        raise _target_error(text, "calling it", error) from error
     if (
         not isinstance(result, tuple)
         or len(result) != 2
@@ -156,7 +156,7 @@ def _call_target(text: str, function: Callable[..., Any], batch: Batch | None) -
     return Target(text if batch is None else f"{text}, batch {batch}", *result)
 
 
-def _failed_error(text: str, doing: str, error: Exception) -> TargetError:
+def _target_error(text: str, doing: str, error: Exception) -> TargetError:
     """Return the error with which the target failed, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

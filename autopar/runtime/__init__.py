@@ -1,4 +1,4 @@
-"""What runs on the ranks: a model is placed by its plan, called, verified and profiled.
+"""Running a plan: a model is placed by its plan, called, verified and profiled.
 
 apply.py plans on rank 0 and places the parameters, module.py is the module that users train,
 backends.py schedules and runs its graphs, dynamo_backend.py is the backend for torch.compile;

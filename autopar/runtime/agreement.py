@@ -163,9 +163,9 @@ def require_same_tensors(tensors: Mapping[str, torch.Tensor], synchronise: bool)
 def _differing_text(different: Sequence[str], odd: Sequence[Sequence[str]]) -> str:
     first = different[0]
     rank_numbers = [number for number, names in enumerate(odd) if first in names]
-    more = f", the first of {len(different)}" if len(different) > 1 else ""
+    count = f", the first of {len(different)}" if len(different) > 1 else ""
     who = ranks.named(rank_numbers)
-    return f"the ranks hold different parameters: {first}{more}, on {who} is not what rank 0 holds"
+    return f"the ranks hold different parameters: {first}{count}, on {who} is not what rank 0 holds"
 
 
 def _refuse_meta(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
@@ -297,11 +297,11 @@ class InputsWatch:
         """Wait for the verdict: as long as a collective would, less where a rank is gone."""
         until = time.monotonic() + beating.timeout.total_seconds()
         while True:
-            before, left = beating.signs(), until - time.monotonic()
-            if came(beating, f"{key}/verdict", min(PATIENCE, left)):
+            before, remaining_s = beating.signs(), until - time.monotonic()
+            if came(beating, f"{key}/verdict", min(PATIENCE, remaining_s)):
                 return
-            gone = beating.silent_since(before) if left > PATIENCE else beating.silent()
-            if gone or left <= PATIENCE:
+            gone = beating.silent_since(before) if remaining_s > PATIENCE else beating.silent()
+            if gone or remaining_s <= PATIENCE:
                 raise RankError(self._who_stays_away(beating, key, gone))
 
     def _who_stays_away(self, beating: Pulse, key: str, gone: Sequence[int]) -> str:
@@ -324,9 +324,9 @@ def _judge(told: Sequence[str]) -> dict[str, Any]:
     """Return which ranks report something else than most do, and the error of the first rank that
     refused, if one did.
     """
-    usual = max(dict.fromkeys(told), key=told.count)
-    errors = [(number, one) for number, one in enumerate(told) if one.startswith("error ")]
-    odd = [number for number, one in enumerate(told) if one != usual]
+    most_common = max(dict.fromkeys(told), key=told.count)
+    errors = [(number, report) for number, report in enumerate(told) if report.startswith("error ")]
+    odd = [number for number, report in enumerate(told) if report != most_common]
     if errors:
         return {"odd": [n for n, _ in errors], "error": errors[0][1].removeprefix("error ")}
     return {"odd": odd, "others": [n for n in range(len(told)) if n not in odd], "error": ""}

@@ -69,13 +69,13 @@ def current_tensors(model: nn.Module, program: Program) -> dict[str, torch.Tenso
         planned = _describe_tensor(
             program.layouts[entry.node].shape, program.dtypes[entry.node], entry
         )
-        description = (
+        actual = (
             "gone" if now is None else _describe_tensor(tuple(now.shape), now.dtype, entry, now)
         )
-        if now is None or description != planned:
+        if now is None or actual != planned:
             raise PlanError(
                 f"{entry.kind} {entry.target} was {planned} when the model was planned and is "
-                f"{description} now: plan again"
+                f"{actual} now: plan again"
             )
         if any(current.get(name) is not now for name in entry.names):
             raise PlanError(
@@ -144,15 +144,14 @@ def agree_on_request(
     request: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
     request |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
     require_same_request(world, inputs, reduce_dtype=reduce_dtype, **request, **(options or {}))
-    found_world = ranks.together(
+    common_world = ranks.together(
         "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
     )
-    found_world = dataclasses.replace(
-        ranks.from_rank_0(found_world)
-    )  # all ranks must order sums alike
-    budget = ranks.together("reading the limits", lambda: Budget.of(found_world, *limits))
+    # rank 0's, as all ranks must order sums alike
+    common_world = dataclasses.replace(ranks.from_rank_0(common_world))
+    budget = ranks.together("reading the limits", lambda: Budget.of(common_world, *limits))
     sum_dtype = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    return found_world, PlanRequest(layout, budget, redundant, sum_dtype, bool(overlap), whole)
+    return common_world, PlanRequest(layout, budget, redundant, sum_dtype, bool(overlap), whole)
 
 
 def _named_or_running(world: World | int | Any | None) -> World:
@@ -161,10 +160,10 @@ def _named_or_running(world: World | int | Any | None) -> World:
     """
     if world is not None:
         return World.of(world)
-    found_world, note = running_world()
+    detected, note = running_world()
     if note:
         say_once(note)
-    return found_world
+    return detected
 
 
 def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, asked: PlanRequest) -> Plan:
@@ -230,9 +229,8 @@ class _LocalParts(Function):
         ctx.held = [(x, changes_in_place(x)) for x in held]
         ctx.placings = [placing_of(x) for x in xs]
         parts = [local_of(x) for x in xs]
-        return tuple(
-            part.view_as(part) for part in parts
-        )  # autograd marks the tensors that it returns
+        # autograd marks the tensors that a forward returns
+        return tuple(part.view_as(part) for part in parts)
 
     @staticmethod
     @once_differentiable

@@ -242,9 +242,9 @@ class Scheduled:
         self, gm: fx.GraphModule, example_inputs: Any, backward: bool
     ) -> Callable[..., Any]:
         if self.backend is None or self.forward is None:
-            return _run_boxed(gm, below_autograd)
+            return _make_boxed(gm, below_autograd)
         if self.backend == "aot_eager":
-            return _run_boxed(gm, nullcontext)
+            return _make_boxed(gm, nullcontext)
         if self.backend == "inductor":
             return compile_in_order(gm, example_inputs, backward=backward)
         compiler = named_backend(self.backend) if isinstance(self.backend, str) else self.backend
@@ -287,26 +287,24 @@ class Scheduled:
         """Return the graph with as much freedom as the memory allows, and the bytes that it
         leaves.
         """
-        bound, in_pieces, there = self._bound(graph, step), graph, self._there[phase]
+        bound, in_pieces, resident = self._bound(graph, step), graph, self._there[phase]
         if "chunk" in self.passes:
-            in_pieces = chunk.chunk(graph, self.world, there, phase)
+            in_pieces = chunk.chunk(graph, self.world, resident, phase)
         tries = [(graph, *attempt) for attempt in _ATTEMPTS]
         if in_pieces is not graph:
             tries = [(in_pieces, *attempt) for attempt in _ATTEMPTS[:2]] + tries
         for base, bucket_bytes, freedom in tries:
             before = [(node, node.args) for node in base.nodes]
-            attempt_graph, run = self._attempt(base, phase, bucket_bytes, freedom)
-            filled = self._filled_fits(attempt_graph, bound, step)
-            if filled or schedule.limit_memory(attempt_graph, there, bound, step):
+            ordered, run = self._attempt(base, phase, bucket_bytes, freedom)
+            filled = self._filled_fits(ordered, bound, step)
+            if filled or schedule.limit_memory(ordered, resident, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
-                return attempt_graph, math.inf if filled else bound - live_bytes(
-                    attempt_graph, step
-                )
+                return ordered, math.inf if filled else bound - live_bytes(ordered, step)
             reorder(base, [node for node, _ in before])
             for node, args in before:  # undo the lanes
                 node.args = args
-        schedule.limit_memory(graph, there, bound, step)
+        schedule.limit_memory(graph, resident, bound, step)
         return graph, 0.0
 
     def _filled_fits(self, graph: fx.Graph, bound: float, step: StepMemory) -> bool:
@@ -342,15 +340,15 @@ class Scheduled:
     def _attempt(
         self, graph: fx.Graph, phase: Phase, most: float, freedom: schedule.Freedom
     ) -> tuple[fx.Graph, Run | None]:
-        there = self._there[phase]
+        resident = self._there[phase]
         if "bucket" in self.passes:
-            graph = bucket.bucket(graph, self.world, there, phase, most)
+            graph = bucket.bucket(graph, self.world, resident, phase, most)
         if "lanes" in self.passes:
-            lanes.lanes(graph, self.world, there, phase)
+            lanes.lanes(graph, self.world, resident, phase)
         if "schedule" not in self.passes:
             return graph, None
         before = list(graph.nodes)
-        run = schedule.schedule(graph, self.world, there, phase, freedom)
+        run = schedule.schedule(graph, self.world, resident, phase, freedom)
         schedule.check(graph, before)
         return graph, run
 
@@ -375,7 +373,7 @@ def _erase_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _run_boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:
+def _make_boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:
     """Return the graph as Python that takes a list and clears it, so that inputs can be freed
     early. `within` makes the context of a run: below autograd, whose cost for each op and
     collective would be spent for nothing.

@@ -1,4 +1,4 @@
-"""What `autopar calibrate` does on the running ranks: open the process group, list a model's
+"""Calibration on the running ranks, for `autopar calibrate`: open the process group, list a model's
 matmuls, measure them with the collectives, and return the calibrated world.
 
 cli/main.py calls it; the measuring itself is in cost/calibration.
@@ -101,7 +101,7 @@ def _list_matmuls(specs: Sequence[tuple[fx.Node, OpShardingRule]]) -> list[Unsha
 
 
 def _is_batched(node: Any) -> bool:
-    """Whether a matmul is batched: its second operand has a batch dim. Many small matmuls in one
-    take other time than a large one.
+    """Whether a matmul is batched: its second operand has a batch dim. Many small matmuls take a
+    different time than a large one of the same flops.
     """
     return len(pytree.tree_leaves(node.args)[1].meta["val"].shape) > 2

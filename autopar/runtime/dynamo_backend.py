@@ -72,10 +72,10 @@ def backend(
     def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
         limits = memory, optimizer, recompute
         settings, others = (limits, redundant, reduce_dtype, overlap), {"backend": backend}
-        found_world, request = agree_on_request(
+        common_world, request = agree_on_request(
             world, layout, *settings, whole=True, inputs=inputs, options=others
         )
-        context = plan_on_rank_0(model, found_world, inputs, request).ready
+        context = plan_on_rank_0(model, common_world, inputs, request).ready
         assert isinstance(context, PlanContext)
         device = next((x.device for x in _all_tensors(model, inputs)), CPU)
         context = context.on_device(device)
@@ -188,7 +188,7 @@ class _CapturedGraph:
 
     def _made(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         if _is_update(self.graph, values):
-            return lambda input_places: self.graph(*input_places)
+            return lambda call_values: self.graph(*call_values)
         held: dict[int, str] = {}
         for place, value in enumerate(values):
             if isinstance(value, nn.Parameter) or self.buffers[place]:

@@ -256,11 +256,11 @@ class ParallelModule(nn.Module):
         for position, value in signature.fixed:
             leaf = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
             if type(leaf) is not type(value) or leaf != value:
-                shown = repr(leaf)
+                text = repr(leaf)
                 if isinstance(leaf, torch.Tensor):
-                    shown = f"a tensor {tuple(leaf.shape)} {leaf.dtype}"
+                    text = f"a tensor {tuple(leaf.shape)} {leaf.dtype}"
                 raise InputError(
-                    f"input {position} is {shown}, planned was {value!r}; what is no "
+                    f"input {position} is {text}, planned was {value!r}; what is no "
                     "tensor is part of the plan: plan again"
                 )
         return leaves, signature.in_spec
@@ -286,7 +286,7 @@ class ParallelModule(nn.Module):
         return parameter
 
     def _refuse_gradient(self, what: str, given: torch.Tensor, entry: Input) -> None:
-        """Without a planned gradient, partial states are not told from replicated ones."""
+        """Raise InputError for an unplanned gradient, as gradients decide where ranks sum."""
         unplanned = given.requires_grad and not entry.trainable
         if unplanned and self._mesh.axes and torch.is_grad_enabled():
             raise InputError(
@@ -319,11 +319,11 @@ class ParallelModule(nn.Module):
         return own if own.device == self._device else own.to(self._device, non_blocking=True)
 
     def _check_place(self, entry: Input, given: DTensor) -> None:
-        wanted = placements(self._program.layouts[entry.node])
-        if given.device_mesh != self._device_mesh or given.placements != wanted:
+        planned = placements(self._program.layouts[entry.node])
+        if given.device_mesh != self._device_mesh or given.placements != planned:
             raise InputError(
                 f"input {entry.target} is a DTensor with placements {given.placements} on "
-                f"{given.device_mesh}, the plan wants {wanted} on {self._device_mesh}: give the "
+                f"{given.device_mesh}, the plan wants {planned} on {self._device_mesh}: give the "
                 "global tensor, or what `shard` makes of it"
             )
 

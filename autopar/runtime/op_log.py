@@ -210,7 +210,7 @@ class Issued(NamedTuple):
 
 
 def ran(issued: Sequence[Issued], events: Sequence[Any], begin: float) -> list[tuple[float, float]]:
-    """Return when each collective began and ended to run, in microseconds, in a step that began at
+    """Return when each collective ran, as (start, end) in microseconds, in a step that began at
     `begin`. Within a group they run one after the other in the order of issue. Where no gloo thread
     reports it, a collective counts from issue to the end of its wait.
     """

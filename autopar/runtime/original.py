@@ -167,8 +167,8 @@ def _backward(results: Values) -> None:
 def _collect_step(results: Values, parameters: Mapping[str, Tensor], inputs: Inputs) -> _StepResult:
     leaves = {f"gradient of {name}": value for name, value in parameters.items()}
     leaves |= _named_tensors(inputs, "gradient of input ")
-    wanted = {name: value for name, value in leaves.items() if value.requires_grad}
-    gradients = {n: _gradient(x) for n, x in wanted.items()}
+    trained = {name: value for name, value in leaves.items() if value.requires_grad}
+    gradients = {n: _gradient(x) for n, x in trained.items()}
     return _StepResult({name: x.detach() for name, x in results.items()}, gradients)
 
 

@@ -9,8 +9,8 @@ the CPU, how far rounding alone may move it, and which values are undefined.
   torch.arange(n)`. The graph runs with such memory filled in two different ways; a value that
   differs between the two runs is undefined and is not compared.
 
-verify.py and api.verify call this module. The ranks of `verify` are threads of one process, and on
-the CPU a backward runs in its caller's thread, which is why all of it runs there.
+verify.py and api.verify call this module. All of it runs on the CPU, where a backward runs in its
+caller's thread: the ranks of `verify` are threads of one process.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ Observe = Callable[[Program, Visit], Observed]  # one step of a program, node by
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device computes in a step. `floors`: the least number that an error of each value is
+    """The values of a step on one device. `floors`: the least number that an error of each value is
     divided by (`rounding_floors`). `undefined`: flags for the entries that depend on memory that
     was never written.
     """

@@ -1,16 +1,15 @@
-"""One examination: checks run one after the other on all ranks, and their results are written after
-each, so that a run which is cut off leaves what it found.
+"""An examination: the doctor's checks run one after the other on all ranks, and the report is
+written after each, so that a run which is cut off leaves its results. cli/main.py calls `run` and
+`tell`.
 
 Example, on every rank:
 
     examination = Examination(Path("out/doctor"))
     with examination.ranks():
-        examination.check("versions", basics.versions)
+        examination.check("versions", exchanges.versions)
     sys.exit(examination.close())
 
-The page of an examination: one file of HTML that needs no network, to look at and to attach.
-
-What `autopar doctor` does: say what is here, or (`--run`) run every check.
+The report is doctor.json and a page, doctor.html: one file that needs no network (`page`).
 """
 
 from __future__ import annotations
@@ -62,24 +61,26 @@ li { margin: .2rem 0; }
 
 
 def page(facts: Mapping[str, Any]) -> str:
-    """The page of what `Examination.to_json` gives: what failed, every check, and the machine."""
-    rows = "\n".join(map(_row, facts["checks"]))
+    """Return the HTML of what `Examination.to_json` returns: the verdict, every check, and the
+    machine.
+    """
+    rows = "\n".join(map(_check_row, facts["checks"]))
     parts = (
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>autopar doctor</title>',
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>autopar doctor: {html.escape(verdict(facts))}</h1>",
-        f"<p>{html.escape(_subject(facts))}</p>",
+        f"<p>{html.escape(_subject_text(facts))}</p>",
         "<table><thead><tr><th>check</th><th>result</th><th>figure</th><th>s</th></tr></thead>",
         f"<tbody>\n{rows}\n</tbody></table>",
-        _machine(facts["machine"]),
+        _machine_section(facts["machine"]),
         "</body></html>",
     )
     return "\n".join(parts) + "\n"
 
 
 def verdict(facts: Mapping[str, Any]) -> str:
-    """What it came to, in a few words."""
+    """Return the outcome in a few words."""
     counts = facts["counts"]
     if counts["failed"]:
         return f"{counts['failed']} of {len(facts['checks'])} checks failed"
@@ -89,33 +90,33 @@ def verdict(facts: Mapping[str, Any]) -> str:
     return f"{counts['ok']} checks are well{absent}"
 
 
-def _subject(facts: Mapping[str, Any]) -> str:
+def _subject_text(facts: Mapping[str, Any]) -> str:
     versions = facts["machine"].get("versions", {})
-    told = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+    listed = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
     ranks = f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''}"
-    return f"{ranks} ({facts['backend']}) on {facts['device']}, {facts['seconds']:.0f} s; {told}"
+    return f"{ranks} ({facts['backend']}) on {facts['device']}, {facts['seconds']:.0f} s; {listed}"
 
 
-def _row(check: Mapping[str, Any]) -> str:
+def _check_row(check: Mapping[str, Any]) -> str:
     status, figure = check["status"], html.escape(check["why"] or check["figure"])
-    more = ""
+    details = ""
     if check["facts"]:
         text = html.escape(json.dumps(check["facts"], indent=1, default=str))
-        more = f"<details><summary>all of it</summary><pre>{text}</pre></details>"
+        details = f"<details><summary>all of it</summary><pre>{text}</pre></details>"
     return (
         f'<tr><td class="name">{html.escape(check["name"])}</td>'
         f'<td><span class="status {status.replace(" ", "-")}">{status}</span></td>'
-        f'<td>{figure}{more}</td><td class="number">{check["seconds"]:.1f}</td></tr>'
+        f'<td>{figure}{details}</td><td class="number">{check["seconds"]:.1f}</td></tr>'
     )
 
 
-def _machine(found: Mapping[str, Any]) -> str:
-    """The devices, what will not work here, and everything else to unfold."""
+def _machine_section(found: Mapping[str, Any]) -> str:
+    """Return the HTML of the devices, what will not work here, and all facts to unfold."""
     if not found:
         return ""
     devices = "".join(
-        f"<li>{html.escape(str(one['name']))}, {format_bytes(one['memory_bytes'])}</li>"
-        for one in found["devices"]
+        f"<li>{html.escape(str(device['name']))}, {format_bytes(device['memory_bytes'])}</li>"
+        for device in found["devices"]
     )
     warnings = "".join(f"<li>{html.escape(line)}</li>" for line in found["warnings"])
     text = html.escape(json.dumps(found, indent=1, default=str))
@@ -129,13 +130,13 @@ def _machine(found: Mapping[str, Any]) -> str:
 Check = Callable[[Session], Finding]
 COLOURS = {"ok": "green", "failed": "bold red", "not here": "yellow", "under way": "cyan"}
 VERSION = 1  # of doctor.json
-_PATIENCE = 3  # collectives' timeouts that a rank which fails waits for those in its collective
+_PATIENCE = 3  # timeouts of a collective that a failed rank waits for ranks still in theirs
 _MOST_WARNINGS = 5
 
 
 class Examination:
-    """The results of checks on this rank's session; rank 0 says them and writes them in `out`, a
-    folder, or nowhere.
+    """The results of checks on this rank's session; rank 0 prints them and writes them to the
+    folder `out`, unless that is None.
     """
 
     def __init__(self, out: Path | None = None, session: Session | None = None) -> None:
@@ -159,7 +160,9 @@ class Examination:
 
     @contextmanager
     def ranks(self) -> Iterator[None]:
-        """All ranks can talk within: the process group is open. What was checked before is told."""
+        """Open the process group within the block. The findings of checks that ran before are
+        exchanged first.
+        """
         with self.session.open():
             self._talking = True
             for name, finding, seconds in self._alone:
@@ -168,16 +171,16 @@ class Examination:
             yield
 
     def check(self, name: str, work: Check) -> None:
-        """Run a check. It fails on all ranks where it fails on one, and then others still run."""
+        """Run a check. It fails on all ranks where it fails on one, and later checks still run."""
         self._under_way(name)
         began = time.perf_counter()
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             finding = found_by(lambda: work(self.session))
-        texts = dict.fromkeys(str(one.message).split(" (Triggered")[0] for one in said)
+        texts = dict.fromkeys(str(warning.message).split(" (Triggered")[0] for warning in caught)
         if texts:
-            told = {"warnings": list(texts)[:_MOST_WARNINGS]}
-            finding = replace(finding, facts={**finding.facts, **told})
+            warning_facts = {"warnings": list(texts)[:_MOST_WARNINGS]}
+            finding = replace(finding, facts={**finding.facts, **warning_facts})
         seconds = time.perf_counter() - began
         if self._talking:
             self._tell(name, finding, seconds)
@@ -186,21 +189,21 @@ class Examination:
             self._keep(merged(name, [finding], seconds))
 
     def close(self, as_json: bool = False) -> int:
-        """Print the table on rank 0, or what is in doctor.json. Returns the exit status: 1 where a
-        check failed.
+        """Print the table on rank 0, or the content of doctor.json. Returns the exit status: 1
+        where a check failed.
         """
         if self._first:
             self._write()
             out = terminal.console()
             if as_json:
-                out.file.write(_json(self.to_json()))
+                out.file.write(_to_text(self.to_json()))
             else:
                 out.print(table(self.results))
                 self._say_files(out)
         return int(any(result.status == "failed" for result in self.results))
 
     def to_json(self) -> dict[str, Any]:
-        """What doctor.json holds."""
+        """Return the content of doctor.json."""
         counts: list[str] = [result.status for result in self.results]
         return {
             "version": VERSION,
@@ -214,17 +217,19 @@ class Examination:
         }
 
     def _tell(self, name: str, finding: Finding, seconds: float) -> None:
-        """Tell all ranks what each found: through the store, as a collective may be what failed."""
+        """Exchange the findings of all ranks through the store, as a collective may be what failed,
+        and keep and print the result.
+        """
         patience = _PATIENCE * self.session.timeout.total_seconds()
         try:
-            told = store.all_of([finding.to_json(), seconds], patience)
+            by_rank = store.all_of([finding.to_json(), seconds], patience)
         except RankError as error:
             lost = replace(finding, fault=f"{finding.fault or 'the check'}; then: {error}")
-            told = [[lost.to_json(), seconds]]
-        findings = [Finding(**one) for one, _ in told]
-        result = merged(name, findings, max(took for _, took in told))
+            by_rank = [[lost.to_json(), seconds]]
+        findings = [Finding(**finding_facts) for finding_facts, _ in by_rank]
+        result = merged(name, findings, max(took for _, took in by_rank))
         self._keep(result)
-        if any(one.raised for one in findings):
+        if any(each.raised for each in findings):
             self.session.reopen()
         if self._first:
             self._write()
@@ -233,15 +238,17 @@ class Examination:
             terminal.console(stderr=True).print(line, soft_wrap=True)
 
     def _keep(self, result: Result) -> None:
-        """In the place of what was said of the same check before, else at the end."""
-        names = [one.name for one in self.results]
+        """Put the result in the place of an earlier one of the same check, else at the end."""
+        names = [earlier.name for earlier in self.results]
         if result.name in names:
             self.results[names.index(result.name)] = result
         else:
             self.results.append(result)
 
     def _under_way(self, name: str) -> None:
-        """Say in the file what runs now: where that ends the process, the file tells of it."""
+        """Write to the report which check runs now: where that ends the process, the report says
+        so.
+        """
         if self._first:
             self._keep(Result(name, "under way", why="it did not end"))
             self._write()
@@ -250,7 +257,7 @@ class Examination:
         if self.out is None:
             return
         facts = self.to_json()
-        json_file.write(self.out / "doctor.json", _json(facts))
+        json_file.write(self.out / "doctor.json", _to_text(facts))
         json_file.write(self.out / "doctor.html", page(facts))
 
     def _say_files(self, out: Console) -> None:
@@ -262,29 +269,34 @@ class Examination:
         out.print(f"{parts} in {took:.0f} s on {ranks}{where}", soft_wrap=True)
 
 
-def _json(facts: dict[str, Any]) -> str:
+def _to_text(facts: dict[str, Any]) -> str:
     return json.dumps(facts, indent=1, default=str) + "\n"
 
 
 def table(results: list[Result]) -> Table:
-    """A row for each check."""
-    shown = Table(title="autopar doctor", title_justify="left")
-    shown.add_column("check", no_wrap=True)
-    shown.add_column("result", no_wrap=True)
-    shown.add_column("figure", overflow="fold")
-    shown.add_column("s", justify="right")
-    for one in results:
-        status = f"[{COLOURS[one.status]}]{one.status}[/]"
-        shown.add_row(escape(one.name), status, escape(one.why or one.figure), f"{one.seconds:.1f}")
-    return shown
+    """Return a table with a row for each check."""
+    grid = Table(title="autopar doctor", title_justify="left")
+    grid.add_column("check", no_wrap=True)
+    grid.add_column("result", no_wrap=True)
+    grid.add_column("figure", overflow="fold")
+    grid.add_column("s", justify="right")
+    for result in results:
+        status = f"[{COLOURS[result.status]}]{result.status}[/]"
+        grid.add_row(
+            escape(result.name),
+            status,
+            escape(result.why or result.figure),
+            f"{result.seconds:.1f}",
+        )
+    return grid
 
 
 SEVERAL = "torchrun --standalone --nproc-per-node 4 -m autopar doctor"
 
 
 def started() -> bool:
-    """Whether torchrun has started this process as one of its ranks. Then the checks are wanted,
-    without an option that says so: torchrun would take `--run` for its own `--run-path`.
+    """Whether torchrun has started this process as one of its ranks. Then the checks run without an
+    option that asks for them: torchrun would take `--run` for its own `--run-path`.
     """
     return "WORLD_SIZE" in os.environ
 
@@ -304,7 +316,7 @@ def run(out: Path, as_json: bool = False) -> int:
 
 
 def one_rank(examination: Examination) -> None:
-    """The checks that each rank does alone, before the process group is open."""
+    """Run the checks that each rank does alone, before the process group is open."""
     for dtype in kernels.DTYPES:
         for name in kernels.KERNELS:
             title = f"{name.lower().replace('_', ' ')} {str(dtype).removeprefix('torch.')}"
@@ -312,7 +324,7 @@ def one_rank(examination: Examination) -> None:
 
 
 def all_ranks(examination: Examination) -> None:
-    """The checks that the ranks do together, what others hang on first."""
+    """Run the checks that the ranks do together, first those that others depend on."""
     check = examination.check
     check("versions", exchanges.versions)
     check("devices", exchanges.devices_of_ranks)
@@ -332,15 +344,15 @@ def all_ranks(examination: Examination) -> None:
 
 
 def tell(facts: dict[str, Any], out: Console) -> None:
-    """Print what `machine.facts` found, for people."""
+    """Print the facts of `machine.facts` for people."""
     versions, where = facts["versions"], facts["environment"]
-    told = [f"{name} {value}" for name, value in versions.items() if value]
-    terminal.print_line(out, "versions", ", ".join(told))
+    version_texts = [f"{name} {value}" for name, value in versions.items() if value]
+    terminal.print_line(out, "versions", ", ".join(version_texts))
     for device in facts["devices"]:
-        terminal.print_line(out, "device", _device(device))
-    terminal.print_line(out, "modelled", _modelled(facts["world"]["device"]))
-    there = [name for name, is_there in facts["backends"].items() if is_there]
-    terminal.print_line(out, "backends", ", ".join(there) or "none")
+        terminal.print_line(out, "device", _device_text(device))
+    terminal.print_line(out, "modelled", _modelled_text(facts["world"]["device"]))
+    available = [name for name, is_there in facts["backends"].items() if is_there]
+    terminal.print_line(out, "backends", ", ".join(available) or "none")
     shared = where["shared_memory_bytes"]
     room = "no /dev/shm" if shared is None else f"/dev/shm {show.format_bytes(shared)}"
     omp = os.environ.get("OMP_NUM_THREADS", "not set")
@@ -358,7 +370,7 @@ def tell(facts: dict[str, Any], out: Console) -> None:
     )
 
 
-def _device(device: dict[str, Any]) -> str:
+def _device_text(device: dict[str, Any]) -> str:
     name = f"{device['index']}: {device['name']}" if "index" in device else device["name"]
     text = f"{name}, {show.format_bytes(device['memory_bytes'])}"
     if "known_as" in device:
@@ -367,7 +379,7 @@ def _device(device: dict[str, Any]) -> str:
     return text
 
 
-def _modelled(device: dict[str, Any]) -> str:
+def _modelled_text(device: dict[str, Any]) -> str:
     rates = (f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device["flop_per_s"].items())
     return (
         f"{device['name']}: TFLOP/s in {', '.join(rates)}; "

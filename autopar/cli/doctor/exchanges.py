@@ -1,13 +1,13 @@
-"""The checks that come first: versions, devices, links and process groups.
+"""The doctor's checks of what ranks exchange: versions, devices, links, process groups,
+collectives.
 
-Each check takes the Session and returns a Finding; it raises Absent where there is nothing to look
-at. All of them are collective.
+`alone` and `joined` compare every kind of collective that emitted graphs use, alone and fused, with
+its expected result. The numbers are small integers, which bfloat16 holds and adds without rounding,
+so a result is equal or wrong. Each kind runs over every group of a mesh of two axes, so a wrong
+order of ranks in a group of some ranks shows.
 
-Every kind of collective that emitted graphs use, alone and joined, against what it must give.
-
-The numbers are small integers, which bfloat16 holds and adds without rounding, so a result is equal
-or wrong. Each kind runs over every group of a mesh of two axes, so an order of ranks that is wrong
-in a group of some ranks shows.
+examination.py runs them on all ranks. Each check takes the Session and returns a Finding; it raises
+Absent where there is nothing to check.
 """
 
 from __future__ import annotations
@@ -44,16 +44,21 @@ _ROUNDS = 5
 
 
 def versions(session: Session) -> Finding:
-    """Enter: nothing. Leave: the versions of rank 0; a fault where another rank has other ones."""
-    told = ranks.all_of(machine.versions())
-    differ = sorted(name for name in told[0] if any(one[name] != told[0][name] for one in told))
+    """Check that all ranks have the same versions, and return rank 0's; it is a fault where another
+    rank differs.
+    """
+    by_rank = ranks.all_of(machine.versions())
+    differ = sorted(
+        name for name in by_rank[0] if any(facts[name] != by_rank[0][name] for facts in by_rank)
+    )
     fault = ""
     if differ:
         listed = (
-            f"{name} is {', '.join(sorted({str(one[name]) for one in told}))}" for name in differ
+            f"{name} is {', '.join(sorted({str(facts[name]) for facts in by_rank}))}"
+            for name in differ
         )
         fault = f"the ranks have different versions: {'; '.join(listed)}"
-    own = told[0]
+    own = by_rank[0]
     built = (
         f"CUDA {own['cuda']}" if own["cuda"] else f"ROCm {own['rocm']}" if own["rocm"] else "CPU"
     )
@@ -62,32 +67,35 @@ def versions(session: Session) -> Finding:
 
 
 def devices_of_ranks(session: Session) -> Finding:
-    """Enter: nothing. Leave: node, device, name and memory of every rank; a fault where two ranks
-    of a node have one GPU, or where ranks have different kinds of device.
+    """Check the devices: return node, device, name and memory of every rank. Faults: two ranks of a
+    node with one GPU, ranks with different kinds of device.
     """
     own: dict[str, Any] = {"device": str(session.device), "name": "cpu"}
     if session.cuda:
         own |= machine.gpu(session.device.index)
-    told = store.all_of([socket.gethostname(), own])
-    nodes = list(dict.fromkeys(host for host, _ in told))  # numbers: names of hosts are private
-    each = [{"rank": n, "node": nodes.index(host), **one} for n, (host, one) in enumerate(told)]
+    pairs = store.all_of([socket.gethostname(), own])
+    # nodes are reported by number, as names of hosts are private
+    nodes = list(dict.fromkeys(host for host, _ in pairs))
+    rank_devices = [
+        {"rank": n, "node": nodes.index(host), **device} for n, (host, device) in enumerate(pairs)
+    ]
     devices.agree_on_device((), session.device)  # raises where two ranks have one
-    names = list(dict.fromkeys(one["name"] for one in each))
+    names = list(dict.fromkeys(device["name"] for device in rank_devices))
     fault = f"the ranks have different devices: {', '.join(names)}" if len(names) > 1 else ""
     plural = "s" if len(nodes) > 1 else ""
-    figure = f"{len(each)} × {names[0]} on {len(nodes)} node{plural}"
+    figure = f"{len(rank_devices)} × {names[0]} on {len(nodes)} node{plural}"
     if session.note:
         figure += f"; {session.note}"
-    return Finding(figure, {"ranks": each, "note": session.note}, fault)
+    return Finding(figure, {"ranks": rank_devices, "note": session.note}, fault)
 
 
 def links(session: Session) -> Finding:
-    """Enter: nothing. Leave: seconds of an all-reduce and of broadcasts over all ranks, of 4 MB and
-    on GPUs of 256 MB, beside what the world file or nominal figures say.
+    """Check the links: return the seconds of an all-reduce and of broadcasts over all ranks, of 4
+    MB and on GPUs of 256 MB, beside the figures of the world file or the nominal ones.
     """
     if session.ranks == 1:
         raise Absent("one rank has no links: start several with torchrun")
-    world, said = ranks.from_rank_0(running_world())
+    world, source = ranks.from_rank_0(running_world())
     mesh = Mesh.parse(f"all{session.ranks}")
     connect(mesh, session.device.type)
     group, digits = "autopar/" + f"{mesh}/all", pattern(mesh, ("all",))
@@ -105,12 +113,12 @@ def links(session: Session) -> Finding:
         f"{first['kind']} of {first['bytes'] / 1e6:.1f} MB: {first['seconds'] * 1e3:.2f} ms, "
         f"{first['bytes_per_s'] / 1e9:.3g} GB/s; assumed {first['assumed_seconds'] * 1e3:.2f} ms"
     )
-    return Finding(figure, {"collectives": rows, "world": str(world), "assumed_from": said})
+    return Finding(figure, {"collectives": rows, "world": str(world), "assumed_from": source})
 
 
 def groups(session: Session) -> Finding:
-    """Enter: nothing. Leave: the names of the process groups that a 4D plan opens; a fault where a
-    group is not open, or has other ranks than its name says.
+    """Check the process groups: return the names of those that a 4D plan opens; it is a fault where
+    a group is not open, or has other ranks than its name says.
     """
     if session.ranks == 1:
         raise Absent("one rank needs no process group: start several with torchrun")
@@ -118,23 +126,23 @@ def groups(session: Session) -> Finding:
     wrong, members = [], {}
     for name in plan.groups:
         full = f"autopar/{plan.mesh}/{name}"
-        there = dist.get_process_group_ranks(_compat.process_group(full))
-        members[name] = there
-        if there != group_ranks(full, session.rank):
-            wrong.append(f"{name} has ranks {there} and not {group_ranks(full, session.rank)}")
+        open_ranks = dist.get_process_group_ranks(_compat.process_group(full))
+        members[name] = open_ranks
+        if open_ranks != group_ranks(full, session.rank):
+            wrong.append(f"{name} has ranks {open_ranks} and not {group_ranks(full, session.rank)}")
     figure = f"mesh {plan.mesh}: {len(plan.groups)} groups, {', '.join(plan.groups)}"
     facts = {"mesh": str(plan.mesh), "groups": members}
     return Finding(figure, facts, "; ".join(wrong))
 
 
 def _median_seconds(work: Any, session: Session) -> float:
-    """Of one run on the slowest rank: some are run to warm up."""
-    often = measure.times_for(work, session.device)
-    found = []
+    """Return the median seconds of one run on the slowest rank, after some runs to warm up."""
+    repeats = measure.times_for(work, session.device)
+    seconds = []
     for _ in range(_ROUNDS):
         measure.barrier()
-        found.append(measure.seconds(work, often.times, session.device))
-    return float(max(ranks.all_of(sorted(found)[_ROUNDS // 2])))
+        seconds.append(measure.seconds(work, repeats.times, session.device))
+    return float(max(ranks.all_of(sorted(seconds)[_ROUNDS // 2])))
 
 
 def _row(kind: str, size: int, took: float, assumed: float) -> dict[str, Any]:
@@ -149,10 +157,10 @@ def _row(kind: str, size: int, took: float, assumed: float) -> dict[str, Any]:
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
-JOINED = ("all_gather", "reduce_scatter", "all_reduce")  # what the bucket pass joins
+JOINED = ("all_gather", "reduce_scatter", "all_reduce")  # the kinds that the bucket pass fuses
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-_ROWS, _COLUMNS = 37, 5  # of one rank for one other
-_MEMBERS = 3  # collectives that are joined
+_ROWS, _COLUMNS = 37, 5  # from one rank to one other
+_MEMBERS = 3  # collectives that are fused
 
 
 class Group(NamedTuple):
@@ -168,7 +176,7 @@ class Group(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One collective to try: its operand on this rank, and what must come out; None where the
+    """One collective to try: its operand on this rank, and the expected result; None where the
     result is not defined on this rank.
     """
 
@@ -178,42 +186,42 @@ class Trial(NamedTuple):
 
 
 def alone(session: Session, kind: str) -> Finding:
-    """Enter: a kind of KINDS. Leave: how many results were looked at, over every group and of every
-    dtype; a fault that names the first group and dtype whose result is another than it must be.
+    """Check a kind of KINDS by itself: return how many results were compared, over every group and
+    in every dtype; the fault names the groups and dtypes with wrong results.
     """
     tried, wrong = 0, []
     for group in _groups(session):
         for dtype in DTYPES:
             for trial in trials(kind, group, dtype, session.device):
-                found = trial.run(trial.operand)
+                result = trial.run(trial.operand)
                 tried += 1
-                if trial.expected is not None and not torch.equal(found, trial.expected):
-                    wrong.append(_named(group, dtype))
+                if trial.expected is not None and not torch.equal(result, trial.expected):
+                    wrong.append(_group_text(group, dtype))
     return _finding(tried, wrong)
 
 
 def joined(session: Session, kind: str) -> Finding:
-    """Enter: a kind of JOINED. Leave: the same of three collectives that go as one, in the form
-    that the bucket pass gives them on this device.
+    """Check a kind of JOINED in a bucket: three collectives fused into one, in the form that the
+    bucket pass chooses on this device. Returns what `alone` does.
     """
     tried, wrong, forms = 0, [], set()
     for group in _groups(session):
         for dtype in DTYPES[:2]:
             several = [next(trials(kind, group, dtype, session.device, n)) for n in range(_MEMBERS)]
             operands = [trial.operand for trial in several]
-            graph = ranks.together("joining", partial(_as_one, several, operands))
+            graph = ranks.together("joining", partial(_fuse_trials, several, operands))
             forms |= {str(collective_of(node)) for node in graph.graph.nodes} - {"None"}
             for value, trial in zip(graph(*operands), several, strict=True):
                 tried += 1
                 if trial.expected is None or not torch.equal(value, trial.expected):
-                    wrong.append(_named(group, dtype))
+                    wrong.append(_group_text(group, dtype))
     return _finding(tried, wrong, form=sorted(forms))
 
 
 def trials(
     kind: str, group: Group, dtype: torch.dtype, device: torch.device, number: int = 0
 ) -> Iterator[Trial]:
-    """The collectives of one kind over a group; `number` gives others of another length."""
+    """Yield the collectives of one kind over a group; each `number` gives them another length."""
     assert kind in KINDS, kind
     size, place, name = group.size, group.place, group.name
     rows, places = _ROWS + number, range(size)
@@ -228,8 +236,8 @@ def trials(
     total = torch.stack([sums(rank) for rank in group.ranks]).sum(0).to(dtype)
     match kind:
         case "all_gather":
-            whole = torch.cat([moves(rank) for rank in group.ranks])
-            yield Trial(lambda x: comm.all_gather(x, size, name), moves(own), whole)
+            gathered = torch.cat([moves(rank) for rank in group.ranks])
+            yield Trial(lambda x: comm.all_gather(x, size, name), moves(own), gathered)
         case "reduce_scatter":
             part = total.chunk(size)[place]
             yield Trial(lambda x: comm.reduce_scatter(x, size, name), sums(own), part)
@@ -244,57 +252,62 @@ def trials(
         case "broadcast":
             each = [moves(rank) for rank in group.ranks]
             yield from (
-                Trial(_rooted(comm.broadcast, n, group), moves(own), each[n]) for n in places
+                Trial(_with_root(comm.broadcast, n, group), moves(own), each[n]) for n in places
             )
         case "reduce":
-            wanted = [total if n == place else None for n in places]
-            yield from (Trial(_rooted(comm.reduce, n, group), sums(own), wanted[n]) for n in places)
+            expected = [total if n == place else None for n in places]
+            yield from (
+                Trial(_with_root(comm.reduce, n, group), sums(own), expected[n]) for n in places
+            )
 
 
 def _groups(session: Session) -> list[Group]:
-    """The groups of this rank: over all ranks, and over each axis of a mesh of two where their
-    number has a divisor.
+    """Return the groups of this rank: over all ranks, and over each axis of a mesh of two axes
+    where their number has a divisor.
     """
     if session.ranks == 1:
         raise Absent("one rank has nobody to talk to: start several with torchrun")
     inner = next((n for n in range(math.isqrt(session.ranks), 1, -1) if not session.ranks % n), 1)
     mesh = Mesh.parse(f"outer{session.ranks // inner}" + (f".inner{inner}" if inner > 1 else ""))
-    over = [(axis,) for axis in mesh.names]
-    names = [comm.group_of(axes, str(mesh)) for axes in dict.fromkeys((mesh.names, *over))]
+    axes_of_mesh = [(axis,) for axis in mesh.names]
+    names = [comm.group_of(axes, str(mesh)) for axes in dict.fromkeys((mesh.names, *axes_of_mesh))]
     ranks.together("opening groups", lambda: connect(mesh, session.device.type, names))
     members = [tuple(group_ranks(name, session.rank)) for name in names]
-    return [Group(n, who, who.index(session.rank)) for n, who in zip(names, members, strict=True)]
+    return [
+        Group(name, group, group.index(session.rank))
+        for name, group in zip(names, members, strict=True)
+    ]
 
 
 def _numbers(
     rows: int, period: int, start: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """(rows, _COLUMNS) integers from `start` on, with this period."""
-    found = torch.arange(rows * _COLUMNS, device=device) % period + start
-    return found.view(rows, _COLUMNS).to(dtype)
+    """Return (rows, _COLUMNS) integers from `start` on, with this period."""
+    integers = torch.arange(rows * _COLUMNS, device=device) % period + start
+    return integers.view(rows, _COLUMNS).to(dtype)
 
 
-def _rooted(call: Callable[..., Tensor], root: int, group: Group) -> Callable[[Tensor], Tensor]:
+def _with_root(call: Callable[..., Tensor], root: int, group: Group) -> Callable[[Tensor], Tensor]:
     return lambda x: call(x, root, group.size, group.name)
 
 
-def _as_one(several: list[Trial], operands: list[Tensor]) -> fx.GraphModule:
-    """A graph of these collectives, joined as passes/overlap/bucket.py has it."""
+def _fuse_trials(several: list[Trial], operands: list[Tensor]) -> fx.GraphModule:
+    """Return a graph of these collectives, fused as passes/overlap/bucket.py fuses them."""
 
     def apart(*xs: Tensor) -> list[Tensor]:
         return [trial.run(x) for trial, x in zip(several, xs, strict=True)]
 
-    made: fx.GraphModule = make_fx(apart, tracing_mode="fake")(*operands)
-    members = [node for node in made.graph.nodes if fuse.can_fuse(node)]
+    module: fx.GraphModule = make_fx(apart, tracing_mode="fake")(*operands)
+    members = [node for node in module.graph.nodes if fuse.can_fuse(node)]
     assert len(members) == len(several), f"{len(members)} of {len(several)} can be joined"
-    fuse.fuse(made.graph, members)
-    assert ordered(made.graph)
-    made.graph.lint()
-    made.recompile()
-    return made
+    fuse.fuse(module.graph, members)
+    assert ordered(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
 
 
-def _named(group: Group, dtype: torch.dtype) -> str:
+def _group_text(group: Group, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} over {group.name.removeprefix('autopar/')}"
 
 

@@ -1,10 +1,12 @@
-"""Every kernel of scaled_dot_product_attention on this rank's device, through a graph of autopar's.
+"""The doctor's checks of attention kernels and of dropout.
 
-They run on each rank alone, before the process group is open, so a kernel that ends a process does
-it before anything else could wait.
+- `kernel` runs each kernel of scaled_dot_product_attention on this rank's device, within a graph
+  of autopar. Each rank runs them alone, before the process group is open, so a kernel that ends its
+  process leaves no rank waiting.
+- `dropout` and `attention` check random masks: the share that they keep, one mask on all ranks,
+  another one every step; `attention` for the dropout inside torch's own kernel.
 
-Dropout: the share that is kept, its mean, one mask on all ranks, another one every step; and
-attention that drops weights in torch's own kernel.
+examination.py runs them; each takes a Session and returns a Finding.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ KERNELS = {
     "CUDNN_ATTENTION": "CudnnAttention",
 }
 DTYPES = (torch.float32, torch.bfloat16)
-# The largest norm of a difference over the norm of what it must be. TF32, which has 11 bits, is
+# The largest norm of a difference over the norm of the expected value. TF32, which has 11 bits, is
 # above the first; a bfloat16 has 8 (a unit of 0.004), and some ten roundings follow one another.
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 WIDTH, HEADS, BATCH, SEQUENCE = 128, 2, 2, 128  # heads of 64 features: every kernel takes them
@@ -43,17 +45,18 @@ _REFUSALS = ("No available kernel", "No viable backend", "not available", "not s
 
 
 def kernel(session: Session, name: str, dtype: torch.dtype) -> Finding:
-    """Enter: a kernel's name and a dtype. Leave: how far the result and every gradient of causal
-    attention are from float64 on the CPU, in the plain formula; a fault where they are further than
-    the limit, or where another kernel ran. Raises Absent where torch refuses these inputs.
+    """Check one kernel in one dtype: return how far the result and every gradient of causal
+    attention are from float64 on the CPU, in the plain formula. It is a fault where they are
+    further than the limit, or where another kernel ran. Raises Absent where torch refuses these
+    inputs.
     """
-    module, x, expected = _prepared(session, dtype)
-    found, ran = _run(module, x.to(session.device), name)
-    errors = {part: _error(found[part], expected[part]) for part in expected}
-    worst = max(errors, key=lambda part: _nan_is_most(errors[part]))
-    limit, wanted = LIMITS[dtype], KERNELS[name]
+    module, x, expected = _prepare(session, dtype)
+    results, ran = _run(module, x.to(session.device), name)
+    errors = {part: _error(results[part], expected[part]) for part in expected}
+    worst = max(errors, key=lambda part: _rank_nan_highest(errors[part]))
+    limit, op_name = LIMITS[dtype], KERNELS[name]
     fault = ""
-    if wanted not in ran or (ran and not wanted):
+    if op_name not in ran or (ran and not op_name):
         fault = f"{ran or 'the plain formula'} ran in place of it"
     elif not errors[worst] <= limit:
         fault = f"{worst} is off by {errors[worst]:.1e}, the limit is {limit:.0e}"
@@ -61,10 +64,10 @@ def kernel(session: Session, name: str, dtype: torch.dtype) -> Finding:
     return Finding(f"largest error {errors[worst]:.1e}, limit {limit:.0e}", facts, fault)
 
 
-def _prepared(session: Session, dtype: torch.dtype) -> tuple[Any, Tensor, dict[str, Tensor]]:
-    """The module as autopar runs it on one rank, its input, and what must come out: in float64 on
-    the CPU, by torch itself, from the numbers that the model holds in its dtype. The same numbers
-    on all ranks, and one module for all kernels.
+def _prepare(session: Session, dtype: torch.dtype) -> tuple[Any, Tensor, dict[str, Tensor]]:
+    """Return the module as autopar runs it on one rank, its input, and the expected results: in
+    float64 on the CPU, by torch itself, from the numbers that the model holds in its dtype. The
+    numbers are the same on all ranks, and one module serves all kernels.
     """
     name = f"attended {dtype}"
     if name not in session.kept:
@@ -73,86 +76,94 @@ def _prepared(session: Session, dtype: torch.dtype) -> tuple[Any, Tensor, dict[s
         x = torch.randn(BATCH, SEQUENCE, WIDTH).to(dtype)
         expected = _step(copy.deepcopy(model).double(), x.double(), SDPBackend.MATH)
         session.kept[name] = api.parallelize(model, 1, (x,), device=session.device), x, expected
-    found: tuple[Any, Tensor, dict[str, Tensor]] = session.kept[name]
-    return found
+    prepared: tuple[Any, Tensor, dict[str, Tensor]] = session.kept[name]
+    return prepared
 
 
 def _run(module: Any, x: Tensor, name: str) -> tuple[dict[str, Tensor], str]:
-    """The step under this kernel, and the name of the fused op that autograd recorded."""
+    """Return the results of the step under this kernel, and the name of the fused op that autograd
+    recorded.
+    """
     backend = getattr(SDPBackend, name)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with sdpa_kernel(backend):
                 y = module(x)[1]
         except RuntimeError as error:
             if any(text in str(error) for text in _REFUSALS):
-                raise Absent(_refusal(str(error), [str(one.message) for one in said])) from None
+                raise Absent(
+                    _refusal_text(str(error), [str(warning.message) for warning in caught])
+                ) from None
             raise
-    recorded = _fused(y.grad_fn)
+    recorded = _fused_op(y.grad_fn)
     return _step(module, x, backend), recorded
 
 
-def _refusal(error: str, said: list[str]) -> str:
-    """Why torch takes no kernel: the reasons that it warns of, else the error's first sentence."""
-    reasons = dict.fromkeys(one.split(" (Triggered")[0].strip() for one in said)
+def _refusal_text(error: str, said: list[str]) -> str:
+    """Return why torch takes no kernel: the reasons that it warns of, else the error's first
+    sentence.
+    """
+    reasons = dict.fromkeys(text.split(" (Triggered")[0].strip() for text in said)
     return "; ".join(reasons)[:_SHOWN] or error.split(". ")[0]
 
 
 def _step(module: Any, x: Tensor, backend: SDPBackend) -> dict[str, Tensor]:
-    """The result and the gradients of one step, by name."""
+    """Return the result and the gradients of one step, by name."""
     module.zero_grad()
     with sdpa_kernel(backend):
         loss, y = module(x)
         loss.backward()
-    found = {name: p.grad.detach().clone() for name, p in module.named_parameters()}
-    return {"result": y.detach(), **found}
+    gradients = {name: p.grad.detach().clone() for name, p in module.named_parameters()}
+    return {"result": y.detach(), **gradients}
 
 
-def _fused(function: Any) -> str:
-    """The fused attention among the functions that autograd recorded; "" for the plain formula."""
-    seen, waiting = set(), [function]
-    while waiting:
-        one = waiting.pop()
-        if one is None or one in seen:
+def _fused_op(function: Any) -> str:
+    """Return the fused attention among the functions that autograd recorded; "" for the plain
+    formula.
+    """
+    seen, stack = set(), [function]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
             continue
-        seen.add(one)
-        if "ScaledDotProduct" in one.name():
-            return str(one.name())
-        waiting += [before for before, _ in one.next_functions]
+        seen.add(node)
+        if "ScaledDotProduct" in node.name():
+            return str(node.name())
+        stack += [before for before, _ in node.next_functions]
     return ""
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what is expected."""
+    """Return the norm of the difference over the norm of the expected value."""
     difference = found.double().cpu() - expected
     return float(difference.norm() / expected.norm())
 
 
-def _nan_is_most(error: float) -> float:
+def _rank_nan_highest(error: float) -> float:
     return error if error == error else float("inf")
 
 
 P = 0.2
-SIGMAS = 5.0  # by chance, one of 1.7 million runs is further off
+SIGMAS = 5.0  # one of 1.7 million runs exceeds it by chance
 ROWS, FEATURES = 512, 256
 
 
 def dropout(session: Session) -> Finding:
-    """Enter: nothing. Leave: what share of ones a dropout of 0.2 keeps, under a layout that splits
-    the batch and one that splits weights. Faults: a share that is more than five standard
-    deviations off, a value that is kept but not divided by 0.8, ranks or layouts that have
-    different masks, two steps with one mask, a gradient with another mask than the forward.
+    """Check dropout: return the share of ones that a dropout of 0.2 keeps, under a layout that
+    shards the batch and one that shards weights. Faults: a share more than five standard deviations
+    off, a value that is kept but not divided by 0.8, ranks or layouts that have different masks,
+    two steps with one mask, a gradient with another mask than the forward.
     """
     layouts = ("ddp", "megatron") if session.ranks > 1 else ("auto",)
     masks = {layout: _masks(session, layout) for layout in layouts}
     first, second, gradient = masks[layouts[0]]
-    count, kept = first.numel(), int((first != 0).sum())
+    count, kept_count = first.numel(), int((first != 0).sum())
     sigma = math.sqrt(P * (1 - P) / count)
-    off = (kept / count - (1 - P)) / sigma
+    off = (kept_count / count - (1 - P)) / sigma
     values = first[first != 0]
     faults = {
-        f"kept {kept / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
+        f"kept {kept_count / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
         "what is kept is not divided by 0.8": not torch.allclose(values, torch.tensor(1 / (1 - P))),
         "two steps have one mask": torch.equal(first, second),
         "the device's mask is not the CPU's": not _as_on_a_cpu(session),
@@ -166,32 +177,34 @@ def dropout(session: Session) -> Finding:
     facts = {
         "p": P,
         "elements": count,
-        "kept": kept / count,
+        "kept": kept_count / count,
         "sigmas": off,
         "mean": float(first.double().mean()),
         "layouts": list(layouts),
     }
-    figure = f"kept {kept / count:.4f} of {count} ({off:+.1f} σ), mean {facts['mean']:.4f}"
+    figure = f"kept {kept_count / count:.4f} of {count} ({off:+.1f} σ), mean {facts['mean']:.4f}"
     return Finding(figure, facts, "; ".join(text for text, wrong in faults.items() if wrong))
 
 
 def _as_on_a_cpu(session: Session) -> bool:
-    """Whether the device's kernel drops what the formula says, of a part of a larger tensor."""
+    """Whether the device's kernel drops the same entries as the CPU's, for a part of a larger
+    tensor.
+    """
     x, seed, place = torch.ones(60, 130), torch.tensor(5 << 33), torch.tensor([1])
-    here, there = (
+    on_cpu, on_device = (
         sharded.dropout(
             x.to(where), P, seed.to(where), [place.to(where)], [(), [("x", 130, 2)]], [60, 260]
         )
         for where in (torch.device("cpu"), session.device)
     )
-    return torch.equal(here, there.cpu())
+    return torch.equal(on_cpu, on_device.cpu())
 
 
 def attention(session: Session) -> Finding:
-    """Enter: nothing. Leave: what share of equal weights torch's kernel keeps when it drops 0.2, by
-    the seed of a rank's place. Faults: a share that is more than five standard deviations off, a
-    seed that drops otherwise a second time, two places, draws or steps that drop alike, a backward
-    that drops others than its forward.
+    """Check the dropout of attention: return the share of equal weights that torch's kernel keeps
+    when it drops 0.2, seeded by a rank's place. Faults: a share more than five standard deviations
+    off, a seed that drops other weights the second time, two places, draws or steps that drop the
+    same, a backward that drops others than its forward.
     """
     keys = 64  # as many as numbers of a head: with ones on the diagonal, values show the weights
     where: Any = {"device": session.device, "dtype": torch.float32}
@@ -201,52 +214,56 @@ def attention(session: Session) -> Finding:
 
     def dropped(step: int = 1, place: int = 0, draw: int = 1) -> Tensor:
         seed = seed_at(step, {"x": place}, "@x")
-        given = query, key, value, None, P, False, None, seed, draw
-        return torch.ops.autopar.attention(*given).transpose(1, 2)
+        arguments = query, key, value, None, P, False, None, seed, draw
+        return torch.ops.autopar.attention(*arguments).transpose(1, 2)
 
     first = dropped()
     cotangent = torch.randn_like(first)
     (gradient,) = torch.autograd.grad(first, value, cotangent)
     expected = first.detach().transpose(2, 3) @ cotangent
-    count, kept = first.numel(), int((first != 0).sum())
+    count, kept_count = first.numel(), int((first != 0).sum())
     sigma = math.sqrt(P * (1 - P) / count)
-    off = (kept / count - (1 - P)) / sigma
+    off = (kept_count / count - (1 - P)) / sigma
     others = (dropped(step=2), dropped(place=1), dropped(draw=2))
     error = float((gradient - expected).norm() / expected.norm())
     faults = {
-        f"kept {kept / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
+        f"kept {kept_count / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
         "a seed drops otherwise a second time": not torch.equal(first, dropped()),
         "two seeds drop alike": any(torch.equal(first, other) for other in others),
         f"the backward drops others than the forward, error {error:.1e}": not error < 1e-3,
     }
-    facts = {"p": P, "elements": count, "kept": kept / count, "sigmas": off, "error": error}
-    figure = f"kept {kept / count:.4f} of {count} ({off:+.1f} σ), gradient {error:.1e} off"
+    facts = {"p": P, "elements": count, "kept": kept_count / count, "sigmas": off, "error": error}
+    figure = f"kept {kept_count / count:.4f} of {count} ({off:+.1f} σ), gradient {error:.1e} off"
     return Finding(figure, facts, "; ".join(text for text, wrong in faults.items() if wrong))
 
 
 def _masks(session: Session, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole masks of two steps, and the gradient of the ones in the second, on the CPU."""
+    """Return the unsharded masks of two steps, and the gradient of the ones in the second, on the
+    CPU.
+    """
     torch.manual_seed(0)  # the seed of masks
     features = multiple(session.ranks, FEATURES)
     x = torch.ones(multiple(session.ranks, ROWS), features)
     model = Dropped(features, P)
     module: Any = api.parallelize(model, session.world, (x,), layout=layout, device=session.device)
-    found = []
+    masks = []
     for _ in range(2):
         module.zero_grad()
         loss, mask = module(x)
         loss.backward()
-        found.append(_whole(mask))
-    return found[0], found[1], _whole(module.ones.grad)
+        masks.append(_whole(mask))
+    return masks[0], masks[1], _whole(module.ones.grad)
 
 
 def _whole(x: Any) -> Tensor:
-    found: Tensor = (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
-    return found
+    unsharded: Tensor = (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
+    return unsharded
 
 
 def _digest(masks: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
-    """The same on ranks whose masks of both steps are the same, under every layout."""
+    """Return a digest that is equal on ranks whose masks of both steps are equal, under every
+    layout.
+    """
     each = (mask for first, second, _ in masks.values() for mask in (first, second))
-    kept = b"".join((mask != 0).numpy().tobytes() for mask in each)
-    return hashlib.sha256(kept).hexdigest()
+    kept_bytes = b"".join((mask != 0).numpy().tobytes() for mask in each)
+    return hashlib.sha256(kept_bytes).hexdigest()

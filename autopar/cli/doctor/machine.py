@@ -1,5 +1,8 @@
-"""What is here, without running anything on several ranks: versions, devices, what the cost model
-knows of them, backends, shared memory, links; and what will not work here, and why.
+"""The description of this machine, without running anything on several ranks: versions, devices,
+what the cost model assumes of them, backends, shared memory, links; and what will not work here,
+and why.
+
+`autopar doctor` prints `facts`; the doctor's examination writes them in its report.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from autopar.world.presets import known
 from autopar.world.world import CALIBRATED, calibrated
 
 LEAST_TORCH = (2, 11)  # as pyproject.toml says
-SHARED_BYTES = 2**30  # of /dev/shm that NCCL and loaders of data get along with
-_TOLD = re.compile(
+SHARED_BYTES = 2**30  # enough of /dev/shm for NCCL and data loaders
+_REPORTED_VARIABLES = re.compile(
     r"(NCCL|GLOO|TORCH_NCCL|RCCL|OMP)_\w+|CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES"
     r"|WORLD_SIZE|LOCAL_WORLD_SIZE|CUDA_LAUNCH_BLOCKING|PYTORCH_(CUDA_)?ALLOC_CONF"
     r"|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
@@ -34,7 +37,8 @@ Facts = dict[str, Any]
 
 
 def facts() -> Facts:
-    """All of it, as JSON: "versions", "devices", "backends", "environment", "world", "warnings".
+    """Return the description as JSON: "versions", "devices", "backends", "environment", "world",
+    "warnings".
 
     Example: facts()["versions"]["torch"] is "2.13.0"
     """
@@ -49,8 +53,8 @@ def facts() -> Facts:
 
 
 def versions() -> Facts:
-    """Of Python, torch and what it was built with, and autopar."""
-    found: Facts = {
+    """Return the versions of Python, torch and what it was built with, and autopar."""
+    version_by_name: Facts = {
         "autopar": _version("autopar"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -61,15 +65,15 @@ def versions() -> Facts:
         "nccl": None,
     }
     if torch.cuda.is_available():
-        found["cudnn"] = torch.backends.cudnn.version()
+        version_by_name["cudnn"] = torch.backends.cudnn.version()
         if dist.is_available() and dist.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+            version_by_name["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return version_by_name
 
 
 def devices() -> list[Facts]:
-    """The GPUs that this process sees, else its CPU; `known_as`: the entry of the cost model's
-    table of GPUs that each is planned by, None where it knows none.
+    """Return the GPUs that this process sees, else its CPU; `known_as`: the entry of the cost
+    model's table of GPUs that each is planned by, None where the table has none.
     """
     if not torch.cuda.is_available():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -78,7 +82,7 @@ def devices() -> list[Facts]:
 
 
 def gpu(number: int) -> Facts:
-    """One GPU by its number."""
+    """Return the facts of one GPU, by its number."""
     properties = torch.cuda.get_device_properties(number)
     return {
         "name": properties.name,
@@ -91,52 +95,54 @@ def gpu(number: int) -> Facts:
 
 
 def backends() -> dict[str, bool]:
-    """Which backends of collectives this torch has."""
+    """Return which backends of collectives this torch has."""
     if not dist.is_available():
         return {"nccl": False, "gloo": False, "mpi": False}
-    found = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
-    return {**found, "mpi": dist.is_mpi_available()}
+    available = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available()}
+    return {**available, "mpi": dist.is_mpi_available()}
 
 
 def environment() -> Facts:
-    """Cores, threads, shared memory, and the variables that change what ranks do."""
-    told = {name: os.environ[name] for name in sorted(os.environ) if _TOLD.fullmatch(name)}
+    """Return cores, threads, shared memory, and the variables that change what ranks do."""
+    variables = {
+        name: os.environ[name] for name in sorted(os.environ) if _REPORTED_VARIABLES.fullmatch(name)
+    }
     return {
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "shared_memory_bytes": _shared_memory(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "variables": told,
+        "variables": variables,
     }
 
 
 def links() -> Facts:
-    """The world that a plan would be made for here, and what the cost model takes its device to do.
-    `calibrated`: it was measured, so nothing in it is assumed.
+    """Return the world that a plan would be made for here, and the figures that the cost model has
+    for its device. `calibrated`: they were measured, so none is assumed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `shortcomings` says it
-        found, wrong = None, ""
+        measured, fault = None, ""
         try:
-            found, wrong = calibrated(None)
+            measured, fault = calibrated(None)
         except WorldError as error:
-            wrong = str(error)
-        world = found or _nominal()
+            fault = str(error)
+        world = measured or _nominal_world()
     return {
         "text": str(world),
-        "calibrated": found is not None,
-        "file": wrong,
+        "calibrated": measured is not None,
+        "file": fault,
         "ranks": world.ranks,
         "levels": [vars(level) for level in world.levels],
-        "device": _device(world.device),
+        "device": _device_facts(world.device),
         "peers": _peers(),
     }
 
 
 def shortcomings() -> list[str]:
-    """What will not work here or will be wrong, each with the reason and what to do."""
-    found = [*_of_versions(), *_of_devices(), *_of_environment()]
-    return [line for line in found if line]
+    """Return what will not work here or will be wrong, each with the reason and what to do."""
+    lines = [*_version_warnings(), *_device_warnings(), *_environment_warnings()]
+    return [line for line in lines if line]
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -147,13 +153,15 @@ def _version(package: str) -> str:
         return "unknown: run from a folder, not installed"
 
 
-def _nominal() -> World:
-    """As `autopar plan` takes it where nothing is named: the ranks that run, else the GPUs here."""
+def _nominal_world() -> World:
+    """Return the world as `autopar plan` takes it where none is named: the ranks that run, else the
+    GPUs here.
+    """
     here, gpus = World.detect(), torch.cuda.device_count()
     return World.of(gpus) if here.ranks == 1 < gpus else here
 
 
-def _device(device: Device) -> Facts:
+def _device_facts(device: Device) -> Facts:
     return {
         "name": device.name,
         "flop_per_s": dict(device.flop_per_s),
@@ -163,7 +171,7 @@ def _device(device: Device) -> Facts:
 
 
 def _peers() -> list[list[bool]]:
-    """Whether GPU i reaches the memory of GPU j; [] with fewer than two."""
+    """Return whether GPU i reaches the memory of GPU j; [] with fewer than two."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = range(count if count > 1 else 0)
     return [[a == b or torch.cuda.can_device_access_peer(a, b) for b in here] for a in here]
@@ -173,73 +181,73 @@ def _shared_memory() -> int | None:
     return shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None
 
 
-def _of_versions() -> list[str]:
-    found = []
+def _version_warnings() -> list[str]:
+    lines = []
     number = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if number < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
-        found.append(f"torch {torch.__version__} is too old: autopar needs {least} or newer")
+        lines.append(f"torch {torch.__version__} is too old: autopar needs {least} or newer")
     if not dist.is_available():
-        found.append("this torch has no torch.distributed: nothing runs on several ranks")
+        lines.append("this torch has no torch.distributed: nothing runs on several ranks")
     elif sys.platform != "linux":
-        found.append(f"ranks were never tried on {sys.platform}: plan and verify work")
+        lines.append(f"ranks were never tried on {sys.platform}: plan and verify work")
     if find_spec("triton") is None and torch.cuda.is_available():
-        found.append('triton is not installed: backend="inductor" does not work on GPUs')
+        lines.append('triton is not installed: backend="inductor" does not work on GPUs')
     if not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
-        found.append('there is no C++ compiler: backend="inductor" does not work on CPUs')
-    return found
+        lines.append('there is no C++ compiler: backend="inductor" does not work on CPUs')
+    return lines
 
 
-def _of_devices() -> list[str]:
+def _device_warnings() -> list[str]:
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        why = (
+        reason = (
             "this torch was built for CPUs" if not built else "torch finds no GPU (see nvidia-smi)"
         )
         return [
-            f"{why}: ranks run on gloo; kernels of GPUs, NCCL, the measured peak and the "
+            f"{reason}: ranks run on gloo; kernels of GPUs, NCCL, the measured peak and the "
             "synchronisation of a step are not looked at"
         ]
-    found = []
+    lines = []
     if dist.is_available() and not dist.is_nccl_available():
-        found.append("this torch has no NCCL: ranks cannot send from GPUs")
+        lines.append("this torch has no NCCL: ranks cannot send from GPUs")
     gpus = devices()
-    names = list(dict.fromkeys(one["name"] for one in gpus))
+    names = list(dict.fromkeys(device["name"] for device in gpus))
     if len(names) > 1:
-        found.append(f"the GPUs differ ({', '.join(names)}): plans take all of them for the first")
-    strange = [one["name"] for one in gpus if one["known_as"] is None]
-    if strange:
-        found.append(
-            f"the cost model knows nothing of a {strange[0]} and takes it for an A100 with its own "
+        lines.append(f"the GPUs differ ({', '.join(names)}): plans take all of them for the first")
+    unknown = [device["name"] for device in gpus if device["known_as"] is None]
+    if unknown:
+        lines.append(
+            f"the cost model knows nothing of a {unknown[0]} and takes it for an A100 with its own "
             "memory: measure it with `torchrun … -m autopar calibrate`"
         )
-    if any(float(one["capability"]) < 8 for one in gpus) and torch.version.hip is None:
-        found.append("a GPU older than Ampere has no bfloat16 products and no flash attention")
+    if any(float(device["capability"]) < 8 for device in gpus) and torch.version.hip is None:
+        lines.append("a GPU older than Ampere has no bfloat16 products and no flash attention")
     if not all(all(row) for row in _peers()):
-        found.append("not every GPU reaches every other: links are taken for PCIe through the host")
-    return found
+        lines.append("not every GPU reaches every other: links are taken for PCIe through the host")
+    return lines
 
 
-def _of_environment() -> list[str]:
-    found = []
+def _environment_warnings() -> list[str]:
+    lines = []
     shared = _shared_memory()
     if shared is not None and shared < SHARED_BYTES and torch.cuda.is_available():
-        found.append(
+        lines.append(
             f"/dev/shm has {shared / 2**20:,.0f} MiB: NCCL may fail to start; give a container "
             "--shm-size=1g or more"
         )
     if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
-        found.append(
+        lines.append(
             f"OMP_NUM_THREADS is not set: each rank takes {torch.get_num_threads()} threads, and "
             "ranks of one machine wait for one another; set it to 1"
         )
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        found.append("CUDA_LAUNCH_BLOCKING is set: nothing overlaps, every time is too long")
-    where = links()
-    if where["file"]:
-        found.append(f"{CALIBRATED} does not count: {where['file']}")
-    if not where["calibrated"] and where["ranks"] > 1:
-        found.append(
+        lines.append("CUDA_LAUNCH_BLOCKING is set: nothing overlaps, every time is too long")
+    world = links()
+    if world["file"]:
+        lines.append(f"{CALIBRATED} does not count: {world['file']}")
+    if not world["calibrated"] and world["ranks"] > 1:
+        lines.append(
             "links are assumed, not measured: `torchrun … -m autopar calibrate` takes two minutes"
         )
-    return found
+    return lines

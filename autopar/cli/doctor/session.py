@@ -1,12 +1,11 @@
-"""The ranks that a doctor's checks run on: which device this one has, how they talk.
+"""The ranks that the doctor's checks run on, what the checks return, and the models that they run.
 
-What a check finds on one rank, and what the ranks' findings come to.
+- Session: this rank's device, the process group, what several checks share.
+- Finding and Result: Finding("largest error 1e-07", {"error": 1e-7}) on every rank gives an "ok"; a
+  Finding whose `fault` is not empty on rank 3 alone gives a "failed" that names rank 3 (`merged`).
+- The models: small ones whose sizes every layout can shard, and one that keeps a GPU busy.
 
-Example: Finding("largest error 1e-07", {"error": 1e-7}) on every rank gives an "ok"; a Finding
-whose `fault` is not empty on rank 3 alone gives a "failed" that names rank 3.
-
-The models that checks run: small ones whose sizes every layout can split over the ranks, and one
-that keeps a GPU busy.
+examination.py and all checks use it.
 """
 
 from __future__ import annotations
@@ -33,14 +32,15 @@ from autopar.planner.named_layouts import Grid, Grid4D
 from autopar.world import ranks
 from autopar.world.ranks import named
 
-TIMEOUT = timedelta(seconds=60)  # of one collective: a rank that stays away is waited for so long
+TIMEOUT = timedelta(seconds=60)  # of one collective, for ranks that wait for an absent one
 
 
 @dataclass
 class Session:
     """This rank while checks run. `rank` and `ranks` are those of torchrun. `backend`: "nccl",
     "gloo", or "" for one rank alone; `note` says why it is not the one that one would expect.
-    `kept` holds what several checks use, such as a trained model. `timeout`: of one collective.
+    `kept` holds objects that several checks share, such as a trained model. `timeout`: of one
+    collective.
     """
 
     device: torch.device
@@ -58,13 +58,13 @@ class Session:
 
     @property
     def world(self) -> int | None:
-        """What to plan for: the ranks that run, or one."""
+        """The world to plan for: None for the running ranks, or 1."""
         return None if self.ranks > 1 else 1
 
     @staticmethod
     def here() -> Session:
-        """By torchrun's environment: on GPUs with NCCL where every rank of this node can have one,
-        else on the CPU with gloo. The rank's GPU becomes torch's current one.
+        """Return the session by torchrun's environment: on GPUs with NCCL where every rank of this
+        node can have one, else on the CPU with gloo. The rank's GPU becomes torch's current one.
         """
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         number = int(os.environ.get("LOCAL_RANK", "0"))
@@ -86,8 +86,8 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """The process group of all ranks; one that runs already stays as it is, one rank alone
-        needs none. Collective.
+        """Open the process group of all ranks within the block. One that is open already stays as
+        it is, one rank alone needs none. Collective.
         """
         if dist.is_initialized() or not self.backend:
             yield
@@ -103,8 +103,8 @@ class Session:
 
     def reopen(self) -> None:
         """Open the group anew after a check in which ranks left a collective at different places:
-        gloo closes the connections of a rank that waits in vain. Collective. NCCL's group stays: it
-        ends the process where a collective never comes.
+        gloo closes the connections of a rank that waits in vain. Collective. The group of NCCL
+        stays: NCCL ends the process where a collective never comes.
         """
         self.kept.clear()
         if self.backend != "gloo" or ranks.backends().get("cpu") != "gloo":
@@ -119,19 +119,19 @@ class Session:
 
 
 Status = Literal["ok", "failed", "not here", "under way"]
-_LINES = 12  # calls of a traceback, the innermost
+_MOST_CALLS = 12  # calls of a traceback, the innermost
 
 
 class Absent(Exception):
-    """A check raises it where what it looks at is not there: a kernel, a counter, other ranks."""
+    """Raised by a check whose object does not exist here: a kernel, a counter, other ranks."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found on one rank. `figure` is one short line for people, `facts` are JSON for
-    whoever reads the report. `fault` says what is wrong, `absent` why nothing can be looked at
-    here; both are empty where all is well. `raised`: the fault is an exception, so other ranks may
-    have been left waiting in a collective.
+    """The result of a check on one rank. `figure` is one short line for people, `facts` are JSON
+    for readers of the report. `fault` says what is wrong, `absent` why nothing can be checked here;
+    both are empty where all is well. `raised`: the fault is an exception, so other ranks may have
+    been left waiting in a collective.
     """
 
     figure: str = ""
@@ -141,14 +141,14 @@ class Finding:
     raised: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = _plain(asdict(self))
-        return found
+        values: dict[str, Any] = _plain(asdict(self))
+        return values
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a check came to on all ranks. `why` says what failed or is not here, `seconds` are those
-    of the slowest rank.
+    """The result of a check on all ranks. `why` says what failed or does not exist here, `seconds`
+    are those of the slowest rank.
     """
 
     name: str
@@ -163,57 +163,61 @@ class Result:
 
 
 def found_by(work: Callable[[], Finding]) -> Finding:
-    """What a check finds; an exception that it raises is a finding too."""
+    """Run a check and return its Finding; an exception that it raises becomes a Finding, too."""
     try:
         return work()
     except Absent as absent:
         return Finding(absent=str(absent))
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        return Finding(facts={"traceback": _frames(error)}, fault=text, raised=True)
+        return Finding(facts={"traceback": _innermost_calls(error)}, fault=text, raised=True)
 
 
-def _frames(error: BaseException) -> list[str]:
-    """The innermost calls that an error came through, without the folders of this machine."""
+def _innermost_calls(error: BaseException) -> list[str]:
+    """Return the innermost calls that an error came through, without the folders of this
+    machine.
+    """
     return [
         f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno} in {frame.name}: {frame.line}"
-        for frame in traceback.extract_tb(error.__traceback__)[-_LINES:]
+        for frame in traceback.extract_tb(error.__traceback__)[-_MOST_CALLS:]
     ]
 
 
 def merged(name: str, findings: Sequence[Finding], seconds: float) -> Result:
-    """One result of what all ranks found, in their order: failed where one of them failed. The
-    facts are those of the first rank that failed, else of rank 0.
+    """Return one Result of the findings of all ranks, in their order: failed where one of them
+    failed. The facts are those of the first rank that failed, else of rank 0.
 
     >>> merged("links", [Finding("9 GB/s"), Finding(fault="too late")], 0.1).why
     'rank 1: too late'
     """
     failed = [number for number, finding in enumerate(findings) if finding.fault]
     if failed:
-        why = _by_text([(number, findings[number].fault) for number in failed], len(findings))
+        why = _join_texts([(number, findings[number].fault) for number in failed], len(findings))
         first = findings[failed[0]]
         return Result(name, "failed", first.figure, why, seconds, first.facts)
     absent = [(number, f.absent) for number, f in enumerate(findings) if f.absent]
     first = findings[0]
     if absent:
-        why = _by_text(absent, len(findings))
+        why = _join_texts(absent, len(findings))
         return Result(name, "not here", "", why, seconds, findings[absent[0][0]].facts)
     return Result(name, "ok", first.figure, "", seconds, first.facts)
 
 
 def _plain(value: Any) -> Any:
-    """The same as JSON has it: what is not a finite number is a text."""
+    """Return the value as JSON can hold it: a number that is not finite becomes text."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
-def _by_text(said: Sequence[tuple[int, str]], ranks: int) -> str:
-    """What ranks say, those that say the same together; who says it where not all do."""
+def _join_texts(said: Sequence[tuple[int, str]], ranks: int) -> str:
+    """Return the texts of all ranks as one, equal ones together; each with its ranks unless all
+    ranks say the same.
+    """
     by_text: dict[str, list[int]] = {}
     for number, text in said:
         by_text.setdefault(text, []).append(number)
@@ -226,7 +230,9 @@ Inputs = tuple[Tensor, Tensor]
 
 
 class Attended(nn.Module):
-    """Causal attention with its projections: the mean square of what comes out, and that itself."""
+    """Causal attention with its projections; returns the mean square of the output, and the
+    output.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -238,8 +244,8 @@ class Attended(nn.Module):
 
 
 class Dropped(nn.Module):
-    """Dropout of ones, so that what comes out is the mask: its sum, and that itself. The linear
-    behind it gives layouts a product to split; its weight is zero.
+    """Dropout of ones, so that the output is the mask; returns its sum, and the output. The linear
+    behind it gives layouts a matmul to shard; its weight is zero.
     """
 
     def __init__(self, features: int, p: float) -> None:
@@ -255,7 +261,8 @@ class Dropped(nn.Module):
 
 
 def multiple(of: int, least: int) -> int:
-    """
+    """Return the least multiple of `of` that is at least `least`.
+
     >>> multiple(3, 8), multiple(8, 8)
     (9, 8)
     """
@@ -263,18 +270,21 @@ def multiple(of: int, least: int) -> int:
 
 
 def small(session: Session) -> tuple[Gpt, Inputs]:
-    """A GPT in float32 of two layers, the same on all ranks; every size is a multiple of the number
-    of ranks. It is made on the CPU, as a model that is larger than any GPU would be.
+    """Return a GPT in float32 of two layers, the same on all ranks, with its inputs; every size is
+    a multiple of the number of ranks. It is made on the CPU, as a model larger than any GPU would
+    be.
     """
     ranks = session.ranks
     heads = multiple(ranks, 4)
     context, vocabulary = multiple(ranks, 16), multiple(ranks, 96)
     sizes = Sizes("gpt", 2, 8 * heads, heads, vocabulary, context)
-    return _gpt(sizes, multiple(ranks, 8), torch.float32)
+    return _make_gpt(sizes, multiple(ranks, 8), torch.float32)
 
 
 def parallel(session: Session, layout: str | Grid) -> Any:
-    """The small model under a layout on the running ranks; made once for all checks. Collective."""
+    """Return the small model under a layout on the running ranks; it is made once for all checks.
+    Collective.
+    """
     name = f"small {layout}"
     if name not in session.kept:
         model, inputs = small(session)
@@ -285,7 +295,7 @@ def parallel(session: Session, layout: str | Grid) -> Any:
 
 
 def grid_4d(count: int) -> Grid4D:
-    """So many ranks on all four axes, as far as their prime factors go.
+    """Return a Grid4D of so many ranks over all four axes, as far as their prime factors go.
 
     >>> grid_4d(4), grid_4d(24)
     (Grid4D(x=2, y=2, z=1, data=1), Grid4D(x=3, y=2, z=2, data=2))
@@ -297,29 +307,30 @@ def grid_4d(count: int) -> Grid4D:
 
 
 def _prime_factors(count: int) -> list[int]:
-    """The largest first."""
-    found = []
+    """Return the prime factors, the largest first."""
+    factors = []
     for factor in range(2, math.isqrt(count) + 1):
         while count % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             count //= factor
-    return sorted([*found, *([count] if count > 1 else [])], reverse=True)
+    return sorted([*factors, *([count] if count > 1 else [])], reverse=True)
 
 
 def timed(session: Session) -> tuple[Gpt, Inputs]:
-    """A GPT whose step is timed: on a GPU one of 0.12 billion parameters in bfloat16 that leaves it
-    little time to idle, on a CPU one of a few tenths of a second.
+    """Return the GPT whose step is timed, with its inputs: on a GPU one of 0.12 billion parameters
+    in bfloat16 that leaves it little time to idle, on a CPU one whose step takes a few tenths of a
+    second.
     """
     ranks = session.ranks
     if session.cuda:
         sizes = Sizes("gpt", 8, 64 * multiple(ranks, 16), multiple(ranks, 16), 8192, 1024)
-        return _gpt(sizes, 4 * ranks, torch.bfloat16)
+        return _make_gpt(sizes, 4 * ranks, torch.bfloat16)
     heads = multiple(ranks, 4)
     sizes = Sizes("gpt", 2, 32 * heads, heads, multiple(ranks, 512), 64)
-    return _gpt(sizes, multiple(ranks, 16), torch.float32)
+    return _make_gpt(sizes, multiple(ranks, 16), torch.float32)
 
 
-def _gpt(sizes: Sizes, batch: int, dtype: torch.dtype) -> tuple[Gpt, Inputs]:
+def _make_gpt(sizes: Sizes, batch: int, dtype: torch.dtype) -> tuple[Gpt, Inputs]:
     torch.manual_seed(0)
     model = Gpt(sizes).to(dtype)
     generator = torch.Generator().manual_seed(1)

@@ -1,7 +1,10 @@
-"""Layouts against one device: the loss and every gradient of a small GPT in float32.
+"""The doctor's checks of training: each layout against one device, and a step against its plan.
 
-A training step as planned and as measured: its seconds, its peak of memory, and whether the host
-waits for the device within it.
+- `parity` compares the loss and every gradient of a small GPT in float32 with one device.
+- `step`, `peak` and `synchronisation` measure a training step: its seconds and its peak of memory
+  beside the plan's, and whether the host waits for the device within it.
+
+examination.py runs them; each takes a Session and returns a Finding.
 """
 
 from __future__ import annotations
@@ -27,32 +30,32 @@ from autopar.planner.named_layouts import Grid, Grid25D
 from autopar.runtime.module import ParallelModule
 from autopar.world import ranks
 
-LIMIT = 1e-4  # of the loss, and of the norm of each gradient's difference
-# A gradient that is smaller than this part of the largest is held against this part of it: the
-# bias of keys has none but for rounding.
+LIMIT = 1e-4  # the largest relative error of the loss, and of each gradient's norm
+# An error is relative to at least this part of the largest gradient: the gradient of the bias of
+# keys is zero but for rounding.
 FLOOR = 1e-2
 
 
 def layouts(ranks: int) -> dict[str, str | Grid]:
-    """Five layouts for so many ranks, 2.5D besides where they are a square; one rank alone has
-    nothing to lay out.
+    """Return five layouts for so many ranks, and 2.5D where they are a square; one rank alone has
+    nothing to shard.
 
     >>> list(layouts(4)), list(layouts(8)), layouts(1)
     (['ddp', 'fsdp', 'megatron', 'megatron-sp', '4d', '2.5d'], ['ddp', ... '4d'], {'auto': 'auto'})
     """
     if ranks == 1:
         return {"auto": "auto"}
-    found: dict[str, str | Grid] = {n: n for n in ("ddp", "fsdp", "megatron", "megatron-sp")}
-    found["4d"] = grid_4d(ranks)
+    by_name: dict[str, str | Grid] = {n: n for n in ("ddp", "fsdp", "megatron", "megatron-sp")}
+    by_name["4d"] = grid_4d(ranks)
     side = math.isqrt(ranks)
     if side * side == ranks:
-        found["2.5d"] = Grid25D(side)
-    return found
+        by_name["2.5d"] = Grid25D(side)
+    return by_name
 
 
 def parity(session: Session, layout: str | Grid) -> Finding:
-    """Enter: a layout. Leave: how far the loss and every gradient of two steps are from the same
-    model in float64 on one device; a fault where one is further than LIMIT.
+    """Check a layout: return how far the loss and every gradient of two steps are from the same
+    model in float64 on one device; it is a fault where one is further than LIMIT.
     """
     model, inputs = small(session)
     expected_loss, expected = _single(model, inputs, session)
@@ -64,9 +67,9 @@ def parity(session: Session, layout: str | Grid) -> Finding:
         module.zero_grad()
         loss = module(*inputs)
         loss.backward()
-    found = {name: _whole(p.grad) for name, p in module.named_parameters()}
+    gradients = {name: _whole(p.grad) for name, p in module.named_parameters()}
     errors = {"loss": abs(float(loss.detach().double()) / expected_loss - 1)}
-    errors |= _errors(found, expected)
+    errors |= _relative_errors(gradients, expected)
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else math.inf)
     fault = ""
     if not errors[worst] <= LIMIT:
@@ -85,7 +88,9 @@ def parity(session: Session, layout: str | Grid) -> Finding:
 
 
 def _single(model: Any, inputs: Any, session: Session) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of one device, in float64: its rounding is none of the ranks'."""
+    """Return the loss and the gradients of one device, in float64, so that the errors are the
+    ranks' alone.
+    """
     single = copy.deepcopy(model).double().to(session.device)
     loss = single(*(x.to(session.device) for x in inputs))
     loss.backward()
@@ -94,15 +99,15 @@ def _single(model: Any, inputs: Any, session: Session) -> tuple[float, dict[str,
 
 
 def _whole(gradient: Any) -> Tensor:
-    """A gradient put together from all ranks, in float64 on the CPU."""
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    found: Tensor = whole.detach().double().cpu()
-    return found
+    """Return the unsharded gradient, in float64 on the CPU."""
+    unsharded = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    exact: Tensor = unsharded.detach().double().cpu()
+    return exact
 
 
-def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """By parameter, the norm of the difference over that of the gradient, or over FLOOR of the
-    largest gradient's.
+def _relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return, by parameter, the norm of the difference over that of the gradient, or over FLOOR of
+    the largest gradient's.
     """
     largest = max(float(gradient.norm()) for gradient in expected.values())
     return {
@@ -114,15 +119,15 @@ def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
 WARM_STEPS = 4  # the first derives the graphs and makes the optimizer's states
 ROUNDS = 7
 STEPS_OF_A_ROUND = {"cuda": 5, "cpu": 1}  # between two waits for the device
-WITHIN = 0.1  # by what part a measured peak may be above the planned one
+WITHIN = 0.1  # a measured peak may exceed the planned one by this part
 SYNC_STEPS, SYNC_WARM = 10, 2
-# It compares the ranks' inputs from time to time, and waits for that.
+# This file compares the ranks' inputs from time to time, and waits for the device then.
 _BY_DESIGN = "autopar/runtime/agreement.py"
 
 
 class Trained:
     """The model that is timed, with its optimizer and inputs on the rank's device. `before`: bytes
-    that torch held on the GPU before it was made.
+    that torch had allocated on the GPU before the model was made.
     """
 
     def __init__(self, session: Session) -> None:
@@ -132,16 +137,16 @@ class Trained:
         gc.collect()
         self.before = torch.cuda.memory_allocated(session.device) if session.cuda else 0
         self.parameters = sum(p.numel() for p in model.parameters())
-        made = api.parallelize(model, session.world, inputs, device=session.device)
-        self.module: Any = made
+        parallel_model = api.parallelize(model, session.world, inputs, device=session.device)
+        self.module: Any = parallel_model
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4)
-        assert isinstance(made, ParallelModule)
-        self.plan: Plan = made.plan
+        assert isinstance(parallel_model, ParallelModule)
+        self.plan: Plan = parallel_model.plan
         for _ in range(WARM_STEPS):
             self.step()
 
     def step(self) -> Tensor:
-        """One step, as anybody would write it; nothing in it waits for the device."""
+        """Run one step, as anybody would write it; nothing in it waits for the device."""
         self.optimizer.zero_grad()
         loss: Tensor = self.module(*self.inputs)
         loss.backward()
@@ -150,15 +155,15 @@ class Trained:
 
 
 def step(session: Session) -> Finding:
-    """Enter: nothing. Leave: the median seconds of a training step of a GPT under "auto" on the
-    slowest rank, beside what the plan says; a fault where the loss is not finite.
+    """Check the speed: return the median seconds of a training step of a GPT under "auto" on the
+    slowest rank, beside the planned seconds; it is a fault where the loss is not finite.
     """
-    trained = _trained(session)
-    count, found = STEPS_OF_A_ROUND[session.device.type], []
+    trained = _shared_model(session)
+    count, round_seconds = STEPS_OF_A_ROUND[session.device.type], []
     for _ in range(ROUNDS):
         measure.barrier()
-        found.append(measure.seconds(trained.step, count, session.device))
-    took = float(max(ranks.all_of(sorted(found)[ROUNDS // 2])))
+        round_seconds.append(measure.seconds(trained.step, count, session.device))
+    took = float(max(ranks.all_of(sorted(round_seconds)[ROUNDS // 2])))
     loss, plan = float(trained.step()), trained.plan
     planned = plan.seconds if plan.overlapped is None else plan.overlapped
     figure = (
@@ -170,7 +175,7 @@ def step(session: Session) -> Finding:
         "summed_seconds": plan.seconds,
         "measured_seconds": took,
         "measured_over_planned": took / planned,
-        "rounds": found,
+        "rounds": round_seconds,
         "mesh": str(plan.mesh),
         "groups": list(plan.groups),
         "sent_bytes": plan.comm_bytes,
@@ -182,15 +187,16 @@ def step(session: Session) -> Finding:
 
 
 def peak(session: Session) -> Finding:
-    """Enter: nothing. Leave: bytes at the peak of a step on the rank that holds most, by torch's
-    counter, beside the planned ones; a fault where they are over a tenth more than planned.
+    """Check the memory: return the bytes at the peak of a step on the rank that needs most, by
+    torch's counter, beside the planned bytes; it is a fault where they are over a tenth more than
+    planned.
     """
     if not session.cuda:
         raise Absent(
             "not measured on a CPU, where torch counts no memory: "
             "python -m benchmarks.model.memory does"
         )
-    trained = _trained(session)
+    trained = _shared_model(session)
     trained.optimizer.zero_grad()
     torch.cuda.synchronize(session.device)
     gc.collect()
@@ -199,8 +205,8 @@ def peak(session: Session) -> Finding:
     torch.cuda.synchronize(session.device)
     own = torch.cuda.max_memory_allocated(session.device) - trained.before
     reserved = torch.cuda.max_memory_reserved(session.device)
-    each, planned = ranks.all_of([own, reserved]), trained.plan.peak_bytes
-    measured = max(one[0] for one in each)
+    by_rank, planned = ranks.all_of([own, reserved]), trained.plan.peak_bytes
+    measured = max(rank_bytes[0] for rank_bytes in by_rank)
     ratio = measured / planned
     figure = (
         f"planned {planned / 2**20:,.1f} MiB, measured {measured / 2**20:,.1f} MiB ({ratio:.3f} ×)"
@@ -211,44 +217,44 @@ def peak(session: Session) -> Finding:
         "planned_bytes": planned,
         "measured_bytes": measured,
         "measured_over_planned": ratio,
-        "by_rank": [{"allocated_bytes": a, "reserved_bytes": b} for a, b in each],
+        "by_rank": [{"allocated_bytes": a, "reserved_bytes": b} for a, b in by_rank],
         "parts": None if memory is None else vars(memory),
     }
     return Finding(figure, facts, fault)
 
 
 def synchronisation(session: Session) -> Finding:
-    """Enter: nothing. Leave: how often the host waited for the device in ten steps, by place, the
-    first two apart; a fault where it did after these. What compares the ranks' inputs from time to
-    time waits by design and is counted for itself.
+    """Check for waits: return how often the host waited for the device in ten steps, by place, the
+    first two apart; it is a fault where it did after these. The comparison of the ranks' inputs
+    waits by design and is counted separately.
     """
     if not session.cuda:
         raise Absent("a CPU waits for nothing: torch warns of synchronisation on GPUs alone")
-    trained = _trained(session)
-    counts = [_waits(trained) for _ in range(SYNC_STEPS)]
+    trained = _shared_model(session)
+    counts = [_count_waits(trained) for _ in range(SYNC_STEPS)]
     first, later = sum(counts[:SYNC_WARM], Counter()), sum(counts[SYNC_WARM:], Counter())
     compared = sum(n for place, n in later.items() if place.startswith(_BY_DESIGN))
-    rest = {place: n for place, n in later.items() if not place.startswith(_BY_DESIGN)}
-    waits = sum(rest.values())
+    unplanned = {place: n for place, n in later.items() if not place.startswith(_BY_DESIGN)}
+    waits = sum(unplanned.values())
     figure = f"{waits} waits in {SYNC_STEPS - SYNC_WARM} steps, {compared} to compare inputs"
     facts = {"first_steps": dict(first), "later_steps": dict(later), "compared": compared}
-    return Finding(figure, facts, f"the host waits in {_listed(rest)}" if waits else "")
+    return Finding(figure, facts, f"the host waits in {_places_text(unplanned)}" if waits else "")
 
 
-def _trained(session: Session) -> Trained:
-    """The same for all checks of a session."""
+def _shared_model(session: Session) -> Trained:
+    """Return the model that all checks of a session share."""
     if "trained" not in session.kept:
         session.kept["trained"] = Trained(session)
-    found: Trained = session.kept["trained"]
-    return found
+    shared: Trained = session.kept["trained"]
+    return shared
 
 
-def _waits(trained: Trained) -> Counter[str]:
-    """Where torch warns of a synchronisation within one step, as "folder/file.py:line", and how
-    often.
+def _count_waits(trained: Trained) -> Counter[str]:
+    """Return where torch warns of a synchronisation within one step, as "folder/file.py:line", and
+    how often.
     """
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -256,11 +262,11 @@ def _waits(trained: Trained) -> Counter[str]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     return Counter(
-        f"{'/'.join(Path(one.filename).parts[-2:])}:{one.lineno}"
-        for one in said
-        if "synchronizing" in str(one.message)
+        f"{'/'.join(Path(warning.filename).parts[-2:])}:{warning.lineno}"
+        for warning in caught
+        if "synchronizing" in str(warning.message)
     )
 
 
-def _listed(places: dict[str, int]) -> str:
+def _places_text(places: dict[str, int]) -> str:
     return ", ".join(f"{place} ({count} ×)" for place, count in places.items())
