@@ -1,12 +1,12 @@
 """The fastest plan that fits the memory limit.
 
 The search minimises seconds plus a price per byte of saved activations and stored state; such a
-plan is the fastest of all that hold no more bytes than it does (Everett 1963). If the plan of least
-time fits only with rematerialization, the price is what that costs per byte saved. If it does not
-fit at all, the price rises until a plan fits, then falls towards the lowest such price. Where
-weights may be gathered again in the backward, plans are searched as if all of them were: that costs
-two gathers and no memory. The most promising plans are then rematerialized as little as fits
-(rematerialize.py), and the fastest wins. "auto" also compares the named layouts' plans.
+plan is the fastest of all that hold no more bytes (Everett 1963). If the plan of least time fits
+only with rematerialization, the price is what that costs per byte saved. If it does not fit at all,
+the price rises until a plan fits, then falls towards the lowest such price. Where weights may be
+gathered again in the backward, plans are searched as if all were: that costs two gathers and no
+memory. The most promising plans are then rematerialized as little as fits (rematerialize.py), and
+the fastest wins. "auto" also compares the named layouts' plans.
 
 An annotated program and a Budget enter, a program with a plan leaves. Called by planner.py.
 """
@@ -91,8 +91,8 @@ def search_within_memory(
 ) -> Program:
     """Return the program with the fastest plan found that fits the budget, or the plan of least
     memory where none fits. `budget` None or without a limit: the plan of least time. `overlap`:
-    rank plans by the simulated step, in which communication runs under computation, instead of by
-    the sum.
+    rank plans by the simulated step, with communication under computation, else by the sum of
+    seconds.
     """
     model = ShortenedModel(program, world, redundant)
     if overlap and (budget is None or budget.recompute not in ("full", "gathers")):
@@ -199,9 +199,7 @@ class _Under:
         return _Under(self.whole, layout, self.budget, aim or self.aim)
 
     def lower(self, off: float) -> _Under:
-        """Return the search with a lower aim, since an estimate within it was too low by a factor
-        `off`.
-        """
+        """Return the search with a lower aim, as an estimate within it was too low by `off`."""
         assert self.budget.memory_bytes is not None
         limit_bytes = self.budget.memory_bytes * off * _LESS
         return self.under(self.layout, dataclasses.replace(self.budget, memory_bytes=limit_bytes))
@@ -242,9 +240,7 @@ class _Under:
         return _best(tried + (self._better(refined, tried) if refined else []), self.aim)
 
     def _better(self, one: _Priced, tried: list[_Tried]) -> list[_Tried]:
-        """Return the program rematerialized to fit, if it could be faster than the best that fits;
-        else nothing.
-        """
+        """Return the program made to fit, if it could be faster than the best that fits."""
         chosen, best = self._once(one), _best(tried, self.aim)
         if self.aim.fits(best.memory) and _plan(chosen).seconds >= best.seconds:
             return []
@@ -259,7 +255,7 @@ class _Under:
 
     def made(self, chosen: Program) -> _Tried:
         """Return a chosen program with just enough rematerialization to fit, or what comes nearest.
-        The program itself is in the result where it fits as it is.
+        It is the program itself where it fits as it is.
         """
         if id(chosen) not in self._made:
             ladder = self._ladder(chosen)
@@ -280,9 +276,7 @@ class _Under:
         return self._ladders[id(chosen)][1]
 
     def dropping_nothing(self, chosen: Program) -> Program | None:
-        """Return a chosen program with its exact memory, if it fits without rematerialization; else
-        None.
-        """
+        """Return a chosen program with its exact memory if it fits as it is, else None."""
         if not self.aim.fits(self._ladder(chosen).planned().memory):
             return None
         exact = self.worked_out(self.made(chosen))
@@ -316,8 +310,8 @@ class _Under:
         return _Tried(chosen, plan.seconds + found.seconds, found.memory)
 
     def proven(self, best: _Tried, least: Plan) -> tuple[_Tried, float]:
-        """Return the best of all plans that fit, if that can be proven, and a lower bound in
-        seconds.
+        """Return the fastest of all plans that fit, if it can be proven, and a bound in seconds.
+        `least`: the plan of least time.
         """
         given = list(candidates(self.layout, self.world.ranks, self.program))
         if not proven.is_small(self.program, given):
