@@ -105,8 +105,8 @@ def search_within_memory(
 
 
 def _search(several: list[Program], under: _Under) -> Program:
-    """Return the first of several chosen programs that fits without rematerialization; else the
-    fastest found that fits.
+    """Return the first of several chosen programs that fits as it is; else the fastest found that
+    fits.
     """
     for chosen in several if len(several) > 1 else ():
         if (fitting := under.dropping_nothing(chosen)) is not None:
@@ -122,8 +122,8 @@ def _search(several: list[Program], under: _Under) -> Program:
 
 
 def _with_limit_and_bound(found: _Tried, chosen: Program, under: _Under) -> Program:
-    """Return the program found, its plan with the limit and, where it can be told, a lower bound.
-    `chosen` is the program of least time.
+    """Return the program, its plan with the limit and a bound. `chosen`: the program of
+    least time.
     """
     least, limit, bound = _plan(chosen), None, 0.0
     if not _fits_as_chosen(found, chosen, under.budget):
@@ -147,9 +147,9 @@ def _fits_as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
 
 
 def _named_layout_plans(free: _Under, best: _Tried) -> Iterator[_Tried]:
-    """Yield plans of named layouts that could beat the best one that fits: each layout's plan of
-    least time, rematerialized to fit; while nothing fits, its plans at prices too. No bound of
-    "auto" rules out a mesh here: a named layout may replicate computation that "auto" must split.
+    """Yield plans of named layouts that could beat the best that fits: those of least time, made to
+    fit; while nothing fits, those at prices too. No bound of "auto" excludes a mesh: named layouts
+    may replicate what it must split.
     """
     budget = free.aim
     contenders: list[tuple[_Under, Program]] = []
@@ -205,7 +205,7 @@ class _Under:
         return self.under(self.layout, dataclasses.replace(self.budget, memory_bytes=limit_bytes))
 
     def best(self, chosen: Program) -> _Tried:
-        """Return the best plan found, given the program `chosen` of least time."""
+        """Return the best plan found; `chosen` is the program of least time."""
         least = self.made(chosen)
         if _fits_as_chosen(least, chosen, self.aim):
             return least
@@ -235,7 +235,7 @@ class _Under:
         return self._settled(priced, [least, *self._better(priced, [least])])
 
     def _settled(self, one: _Priced, tried: list[_Tried]) -> _Tried:
-        """Return the best of the plans tried and of the most promising one, searched again."""
+        """Return the best of these plans and the most promising one searched again."""
         refined = self._refined(one)
         return _best(tried + (self._better(refined, tried) if refined else []), self.aim)
 
