@@ -56,8 +56,8 @@ _PRICES = (0.25, 0.5, 1.0, 2.0)  # of all bytes held, in step times of the plan 
 
 
 class _Tried(NamedTuple):
-    """A chosen program with its rematerialization, the seconds of its step including what runs
-    twice, and its memory. `ladder`: the search over what else it could recompute.
+    """A chosen program with its rematerialization, the seconds of its step with what runs twice,
+    and its memory. `ladder`: the search over what else it could recompute.
     """
 
     program: Program
@@ -89,10 +89,9 @@ def search_within_memory(
     budget: Budget | None = None,
     overlap: bool = False,
 ) -> Program:
-    """Return the program with the fastest plan found that fits the budget, or the plan of least
-    memory where none fits. `budget` None or without a limit: the plan of least time. `overlap`:
-    rank plans by the simulated step, with communication under computation, else by the sum of
-    seconds.
+    """Return the program with the fastest plan found that fits the budget, or that of least memory
+    where none fits. `budget` None or without a limit: the plan of least time. `overlap`: by the
+    step with communication under computation, else by the sum of seconds.
     """
     model = ShortenedModel(program, world, redundant)
     if overlap and (budget is None or budget.recompute not in ("full", "gathers")):
@@ -195,11 +194,11 @@ class _Under:
         self._ladders: dict[int, tuple[Program, RematerializationSearch]] = {}
 
     def under(self, layout: Layouts, aim: Budget | None = None) -> _Under:
-        """Return the search for another layout or with another aim."""
+        """Return the search for another layout or aim."""
         return _Under(self.whole, layout, self.budget, aim or self.aim)
 
     def lower(self, off: float) -> _Under:
-        """Return the search with a lower aim, as an estimate within it was too low by `off`."""
+        """Return the search with an aim lower by `off`, by which an estimate was too low."""
         assert self.budget.memory_bytes is not None
         limit_bytes = self.budget.memory_bytes * off * _LESS
         return self.under(self.layout, dataclasses.replace(self.budget, memory_bytes=limit_bytes))
@@ -226,8 +225,8 @@ class _Under:
         return self._settled(priced[0], tried)
 
     def _traded(self, chosen: Program, least: _Tried) -> _Tried:
-        """Return the best plan found where the plan of least time fits by rematerialization:
-        searched at the price per byte that this rematerialization pays.
+        """Return the best plan found where that of least time fits by rematerialization: at the
+        price per byte that this pays.
         """
         assert least.ladder is not None
         saved_bytes = least.ladder.planned().memory.peak - least.memory.peak
@@ -286,9 +285,7 @@ class _Under:
         return dataclasses.replace(chosen, plan=plan)
 
     def worked_out(self, tried: _Tried) -> _Tried:
-        """Return the plan with its exact memory where that was an estimate, and with just enough
-        rematerialization to fit.
-        """
+        """Return the plan with its exact memory in place of an estimate, and made to fit that."""
         if not isinstance(tried.ladder, Estimated):
             return tried
         ladder = RematerializationSteps(
@@ -324,8 +321,8 @@ class _Under:
         return self._dropped(chosen, found), bound
 
     def _priced_bound(self, least: Plan, given: list[Candidate]) -> float:
-        """Return a lower bound in seconds of every plan within the limit: at any price of the bytes
-        that every plan holds, the bound less what the limit may cost (Everett, 1963).
+        """Return seconds that no plan within the limit is below: at any price of the bytes that
+        every plan holds, the bound less what the limit may cost (Everett, 1963).
         """
         floor = Middle if self.budget.recompute == "none" else Stored
         kept, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
@@ -351,8 +348,8 @@ class _Under:
         return bound
 
     def _at_prices(self, price: float, besides: float) -> list[_Priced]:
-        """Return the plans at a few prices, found by bisection. The bytes a plan holds are known at
-        once; its other bytes are taken from the last plan whose peak was computed.
+        """Return the plans at a few prices, found by bisection. What a plan holds beside the bytes
+        counted is taken from the last plan whose peak was computed.
         """
         assert self.aim.memory_bytes is not None
         plans: list[_Priced] = []
@@ -380,8 +377,8 @@ class _Under:
         return dataclasses.replace(self.program, plan=plan)
 
     def _promise(self, one: _Priced, besides: float) -> float:
-        """Estimate the seconds of its step once it fits: enough blocks are recomputed to hold the
-        missing bytes, at a third of their computation.
+        """Estimate the seconds of its step once it fits: the share of its blocks that holds the
+        missing bytes is recomputed, at a third of their computation.
         """
         assert self.aim.memory_bytes is not None
         missing = max(0.0, besides + one.kept - self.aim.memory_bytes) / one.kept
