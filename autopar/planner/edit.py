@@ -1,7 +1,5 @@
-"""Edited plans: choices changed by hand are checked against the sharding rules before use.
-
-A model, a plan with edited `splits` or `layouts`, and inputs enter `renew_plan`; a plan with
-figures computed anew leaves. Called by api.py.
+"""Edited plans: choices changed by hand are checked against the sharding rules before use. A model,
+a plan and inputs enter `renew_plan`, a plan with new figures leaves. Called by api.py.
 """
 
 from __future__ import annotations
@@ -68,8 +66,8 @@ def is_unchanged(plan: Plan, made: Program) -> bool:
 
 
 def compare_figures(before: Plan, after: Plan) -> Plan:
-    """Return the plan `after` loading, with notes on the figures that differ from the file, and
-    without a bound that it undercuts: such a plan is outside the layout that the bound is for.
+    """Return the plan `after` loading, with notes on figures that differ from the file, and without
+    a bound that it undercuts: such a plan is outside the layout that the bound is for.
     """
     notes = []
     if before.edited:

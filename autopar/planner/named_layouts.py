@@ -1,9 +1,8 @@
 """Named layouts: those of the literature, each a short constraint on the search; "auto" is none.
 
 A layout names its mesh axes and gives each a `Role`: which loop dims of Y[m,n] = X[m,k] · W[k,n] it
-takes, what it may split elsewhere, and how parameters are stored on it. The search does the rest. A
-layout, a number of ranks and an annotated program enter `candidates`; meshes with constraints leave
-for the searches.
+takes, what it may split elsewhere, and how parameters are stored on it. A layout, ranks and an
+annotated program enter `candidates`; meshes with constraints leave for the searches.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
 
 # -- from a layout to meshes -----------------------------------------------------------------------
 def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[Mesh, Constraint]]:
-    """Yield the meshes that a layout may have on `ranks` ranks, each with its constraint. Raises
-    LayoutError where none fits.
+    """Yield a layout's meshes on `ranks` ranks, with constraints. Raises LayoutError if none
+    fits.
     """
     assert program.annotations is not None
     if layout == "auto":
@@ -199,8 +198,8 @@ def _factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...]]:
-    """Return the mesh of a layout, outer axis first and without axes of size 1, and the role of
-    each axis.
+    """Return the mesh of a layout, outer axis first, without axes of size 1, and the axes'
+    roles.
     """
     axes = _axes(layout, ranks)
     if any(not isinstance(size, int) or size < 1 for _, size, _ in axes):
@@ -230,12 +229,12 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
         case Grid3D():
             return [("x", layout.x, _CUBE), ("y", layout.y, _CUBE), ("z", layout.z, _CUBE)]
         case Grid4D():
-            outer_axes = [("data", layout.data, _DATA), ("z", layout.z, _SHARDED_DATA)]
-            return [*outer_axes, ("x", layout.x, _OUTER), ("y", layout.y, _INNER)]
+            outer = [("data", layout.data, _DATA), ("z", layout.z, _SHARDED_DATA)]
+            return [*outer, ("x", layout.x, _OUTER), ("y", layout.y, _INNER)]
         case Grid25D():
             _check_depth(layout, ranks)
-            inner_axes = [("row", layout.q, _SUMMA_ROW), ("col", layout.q, _SUMMA_COLUMN)]
-            return [("depth", layout.d, _DATA), *inner_axes]
+            inner = [("row", layout.q, _SUMMA_ROW), ("col", layout.q, _SUMMA_COLUMN)]
+            return [("depth", layout.d, _DATA), *inner]
     raise LayoutError(
         f"{layout!r} is no layout: a name ({', '.join(NAMES)}), a Grid…, or a dict from "
         "module pattern to these"
@@ -244,9 +243,7 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
 
 def _check_depth(grid: Grid25D, ranks: int) -> None:
     if grid.q < grid.d:
-        fitting = ", ".join(
-            f"Grid25D({tesseract.q}, {tesseract.d})" for tesseract in _tesseracts(ranks)
-        )
+        fitting = ", ".join(f"Grid25D({g.q}, {g.d})" for g in _tesseracts(ranks))
         raise LayoutError(
             f"{grid}: q must be at least d, or the copies outweigh what they save; for "
             f"{ranks} ranks use {fitting or 'another layout'}"
@@ -260,9 +257,7 @@ def _hybrid(
     letters: Mapping[str, tuple[str, ...]],
     program: Program,
 ) -> tuple[Mesh, Constraint]:
-    """Return one mesh for all patterns, that of the grid with most axes; a layout of one axis plays
-    its role on each of them.
-    """
+    """Return the mesh of the largest grid; a layout of one axis plays its role on all its axes."""
     if not layout:
         raise LayoutError("an empty dict of layouts; give patterns of module paths, '*' for all")
     unknown = [v for v in layout.values() if isinstance(v, str) and v not in (*_ONE_AXIS, "auto")]
@@ -326,6 +321,7 @@ def _fitting(paths: set[str], pattern: str) -> list[str]:
 def _check_batch(
     layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program
 ) -> None:
+    """Check that the axes that split the batch divide it. Raises LayoutError."""
     assert program.annotations is not None
     axes = [axis for axis, role in zip(mesh.axes, roles, strict=True) if role.splits == "batch"]
     ranks = 1
@@ -358,17 +354,16 @@ class _Products:
         """Return for each matmul whether an axis of this role divides what it would split, and the
         weight as stored. (Too few heads are no error: attention is then replicated.)
         """
-        fitting = [role.takes == "m"] * len(self.sides)
+        used = [role.takes == "m"] * len(self.sides)
         for letter in role.takes:
-            fitting = [
+            used = [
                 u or not s % axis.size
-                for u, s in zip(fitting, self._of(letter, role.splits), strict=True)
+                for u, s in zip(used, self._of(letter, role.splits), strict=True)
             ]
         if role.stored not in ("n", "k"):
-            return fitting
+            return used
         return [
-            u and not s % axis.size
-            for u, s in zip(fitting, self._of(role.stored, "any"), strict=True)
+            u and not s % axis.size for u, s in zip(used, self._of(role.stored, "any"), strict=True)
         ]
 
     def _of(self, letter: str, splits: str) -> list[int]:
@@ -384,8 +379,8 @@ class _Products:
 def _check_products(
     layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], products: _Products
 ) -> None:
-    """Check that each axis divides what it would split of more than half of the matmuls with a
-    weight.
+    """Check that axes divide most matmuls with a weight, and weights as stored. Raises
+    LayoutError.
     """
     for axis, role in zip(mesh.axes, roles, strict=True):
         unfit = [place for place, fits in enumerate(products.fit(axis, role)) if not fits]

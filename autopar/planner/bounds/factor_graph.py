@@ -70,7 +70,7 @@ class Variable:
 
     `options`: of a region, a choice for each node; else states. `look`: variables that look alike
     cost the same. `block`: its repeated block, such as ("layers", 3). `kind`: of a parameter or a
-    hub.
+    hub. `handed`: the program outputs that it makes.
     """
 
     name: str
@@ -207,10 +207,8 @@ class _Builder:
         key = (node_look(self.notes, node), gradient)
 
         def make() -> tuple[list[AxisOption], list[float]]:
-            options = [
-                self._option(spec, factors, c) for c in free_choices(spec, factors, gradient)
-            ]
-            return options, [0.0] * len(options)
+            items = [self._option(spec, factors, c) for c in free_choices(spec, factors, gradient)]
+            return items, [0.0] * len(items)
 
         return self.known.options(key, make)
 
@@ -288,7 +286,7 @@ class _Builder:
         edge.user.edges.append(edge)
 
     def _hand_out(self) -> None:
-        """Record the outputs of the program with the regions that make them."""
+        """Record the outputs of the program with the variables that make them."""
         for output in self.program.signature.outputs:
             if output.node is None:
                 continue
@@ -343,12 +341,10 @@ def node_look(notes: Annotations, node: fx.Node) -> Hashable:
     return target, rule, shapes, results[0].dtype
 
 
-_EDGE_BLOCKS = 2  # equal blocks that stay at either end of a run
+_EDGE = 2  # equal blocks that stay at either end of a run
 
 Block = tuple[str, int]
-Twins = Mapping[
-    int, Variable
-]  # from the id of a variable of the full frame to its twin in the shorter one
+Twins = Mapping[int, Variable]  # by the id of a variable of the full frame
 
 
 def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
@@ -361,17 +357,13 @@ def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
             blocks[variable.block].append(variable)
     looks = {block: _block_look(variables) for block, variables in blocks.items()}
     standing = {
-        block: run[_EDGE_BLOCKS - 1]
-        for run in alike(looks)
-        for block in run[_EDGE_BLOCKS:-_EDGE_BLOCKS]
+        block: run[_EDGE - 1] for run in alike(looks) for block in run[_EDGE:-_EDGE]
     }  # from a block left out to the one that stands for it
     if not standing:
         return frame, {id(v): v for v in frame.variables}
     stand_in = {id(v): v for v in frame.variables}
-    for left_out, standin_block in standing.items():
-        stand_in.update(
-            (id(v), twin) for v, twin in zip(blocks[left_out], blocks[standin_block], strict=True)
-        )
+    for gone, other in standing.items():
+        stand_in.update((id(v), twin) for v, twin in zip(blocks[gone], blocks[other], strict=True))
     copies = {
         id(v): dataclasses.replace(v, edges=[]) for v in frame.variables if v.block not in standing
     }
@@ -389,15 +381,13 @@ def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
 def _block_look(variables: list[Variable]) -> Hashable:
     """Return what a block's variables and edges look like, equal for equal blocks."""
     return tuple(
-        (v.look, frozenset((e.look, e.maker is v, _other_end(e, v)) for e in v.edges))
+        (v.look, frozenset((e.look, e.maker is v, _far_end(e, v)) for e in v.edges))
         for v in variables
     )
 
 
-def _other_end(edge: Edge, variable: Variable) -> Hashable:
-    """Return where the other end of an edge lies: this many blocks on, or outside the run of
-    blocks.
-    """
+def _far_end(edge: Edge, variable: Variable) -> Hashable:
+    """Return where the other end lies: so many blocks on, or outside the run."""
     other = edge.user if edge.maker is variable else edge.maker
     if variable.block is None or other.block is None or other.block[0] != variable.block[0]:
         return id(other)
