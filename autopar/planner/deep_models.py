@@ -139,7 +139,9 @@ class DeepModel:
         return stands
 
     def stand_in(self, name: str) -> str:
-        """Return the name of the block that stands for this one in the shortest program."""
+        """Return the name of the block that stands for this one in the shortest program: itself if
+        it stays.
+        """
         for run in self.runs:
             names = [block_name(block) for block in run]
             if name in names[self._edge : -self._edge]:

@@ -96,6 +96,9 @@ class _Checker:
         self.known: dict[Hashable, Choice] = {}
 
     def run(self) -> Plan:
+        """Return the plan with every choice completed. Raises PlanError where one is not
+        allowed.
+        """
         self._same_mesh()
         names = self.notes.searched & self.notes.specs.keys()
         calls = {n.name for n in self.nodes.values() if n.op == "call_function"}
@@ -228,8 +231,8 @@ class _Checker:
         self, node: fx.Node, mesh: Mesh, per_axis: Sequence[Sequence[AxisChoice]]
     ) -> list[Strategy]:
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
-        several = itertools.product(*per_axis)
-        return strategies(spec, factors, mesh, *self._shapes(node), several, True, True)
+        combinations = itertools.product(*per_axis)
+        return strategies(spec, factors, mesh, *self._shapes(node), combinations, True, True)
 
     def _shapes(
         self, node: fx.Node
@@ -240,8 +243,8 @@ class _Checker:
     # -- what is stored, handed out, kept ----------------------------------------------------------
     def _stored(self, name: str, layout: Layout) -> None:
         value = (name, 0)
-        whole = I if value in self.notes.gradient else R
-        self._placed(f"{name} is stored", name, layout, whole)
+        unsharded = I if value in self.notes.gradient else R
+        self._placed(f"{name} is stored", name, layout, unsharded)
 
     def _outputs(self) -> None:
         laid = self.plan.choices.keys() | self.plan.stored.keys()
@@ -372,7 +375,7 @@ def _shapes_text(layouts: Iterable[Layout | None]) -> str:
 
 
 def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:
-    """Return the plan's context, renewed where it is missing or the plan was changed."""
+    """Return the plan's context, renewed where it is missing or was changed."""
     context: PlanContext | None = plan.ready
     if context is not None and is_unchanged(plan, context.program):
         return context

@@ -244,8 +244,8 @@ class Search:
         if self.among is not None:
             return Offered(free, joint=self.among[node.name])
         every = axis_choices(spec, factors, self.mesh, gradient)
-        kept = every if of_weight else self.constraint.narrow(path, spec, factors, every)
-        return Offered(free, every, kept)
+        allowed = every if of_weight else self.constraint.narrow(path, spec, factors, every)
+        return Offered(free, every, allowed)
 
     def _node_seconds(
         self,

@@ -310,23 +310,23 @@ class _Under:
         """Return the fastest of all plans that fit, if it can be proven, and a bound in seconds.
         `least`: the plan of least time.
         """
-        given = list(candidates(self.layout, self.world.ranks, self.program))
-        if not proven.is_small(self.program, given):
-            return best, self._priced_bound(least, given)
+        meshes = list(candidates(self.layout, self.world.ranks, self.program))
+        if not proven.is_small(self.program, meshes):
+            return best, self._priced_bound(least, meshes)
         below = best.seconds if self.budget.fits(best.memory) else math.inf
-        search = self.program, given, self.world, self.whole.redundant, self.budget
-        chosen, found, bound = proven.fastest(*search, below)
-        if chosen is None or found is None:
+        problem = self.program, meshes, self.world, self.whole.redundant, self.budget
+        chosen, tried, bound = proven.fastest(*problem, below)
+        if chosen is None or tried is None:
             return best, bound if bound < math.inf else 0.0
-        return self._dropped(chosen, found), bound
+        return self._dropped(chosen, tried), bound
 
     def _priced_bound(self, least: Plan, given: list[Candidate]) -> float:
         """Return seconds that no plan within the limit is below: at any price of the bytes that
         every plan holds, the bound less what the limit may cost (Everett, 1963).
         """
         floor = Middle if self.budget.recompute == "none" else Stored
-        kept, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
-        needs = activation_bytes(kept, least)
+        held, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
+        needs = activation_bytes(held, least)
         assert limit is not None
         if self.layout != "auto" or needs <= limit:  # a price cannot raise the bound there
             return 0.0
@@ -339,7 +339,7 @@ class _Under:
         for factor in _PRICES:
             price = factor * least.seconds / needs
             paid = meshes_by_bound(
-                frame(self.program), near, self.world, self.whole.redundant, Price(kept, price)
+                frame(self.program), near, self.world, self.whole.redundant, Price(held, price)
             )
             bounds = [
                 max(free[mesh], s - price * limit) for (mesh, _), s in zip(near, paid, strict=True)
@@ -389,8 +389,8 @@ class _Under:
         plan = _plan(one.program)
         if dict(plan.meshes)[str(plan.mesh)] >= one.paid * (1 - GAP):
             return None
-        given = list(candidates(self.layout, self.world.ranks, self.program))
-        refined = self._priced(self.shallow.refined(plan, given, one.price), one.price)
+        meshes = list(candidates(self.layout, self.world.ranks, self.program))
+        refined = self._priced(self.shallow.refined(plan, meshes, one.price), one.price)
         return refined if refined.paid < one.paid * (1 - 1e-9) else None
 
 

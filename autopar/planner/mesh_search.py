@@ -65,7 +65,9 @@ def near(bound: Bound, margin: float, most: int) -> Mapping[str, Choices]:
 
 
 def _joint_choices(variable: Variable, left: Joint, position: int) -> Choices:
-    """Return the joint choices of the node at `position` in a region, one for each option left."""
+    """Return the joint choices of the node at `position` in a region, or of a stored tensor, for
+    the options left.
+    """
     if variable.region is not None:
         axis_choices = [option[position].choice for option in variable.options]
     else:
@@ -92,7 +94,7 @@ _AGAIN = {
     2: 128,
     3: 16,
     4: 8,
-}  # the same for the last search on the best mesh, by its number of axes
+}  # the same for the last search, by the mesh's axes
 _SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
 GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
 _TRIES = 4  # meshes searched exactly

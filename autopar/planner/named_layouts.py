@@ -103,9 +103,7 @@ NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
 
 # -- from a layout to meshes -----------------------------------------------------------------------
 def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[Mesh, Constraint]]:
-    """Yield a layout's meshes on `ranks` ranks, with constraints. Raises LayoutError if none
-    fits.
-    """
+    """Yield the meshes of a layout, with constraints. Raises LayoutError where none fits."""
     assert program.annotations is not None
     if layout == "auto":
         for mesh in _meshes(ranks):
@@ -190,10 +188,10 @@ def _factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
     if parts == 1:
         return [(ranks,)]
     return [
-        (d, *rest)
+        (d, *tail)
         for d in range(1, ranks + 1)
         if ranks % d == 0
-        for rest in _factorings(ranks // d, parts - 1)
+        for tail in _factorings(ranks // d, parts - 1)
     ]
 
 
@@ -379,9 +377,7 @@ class _Products:
 def _check_products(
     layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], products: _Products
 ) -> None:
-    """Check that axes divide most matmuls with a weight, and weights as stored. Raises
-    LayoutError.
-    """
+    """Check that axes divide most weights and their matmuls. Raises LayoutError."""
     for axis, role in zip(mesh.axes, roles, strict=True):
         unfit = [place for place, fits in enumerate(products.fit(axis, role)) if not fits]
         if unfit and 2 * len(unfit) >= len(products.sides):

@@ -55,14 +55,15 @@ class _Pricer:
         self.wants: dict[Value, list[Layout]] = defaultdict(list)
 
     def run(self) -> CostTerms:
+        """Return the terms of the full step."""
         self._stored()
-        known = Known()
-        regions = Regions(self.notes, known)
+        tables = Known()
+        regions = Regions(self.notes, tables)
         for node in self.nodes.values():
             if node.name not in self.plan.choices:
                 continue
             strategy = self._strategy(node)
-            options = known.options(node.name, partial(_single_option, strategy))
+            options = tables.options(node.name, partial(_single_option, strategy))
             sources = [None if n is None else producer(n) for n in operands_of(node)]
             regions.place(node.name, sources, options)
             for index, layout in enumerate(strategy.results):

@@ -171,7 +171,7 @@ def _traced(
 ) -> Program:
     """Run the trace pass."""
     run = (pipeline or PassManager()).run
-    return run("trace", model, lambda given: trace.trace(given, args, kwargs), trace.check)
+    return run("trace", model, lambda module: trace.trace(module, args, kwargs), trace.check)
 
 
 def analyse(

@@ -137,10 +137,13 @@ class RematerializationSearch(ABC):
     def _has_room(
         self, less: Rematerialized, rung: Rematerialized, estimate: RematerializationSearch
     ) -> bool:
-        """Whether the lower rung should fit, by the estimated difference of the two peaks."""
-        lower_peak, peak_bytes = (estimate.tried(each).memory.peak for each in (less, rung))
+        """Whether rung `less` should fit, by the estimated difference of the two peaks."""
+        peak_of_less, peak_of_rung = (estimate.tried(each).memory.peak for each in (less, rung))
         limit = self.budget.memory_bytes
-        return limit is not None and self.tried(rung).memory.peak + lower_peak - peak_bytes <= limit
+        return (
+            limit is not None
+            and self.tried(rung).memory.peak + peak_of_less - peak_of_rung <= limit
+        )
 
     def _ladders(self) -> tuple[list[Rematerialized], list[Rematerialized], list[Rematerialized]]:
         """Return three ladders: the first n blocks recomputed; the first n gather again; all gather
@@ -214,9 +217,11 @@ class RematerializationSteps(RematerializationSearch):
         super().__init__(names, recompute.regathers(program), program.plan, budget)
 
     def seconds_of(self, rung: Rematerialized) -> float:
+        """Return the seconds of what runs twice on this rung."""
         return rematerialization_seconds(self.made(rung), self.world) if any(rung) else 0.0
 
     def memory_of(self, rung: Rematerialized) -> Memory:
+        """Return the simulated memory at the peak on this rung."""
         return peak(self.made(rung), self.budget.optimizer, self.world)
 
     def made(self, rung: Rematerialized) -> Program:
@@ -244,14 +249,16 @@ class Estimated(RematerializationSearch):
         self._corners: dict[str, NDArray[np.float64]] = {}
         self.budget = budget
         names = blocks(chosen.module.graph.nodes)
-        known = {*self._of(deep.shorter()).fetching}
-        fetching = tuple(name for name in names if deep.stand_in(name) in known)
+        short_fetching = {*self._of(deep.shorter()).fetching}
+        fetching = tuple(name for name in names if deep.stand_in(name) in short_fetching)
         super().__init__(names, fetching, chosen.plan, budget)
 
     def seconds_of(self, rung: Rematerialized) -> float:
+        """Return the estimated seconds of what runs twice on this rung."""
         return float(self._figures(rung)[-1])
 
     def memory_of(self, rung: Rematerialized) -> Memory:
+        """Return the estimated memory at the peak on this rung."""
         return Memory(*(float(size) for size in self._figures(rung)[:-1]))
 
     def _figures(self, rung: Rematerialized) -> NDArray[np.float64]:
@@ -310,9 +317,9 @@ def rematerialize_to_fit(
     assert program.plan is not None
     if budget is None:
         return recompute.recompute(program)
-    if (known := program.plan.memory) is not None and budget.fits(known):
+    if (known_memory := program.plan.memory) is not None and budget.fits(known_memory):
         rungs = RematerializationSteps(program, world, budget)
-        return _with_memory(rungs.made(rungs.start), known, budget)
+        return _with_memory(rungs.made(rungs.start), known_memory, budget)
     fitted, memory = effort(program, world, budget)
     if not budget.fits(memory):
         assert budget.memory_bytes is not None and fitted.plan is not None

@@ -122,6 +122,7 @@ class _Question:
         self.constraint = self._constraint(layout)
 
     def answer(self) -> Why:
+        """Return the choice and its runners-up, the cheapest first."""
         plans: dict[str, Plan] = {}
         if self.plan.mesh.axes:
             bound = bound_on(

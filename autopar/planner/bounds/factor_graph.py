@@ -110,6 +110,7 @@ class Edge:
 
     @property
     def look(self) -> Hashable:
+        """A key that is equal for edges whose costs are the same."""
         return self.kind, self.made, self.wanted
 
 
@@ -125,6 +126,7 @@ class Frame:
 
     @staticmethod
     def producer(node: fx.Node) -> Value:
+        """Return the value that a node stands for."""
         return producer(node)
 
 
@@ -153,6 +155,7 @@ class _Builder:
         }
 
     def build(self) -> Frame:
+        """Build the variables in the order of the graph, then the edges."""
         entries = {entry.node: entry for entry in self.program.signature.inputs}
         for node in self.nodes.values():
             if node.op == "placeholder" and node.name in self.notes.searched:
@@ -180,8 +183,8 @@ class _Builder:
     def _stored(self, node: fx.Node, parameter: bool) -> None:
         value = (node.name, 0)
         kind = self.kind(value)
-        several = parameter and not self.notes.whole
-        slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if several else ()
+        may_split = parameter and not self.notes.whole
+        slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if may_split else ()
         states = (WHOLE if kind.gradient else REPLICATED, *slots)
         variable = Variable(
             node.name,
@@ -249,8 +252,8 @@ class _Builder:
         self.variables.append(variable)
         for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
             for index in range(len(items[0][position].results)):
-                made = tuple(item[position].results[index] for item in items)
-                self.makers[name, index] = (variable, made)
+                states = tuple(item[position].results[index] for item in items)
+                self.makers[name, index] = (variable, states)
             for index, source in enumerate(sources):
                 if (
                     source is None
@@ -267,19 +270,21 @@ class _Builder:
         """Tie the makers of values to their users, through a hub where a value has several uses."""
         hubs: list[tuple[int, Variable]] = []
         for value, uses in self.uses.items():
-            maker, made = self.makers[value]
-            kind, place = self.kind(value), self.variables.index(maker)
+            maker, maker_states = self.makers[value]
+            kind, index = self.kind(value), self.variables.index(maker)
             if len(uses) > 1:  # all consumers take one layout, or reshard from it
-                states = tuple(sorted({s for _, wanted in uses for s in wanted} | set(made)))
+                states = tuple(
+                    sorted({s for _, wanted in uses for s in wanted} | set(maker_states))
+                )
                 hub = Variable(f"kept {value}", states, ("hub", kind, states), maker.block, kind)
-                hubs.append((place, hub))
-                self._tie(Edge(value, kind, maker, made, hub, states))
-                maker, made = hub, states
+                hubs.append((index, hub))
+                self._tie(Edge(value, kind, maker, maker_states, hub, states))
+                maker, maker_states = hub, states
             for user, wanted in uses:
-                self._tie(Edge(value, kind, maker, made, user, wanted))
+                self._tie(Edge(value, kind, maker, maker_states, user, wanted))
         hubs.sort(key=lambda pair: pair[0])
-        for place, hub in reversed(hubs):
-            self.variables.insert(place + 1, hub)
+        for index, hub in reversed(hubs):
+            self.variables.insert(index + 1, hub)
 
     def _tie(self, edge: Edge) -> None:
         edge.maker.edges.append(edge)
@@ -302,6 +307,7 @@ class _Builder:
 
     # -- facts -------------------------------------------------------------------------------------
     def kind(self, value: Value) -> Kind:
+        """Return the kind of a value, built once."""
         if value not in self.kinds:
             self.kinds[value] = self._kind(value)
         return self.kinds[value]
