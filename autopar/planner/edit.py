@@ -96,9 +96,7 @@ class _Checker:
         self.known: dict[Hashable, Choice] = {}
 
     def run(self) -> Plan:
-        """Return the plan with every choice completed. Raises PlanError where one is not
-        allowed.
-        """
+        """Return the plan with every choice completed. Raises PlanError."""
         self._same_mesh()
         names = self.notes.searched & self.notes.specs.keys()
         calls = {n.name for n in self.nodes.values() if n.op == "call_function"}
@@ -375,7 +373,7 @@ def _shapes_text(layouts: Iterable[Layout | None]) -> str:
 
 
 def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:
-    """Return the plan's context, renewed where it is missing or was changed."""
+    """Return the plan's context, made anew where it is missing or outdated."""
     context: PlanContext | None = plan.ready
     if context is not None and is_unchanged(plan, context.program):
         return context

@@ -89,12 +89,7 @@ _TOGETHER = 96  # meshes bounded in one array: numpy works on rows of meshes
 _ROUNDS = 1  # on the shorter frame: a second round changes bounds by 1e-5 and costs as much
 _MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
 _LEFT = (8, 4, 2, 1)  # options per region searched exactly; fewer where tables outgrow memory
-_AGAIN = {
-    1: 512,
-    2: 128,
-    3: 16,
-    4: 8,
-}  # the same for the last search, by the mesh's axes
+_AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same for the last search, by number of axes
 _SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
 GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
 _TRIES = 4  # meshes searched exactly

@@ -1,10 +1,10 @@
 """Regions: groups of nodes that choose their layout together, as nothing is resharded between them.
 
-Example: linear → gelu → dropout → view. The ops after the linear only carry its layout on, so they
-form one region. A region is a node, or ops that only carry a layout (pointwise ops, views, pieces
-of a dim) and depend on one value: resharding that value or the region's results costs no more than
-resharding in between. Partial values are the exception: a sum of two partial ones can be
-all-reduced at once, but each by itself would take two collectives.
+Example: linear → gelu → view. The ops after the linear only carry its layout on, so they form one
+region. A region is a node, or ops that only carry a layout (pointwise ops, views, pieces of a dim)
+and depend on one value: resharding that value or the region's results costs no more than resharding
+in between. Partial values are the exception: a sum of two partial ones can be all-reduced at once,
+but each by itself would take two collectives.
 
 `Known` shares options and tables between what looks alike, and `ReshardCosts` has the tables of
 what reshards cost between the layouts in which a value is made and wanted. Used by exact_search.py,

@@ -69,13 +69,11 @@ class Meshes:
         shape = (-1,) + (1,) * (whole_bytes.ndim - 1)
         best: Array | None = None
         for start, rate, bends in zip(*self._all_ways(kind, axes, flat), strict=True):
-            algorithm_seconds = start.reshape(shape) + rate.reshape(shape) * whole_bytes
+            duration = start.reshape(shape) + rate.reshape(shape) * whole_bytes
             for at, more in bends:
-                excess_bytes = np.maximum(whole_bytes - at.reshape(shape), 0.0)
-                algorithm_seconds += more.reshape(shape) * excess_bytes
-            best = (
-                algorithm_seconds if best is None else np.minimum(best, algorithm_seconds, out=best)
-            )
+                excess = np.maximum(whole_bytes - at.reshape(shape), 0.0)
+                duration += more.reshape(shape) * excess
+            best = duration if best is None else np.minimum(best, duration, out=best)
         assert best is not None
         return best
 
@@ -86,36 +84,24 @@ class Meshes:
         key = (kind, axes, flat)
         if key not in self._lines:
             find = flat_algorithms if flat else algorithms
-            algorithms_by_mesh = []
+            per_mesh = []
             for mesh in self.meshes:
                 digits = pattern(mesh, tuple(mesh.axes[a].name for a in axes))
-                algorithms_by_mesh.append(in_step(self.world, find(self.world, kind, digits)))
-            largest_count = max(len(mesh_algorithms) for mesh_algorithms in algorithms_by_mesh)
-            padded = [
-                [*mesh_algorithms, *[mesh_algorithms[-1]] * (largest_count - len(mesh_algorithms))]
-                for mesh_algorithms in algorithms_by_mesh
-            ]
-            bend_count = max(
-                len(algorithm.bends)
-                for mesh_algorithms in algorithms_by_mesh
-                for algorithm in mesh_algorithms
-            )
+                per_mesh.append(in_step(self.world, find(self.world, kind, digits)))
+            longest = max(len(row) for row in per_mesh)
+            padded = [[*row, *[row[-1]] * (longest - len(row))] for row in per_mesh]
+            bends_max = max(len(algorithm.bends) for row in per_mesh for algorithm in row)
             bends = [
                 [
-                    [*algorithm.bends, *[(0.0, 0.0)] * (bend_count - len(algorithm.bends))]
-                    for algorithm in mesh_algorithms
+                    [*algorithm.bends, *[(0.0, 0.0)] * (bends_max - len(algorithm.bends))]
+                    for algorithm in row
                 ]
-                for mesh_algorithms in padded
+                for row in padded
             ]
             lines = np.array(
-                [
-                    [(algorithm.start_s, algorithm.s_per_byte) for algorithm in mesh_algorithms]
-                    for mesh_algorithms in padded
-                ]
+                [[(algorithm.start_s, algorithm.s_per_byte) for algorithm in row] for row in padded]
             )
-            shaped = np.array(bends, dtype=np.float64).reshape(
-                len(self), largest_count, bend_count, 2
-            )
+            shaped = np.array(bends, dtype=np.float64).reshape(len(self), longest, bends_max, 2)
             self._lines[key] = lines[:, :, 0].T, lines[:, :, 1].T, np.moveaxis(shaped, 0, -1)
         return self._lines[key]
 
@@ -294,29 +280,29 @@ class NodeCosts:
         slots = self.notes.dims[self.frame.producer(source)]
         numbers = [dim for dim, atoms in enumerate(slots) for a in atoms if not a.opaque]
         states = [f.operands[0] for f in found]
-        dims_held = [
+        held = [
             numbers[s - FIRST_SLOT] if s is not None and s >= FIRST_SLOT else -1 for s in states
         ]
-        dims, count = sorted(set(dims_held)), self.meshes.count
+        dims, count = sorted(set(held)), self.meshes.count
         table = np.zeros((len(self.meshes),) + (len(dims),) * count)
-        for combination in itertools.product(range(len(dims)), repeat=count):
+        for places in itertools.product(range(len(dims)), repeat=count):
             stub = _stub_layout(
-                shape_of(value_of(source)), [dims[i] for i in combination], self.meshes.sizes
+                shape_of(value_of(source)), [dims[i] for i in places], self.meshes.sizes
             )
             for collective in inner_collectives(node.target, [stub]):
                 if gradient or not collective.backward:
-                    unsharded_bytes = np.asarray(
+                    sent_bytes = np.asarray(
                         collective.traffic.elements * collective.element_bytes, dtype=np.float64
                     )
                     axes = tuple(int(a) for a in collective.axes)
-                    cell: Any = (slice(None), *combination)
+                    cell: Any = (slice(None), *places)
                     table[cell] += self.meshes.seconds(
                         collective.traffic.collective,
                         axes,
-                        np.broadcast_to(unsharded_bytes, len(self.meshes)),
+                        np.broadcast_to(sent_bytes, len(self.meshes)),
                         True,
                     )
-        dim_index = np.array([dims.index(h) for h in dims_held])
+        dim_index = np.array([dims.index(h) for h in held])
         for a in range(count):
             table = np.take(table, dim_index, axis=1 + a)
         return table

@@ -123,12 +123,12 @@ class Bound:
         numbers = (self._rated[id(edge.maker)].number, self._rated[id(edge.user)].number)
         key = (edge.look, *numbers)
         if key not in self._looks:
-            maker_states = self._states(edge.kind, edge.made, edge.maker)
-            user_states = self._states(edge.kind, edge.wanted, edge.user)
-            moves = self._moves_of(edge.kind, maker_states, user_states)
-            self._looks[key] = _Look(maker_states, user_states, moves, len(self._looks) + 1)
-        maker_states, user_states, moves, look = self._looks[key]
-        mine, theirs = (maker_states, user_states) if makes else (user_states, maker_states)
+            made = self._states(edge.kind, edge.made, edge.maker)
+            wanted = self._states(edge.kind, edge.wanted, edge.user)
+            moves = self._moves_of(edge.kind, made, wanted)
+            self._looks[key] = _Look(made, wanted, moves, len(self._looks) + 1)
+        made, wanted, moves, look = self._looks[key]
+        mine, theirs = (made, wanted) if makes else (wanted, made)
         return _End(edge, makes, mine, theirs, moves.states, moves, look)
 
     def _states(self, kind: Kind, states: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
@@ -182,13 +182,11 @@ class Bound:
         value = (variable.region.nodes[position], index)
         kind = self.frame.kinds[value]
         own = tuple(option[position].results[index] for option in variable.options)
-        maker_states = self._states(kind, own, variable)
+        own_states = self._states(kind, own, variable)
         output_states = tuple(s if kind.gradient or s != WHOLE else REPLICATED for s in states)
-        moves = self._moves_of(kind, maker_states, output_states)
+        moves = self._moves_of(kind, own_states, output_states)
         free = np.zeros((len(moves.states),) * self.meshes.count + (len(self.meshes),), np.float32)
-        return spread(
-            moves.pull(only(free, output_states, moves.states)), maker_states, moves.states
-        )
+        return spread(moves.pull(only(free, output_states, moves.states)), own_states, moves.states)
 
     def _take_over(self, other: Bound, twins: Twins) -> None:
         """Start from the messages of a bound on the shorter frame."""
@@ -302,9 +300,7 @@ class Bound:
     def _unique(self, seconds: Floats, kind: Hashable) -> tuple[Message, Bounds | float]:
         """Return a message of these costs or nearly these, and how much this lowers the bound."""
         messages = self._kinds[kind]
-        sample = seconds.reshape(-1)[
-            :: 1 | seconds.size // 200
-        ]  # an odd step, so that samples fall on most meshes
+        sample = seconds.reshape(-1)[:: 1 | seconds.size // 200]  # odd, to fall on most meshes
         for message in reversed(messages):
             if float(np.abs(message.sample - sample).max()) <= self._grain:
                 excess = message.seconds - seconds

@@ -177,9 +177,7 @@ class OptionCosts:
                     any(np.take(legal, n, axis=1 + a).any() for a in range(self.meshes.count))
                     for n in range(len(single))
                 ]
-                remaining = tuple(
-                    i for i, is_possible in zip(remaining, possible, strict=True) if is_possible
-                )
+                remaining = tuple(i for i, able in zip(remaining, possible, strict=True) if able)
         return remaining or options
 
     def _singly(self, variable: Variable, eased: bool) -> Bools:
@@ -295,14 +293,12 @@ class OptionCosts:
         for letter in {x for x in letters if x}:
             takes_letter = np.array([[x == letter for x in letters]])
             count: Any = 0
-            shares_apart: Any = np.False_
+            shy: Any = np.False_
             for a in range(self.meshes.count):
-                along_axis = along(takes_letter, a, self.meshes.count)
-                count = count + along_axis
-                shares_apart = shares_apart | (
-                    along_axis & along(apart[:, a, None], a, self.meshes.count)
-                )
-            apart_options = apart_options & ~((count > 1) & shares_apart)
+                mine = along(takes_letter, a, self.meshes.count)
+                count = count + mine
+                shy = shy | (mine & along(apart[:, a, None], a, self.meshes.count))
+            apart_options = apart_options & ~((count > 1) & shy)
         some_left = apart_options.reshape(len(self.meshes), -1).any(axis=1)
         return np.where(some_left.reshape((-1,) + (1,) * self.meshes.count), apart_options, legal)
 

@@ -137,11 +137,9 @@ class ReshardBounds:
         states = math.prod(shape)
         if len(self.meshes) > 1 or states > _FEW:
             return None
-        start_costs = np.full((states, states), BIG, np.float32)
-        np.fill_diagonal(start_costs, 0.0)
-        costs = _relax_all(
-            self._forwards, start_costs.reshape(*shape, states)
-        )  # every source state takes the place of a mesh
+        start = np.full((states, states), BIG, np.float32)
+        np.fill_diagonal(start, 0.0)
+        costs = _relax_all(self._forwards, start.reshape(*shape, states))  # a source is a mesh
         return np.minimum(costs, BIG).reshape(states, states)
 
     # -- which changes, in which order -------------------------------------------------------------
@@ -231,21 +229,18 @@ class ReshardBounds:
         or 1)].
         """
         elements, element = self._cut_by_others(axes), self.kind.element
-        bytes_before = elements * element.bytes
+        local_bytes = elements * element.bytes
         group = self.meshes.sizes[:, list(axes)].prod(axis=1)
         moved = (
-            bytes_before / group.reshape((-1,) + (1,) * (bytes_before.ndim - 1))
+            local_bytes / group.reshape((-1,) + (1,) * (local_bytes.ndim - 1))
             if kind == "S->S"
-            else bytes_before
+            else local_bytes
         )
         total = moved / self.meshes.world.device.memory_bytes_per_s
         forward, backward = TRAFFIC[kind]
-        for name, is_backward in ((forward, False), (backward if element.gradient else None, True)):
+        for name, late in ((forward, False), (backward if element.gradient else None, True)):
             if name is not None:
-                size, times = (
-                    element.of(name, is_backward),
-                    2 if element.again and not is_backward else 1,
-                )
+                size, times = element.of(name, late), 2 if element.again and not late else 1
                 seconds = self.meshes.seconds(name, axes, elements * size)
                 total = total + times * element.share * seconds
         return total
