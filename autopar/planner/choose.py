@@ -1,4 +1,9 @@
-"""choose: the mesh and a layout for every node, of least modelled time (planner/mesh_search.py)."""
+"""The choice of mesh and layouts: every node gets the layout of least modelled time.
+
+An annotated program and a world enter; the program with a plan leaves. The search itself is in
+planner/mesh_search.py. Called by memory_search.py, overlap_search.py and deep_models.py; `check` is
+the contract of the pass "choose" in planner.py.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +24,34 @@ def choose(
     redundant: bool = False,
     budget: Budget | None = None,
 ) -> Program:
-    """The best plan over every mesh that `layout` allows on the ranks of `world`, with a proven
-    bound; ties go to fewer axes, then to the first mesh.
+    """Return the program with the best plan over every mesh that `layout` allows on the ranks of
+    `world`, and a proven bound; ties go to fewer axes, then to the first mesh.
 
-    `budget`: with recompute "full" or "gathers" every repeated block is; "auto" leaves it to what
-    follows.
+    `budget`: with recompute "full" every repeated block is recomputed, with "gathers" every one
+    gathers its weights again; "auto" leaves both to the memory search.
     """
-    given = list(candidates(layout, world.ranks, program))
-    found = best(program, given, world, redundant)
-    meshes = with_bounds(given, found.bounds)
-    plan = dataclasses.replace(found.plan, bound=found.bound, meshes=meshes)
+    layout_candidates = list(candidates(layout, world.ranks, program))
+    best_found = best(program, layout_candidates, world, redundant)
+    meshes = with_bounds(layout_candidates, best_found.bounds)
+    plan = dataclasses.replace(best_found.plan, bound=best_found.bound, meshes=meshes)
     return unmet_constraints(dataclasses.replace(program, plan=plan), budget)
 
 
 def unmet_constraints(program: Program, budget: Budget | None) -> Program:
-    """The chosen program with its plan dropping what the budget asks of every repeated block."""
-    asked = "auto" if budget is None else budget.recompute
-    every = blocks(program.module.graph.nodes) if asked in ("full", "gathers") else ()
-    again, fetched = every * (asked == "full"), every * (asked == "gathers")
+    """Return the chosen program, its plan with the recomputation that the budget sets for every
+    repeated block.
+    """
+    mode = "auto" if budget is None else budget.recompute
+    repeated = blocks(program.module.graph.nodes) if mode in ("full", "gathers") else ()
+    recompute, regather = repeated * (mode == "full"), repeated * (mode == "gathers")
     assert program.plan is not None
-    plan = dataclasses.replace(program.plan, recompute=again, regather=fetched)
+    plan = dataclasses.replace(program.plan, recompute=recompute, regather=regather)
     return dataclasses.replace(program, plan=plan)
 
 
 def check(program: Program) -> None:
-    """The contract: every searched node has a choice whose layouts are of its tensors' shapes, on
-    the plan's mesh.
+    """Check the contract: every searched node has a choice whose layouts have the shapes of its
+    tensors and lie on the plan's mesh.
     """
     assert program.plan is not None and program.annotations is not None
     for name in program.annotations.searched & program.annotations.specs.keys():
@@ -55,14 +62,15 @@ def check(program: Program) -> None:
                 f"choose left parameter {entry.target} without a stored layout"
             )
     for name, choice in program.plan.choices.items():
-        for layout, value in zip(choice.results, _shapes(program, name), strict=True):
-            assert layout.shape == value and layout.mesh == program.plan.mesh, (
-                f"{name} of shape {value} is to lie as ({layout}) of {layout.shape} on mesh "
+        for layout, shape in zip(choice.results, _shapes(program, name), strict=True):
+            assert layout.shape == shape and layout.mesh == program.plan.mesh, (
+                f"{name} of shape {shape} is to lie as ({layout}) of {layout.shape} on mesh "
                 f"{layout.mesh}, the plan's is {program.plan.mesh}"
             )
 
 
 def _shapes(program: Program, name: str) -> list[tuple[int, ...]]:
+    """Return the shapes of a node's tensor results."""
     from autopar.ir.sharding_rule import results_of, shape_of
 
     node = next(n for n in program.module.graph.nodes if n.name == name)

@@ -1,4 +1,10 @@
-"""What a layout asks of the search: the role of each mesh axis, and what it leaves a node."""
+"""Constraints: what a layout asks of the search, as a role for each mesh axis.
+
+Example: in FSDP's layout the one axis may split only the batch, and every parameter is stored split
+on it. A `Constraint` maps patterns of module paths to roles; it narrows the choices of a node and
+the ways to store a parameter, and `Offered` is what remains for one node. named_layouts.py builds
+constraints; exact_search.py, mesh_search.py, why.py and bounds/option_costs.py apply them.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +30,15 @@ aten = torch.ops.aten
 class Role:
     """What one mesh axis may do.
 
-    `takes`: the loop dims of a product with a weight, among "mnk". `splits`: which atoms it may
-    split, "batch", "features" (what is neither batch nor sequence), "residual" and "inner"
-    (features of the residual stream, and the others; a product with a weight that has none takes
-    any feature), "unsequenced" (batch and features), "any". `elsewhere`: the same for ops that are
-    no product ("" is as `splits`), and "sequence": the residual stream is split on its sequence,
-    all else as "inner". `stored`: of parameters, "whole", "every" (all are split), "split" (all but
-    vectors), "any", or the loop dim of their product that is split, "n" or "k". `spread`: ops that
-    are no product split where they can. `apart`: no other axis takes the same loop dim of
-    a product with a weight.
+    `takes`: the loop dims of a matmul with a weight, among "mnk". `splits`: the atoms it may split:
+    "batch", "features" (neither batch nor sequence), "residual" and "inner" (features of the
+    residual stream, and the others; a weight matmul that has none takes any feature), "unsequenced"
+    (batch and features), "any". `elsewhere`: the same for ops other than matmuls ("" is as
+    `splits`), and "sequence": the residual stream is split on its sequence, all else as "inner".
+    `stored`: how parameters are stored: "whole", "every" (all are split), "split" (all but
+    vectors), "any", or the loop dim of their matmul that is split, "n" or "k". `spread`: other ops
+    split wherever they can. `apart`: no other axis takes the same loop dim of a matmul with a
+    weight.
     """
 
     takes: str = "mnk"
@@ -43,8 +49,8 @@ class Role:
     apart: bool = False
 
     def stores(self, dims: int, letters: Sequence[str | None]) -> list[bool]:
-        """Which of these ways to store a parameter of so many dims fit: each the loop dim that its
-        digit splits ("": not one of a product), or None without a digit.
+        """Return which of several ways to store a parameter with `dims` dims fit. Each way is the
+        loop dim that its digit splits ("": not one of a matmul), or None if unsharded.
         """
         if self.stored == "whole":
             return [letter is None for letter in letters]
@@ -57,8 +63,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Constraint:
-    """What a layout asks of the nodes on a mesh: a role per axis, by module pattern (the first that
-    fits; none: free).
+    """What a layout asks of the nodes on a mesh: a role per axis by module pattern. The first
+    pattern that matches counts; a module without one is free.
     """
 
     name: str
@@ -66,10 +72,11 @@ class Constraint:
     kinds: Kinds = field(default_factory=Kinds)
     letters: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict
-    )  # of every dim of a parameter, in its product
-    panels: tuple[str, ...] = ()  # row and column axis of SUMMA's panels
+    )  # the loop dim of every dim of a parameter
+    panels: tuple[str, ...] = ()  # SUMMA's row and column axes
 
     def roles(self, path: str) -> tuple[Role, ...] | None:
+        """Return the role of every axis in the module at this path, None where it is free."""
         return next((roles for pattern, roles in self.rules if fits(path, pattern)), None)
 
     def narrow(
@@ -79,7 +86,7 @@ class Constraint:
         factors: Factors,
         per_axis: Sequence[Sequence[Choice]],
     ) -> list[list[Choice]]:
-        """The choices of each axis for a node that the layout leaves; all of them where it would
+        """Return the choices that the layout leaves a node on each axis; all of them where it would
         leave none.
         """
         roles = self.roles(path)
@@ -93,7 +100,7 @@ class Constraint:
     def narrow_one(
         self, role: Role, spec: OpShardingRule, factors: Factors, choices: Sequence[Choice]
     ) -> list[Choice]:
-        """What a role leaves of the choices of its axis; perhaps none."""
+        """Return the choices that a role leaves of one axis; the list may be empty."""
         slots: list[Slot] = [c for c in choices if isinstance(c, Slot)]
         idle: list[Choice] = [c for c in choices if not isinstance(c, Slot)]
 
@@ -106,8 +113,8 @@ class Constraint:
             ]
 
         if has_weight(spec):
-            either = "features" if role.splits in ("residual", "inner") else role.splits
-            return among(role.splits, role.takes) or among(either, role.takes) or idle
+            features_or_splits = "features" if role.splits in ("residual", "inner") else role.splits
+            return among(role.splits, role.takes) or among(features_or_splits, role.takes) or idle
         if spec.product is not None:
             return among(role.splits) or idle
         if role.elsewhere == "sequence" and self._on_residual(factors):
@@ -115,7 +122,7 @@ class Constraint:
         splits = "inner" if role.elsewhere == "sequence" else role.elsewhere or role.splits
         allowed = among(splits)
         if splits == "batch" and not allowed and math.prod(spec.sizes.values()) > 1:
-            # Sums over the batch are scalars by the time they travel.
+            # Sums over the batch are scalars by the time they are communicated.
             return [c for c in idle if not isinstance(c, PartialPassThrough)]
         if splits == "batch" or role.spread:
             return allowed or idle
@@ -127,7 +134,9 @@ class Constraint:
         )
 
     def joint(self, path: str, spec: OpShardingRule, found: Sequence[Strategy]) -> list[Strategy]:
-        """The strategies in which axes that shall stay apart do; all of them where none does."""
+        """Return the strategies in which axes that must stay apart do; all of them where
+        none does.
+        """
         roles = self.roles(path)
         if roles is None or not has_weight(spec):
             return list(found)
@@ -143,32 +152,33 @@ class Constraint:
         return [strategy for strategy in found if stay_apart(strategy)] or list(found)
 
     def storage(self, name: str, path: str, found: Sequence[Layout]) -> list[Layout]:
-        """The stored layouts of a parameter that obey the layout: axis by axis, as far as its sizes
-        allow. Only plain ones: optimizers, checkpoints and `full_tensor` read what is stored as
-        DTensors, which mean nothing else. The graph reshards from there to the digits that products
-        want.
+        """Return the stored layouts of a parameter that obey the layout, axis by axis as far as its
+        sizes allow. Only plain layouts remain: optimizers, checkpoints and `full_tensor` read
+        stored parameters as DTensors, which express nothing else. The graph reshards from there to
+        the digits that matmuls want.
         """
-        kept = [layout for layout in found if layout.is_plain]
+        layouts = [layout for layout in found if layout.is_plain]
         for index, role in enumerate(self.roles(path) or ()):
-            letters = [self._letter(name, layout.states[index]) for layout in kept]
+            letters = [self._letter(name, layout.states[index]) for layout in layouts]
             fits = role.stores(len(found[0].shape), letters)
-            kept = [layout for layout, fit in zip(kept, fits, strict=True) if fit] or kept
-        return kept
+            layouts = [layout for layout, fit in zip(layouts, fits, strict=True) if fit] or layouts
+        return layouts
 
     def _letter(self, name: str, state: State) -> str | None:
-        """The loop dim that a parameter's digit splits: None without one, "" if not known."""
+        """Return the loop dim that a parameter's digit splits: None if unsharded, "" if unknown."""
         if state.kind != "S":
             return None
         return self.letters[name][state.dim] if name in self.letters else ""
 
     @property
     def free(self) -> bool:
+        """Whether the layout asks nothing of any module."""
         return not self.rules
 
 
 class Offered(NamedTuple):
-    """What the axes may do at a node: axis by axis what the layout has `kept` of `every` choice, or
-    one of some `joint` choices. `free`: the layout asks nothing of the node.
+    """What the axes may do at a node: per axis the choices `kept` of `every` choice, or one of the
+    `joint` choices. `free`: the layout asks nothing of the node.
     """
 
     free: bool
@@ -185,22 +195,26 @@ class Offered(NamedTuple):
         result_shapes: tuple[tuple[int, ...], ...],
         redundant: bool,
     ) -> list[Strategy]:
-        """The strategies that come of it. Where what the layout asks of each axis does not fit
-        together, an axis may be idle.
+        """Return the strategies that fit. Where what the layout asks of the axes does not fit
+        together, axes may be idle.
         """
-        given = spec, factors, mesh, operand_shapes, result_shapes
+        node_facts = spec, factors, mesh, operand_shapes, result_shapes
         if self.joint is not None:
-            return strategies(*given, self.joint, redundant=True, all_orders=True)
+            return strategies(*node_facts, self.joint, redundant=True, all_orders=True)
         redundant = redundant or not self.free
-        found = strategies(*given, itertools.product(*self.kept), redundant)
-        return found or strategies(*given, itertools.product(*self._eased()), redundant)
+        legal = strategies(*node_facts, itertools.product(*self.kept), redundant)
+        return legal or strategies(*node_facts, itertools.product(*self._eased()), redundant)
 
     def _eased(self) -> list[list[Choice]]:
         return [
-            [*kept, *(c for c in every if c not in kept and not isinstance(c, Slot))]
-            for kept, every in zip(self.kept, self.every, strict=True)
+            [
+                *kept_choices,
+                *(c for c in all_choices if c not in kept_choices and not isinstance(c, Slot)),
+            ]
+            for kept_choices, all_choices in zip(self.kept, self.every, strict=True)
         ]
 
 
 def fits(path: str, pattern: str) -> bool:
+    """Whether a module path matches a pattern or lies below a module that does."""
     return pattern == "*" or fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}.*")

@@ -1,16 +1,17 @@
-"""What a deep model costs, and plans for it, read off shorter ones.
+"""Deep models: costs and plans of a model with many equal blocks, from a shorter one.
 
-Of many equal blocks in a row under equal layouts, every further one adds the same to what a step
-takes and holds. So a chosen program is made shorter, a little less short once more for each such
-run of blocks, and figures go on in straight lines from there. They are estimates, to compare plans
-by; what is emitted in the end is worked out whole.
+Example: of 80 equal transformer blocks the outer ones stay and the middle is left out, so a search
+takes as long for 80 blocks as for 8.
 
-Plans for a deep model, searched on a shorter one.
+`DeepModel` extrapolates figures. Under equal layouts every further block of a run adds the same
+seconds and bytes; figures of the shorter program, and of one with a block more per run, go on in
+straight lines. They are estimates, to compare plans by: what is emitted in the end is computed in
+full.
 
-Of many equal blocks in a row all but the outer ones are left out, the rest is searched, and those
-that were left out get the layouts of the one that stands for them. That takes as long for 80 blocks
-as for 8. A plan found so is a real one at its full price, but not proven to be the best: such plans
-compete with the one that was searched for on the whole graph.
+`ShortenedModel` searches the shorter program and gives the blocks left out the layouts of the one
+that stands for them. Such a plan has its full price but is not proven to be the best; it competes
+with the plan searched on the whole graph. Called by memory_search.py, overlap_search.py and
+rematerialize.py.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ Figures = NDArray[np.float64]
 
 
 class DeepModel:
-    """A program, and its runs of blocks that are alike: in what they compute, how they hang
-    together, and their layouts if it is chosen. `known`: the same program, its plan aside. `edge`:
-    equal blocks that stay at either end of a run; `more`: further ones, for what each adds.
+    """A program and its runs of equal blocks: equal in what they compute, how they are connected,
+    and their layouts if a plan is chosen. `known`: the same program with another plan. `edge`:
+    blocks that stay at either end of a run; `more`: further blocks, which show what each adds.
     """
 
     def __init__(
@@ -69,30 +70,34 @@ class DeepModel:
         self.program, self._edge, self._more = program, edge, more
         self.blocks: dict[Block, list[fx.Node]] = known.blocks if known else _blocks(program)
         places = {n: (b, i) for b, nodes in self.blocks.items() for i, n in enumerate(nodes)}
-        self._looks: dict[Block, Hashable] = known._looks if known else _looks(self.blocks, places)
+        self._looks: dict[Block, Hashable] = (
+            known._looks if known else _block_looks(self.blocks, places)
+        )
         plan = program.plan
         copies = _copies(plan) if plan else {}
-        laid_out = {b: _laid_out(plan, copies, nodes) for b, nodes in self.blocks.items()}
-        looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
-        long = (tuple(run) for run in alike(looks) if len(run) > 2 * edge + more)
-        self.runs = tuple(run for run in long if _apart(run, self.blocks, places))
+        laid_out = {b: _block_layouts(plan, copies, nodes) for b, nodes in self.blocks.items()}
+        block_looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
+        long_runs = (tuple(run) for run in alike(block_looks) if len(run) > 2 * edge + more)
+        self.runs = tuple(run for run in long_runs if _apart(run, self.blocks, places))
         self._shorter: dict[int | None, Program] = {}
 
     def under(self, plan: Plan) -> DeepModel:
-        """The same program with another plan."""
+        """Return the same program with another plan."""
         return DeepModel(dataclasses.replace(self.program, plan=plan), self)
 
     def extrapolated(self, figures: Callable[[Program], Sequence[float]]) -> Figures:
-        """The figures of the chosen program, each of them seconds or bytes of its step."""
-        total = least = np.array(figures(self.shorter()))
-        for number, run in enumerate(self.runs):
-            each = (np.array(figures(self.shorter(number))) - least) / self._more
-            total = total + each * (len(run) - 2 * self._edge)
+        """Return figures of the chosen program, extrapolated from shorter ones. `figures` returns
+        seconds or bytes of a step, each of which grows linearly with the number of blocks.
+        """
+        total = shortest = np.array(figures(self.shorter()))
+        for index, run in enumerate(self.runs):
+            per_block = (np.array(figures(self.shorter(index))) - shortest) / self._more
+            total = total + per_block * (len(run) - 2 * self._edge)
         return total
 
     def shorter(self, more: int | None = None) -> Program:
-        """Without the middle of every run; of run number `more` a few blocks more are left. The
-        program itself where it has no runs.
+        """Return the program without the middle of every run, but with a few blocks more of run
+        number `more`. It is the program itself where it has no runs.
         """
         if more not in self._shorter:
             self._shorter[more] = self._left(set() if more is None else {more})
@@ -100,12 +105,12 @@ class DeepModel:
 
     @cached_property
     def longer(self) -> Program:
-        """With a few blocks more of every run."""
+        """The shorter program with a few blocks more of every run."""
         return self._left(set(range(len(self.runs))))
 
     def whole(self, plan: Plan) -> Plan:
-        """A plan for the program, from one for the longer of the shorter ones: blocks that are not
-        in it do as the ones that stand for them.
+        """Return a plan for the full program from one for `longer`: blocks that are left out get
+        the layouts of the ones that stand for them.
         """
         if not self.runs:
             return plan
@@ -124,17 +129,19 @@ class DeepModel:
         return _without(self.program, self._stands(more)) if self.runs else self.program
 
     def _stands(self, more: set[int]) -> dict[fx.Node, fx.Node]:
-        """The nodes that are left out, each with the one that stands for it."""
+        """Return the nodes that are left out, each with the node that stands for it."""
         stands: dict[fx.Node, fx.Node] = {}
-        for number, run in enumerate(self.runs):
-            first = self._edge + self._more * (number in more)
+        for index, run in enumerate(self.runs):
+            first = self._edge + self._more * (index in more)
             twins = self.blocks[run[first - 1]]
             for block in run[first : -self._edge]:
                 stands.update(zip(self.blocks[block], twins, strict=True))
         return stands
 
     def stand_in(self, name: str) -> str:
-        """The name of the block that stays in the shortest program for this one."""
+        """Return the name of the block that stands for this one in the shortest program: itself if
+        it stays.
+        """
         for run in self.runs:
             names = [block_name(block) for block in run]
             if name in names[self._edge : -self._edge]:
@@ -143,15 +150,15 @@ class DeepModel:
 
 
 def _blocks(program: Program) -> dict[Block, list[fx.Node]]:
-    """The nodes of every repeated block, with the placeholders of its parameters."""
+    """Return the nodes of every repeated block, with the placeholders of its parameters."""
     targets = {entry.node: entry.target for entry in program.signature.inputs}
-    found: dict[Block, list[fx.Node]] = defaultdict(list)
+    blocks: dict[Block, list[fx.Node]] = defaultdict(list)
     for node in program.module.graph.nodes:
         path = targets.get(node.name, "") if node.op == "placeholder" else module_path(node)
         block = numbered_block(path) if node.op != "output" else None
         if block is not None:
-            found[block].append(node)
-    return found
+            blocks[block].append(node)
+    return blocks
 
 
 def _apart(
@@ -159,20 +166,26 @@ def _apart(
     blocks: Mapping[Block, list[fx.Node]],
     places: Mapping[fx.Node, tuple[Block, int]],
 ) -> bool:
-    """Whether what is left out is used by the blocks of the run alone."""
+    """Whether the blocks of the run alone use what is left out."""
     own = set(run)
     users = (user for block in run[:-1] for node in blocks[block] for user in node.users)
     return all(user in places and places[user][0] in own for user in users)
 
 
-def _looks(
+def _block_looks(
     blocks: Mapping[Block, list[fx.Node]], places: Mapping[fx.Node, tuple[Block, int]]
 ) -> dict[Block, Hashable]:
-    """What every block computes, and of what."""
-    return {b: tuple(_look(places, b, node) for node in nodes) for b, nodes in blocks.items()}
+    """Return for every block what it computes, and from which values."""
+    return {b: tuple(_node_look(places, b, node) for node in nodes) for b, nodes in blocks.items()}
 
 
-def _look(places: Mapping[fx.Node, tuple[Block, int]], block: Block, node: fx.Node) -> Hashable:
+def _node_look(
+    places: Mapping[fx.Node, tuple[Block, int]], block: Block, node: fx.Node
+) -> Hashable:
+    """Return what a node computes and the places of its inputs, the same for equal nodes of two
+    blocks.
+    """
+
     def seen(value: Any) -> Hashable:
         if not isinstance(value, fx.Node):
             return str(value)
@@ -181,27 +194,29 @@ def _look(places: Mapping[fx.Node, tuple[Block, int]], block: Block, node: fx.No
         other, place = places[value]
         return other[1] - block[1], place
 
-    taken = tuple(seen(value) for value in pytree.tree_leaves((node.args, node.kwargs)))
-    return node.op, node.op == "placeholder" or node.target, _shapes(node), taken
+    inputs = tuple(seen(value) for value in pytree.tree_leaves((node.args, node.kwargs)))
+    return node.op, node.op == "placeholder" or node.target, _result_shapes(node), inputs
 
 
-def _shapes(node: fx.Node) -> Hashable:
+def _result_shapes(node: fx.Node) -> Hashable:
+    """Return the shapes and dtypes of a node's results."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     tensors = (value for value in leaves if isinstance(value, torch.Tensor))
     return tuple((tuple(value.shape), value.dtype) for value in tensors)
 
 
 def _copies(plan: Plan) -> dict[str, list[tuple[int, Layout]]]:
-    """By the name of the node whose value has them."""
-    found: dict[str, list[tuple[int, Layout]]] = defaultdict(list)
+    """Return the copies of the plan by the name of the node that makes the value."""
+    copies: dict[str, list[tuple[int, Layout]]] = defaultdict(list)
     for (name, index), layout in sorted(plan.copies.items(), key=lambda copy: copy[0]):
-        found[name].append((index, layout))
-    return found
+        copies[name].append((index, layout))
+    return copies
 
 
-def _laid_out(
+def _block_layouts(
     plan: Plan | None, copies: Mapping[str, list[tuple[int, Layout]]], nodes: Sequence[fx.Node]
 ) -> Hashable:
+    """Return the layouts that the plan gives a block's nodes, None without a plan."""
     if plan is None:
         return None
     names = [node.name for node in nodes]
@@ -211,17 +226,19 @@ def _laid_out(
 
 
 def _without(program: Program, stands: Mapping[fx.Node, fx.Node]) -> Program:
-    """Without these nodes; what others take of them they take of the ones that stand for them."""
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+    """Return the program without these nodes; their users take the values of the nodes that stand
+    for them.
+    """
+    graph, new_nodes = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def taken(node: fx.Node) -> fx.Node:
-        return made[stands.get(node, node)]
+        return new_nodes[stands.get(node, node)]
 
     for node in program.module.graph.nodes:
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], taken))
         elif node not in stands:
-            made[node] = graph.node_copy(node, taken)
+            new_nodes[node] = graph.node_copy(node, taken)
     gone = {node.name for node in stands}
     inputs = tuple(e for e in program.signature.inputs if e.node not in gone)
     chains = tuple(chain for chain in program.chains if gone.isdisjoint(chain.nodes))
@@ -235,26 +252,26 @@ def _without(program: Program, stands: Mapping[fx.Node, fx.Node]) -> Program:
 
 
 def _planned(plan: Plan | None, graph: fx.Graph) -> Plan | None:
-    """What the plan says of the nodes that are left."""
+    """Return the plan restricted to the nodes that are left."""
     if plan is None:
         return None
     names, left = {node.name for node in graph.nodes}, {*blocks(graph.nodes)}
     choices = {name: choice for name, choice in plan.choices.items() if name in names}
     stored = {name: layout for name, layout in plan.stored.items() if name in names}
     copies = {value: layout for value, layout in plan.copies.items() if value[0] in names}
-    again = tuple(name for name in plan.recompute if name in left)
-    fetched = tuple(name for name in plan.regather if name in left)
+    recompute = tuple(name for name in plan.recompute if name in left)
+    regather = tuple(name for name in plan.regather if name in left)
     return dataclasses.replace(
-        plan, choices=choices, stored=stored, copies=copies, recompute=again, regather=fetched
+        plan, choices=choices, stored=stored, copies=copies, recompute=recompute, regather=regather
     )
 
 
-_TRIES = 2  # meshes that are searched of many
+_TRIES = 2  # meshes that are searched, the most promising
 
 
 class ShortenedModel:
     """An annotated program without a plan, and a shorter one to search for a world. `known`: the
-    same program, its annotations and its plan aside.
+    same program with other annotations or another plan.
     """
 
     def __init__(
@@ -269,11 +286,11 @@ class ShortenedModel:
         self._named: dict[str, Plan | None] = {}
 
     def annotated(self, program: Program) -> ShortenedModel:
-        """The same program with other annotations."""
+        """Return the same program with other annotations."""
         return ShortenedModel(program, self.world, self.redundant, self.deep)
 
     def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
-        """A lower bound of the step of the whole program in seconds, of every candidate; 0 of a
+        """Return a lower bound in seconds of the full program's step for every candidate; 0 for a
         single one, which needs none.
         """
         if len(given) == 1:
@@ -282,7 +299,7 @@ class ShortenedModel:
 
     @cached_property
     def deep(self) -> DeepModel:
-        """The program, with its runs of equal blocks."""
+        """The program with its runs of equal blocks."""
         return DeepModel(self.program, self._same)
 
     @cached_property
@@ -290,34 +307,44 @@ class ShortenedModel:
         return frame(self.program)
 
     def plan(self, given: Sequence[Candidate], price: Price | None = None) -> Plan:
-        """The plan found on these meshes; its seconds are not worked out: `chosen` does that."""
+        """Return the plan found on these meshes. Its seconds are those of the shorter program:
+        `chosen` computes them in full.
+        """
         return self.deep.whole(self._found(given, price).plan)
 
     def best(
         self, given: Sequence[Candidate], price: Price | None = None, tries: int = _TRIES
     ) -> Plan:
-        """The plan found on so many of these meshes, the most promising, with the bounds of all."""
+        """Return the best plan found on the `tries` most promising of these meshes, with the bounds
+        of all.
+        """
         if not self.deep.runs:
-            found = self._found(given, price)
-            return dataclasses.replace(found.plan, meshes=with_bounds(given, found.bounds))
+            best_found = self._found(given, price)
+            return dataclasses.replace(
+                best_found.plan, meshes=with_bounds(given, best_found.bounds)
+            )
         bounds = self.bounds(given, price)
-        plans = [self.plan([one], price) for one in promising_meshes(bounds, given, tries)]
+        plans = [
+            self.plan([candidate], price) for candidate in promising_meshes(bounds, given, tries)
+        ]
         plan = min(plans, key=lambda plan: self._paid(plan, price))
         return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
 
     def named(self, name: str) -> Plan | None:
-        """`best` of a named layout; None where it has no mesh for so many ranks."""
+        """Return `best` for a named layout, or None where it has no mesh for this number of
+        ranks.
+        """
         if name not in self._named:
             try:
-                given = list(candidates(name, self.world.ranks, self.program))
+                layout_candidates = list(candidates(name, self.world.ranks, self.program))
             except LayoutError:
-                given = []
-            self._named[name] = self.best(given) if given else None
+                layout_candidates = []
+            self._named[name] = self.best(layout_candidates) if layout_candidates else None
         return self._named[name]
 
     def refined(self, plan: Plan, given: Sequence[Candidate], price: Price) -> Plan:
-        """The plan found on the mesh of another among more options of every region."""
-        start = dataclasses.replace(plan, seconds=math.inf)  # whatever is found is taken
+        """Return the plan found on the mesh of another plan among more options of every region."""
+        start = dataclasses.replace(plan, seconds=math.inf)  # so any plan found is better
         short = frame(self.deep.longer)
         return self.deep.whole(again(short, start, given, self.world, self.redundant, price))
 
@@ -326,21 +353,23 @@ class ShortenedModel:
         return best(longer, given, self.world, self.redundant, price, thorough=False)
 
     def _paid(self, plan: Plan, price: Price | None) -> float:
-        """Seconds of the whole program under a plan, with what the bytes that it keeps cost."""
-        kept = price.seconds_per_byte * activation_bytes(price.kept, plan) if price else 0.0
-        return sum_of_blocks(self.deep.under(plan), self.world) + kept
+        """Return the seconds of the full program under a plan, plus the price of the bytes that it
+        holds.
+        """
+        held_seconds = price.seconds_per_byte * activation_bytes(price.kept, plan) if price else 0.0
+        return sum_of_blocks(self.deep.under(plan), self.world) + held_seconds
 
     def chosen(self, plan: Plan, budget: Budget | None) -> DeepModel:
-        """The program with a plan for it, as the sum of its seconds and the budget say."""
+        """Return the program with this plan, its seconds (the sum) and what the budget says."""
         plan = dataclasses.replace(plan, unsplit=unsplit(self.program, plan.mesh, plan.choices))
         seconds = sum_of_blocks(self.deep.under(plan), self.world)
         plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
-        chosen = choose.unmet_constraints(dataclasses.replace(self.program, plan=plan), budget)
-        return DeepModel(chosen, self.deep)
+        program = choose.unmet_constraints(dataclasses.replace(self.program, plan=plan), budget)
+        return DeepModel(program, self.deep)
 
 
 def sum_of_blocks(deep: DeepModel, world: World) -> float:
-    """Seconds of the step of a chosen program as the search adds them up."""
+    """Return the seconds of a chosen program's step as the search adds them up."""
 
     def seconds(chosen: Program) -> tuple[float]:
         assert chosen.plan is not None

@@ -1,4 +1,6 @@
-"""Plans that were edited by hand: every choice is held against the rules before it is used."""
+"""Edited plans: choices changed by hand are checked against the sharding rules before use. A model,
+a plan and inputs enter `renew_plan`, a plan with new figures leaves. Called by api.py.
+"""
 
 from __future__ import annotations
 
@@ -42,46 +44,46 @@ from autopar.planner.planner import (
     trace_model,
 )
 
-_SHOWN = 12  # ways that a refusal lists
+_SHOWN = 12  # strategies that a refusal lists
 _DECIDED = (
     "mesh", "choices", "stored", "copies", "outputs", "panels", "recompute", "regather",
     "reduce_dtype", "world",
 )  # fmt: skip
-_ALIKE = 1e-6  # of a figure: what rounding may change
+_ALIKE = 1e-6  # relative: what rounding may change of a figure
 
 
 def check_edits(program: Program, plan: Plan) -> Plan:
-    """The plan for this annotated program, every part of it held against the rules, whatever its
-    digests say. Where they say that only `splits` were edited, layouts follow from them, where only
-    layouts were, `splits` do. Raises PlanError with the node, what was asked and what it allows.
+    """Return the plan for this annotated program after checking every part of it, whatever its
+    digests say. If they say that only `splits` were edited, layouts follow from these; if only
+    layouts were, `splits` do. Raises PlanError with the node, what was asked and what is allowed.
     """
     return _Checker(program, plan).run()
 
 
 def is_unchanged(plan: Plan, made: Program) -> bool:
-    """Whether the program was made by a plan that decides the same."""
+    """Whether the program was made by a plan with the same decisions."""
     return all(getattr(plan, name) == getattr(made.plan, name) for name in _DECIDED)
 
 
 def compare_figures(before: Plan, after: Plan) -> Plan:
-    """The plan `after` loading, with what differs from the figures that the file gave; and without
-    a bound that it undercuts, because it is of no layout that the bound is for.
+    """Return the plan `after` loading, with notes on figures that differ from the file, and without
+    a bound that it undercuts: such a plan is outside the layout that the bound is for.
     """
-    told = []
+    notes = []
     if before.edited:
-        told.append(f"edited by hand since it was planned: {_listed(sorted(before.edited))}")
+        notes.append(f"edited by hand since it was planned: {_listed(sorted(before.edited))}")
     gone = before.copies.keys() - after.copies.keys()
-    told.extend(f"the copy of {name} is dropped: nothing takes it so" for name, _ in sorted(gone))
+    notes.extend(f"the copy of {name} is dropped: nothing takes it so" for name, _ in sorted(gone))
     figures = {"seconds": "s", "comm_bytes": "bytes", "peak_bytes": "bytes"}
     for name, unit in figures.items():
         old, new = getattr(before, name), getattr(after, name)
         if abs(new - old) > _ALIKE * max(abs(old), abs(new)):
-            told.append(f"{name}: {new:,.6g} {unit} as worked out now, the file says {old:,.6g}")
+            notes.append(f"{name}: {new:,.6g} {unit} as worked out now, the file says {old:,.6g}")
     bound = after.bound if after.bound <= after.seconds * (1 + _ALIKE) else 0.0
     unsplit = () if before.edited else tuple(dict.fromkeys(after.unsplit))
     smaller = None if before.edited else after.smaller
     return dataclasses.replace(
-        after, told=tuple(told), bound=bound, unsplit=unsplit, smaller=smaller
+        after, told=tuple(notes), bound=bound, unsplit=unsplit, smaller=smaller
     )
 
 
@@ -94,12 +96,13 @@ class _Checker:
         self.known: dict[Hashable, Choice] = {}
 
     def run(self) -> Plan:
+        """Return the plan with every choice completed. Raises PlanError."""
         self._same_mesh()
         names = self.notes.searched & self.notes.specs.keys()
         calls = {n.name for n in self.nodes.values() if n.op == "call_function"}
-        held = {n.name for n in self.nodes.values() if n.op == "placeholder"}
+        stored = {n.name for n in self.nodes.values() if n.op == "placeholder"}
         _same_names("choices", self.plan.choices.keys(), names & calls)
-        _same_names("stored", self.plan.stored.keys(), self.notes.searched & held)
+        _same_names("stored", self.plan.stored.keys(), self.notes.searched & stored)
         choices = {name: self._remembered(name, c) for name, c in self.plan.choices.items()}
         for name, layout in self.plan.stored.items():
             self._stored(name, layout)
@@ -117,7 +120,7 @@ class _Checker:
 
     # -- nodes -------------------------------------------------------------------------------------
     def _remembered(self, name: str, choice: Choice) -> Choice:
-        """The choice made whole; what one layer was allowed, others like it are."""
+        """Return the completed choice; equal layers are checked once."""
         node, spec = self.nodes[name], self.notes.specs[name]
         look = rule_look(spec, self.notes.factors[name]), self._shapes(node), self._gradient(node)
         if (look, choice) not in self.known:
@@ -125,7 +128,7 @@ class _Checker:
         return self.known[look, choice]
 
     def _choice(self, name: str, choice: Choice) -> Choice:
-        """The choice made whole, by whichever of its two parts was edited."""
+        """Return the completed choice, derived from the part that was edited."""
         node, edited = self.nodes[name], self.plan.edited
         if self.mesh.axes and len(choice.splits) not in (0, len(self.mesh.axes)):
             raise PlanError(
@@ -134,39 +137,39 @@ class _Checker:
             )
         if not choice.results and not choice.splits:
             raise PlanError(f"{where(node)}: the plan has neither splits nor layouts for it")
-        found = self._by_splits(node, choice) if not choice.results else None
-        if found is None:
-            found = self._by_layouts(node, choice)
-        names = [self._names(node, split) for split in _splits(found)]
+        strategy = self._by_splits(node, choice) if not choice.results else None
+        if strategy is None:
+            strategy = self._by_layouts(node, choice)
+        names = [self._names(node, split) for split in _splits(strategy)]
         if choice.splits and not all(map(operator.contains, names, choice.splits)):
             if edited == {"splits"}:
-                found = self._by_splits(node, choice)
+                strategy = self._by_splits(node, choice)
             elif edited != {"layouts"}:
                 raise PlanError(
                     f"{where(node)}: the plan splits {_listed(choice.splits)}, but its operands "
-                    f"and results lie as if it split {_listed(_splits(found))}: change both, or "
+                    f"and results lie as if it split {_listed(_splits(strategy))}: change both, or "
                     "remove the one that shall follow from the other"
                 )
-        return Choice(_splits(found), found.operands, found.results)
+        return Choice(_splits(strategy), strategy.operands, strategy.results)
 
     def _by_layouts(self, node: fx.Node, choice: Choice) -> Strategy:
-        """The strategy whose layouts these are."""
-        asked = _text(choice.operands, choice.results)
+        """Return the strategy that has these layouts. Raises PlanError where none has."""
+        text = _text(choice.operands, choice.results)
         wanted = [*self._shapes(node)[0], *self._shapes(node)[1]]
-        given = [*choice.operands, *choice.results]
-        if [None if x is None else x.shape for x in given] != wanted:
+        layouts = [*choice.operands, *choice.results]
+        if [None if x is None else x.shape for x in layouts] != wanted:
             raise PlanError(
-                f"{where(node)}: the plan has layouts of {_shapes_text(given)}, its tensors are "
+                f"{where(node)}: the plan has layouts of {_shapes_text(layouts)}, its tensors are "
                 f"{', '.join(str(shape) for shape in wanted)}"
             )
         per_axis = []
         for place, axis in enumerate(self.mesh.axes):
-            ways = self._on_axis(node, axis)
-            per_axis.append([way.choices[0] for way in ways if _alike(way, choice, place)])
+            options = self._on_axis(node, axis)
+            per_axis.append([x.choices[0] for x in options if _same_states(x, choice, place)])
             if not per_axis[-1]:
                 raise PlanError(
-                    f"{where(node)}: the plan lays {asked}, which no way to run it does on axis "
-                    f"{axis.name} of {axis.size}. There it may be {_ways_text(ways)}"
+                    f"{where(node)}: the plan lays {text}, which no way to run it does on axis "
+                    f"{axis.name} of {axis.size}. There it may be {_ways_text(options)}"
                 )
         legal = self._ways(node, self.mesh, per_axis)
         same = [x for x in legal if (x.operands, x.results) == (choice.operands, choice.results)]
@@ -174,17 +177,17 @@ class _Checker:
             may = "; ".join(_text(x.operands, x.results) for x in legal[:_SHOWN])
             may = f"it may lie {may}" if may else "so many axes do not fit into one loop dim"
             raise PlanError(
-                f"{where(node)}: the plan lays {asked}, whose digits do not go together: {may}"
+                f"{where(node)}: the plan lays {text}, whose digits do not go together: {may}"
             )
         return next((x for x in same if _splits(x) == choice.splits), same[0])
 
     def _by_splits(self, node: fx.Node, choice: Choice) -> Strategy:
-        """A strategy that splits so; of several the one that is most like the layouts there are."""
+        """Return a strategy with these splits; of several the one closest to the layouts given."""
         per_axis = []
         for axis, split in zip(self.mesh.axes, choice.splits, strict=True):
-            ways = self._on_axis(node, axis)
-            names = [self._names(node, _splits(way)[0]) for way in ways]
-            fits = [way.choices[0] for way, own in zip(ways, names, strict=True) if split in own]
+            options = self._on_axis(node, axis)
+            names = [self._names(node, _splits(x)[0]) for x in options]
+            fits = [x.choices[0] for x, own in zip(options, names, strict=True) if split in own]
             per_axis.append(fits)
             if not fits:
                 able = dict.fromkeys(" or ".join(own) for own in names)
@@ -198,11 +201,11 @@ class _Checker:
                 f"{where(node)}: the plan splits {_listed(choice.splits)}, which do not fit "
                 f"together: {self._sizes(node)}"
             )
-        given = (*choice.operands, *choice.results)
-        return max(legal, key=lambda x: sum(map(operator.eq, (*x.operands, *x.results), given)))
+        layouts = (*choice.operands, *choice.results)
+        return max(legal, key=lambda x: sum(map(operator.eq, (*x.operands, *x.results), layouts)))
 
     def _names(self, node: fx.Node, split: str) -> tuple[str, ...]:
-        """What a factor may be called: of a product, by its loop dim too (m, n or k)."""
+        """Return the names of a factor: of a matmul, its loop dim (m, n or k) too."""
         spec = self.notes.specs[node.name]
         loop = loop_dim_of(spec, split) if spec.product is not None and split in spec.sizes else ""
         return (split,) if loop in ("", split) else (split, loop)
@@ -214,7 +217,7 @@ class _Checker:
         )
 
     def _on_axis(self, node: fx.Node, axis: Axis) -> list[Strategy]:
-        """Every way to run the node on a mesh of this axis alone."""
+        """Return every strategy of the node on a mesh of this axis alone."""
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         mesh = Mesh((axis,))
         return self._ways(node, mesh, axis_choices(spec, factors, mesh, self._gradient(node)))
@@ -226,8 +229,8 @@ class _Checker:
         self, node: fx.Node, mesh: Mesh, per_axis: Sequence[Sequence[AxisChoice]]
     ) -> list[Strategy]:
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
-        several = itertools.product(*per_axis)
-        return strategies(spec, factors, mesh, *self._shapes(node), several, True, True)
+        combinations = itertools.product(*per_axis)
+        return strategies(spec, factors, mesh, *self._shapes(node), combinations, True, True)
 
     def _shapes(
         self, node: fx.Node
@@ -238,8 +241,8 @@ class _Checker:
     # -- what is stored, handed out, kept ----------------------------------------------------------
     def _stored(self, name: str, layout: Layout) -> None:
         value = (name, 0)
-        whole = I if value in self.notes.gradient else R
-        self._placed(f"{name} is stored", name, layout, whole)
+        unsharded = I if value in self.notes.gradient else R
+        self._placed(f"{name} is stored", name, layout, unsharded)
 
     def _outputs(self) -> None:
         laid = self.plan.choices.keys() | self.plan.stored.keys()
@@ -260,7 +263,7 @@ class _Checker:
             self._placed(f"output {number} is handed out", entry.node, layout, I)
 
     def _placed(self, what: str, name: str, layout: Layout, whole: State) -> None:
-        """Check a layout in which every axis is `whole` or holds a digit."""
+        """Check a layout in which every axis has the state `whole` or holds a digit."""
         node = self.nodes[name]
         dims, shape = self.notes.dims[producer(node)], shape_of(value_of(node))
         if layout.shape != shape:
@@ -274,13 +277,13 @@ class _Checker:
                 f"{_layout(layout.plain_part())} could be"
             )
         names = {state.dim for state in layout.states if state.kind == "S"}
-        kept = [self._slots(dims, axis, whole, names) for axis in self.mesh.axes]
-        if layout in placements(dims, shape, self.mesh, whole, itertools.product(*kept)):
+        choices = [self._slots(dims, axis, whole, names) for axis in self.mesh.axes]
+        if layout in placements(dims, shape, self.mesh, whole, itertools.product(*choices)):
             return
         allowed = []
         for axis in self.mesh.axes:
-            found = placements(dims, shape, Mesh((axis,)), whole)
-            states = dict.fromkeys(_state(x.states[0]) for x in found)
+            layouts = placements(dims, shape, Mesh((axis,)), whole)
+            states = dict.fromkeys(_state(x.states[0]) for x in layouts)
             allowed.append(f"on axis {axis.name} of {axis.size}: {', '.join(states)}")
         raise PlanError(
             f"{what} {_layout(layout)} by the plan, a tensor of {shape}. Allowed are, alone "
@@ -300,7 +303,7 @@ class _Checker:
         ]
 
     def _copies(self, plan: Plan) -> dict[tuple[str, int], Layout]:
-        """The copies that some consumer still takes."""
+        """Return the copies that some consumer still takes."""
         wanted: dict[tuple[str, int], set[Layout | None]] = {}
         for name, choice in plan.choices.items():
             for source, layout in zip(operands_of(self.nodes[name]), choice.operands, strict=True):
@@ -312,12 +315,12 @@ class _Checker:
         return {v: layout for v, layout in plan.copies.items() if layout in wanted.get(v, ())}
 
     def _blocks(self) -> None:
-        known = blocks(self.nodes.values())
+        own = blocks(self.nodes.values())
         for names, does in ((self.plan.recompute, "recomputes"), (self.plan.regather, "regathers")):
-            strange = [name for name in names if name not in known]
-            if strange:
+            unknown = [name for name in names if name not in own]
+            if unknown:
                 raise PlanError(
-                    f"the plan {does} {strange[0]!r}; the model's blocks are {_listed(known)}"
+                    f"the plan {does} {unknown[0]!r}; the model's blocks are {_listed(own)}"
                 )
 
 
@@ -328,15 +331,15 @@ def _same_names(what: str, given: Iterable[str], wanted: frozenset[str]) -> None
         raise PlanError(f"`{what}` of the plan {text}: undo that, or plan again")
 
 
-def _alike(way: Strategy, choice: Choice, place: int) -> bool:
-    """Whether a way to run a node on one axis gives that axis the states that a choice has."""
+def _same_states(way: Strategy, choice: Choice, place: int) -> bool:
+    """Whether a strategy on one axis gives that axis the states that a choice has."""
 
-    def seen(operands: Iterable[Layout | None], at: int) -> list[tuple[str, int] | None]:
+    def states_at(operands: Iterable[Layout | None], at: int) -> list[tuple[str, int] | None]:
         states = [None if x is None else x.states[at] for x in operands]
         return [s and (s.kind, s.dim) for s in states]
 
-    theirs = seen((*choice.operands, *choice.results), place)
-    return theirs == seen((*way.operands, *way.results), 0)
+    choice_states = states_at((*choice.operands, *choice.results), place)
+    return choice_states == states_at((*way.operands, *way.results), 0)
 
 
 def _splits(strategy: Strategy) -> tuple[str, ...]:
@@ -360,9 +363,9 @@ def _text(operands: Sequence[Layout | None], results: Sequence[Layout]) -> str:
 
 
 def _ways_text(ways: list[Strategy]) -> str:
-    found = dict.fromkeys(f"{_splits(way)[0]}: {_text(way.operands, way.results)}" for way in ways)
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return "; ".join([*found][:_SHOWN]) + more
+    texts = dict.fromkeys(f"{_splits(x)[0]}: {_text(x.operands, x.results)}" for x in ways)
+    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join([*texts][:_SHOWN]) + more
 
 
 def _shapes_text(layouts: Iterable[Layout | None]) -> str:
@@ -370,28 +373,29 @@ def _shapes_text(layouts: Iterable[Layout | None]) -> str:
 
 
 def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:
-    ready: PlanContext | None = plan.ready
-    if ready is not None and is_unchanged(plan, ready.program):
-        return ready
+    """Return the plan's context, made anew where it is missing or outdated."""
+    context: PlanContext | None = plan.ready
+    if context is not None and is_unchanged(plan, context.program):
+        return context
     if inputs is None:
-        what = "from a file" if ready is None else "that was changed since it was made"
+        what = "from a file" if context is None else "that was changed since it was made"
         raise InputError(
             f"a plan {what} holds no graph: give apply the inputs too, so that it can trace the "
             "model again"
         )
-    made = renew_plan(model, plan, inputs)
-    for line in made.told:
+    renewed = renew_plan(model, plan, inputs)
+    for line in renewed.told:
         warnings.warn(line, stacklevel=2)
-    assert isinstance(made.ready, PlanContext)
-    return made.ready
+    assert isinstance(renewed.ready, PlanContext)
+    return renewed.ready
 
 
 def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
-    """A plan from a file, for this model on the plan's own world: what was edited in the file is
-    held against the rules, and every figure is worked out anew; `told` says which ones differ from
-    the file's. Raises PlanError for another model, and with the node for a choice that cannot be.
+    """Return a plan from a file for this model on the plan's world: edits are checked against the
+    rules and every figure is computed anew; `told` says which differ. Raises PlanError for another
+    model, and with the node for a choice that cannot be.
 
-    Example: renewed(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
+    Example: renew_plan(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
     """
     pipeline = PassManager()
     source = trace_model(model, inputs, pipeline)
@@ -402,9 +406,9 @@ def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     edited = dataclasses.replace(edited, seconds=seconds, memory=None)
     program = dataclasses.replace(program, plan=edited)
     budget = Budget(None, plan.optimizer, "none")
-    asked = PlanRequest(None, budget, overlap=plan.overlapped is not None)
-    made = finish_plan(pipeline, source, program, plan.world, asked)
-    return compare_figures(plan, made)
+    request = PlanRequest(None, budget, overlap=plan.overlapped is not None)
+    renewed = finish_plan(pipeline, source, program, plan.world, request)
+    return compare_figures(plan, renewed)
 
 
 def _same_graph(plan: Plan, source: Program) -> None:

@@ -1,10 +1,12 @@
-"""The minimum of a sum of small tables, exactly: variables are eliminated one by one, the cheapest
-first.
+"""Variable elimination: the exact minimum of a sum of small cost tables.
 
 A table gives a cost for every joint value of a few variables. Eliminating a variable adds up the
 tables that hold it and minimises over it, which leaves one table over its neighbours (Bertelè and
-Brioschi, Nonserial Dynamic Programming, 1972). Tables are compared by identity and eliminations are
-remembered, so that the layers of a model, which share their tables, are worked out once.
+Brioschi, Nonserial Dynamic Programming, 1972). Variables are eliminated one by one, the cheapest
+first. Tables are compared by identity and eliminations are remembered, so that the layers of a
+model, which share their tables, are worked out once.
+
+Sizes and tables enter, the least cost and its values leave. Called by exact_search.py.
 """
 
 from __future__ import annotations
@@ -46,33 +48,37 @@ Memo = dict[
 def minimise(
     sizes: Sequence[int], tables: Sequence[Table], memo: Memo | None = None
 ) -> tuple[float, list[int]]:
-    """The least total cost and the values that reach it; ties go to the lowest value of each
+    """Return the least total cost and the values that reach it; ties go to the lowest value of each
     variable.
 
-    `sizes`: how many values each variable has. Raises PlanError where the graph is too entangled
-    for tables that fit in memory.
+    `sizes`: the number of values of each variable. Raises PlanError where the graph is too
+    entangled for tables that fit in memory.
     """
     memo = {} if memo is None else memo
-    tables = _without_settled(tables)
-    held: list[dict[int, Table]] = [{} for _ in sizes]
+    tables = _drop_settled_variables(tables)
+    tables_of: list[dict[int, Table]] = [{} for _ in sizes]
     count = itertools.count()
 
     def enter(table: Table) -> None:
         number = next(count)
         for variable in table.variables:
-            held[variable][number] = table
+            tables_of[variable][number] = table
 
     for table in tables:
         enter(table)
     eliminated: list[_Eliminated] = []
     constant = math.fsum(float(table.costs) for table in tables if not table.variables)
     for variable in order_of(sizes, tables):
-        parts = list(held[variable].items())
-        for number, table in parts:
+        own_tables = list(tables_of[variable].items())
+        for number, table in own_tables:
             for other in table.variables:
-                del held[other][number]
-        neighbours = tuple(sorted({v for _, table in parts for v in table.variables} - {variable}))
-        costs, best = _eliminate(variable, neighbours, [table for _, table in parts], sizes, memo)
+                del tables_of[other][number]
+        neighbours = tuple(
+            sorted({v for _, table in own_tables for v in table.variables} - {variable})
+        )
+        costs, best = _eliminate(
+            variable, neighbours, [table for _, table in own_tables], sizes, memo
+        )
         eliminated.append(_Eliminated(variable, neighbours, best))
         if neighbours:
             enter(Table(neighbours, costs))
@@ -84,43 +90,44 @@ def minimise(
     return constant, values
 
 
-def _without_settled(tables: Sequence[Table]) -> list[Table]:
-    """The tables without variables of one value only: those tie nothing together, though all layers
-    may hang on one (on rotary angles, say), and an array has at most 64 dims.
+def _drop_settled_variables(tables: Sequence[Table]) -> list[Table]:
+    """Return the tables without variables of a single value: these connect nothing, though all
+    layers may share one (rotary angles, say), and an array has at most 64 dims.
     """
-    known: dict[int, NDArray[np.float64]] = {}  # by identity, which the layers share
-    found = []
+    squeezed: dict[int, NDArray[np.float64]] = {}  # by identity, which the layers share
+    reduced = []
     for variables, costs in tables:
         open_variables = tuple(
             v for v, size in zip(variables, costs.shape, strict=True) if size > 1
         )
         if len(open_variables) < len(variables):
-            costs = known.setdefault(id(costs), costs.squeeze())
-        found.append(Table(open_variables, costs))
-    return found
+            costs = squeezed.setdefault(id(costs), costs.squeeze())
+        reduced.append(Table(open_variables, costs))
+    return reduced
 
 
 def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
-    """An order in which to eliminate: that of the first heuristic whose tables are all small, else
-    of the one whose largest is smallest. (They look only at sizes.)
+    """Return an order in which to eliminate: that of the first heuristic whose tables are all
+    small, else of the one whose largest table is smallest. The heuristics look only at sizes.
+    Raises PlanError where that table is too large.
     """
     neighbours: list[set[int]] = [set() for _ in sizes]
     for table in tables:
         for variable in table.variables:
             neighbours[variable].update(set(table.variables) - {variable})
-    tried: list[tuple[float, list[int], list[int]]] = []
+    orders: list[tuple[float, list[int], list[int]]] = []
     for rate in _RATES:
-        tried.append(_simulated(sizes, neighbours, rate))
-        if tried[-1][0] <= _SMALL:
+        orders.append(_simulate_order(sizes, neighbours, rate))
+        if orders[-1][0] <= _SMALL:
             break
-    largest, order, entangled = min(tried, key=lambda found: found[0])
+    largest, order, entangled = min(orders, key=lambda attempt: attempt[0])
     if largest > LARGEST:
         raise too_large([sizes[v] for v in entangled])
     return order
 
 
 def too_large(sizes: Sequence[int]) -> PlanError:
-    """Of a table over variables of so many values."""
+    """Return the error for a table over variables of these numbers of values."""
     return PlanError(
         f"the search would need a table over {len(sizes)} variables of {list(sizes)} values; give "
         "a layout by name, or fewer axes"
@@ -130,59 +137,62 @@ def too_large(sizes: Sequence[int]) -> PlanError:
 def _table_size(
     variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]
 ) -> tuple[float, ...]:
+    """Rate an elimination by the entries of the table that it adds up."""
     return (float(math.prod(sizes[n] for n in neighbours[variable]) * sizes[variable]),)
 
 
 def _left_over(
     variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]
 ) -> tuple[float, ...]:
+    """Rate an elimination by the entries of the table that it leaves."""
     return float(math.prod(sizes[n] for n in neighbours[variable])), float(sizes[variable])
 
 
 def _degree(
     variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]
 ) -> tuple[float, ...]:
+    """Rate an elimination by its number of neighbours, then by its table."""
     return float(len(neighbours[variable])), *_table_size(variable, sizes, neighbours)
 
 
 def _fill(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
-    """The weight of the pairs that the elimination ties together anew."""
+    """Rate an elimination by the weight of the pairs that it newly connects."""
     around = sorted(neighbours[variable])
-    new = sum(
+    new_weight = sum(
         float(sizes[a] * sizes[b])
         for a, b in itertools.combinations(around, 2)
         if b not in neighbours[a]
     )
-    return new, *_table_size(variable, sizes, neighbours)
+    return new_weight, *_table_size(variable, sizes, neighbours)
 
 
 _RATES = (_table_size, _left_over, _degree, _fill)
 
 
-def _simulated(
+def _simulate_order(
     sizes: Sequence[int], start: Sequence[set[int]], rate: Callable[..., tuple[float, ...]]
 ) -> tuple[float, list[int], list[int]]:
-    """(entries of the largest table, the order, the variables of that table) when the lowest rated
-    variable always goes first.
+    """Return (entries of the largest table, the order, the variables of that table) if the variable
+    of the lowest rating always goes first.
     """
-    neighbours = [set(found) for found in start]
+    neighbours = [set(adjacent) for adjacent in start]
     queue = [(rate(v, sizes, neighbours), v) for v in range(len(sizes))]
     heapq.heapify(queue)
-    gone: set[int] = set()
+    eliminated: set[int] = set()
     largest, order, entangled = 0.0, [], []
     while queue:
         rated, variable = heapq.heappop(queue)
-        if variable in gone:
+        if variable in eliminated:
             continue
-        now = rate(variable, sizes, neighbours)
-        if now != rated:
-            heapq.heappush(queue, (now, variable))
+        rating = rate(variable, sizes, neighbours)
+        if rating != rated:
+            heapq.heappush(queue, (rating, variable))
             continue
         size = _table_size(variable, sizes, neighbours)[0]
         if size > largest:
             largest, entangled = size, [variable, *neighbours[variable]]
         order.append(variable)
-        gone.add(variable)
+        eliminated.add(variable)
         for other in neighbours[variable]:
             neighbours[other] |= neighbours[variable] - {other}
             neighbours[other].discard(variable)
@@ -194,6 +204,9 @@ def _simulated(
 def _eliminate(
     variable: int, neighbours: tuple[int, ...], parts: list[Table], sizes: Sequence[int], memo: Memo
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return the table that is left over the neighbours, and the best value of the variable in each
+    entry.
+    """
     dims = (*neighbours, variable)
     where = {v: i for i, v in enumerate(dims)}
     shape = tuple(sizes[v] for v in dims)
@@ -209,13 +222,13 @@ def _eliminate(
             costs,
             best,
             tuple(table.costs for table in parts),
-        )  # the last keeps their ids from being used again
+        )  # holding the tables keeps their ids from being reused
     costs, best, _ = memo[key]
     return costs, best
 
 
 def spread(table: Table, where: dict[int, int], dims: int) -> NDArray[np.float64]:
-    """The table's array with its dims in the places of `where`, ready to broadcast."""
+    """Return the table's array with its dims at the places of `where`, ready to broadcast."""
     places = [where[v] for v in table.variables]
     array = table.costs.transpose(np.argsort(places))
     shape = [1] * dims

@@ -1,12 +1,13 @@
-"""The exact search on one mesh: (annotated program, mesh, world, constraint) -> Plan of least time.
+"""The exact search: the plan of least modelled time on one mesh under one constraint.
 
-One variable per stored parameter and per output (its layouts), per region of nodes (their joint
-strategies), and per value with several consumers (a second layout in which it may be kept, so that
-consumers that want the same one share its conversion). Costs are tables over one to three
-variables; what looks alike shares its tables, which elimination.py turns into working each layer
-out once.
+The search has one variable per stored parameter and per output (its layouts), per region of nodes
+(their joint strategies), and per value with several consumers (a second layout in which the value
+may be copied, so that consumers that want the same layout share its reshard). Costs are tables over
+one to three variables. What looks alike shares its tables, so elimination.py works out the equal
+layers of a model once.
 
-Which matrix products a plan computes whole on an axis, and why, in sentences for people.
+`unsplit` says in sentences which matmuls a plan replicates on a mesh axis, and why. Called by
+mesh_search.py, why.py and deep_models.py.
 """
 
 from __future__ import annotations
@@ -38,26 +39,27 @@ from autopar.world import World
 
 
 def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:
-    """One sentence for each axis on which a matrix product is computed whole."""
-    found: list[str] = []
+    """Return one sentence for each matmul and mesh axis on which the matmul is replicated."""
+    sentences: list[str] = []
     for node in program.module.graph.nodes:
         if node.name in choices:
-            found.extend(_of(program, node, mesh, choices[node.name]))
-    return tuple(dict.fromkeys(found))
+            sentences.extend(_unsplit_axes(program, node, mesh, choices[node.name]))
+    return tuple(dict.fromkeys(sentences))
 
 
-def _of(program: Program, node: fx.Node, mesh: Mesh, choice: Choice) -> Iterator[str]:
+def _unsplit_axes(program: Program, node: fx.Node, mesh: Mesh, choice: Choice) -> Iterator[str]:
+    """Yield a sentence for each mesh axis on which this node, if a matmul, is replicated."""
     assert program.annotations is not None
     spec, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
     if spec.product is None:
         return
-    able = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
-    sizes = ", ".join(f"{f} = {' × '.join(str(a.size) for a in able[f])}" for f in able)
+    splittable = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
+    sizes = ", ".join(f"{f} = {' × '.join(str(a.size) for a in splittable[f])}" for f in splittable)
     for axis, split in zip(mesh.axes, choice.splits, strict=True):
-        fits = any(a.size % axis.size == 0 for atoms in able.values() for a in atoms)
-        why = f"may split none of {sizes} here" if fits else f"divides none of {sizes}"
+        divisible = any(a.size % axis.size == 0 for atoms in splittable.values() for a in atoms)
+        reason = f"may split none of {sizes} here" if divisible else f"divides none of {sizes}"
         if split in IDLE:
-            yield f"{where(node)}: axis {axis.name} of {axis.size} {why}"
+            yield f"{where(node)}: axis {axis.name} of {axis.size} {reason}"
 
 
 def search(
@@ -69,17 +71,18 @@ def search(
     among: Near | None = None,
     price: Price | None = None,
 ) -> Plan:
-    """The plan of least modelled time on this mesh under this constraint, `among` these joint
-    choices if they are given. With a `price`, the bytes that a plan keeps count as time, too.
+    """Return the plan of least modelled time on this mesh under this constraint. `among`: the joint
+    choices to search, by node and stored tensor; None for all. With a `price`, the bytes that a
+    plan holds count as time too. Raises PlanError where tables outgrow memory.
     """
     return Search(program, mesh, world, constraint, redundant, among, price).solve()
 
 
-Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # of every node and stored tensor
+Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # by node and stored tensor
 
 
 class Search:
-    """The variables and tables of a search: see `search`."""
+    """The variables and tables of one search: see `search`."""
 
     def __init__(
         self,
@@ -108,17 +111,18 @@ class Search:
         self.members: dict[int, Region] = {}
 
     def solve(self) -> Plan:
+        """Build the tables, minimise their sum, and return the plan."""
         self.enter()
         memo: Memo = {}
         return self.plan(*minimise(self.sizes, self.tables, memo))
 
     @property
     def sizes(self) -> list[int]:
-        """How many values each variable has."""
+        """The number of values of each variable."""
         return [len(variable.items) for variable in self.variables]
 
     def enter(self) -> None:
-        """All variables and tables."""
+        """Build all variables and tables."""
         entries = {entry.node: entry for entry in self.program.signature.inputs}
         nodes = list(self.program.module.graph.nodes)
         self.element = {
@@ -175,12 +179,14 @@ class Search:
         joint = None if self.among is None else self.among[node.name]
 
         def make() -> tuple[list[Layout], list[float]]:
-            found = placements(dims, shape, self.mesh, I if gradient else R, joint)
-            if not parameter:  # an input whose gradient the user wants whole, as he gives it
-                return found[:1], [0.0]
-            whole = self.notes.whole
-            found = found[:1] if whole else self.constraint.storage(node.name, path, found)
-            return found, [self._stored_seconds(x, size) for x in found]
+            layouts = placements(dims, shape, self.mesh, I if gradient else R, joint)
+            if not parameter:  # the user passes an input, and wants its gradient, unsharded
+                return layouts[:1], [0.0]
+            unsharded = self.notes.whole
+            layouts = (
+                layouts[:1] if unsharded else self.constraint.storage(node.name, path, layouts)
+            )
+            return layouts, [self._stored_seconds(x, size) for x in layouts]
 
         options = self.known.options(
             ("stored", shape, signature, size, gradient, parameter, rules, joint), make
@@ -189,6 +195,7 @@ class Search:
         self.native[value] = Want(variable, (options.key, 0), options.items)
 
     def _stored_seconds(self, layout: Layout, size: int) -> float:
+        """Return the optimizer's seconds for a parameter stored so, with the price of its bytes."""
         seconds = optimizer_seconds(layout, size, self.world)
         if self.price is not None:
             each = self.price.kept.stored(size, True)
@@ -196,7 +203,7 @@ class Search:
         return seconds
 
     def _strategies(self, node: fx.Node) -> Options:
-        """The strategies of one node."""
+        """Return the strategies of one node, with their seconds."""
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         operands = operands_of(node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
@@ -208,9 +215,9 @@ class Search:
         shapes = operand_shapes, result_shapes
 
         def make() -> tuple[list[Strategy], list[float]]:
-            found = offered.legal(spec, factors, self.mesh, *shapes, self.redundant)
-            found = self.constraint.joint(module_path(node), spec, found)
-            return found, [self._node_seconds(node, spec, s, dtype, gradient) for s in found]
+            legal = offered.legal(spec, factors, self.mesh, *shapes, self.redundant)
+            legal = self.constraint.joint(module_path(node), spec, legal)
+            return legal, [self._node_seconds(node, spec, s, dtype, gradient) for s in legal]
 
         target = node.target if node.target in HAVE_INNER_COLLECTIVES else None
         return self.known.options(
@@ -228,16 +235,17 @@ class Search:
         )
 
     def _offered(self, node: fx.Node, gradient: bool) -> Offered:
+        """Return what the layout and `among` leave a node."""
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         path = module_path(node)
-        # What casts or transposes a weight goes with it, whatever the layout asks of the module.
+        # An op that casts or transposes a weight follows the weight, whatever the module's rules.
         of_weight = goes_with_weight(self.notes, node)
         free = of_weight or self.constraint.roles(path) is None
         if self.among is not None:
             return Offered(free, joint=self.among[node.name])
         every = axis_choices(spec, factors, self.mesh, gradient)
-        kept = every if of_weight else self.constraint.narrow(path, spec, factors, every)
-        return Offered(free, every, kept)
+        allowed = every if of_weight else self.constraint.narrow(path, spec, factors, every)
+        return Offered(free, every, allowed)
 
     def _node_seconds(
         self,
@@ -247,22 +255,22 @@ class Search:
         dtype: torch.dtype,
         gradient: bool,
     ) -> float:
-        found = [
+        collectives = [
             x
             for x in inner_collectives(node.target, strategy.operands)
             if gradient or not x.backward
         ]
         seconds = node_seconds(spec, strategy, dtype, gradient, self.world) + sum(
-            cost.seconds for cost in inner_costs(found, self.mesh, self.world)
+            cost.seconds for cost in inner_costs(collectives, self.mesh, self.world)
         )
         if self.price is not None:
-            kept = bytes_of(self.price.kept.of(node), strategy)
-            seconds += self.price.seconds_per_byte * kept
+            saved_bytes = bytes_of(self.price.kept.of(node), strategy)
+            seconds += self.price.seconds_per_byte * saved_bytes
         return seconds
 
     def _region(self, region: Region) -> None:
-        """Make a region a variable: the layouts of all it makes, and what it wants of the values it
-        takes from outside.
+        """Make a region a variable: the layouts of all values that it makes, and the layouts it
+        wants of values made outside.
         """
         if not region.nodes:
             return
@@ -299,16 +307,16 @@ class Search:
             signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
 
             def make(dims: Any = dims, shape: Any = shape, whole_only: bool = whole_only) -> Any:
-                found = [x for x in placements(dims, shape, self.mesh) if x.is_plain]
+                layouts = [x for x in placements(dims, shape, self.mesh) if x.is_plain]
                 if whole_only:
-                    found = found[:1]
-                return found, [0.0] * len(found)
+                    layouts = layouts[:1]
+                return layouts, [0.0] * len(layouts)
 
             options = self.known.options(("output", shape, signature, whole_only), make)
             variable = self._variable(f"output {number}", options)
             self.wants[value].append(Want(variable, (options.key, 0), options.items))
 
-    # -- conversions -------------------------------------------------------------------------------
+    # -- reshards ----------------------------------------------------------------------------------
     def _convert(self, value: Value, wants: list[Want]) -> None:
         native = self.native[value]
         element = self.notes.element(value, self.element[value[0]][value[1]])
@@ -325,8 +333,8 @@ class Search:
                 self.tables.append(Table((native.variable, copy.variable, want.variable), costs))
 
     def _copy(self, value: Value, native: Want, wants: list[Want]) -> Want | None:
-        """A variable for a second layout of the value, one that two uses or more may want; its
-        first option is no copy at all. None where no layout is wanted twice.
+        """Return a variable for a second layout of the value, one that at least two uses may want;
+        its first option is no copy. None where no layout is wanted twice.
         """
 
         def make() -> tuple[list[Layout | None], list[float]]:
@@ -343,7 +351,7 @@ class Search:
 
     # -- the result --------------------------------------------------------------------------------
     def plan(self, seconds: float, values: list[int]) -> Plan:
-        """The plan of these values of the variables."""
+        """Return the plan that these values of the variables stand for."""
         choices, stored, outputs = {}, {}, {}
         for name, variable in self.index.items():
             item = self.variables[variable].items[values[variable]]

@@ -1,13 +1,14 @@
-"""The fastest plan that fits the memory: time is searched for at several prices of a byte.
+"""The fastest plan that fits the memory limit.
 
-A price of bytes gives the fastest plan among those that keep no more than it does (Everett 1963).
-Where the plan of least time fits only by what it drops, the price is what dropping a byte costs it:
-a plan that fits and is faster is better at that price, too, and the best one at it, which drops
-what is too much, is as fast. Where it does not fit at all, the price goes up until its plan does,
-and down again towards the lowest such price. Where weights may be gathered again in the backward,
-these plans are searched as if all of blocks were: they cost two gathers and no memory. The most
-promising plans then make as little as it takes again (fitting.py), and the fastest one wins. "auto"
-holds them against the named layouts, too.
+The search minimises seconds plus a price per byte of saved activations and stored state; such a
+plan is the fastest of all that hold no more bytes (Everett 1963). If the plan of least time fits
+only with rematerialization, the price is what that costs per byte saved. If it does not fit at all,
+the price rises until a plan fits, then falls towards the lowest such price. Where weights may be
+gathered again in the backward, plans are searched as if all were: that costs two gathers and no
+memory. The most promising plans are then rematerialized as little as fits (rematerialize.py), and
+the fastest wins. "auto" also compares the named layouts' plans.
+
+An annotated program and a Budget enter, a program with a plan leaves. Called by planner.py.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ from autopar.planner.rematerialize import (
 )
 from autopar.world import World
 
-_STEP = 8.0  # between the first prices; its square root at every turn
+_STEP = 8.0  # factor between the first prices; its square root after a turn
 _TRIES = 4
-_ROUNDS = 2  # of so many tries each: what a plan holds besides is corrected in between
-_MESHES = 24  # that are tried at the second price and later ones: the best at the first
-_PROMISING = 2  # plans of a round that are made to fit
-_LESS = 0.995  # of the memory, besides, where an estimate of a peak was too low
-_PRICES = (0.25, 0.5, 1.0, 2.0)  # of all that is held, in steps of the plan of least time
+_ROUNDS = 2  # of _TRIES prices each; what else a plan holds is corrected between
+_MESHES = 24  # meshes searched at the second and later prices: the best at the first price
+_PROMISING = 2  # plans of a round that are rematerialized to fit
+_LESS = 0.995  # of the limit, where an estimate of a peak was too low
+_PRICES = (0.25, 0.5, 1.0, 2.0)  # of all bytes held, in step times of the plan of least time
 
 
 class _Tried(NamedTuple):
-    """A chosen program with what it drops, the seconds of its step with what runs twice, and its
-    memory. `ladder`: what else it could drop.
+    """A chosen program with its rematerialization, the seconds of its step with what runs twice,
+    and its memory. `ladder`: the search over what else it could recompute.
     """
 
     program: Program
@@ -66,8 +67,8 @@ class _Tried(NamedTuple):
 
 
 class _Priced(NamedTuple):
-    """A program chosen at a price, its plan's seconds those in which weights are gathered again,
-    and the bytes that it keeps.
+    """A program chosen at a price per byte, and the bytes that it holds. Its plan's seconds include
+    gathering weights again.
     """
 
     program: Program
@@ -76,7 +77,7 @@ class _Priced(NamedTuple):
 
     @property
     def paid(self) -> float:
-        """Seconds with what the bytes cost."""
+        """Seconds of the step plus the price of the bytes held."""
         return _plan(self.program).seconds + self.price.seconds_per_byte * self.kept
 
 
@@ -88,41 +89,43 @@ def search_within_memory(
     budget: Budget | None = None,
     overlap: bool = False,
 ) -> Program:
-    """The program with the fastest plan found that fits the budget; with that of least memory where
-    none fits. `budget` None or without a limit: with the plan of least time. `overlap`: by the time
-    of a step in which communication runs under computation, else by the sum.
+    """Return the program with the fastest plan found that fits the budget, or that of least memory
+    where none fits. `budget` None or without a limit: the plan of least time. `overlap`: by the
+    step with communication under computation, else by the sum of seconds.
     """
-    shallow = ShortenedModel(program, world, redundant)
+    model = ShortenedModel(program, world, redundant)
     if overlap and (budget is None or budget.recompute not in ("full", "gathers")):
-        several = plans_by_step(shallow, layout, budget)
+        chosen_programs = plans_by_step(model, layout, budget)
     else:
-        several = [choose.choose(program, world, layout, redundant, budget)]
+        chosen_programs = [choose.choose(program, world, layout, redundant, budget)]
     if budget is None or budget.memory_bytes is None:
-        return several[0]
-    return _within(several, _Under(shallow, layout, budget, budget))
+        return chosen_programs[0]
+    return _search(chosen_programs, _Under(model, layout, budget, budget))
 
 
-def _within(several: list[Program], under: _Under) -> Program:
-    """The first of the chosen programs that fits as it is, where they are several; else the fastest
-    plan found that fits.
+def _search(several: list[Program], under: _Under) -> Program:
+    """Return the first of several chosen programs that fits as it is; else the fastest found that
+    fits.
     """
     for chosen in several if len(several) > 1 else ():
-        if (whole := under.dropping_nothing(chosen)) is not None:
-            return whole
-    chosen = min(several, key=lambda one: _plan(one).seconds)
-    found = under.best(chosen)
-    if under.layout == "auto" and not _as_chosen(found, chosen, under.aim):
-        found = _best([found, *_named(under, found)], under.aim)
-    estimate, found = found, under.worked_out(found)
-    if under.aim.fits(estimate.memory) and not under.budget.fits(found.memory):
-        return _within(several, under.lower(estimate.memory.peak / found.memory.peak))
-    return _told(found, chosen, under)
+        if (fitting := under.dropping_nothing(chosen)) is not None:
+            return fitting
+    chosen = min(several, key=lambda candidate: _plan(candidate).seconds)
+    fastest = under.best(chosen)
+    if under.layout == "auto" and not _fits_as_chosen(fastest, chosen, under.aim):
+        fastest = _best([fastest, *_named_layout_plans(under, fastest)], under.aim)
+    estimate, fastest = fastest, under.worked_out(fastest)
+    if under.aim.fits(estimate.memory) and not under.budget.fits(fastest.memory):
+        return _search(several, under.lower(estimate.memory.peak / fastest.memory.peak))
+    return _with_limit_and_bound(fastest, chosen, under)
 
 
-def _told(found: _Tried, chosen: Program, under: _Under) -> Program:
-    """The program found, its plan with the limit and a bound, if `chosen` is that of least time."""
+def _with_limit_and_bound(found: _Tried, chosen: Program, under: _Under) -> Program:
+    """Return the program, its plan with the limit and a bound. `chosen`: the program of
+    least time.
+    """
     least, limit, bound = _plan(chosen), None, 0.0
-    if not _as_chosen(found, chosen, under.budget):
+    if not _fits_as_chosen(found, chosen, under.budget):
         limit = under.budget.memory_bytes
         found, bound = under.proven(found, least)
     bound = min(max(least.bound, bound), found.seconds)  # a named layout's may be below it
@@ -137,73 +140,73 @@ def _told(found: _Tried, chosen: Program, under: _Under) -> Program:
     return dataclasses.replace(found.program, plan=plan)
 
 
-def _as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
-    """Whether the plan of least time fits as it is."""
+def _fits_as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
+    """Whether the plan of least time fits without rematerialization."""
     return found.program is chosen and budget.fits(found.memory)
 
 
-def _named(free: _Under, best: _Tried) -> Iterator[_Tried]:
-    """The plans of named layouts that could be faster than the best one that fits: that of least
-    time with what it must drop. While nothing fits, those at prices, too. No bound of "auto" rules
-    a mesh out: a named layout may compute on several ranks what "auto" must split.
+def _named_layout_plans(free: _Under, best: _Tried) -> Iterator[_Tried]:
+    """Yield plans of named layouts that could beat the best that fits: those of least time, made to
+    fit; while nothing fits, those at prices too. No bound of "auto" excludes a mesh: named layouts
+    may replicate what it must split.
     """
     budget = free.aim
-    given: list[tuple[_Under, Program]] = []
+    contenders: list[tuple[_Under, Program]] = []
     for name in NAMES[1:] if free.world.ranks > 1 else ():
         if (plan := free.whole.named(name)) is None:
             continue
         chosen = free.whole.chosen(plan, budget).program
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
-            given.append((free.under(name), chosen))
-    for under, chosen in sorted(given, key=lambda pair: _plan(pair[1]).seconds):
+            contenders.append((free.under(name), chosen))
+    for under, chosen in sorted(contenders, key=lambda pair: _plan(pair[1]).seconds):
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
-            found = under.made(chosen)
-            best = _best([best, found], budget)
-            yield found
-    for under, chosen in given:
+            tried = under.made(chosen)
+            best = _best([best, tried], budget)
+            yield tried
+    for under, chosen in contenders:
         if not budget.fits(best.memory):
             best = under.best(chosen)
             yield best
 
 
 def _best(tried: list[_Tried], budget: Budget) -> _Tried:
-    """The fastest that fits; where none does, that of least memory."""
-    fitting = [one for one in tried if budget.fits(one.memory)]
+    """Return the fastest that fits; where none does, the one of least memory."""
+    fitting = [candidate for candidate in tried if budget.fits(candidate.memory)]
     if fitting:
-        return min(fitting, key=lambda one: one.seconds)
-    return min(tried, key=lambda one: one.memory.peak)
+        return min(fitting, key=lambda candidate: candidate.seconds)
+    return min(tried, key=lambda candidate: candidate.memory.peak)
 
 
 class _Under:
-    """Plans of a layout under a limit of memory: that of `budget` for exact peaks, that of `aim`
-    for the search and its estimates, which is lower where estimates turned out too low.
+    """The search under a memory limit for one layout. `budget` is the limit for exact peaks; `aim`
+    is the limit for the search and its estimates, lower where estimates turned out too low.
     """
 
     def __init__(self, whole: ShortenedModel, layout: Layouts, budget: Budget, aim: Budget) -> None:
         self.whole, self.program, self.world = whole, whole.program, whole.world
         self.layout, self.budget, self.aim = layout, budget, aim
-        again = budget.recompute == "auto"
-        searched = regathering(self.program) if again else self.program
+        may_regather = budget.recompute == "auto"
+        searched = regathering(self.program) if may_regather else self.program
         self.kept = ActivationMemory(searched, budget.optimizer)
         self.given: list[Candidate] = []
-        self.shallow = whole.annotated(searched) if again else whole
-        self._made: dict[int, _Tried] = {}  # by identity, which the program beside a ladder keeps
+        self.shallow = whole.annotated(searched) if may_regather else whole
+        self._made: dict[int, _Tried] = {}  # by id; _ladders keeps the programs alive
         self._ladders: dict[int, tuple[Program, RematerializationSearch]] = {}
 
     def under(self, layout: Layouts, aim: Budget | None = None) -> _Under:
-        """Plans of another layout under the same limit, or with another aim."""
+        """Return the search for another layout or aim."""
         return _Under(self.whole, layout, self.budget, aim or self.aim)
 
     def lower(self, off: float) -> _Under:
-        """With a lower aim, as an estimate that was within it was too low by a factor `off`."""
+        """Return the search with an aim lower by `off`, by which an estimate was too low."""
         assert self.budget.memory_bytes is not None
-        less = self.budget.memory_bytes * off * _LESS
-        return self.under(self.layout, dataclasses.replace(self.budget, memory_bytes=less))
+        limit_bytes = self.budget.memory_bytes * off * _LESS
+        return self.under(self.layout, dataclasses.replace(self.budget, memory_bytes=limit_bytes))
 
     def best(self, chosen: Program) -> _Tried:
-        """The best plan found, if `chosen` is the one of least time."""
+        """Return the best plan found; `chosen` is the program of least time."""
         least = self.made(chosen)
-        if _as_chosen(least, chosen, self.aim):
+        if _fits_as_chosen(least, chosen, self.aim):
             return least
         self.given = list(candidates(self.layout, self.world.ranks, self.program))
         if self.aim.fits(least.memory):
@@ -214,44 +217,44 @@ class _Under:
             besides = self._besides(tried[-1])
             priced = self._at_prices(price, besides)
             price = priced[-1].price.seconds_per_byte
-            priced.sort(key=lambda one: self._promise(one, besides))
-            for one in priced[:_PROMISING]:
-                tried += self._better(one, tried)
+            priced.sort(key=lambda candidate: self._promise(candidate, besides))
+            for candidate in priced[:_PROMISING]:
+                tried += self._better(candidate, tried)
             if self.aim.fits(_best(tried, self.aim).memory):
                 break
         return self._settled(priced[0], tried)
 
     def _traded(self, chosen: Program, least: _Tried) -> _Tried:
-        """The best plan found where that of least time fits by what it drops: at the price that it
-        pays for a byte.
+        """Return the best plan found where that of least time fits by rematerialization: at the
+        price per byte that this pays.
         """
         assert least.ladder is not None
-        saved = least.ladder.planned().memory.peak - least.memory.peak
-        one = self._at(Price(self.kept, (least.seconds - _plan(chosen).seconds) / saved))
-        return self._settled(one, [least, *self._better(one, [least])])
+        saved_bytes = least.ladder.planned().memory.peak - least.memory.peak
+        priced = self._at(Price(self.kept, (least.seconds - _plan(chosen).seconds) / saved_bytes))
+        return self._settled(priced, [least, *self._better(priced, [least])])
 
     def _settled(self, one: _Priced, tried: list[_Tried]) -> _Tried:
-        """The best of these, or of the most promising one searched again."""
+        """Return the best of these plans and the most promising one searched again."""
         refined = self._refined(one)
         return _best(tried + (self._better(refined, tried) if refined else []), self.aim)
 
     def _better(self, one: _Priced, tried: list[_Tried]) -> list[_Tried]:
-        """The program made to fit, if it could be faster than the best that fits."""
+        """Return the program made to fit, if it could be faster than the best that fits."""
         chosen, best = self._once(one), _best(tried, self.aim)
         if self.aim.fits(best.memory) and _plan(chosen).seconds >= best.seconds:
             return []
         return [self.made(chosen)]
 
     def _besides(self, tried: _Tried) -> float:
-        """What the peak of a program has that is not counted as kept."""
+        """Return the bytes of a program's peak beside its activations and stored state."""
         assert tried.ladder is not None
         return tried.ladder.counted().memory.peak - activation_bytes(
             self.kept, _plan(tried.program)
         )
 
     def made(self, chosen: Program) -> _Tried:
-        """A chosen program with as little dropped as makes it fit; what comes nearest where nothing
-        does. It is the program itself where it fits as it is.
+        """Return a chosen program with just enough rematerialization to fit, or what comes nearest.
+        It is the program itself where it fits as it is.
         """
         if id(chosen) not in self._made:
             ladder = self._ladder(chosen)
@@ -259,7 +262,7 @@ class _Under:
         return self._made[id(chosen)]
 
     def _ladder(self, chosen: Program) -> RematerializationSearch:
-        """What a chosen program may drop."""
+        """Return the rematerialization search of a chosen program."""
         if id(chosen) not in self._ladders:
             deep = DeepModel(chosen, self.whole.deep)
             if deep.runs:
@@ -272,19 +275,17 @@ class _Under:
         return self._ladders[id(chosen)][1]
 
     def dropping_nothing(self, chosen: Program) -> Program | None:
-        """A chosen program with its memory, if it fits as it is: by more than an estimate."""
+        """Return a chosen program with its exact memory if it fits as it is, else None."""
         if not self.aim.fits(self._ladder(chosen).planned().memory):
             return None
-        found = self.worked_out(self.made(chosen))
-        if not _as_chosen(found, chosen, self.budget):
+        exact = self.worked_out(self.made(chosen))
+        if not _fits_as_chosen(exact, chosen, self.budget):
             return None
-        plan = dataclasses.replace(_plan(chosen), memory=found.memory)
+        plan = dataclasses.replace(_plan(chosen), memory=exact.memory)
         return dataclasses.replace(chosen, plan=plan)
 
     def worked_out(self, tried: _Tried) -> _Tried:
-        """With the memory that it needs where that was an estimate, and as little dropped as makes
-        it fit.
-        """
+        """Return the plan with its exact memory in place of an estimate, and made to fit that."""
         if not isinstance(tried.ladder, Estimated):
             return tried
         ladder = RematerializationSteps(
@@ -300,65 +301,65 @@ class _Under:
         return self._dropped(chosen, found)._replace(ladder=ladder)
 
     def _dropped(self, chosen: Program, found: TriedRematerialization) -> _Tried:
-        """A chosen program that drops what it was found to fit with."""
+        """Return a chosen program with the rematerialization that was found for it."""
         plan = dataclasses.replace(_plan(chosen), **found.rung._asdict())
         chosen = dataclasses.replace(chosen, plan=plan)
         return _Tried(chosen, plan.seconds + found.seconds, found.memory)
 
     def proven(self, best: _Tried, least: Plan) -> tuple[_Tried, float]:
-        """The best of all plans that fit, if that can be told, and seconds that none is below.
+        """Return the fastest of all plans that fit, if it can be proven, and a bound in seconds.
         `least`: the plan of least time.
         """
-        given = list(candidates(self.layout, self.world.ranks, self.program))
-        if not proven.is_small(self.program, given):
-            return best, self._priced_bound(least, given)
+        meshes = list(candidates(self.layout, self.world.ranks, self.program))
+        if not proven.is_small(self.program, meshes):
+            return best, self._priced_bound(least, meshes)
         below = best.seconds if self.budget.fits(best.memory) else math.inf
-        search = self.program, given, self.world, self.whole.redundant, self.budget
-        chosen, found, bound = proven.fastest(*search, below)
-        if chosen is None or found is None:
+        problem = self.program, meshes, self.world, self.whole.redundant, self.budget
+        chosen, tried, bound = proven.fastest(*problem, below)
+        if chosen is None or tried is None:
             return best, bound if bound < math.inf else 0.0
-        return self._dropped(chosen, found), bound
+        return self._dropped(chosen, tried), bound
 
     def _priced_bound(self, least: Plan, given: list[Candidate]) -> float:
-        """Seconds that no plan within the limit is below: at any price of bytes that every plan
-        holds, the bound less what the limit may cost (Everett, 1963).
+        """Return seconds that no plan within the limit is below: at any price of the bytes that
+        every plan holds, the bound less what the limit may cost (Everett, 1963).
         """
         floor = Middle if self.budget.recompute == "none" else Stored
-        kept, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
-        needs = activation_bytes(kept, least)
+        held, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
+        needs = activation_bytes(held, least)
         assert limit is not None
-        if self.layout != "auto" or needs <= limit:  # a price gains nothing there
+        if self.layout != "auto" or needs <= limit:  # a price cannot raise the bound there
             return 0.0
         near = promising_meshes(bounds_of(least), given, _MESHES)
         free = dict(zip((mesh for mesh, _ in given), (s for _, s in least.meshes), strict=True))
-        rest = min(
+        other_meshes = min(
             (s for mesh, s in free.items() if mesh not in {m for m, _ in near}), default=math.inf
         )
-        found = 0.0
-        for more in _PRICES:
-            price = more * least.seconds / needs
+        bound = 0.0
+        for factor in _PRICES:
+            price = factor * least.seconds / needs
             paid = meshes_by_bound(
-                frame(self.program), near, self.world, self.whole.redundant, Price(kept, price)
+                frame(self.program), near, self.world, self.whole.redundant, Price(held, price)
             )
-            several = [
+            bounds = [
                 max(free[mesh], s - price * limit) for (mesh, _), s in zip(near, paid, strict=True)
             ]
-            found = max(found, min(rest, *several))
-        return found
+            bound = max(bound, min(other_meshes, *bounds))
+        return bound
 
     def _at_prices(self, price: float, besides: float) -> list[_Priced]:
-        """The plans at a few prices, found by bisection. What a plan keeps is known at once; what
-        it holds besides is taken to be as much as in the last plan whose peak was worked out.
+        """Return the plans at a few prices, found by bisection. What a plan holds beside the bytes
+        counted is taken from the last plan whose peak was computed.
         """
         assert self.aim.memory_bytes is not None
-        found: list[_Priced] = []
+        plans: list[_Priced] = []
         step, was_enough = _STEP, False
         for _ in range(_TRIES):
-            found.append(self._at(Price(self.kept, price)))
-            enough = besides + found[-1].kept <= self.aim.memory_bytes
+            plans.append(self._at(Price(self.kept, price)))
+            enough = besides + plans[-1].kept <= self.aim.memory_bytes
             step = step**0.5 if enough != was_enough else step
             price, was_enough = (price / step if enough else price * step), enough
-        return found
+        return plans
 
     def _at(self, price: Price) -> _Priced:
         plan = self.shallow.best(self.given, price, tries=1)  # as there are other prices
@@ -370,27 +371,27 @@ class _Under:
         return _Priced(chosen, activation_bytes(self.kept, _plan(chosen)), price)
 
     def _once(self, one: _Priced) -> Program:
-        """With the seconds of a step in which nothing runs twice."""
-        spent = cost_terms(self.program, _plan(one.program), self.world)
-        plan = dataclasses.replace(_plan(one.program), seconds=sum(spent.values()))
+        """Return the program with the seconds of a step in which nothing runs twice."""
+        terms = cost_terms(self.program, _plan(one.program), self.world)
+        plan = dataclasses.replace(_plan(one.program), seconds=sum(terms.values()))
         return dataclasses.replace(self.program, plan=plan)
 
     def _promise(self, one: _Priced, besides: float) -> float:
-        """About the seconds of its step if it is made to fit: of what it needs too much as many
-        blocks are recomputed as keep that, at a third of their computation.
+        """Estimate the seconds of its step once it fits: the share of its blocks that holds the
+        missing bytes is recomputed, at a third of their computation.
         """
         assert self.aim.memory_bytes is not None
         missing = max(0.0, besides + one.kept - self.aim.memory_bytes) / one.kept
         return _plan(one.program).seconds * (1 + missing / 3)
 
     def _refined(self, one: _Priced) -> _Priced | None:
-        """Searched again among more options, at the same price; None where that finds nothing."""
+        """Search again among more options at the same price; None without a better plan."""
         plan = _plan(one.program)
         if dict(plan.meshes)[str(plan.mesh)] >= one.paid * (1 - GAP):
             return None
-        given = list(candidates(self.layout, self.world.ranks, self.program))
-        found = self._priced(self.shallow.refined(plan, given, one.price), one.price)
-        return found if found.paid < one.paid * (1 - 1e-9) else None
+        meshes = list(candidates(self.layout, self.world.ranks, self.program))
+        refined = self._priced(self.shallow.refined(plan, meshes, one.price), one.price)
+        return refined if refined.paid < one.paid * (1 - 1e-9) else None
 
 
 def _plan(program: Program) -> Plan:

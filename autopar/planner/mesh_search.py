@@ -1,9 +1,13 @@
-"""The best plan over many meshes, and how far from the best it can be.
+"""The mesh search: the best plan over many meshes, and a lower bound on every plan.
 
-All meshes are bounded at once (bound.py); then the most promising one is searched exactly among
-the options that its bound leaves, then the next, until none promises more than what was found.
+All candidate meshes are bounded at once (bounds/); then the most promising mesh is searched exactly
+(exact_search.py) among the options that its bound leaves, then the next one, until no mesh promises
+more than the best plan found. `near` translates the options that a bound leaves into the joint
+choices that the exact search takes.
 
-From the options that a bound leaves on one mesh to the joint choices that search.py takes.
+An annotated program, candidates (mesh, constraint) and a world enter; `Best` leaves: a plan, its
+bound and every candidate's bound. Called by choose.py, memory_search.py, overlap_search.py,
+deep_models.py, world_size.py and why.py.
 """
 
 from __future__ import annotations
@@ -40,33 +44,39 @@ Choices = tuple[tuple[Choice, ...], ...]
 
 
 def near(bound: Bound, margin: float, most: int) -> Mapping[str, Choices]:
-    """Of every node and stored tensor: the joint choices whose bound is at most `margin` seconds
-    above the least, of every region at most so many.
+    """Return for every node and stored tensor the joint choices whose bound is at most `margin`
+    seconds above the least, at most `most` per region.
     """
-    left = bound.near(margin, most)
-    found: dict[str, Choices] = {}
-    known: dict[Hashable, Choices] = {}
+    joint_options = bound.near(margin, most)
+    choices: dict[str, Choices] = {}
+    choices_by_look: dict[Hashable, Choices] = {}
     for variable in bound.frame.variables:
-        if variable.name not in left:
+        if variable.name not in joint_options:
             continue
         names = [variable.name] if variable.region is None else variable.region.nodes
         for position, name in enumerate(names):
-            key = (variable.look, left[variable.name], position)
-            if key not in known:
-                known[key] = _choices(variable, left[variable.name], position)
-            found[name] = known[key]
-    return found
+            look = (variable.look, joint_options[variable.name], position)
+            if look not in choices_by_look:
+                choices_by_look[look] = _joint_choices(
+                    variable, joint_options[variable.name], position
+                )
+            choices[name] = choices_by_look[look]
+    return choices
 
 
-def _choices(variable: Variable, left: Joint, position: int) -> Choices:
+def _joint_choices(variable: Variable, left: Joint, position: int) -> Choices:
+    """Return the joint choices of the node at `position` in a region, or of a stored tensor, for
+    the options left.
+    """
     if variable.region is not None:
-        single = [option[position].choice for option in variable.options]
+        axis_choices = [option[position].choice for option in variable.options]
     else:
-        single = [_stored(variable, state) for state in variable.options]
-    return tuple(dict.fromkeys(tuple(single[i] for i in each) for each in sorted(left)))
+        axis_choices = [_stored_choice(variable, state) for state in variable.options]
+    return tuple(dict.fromkeys(tuple(axis_choices[i] for i in each) for each in sorted(left)))
 
 
-def _stored(variable: Variable, state: int) -> Choice:
+def _stored_choice(variable: Variable, state: int) -> Choice:
+    """Return the choice that gives a stored tensor this state on one axis."""
     if state < FIRST_SLOT:
         return I if state == WHOLE else R
     dim, place = variable.slots[state - FIRST_SLOT]
@@ -75,16 +85,16 @@ def _stored(variable: Variable, state: int) -> Choice:
 
 Candidate = tuple[Mesh, Constraint]
 
-_TOGETHER = 96  # meshes whose messages are arrays together: rows of meshes are what numpy works on
-_ROUNDS = 1  # on the shorter frame: a second changes the bounds by 1e-5 and costs as much again
-_MARGIN = 2e-2  # of the bound: what an option may lie above the least to be searched exactly
-_LEFT = (8, 4, 2, 1)  # options of a region that are searched exactly; fewer where tables outgrow
-_AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same on the best mesh in the end, by its axes
-_SETTLED = 2e-4  # of its seconds: a plan so near the bound is not searched again
-GAP = 1e-3  # a mesh that promises less than this more is not searched
+_TOGETHER = 96  # meshes bounded in one array: numpy works on rows of meshes
+_ROUNDS = 1  # on the shorter frame: a second round changes bounds by 1e-5 and costs as much
+_MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
+_LEFT = (8, 4, 2, 1)  # options per region searched exactly; fewer where tables outgrow memory
+_AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same for the last search, by number of axes
+_SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
+GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
 _TRIES = 4  # meshes searched exactly
-_QUICK = 2  # the same where plans are only to compete with others
-_FEW = 16  # meshes under a layout's rules: all are searched exactly
+_QUICK = 2  # the same where plans only compete with others
+_FEW = 16  # up to this many meshes under a layout's rules are all searched exactly
 
 
 class Best(NamedTuple):
@@ -96,20 +106,20 @@ class Best(NamedTuple):
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Looking for cycles among the nodes of a traced graph takes as long as a search on one mesh
-    does, which makes hardly any.
+def _without_garbage_collection() -> Iterator[None]:
+    """Run without garbage collection: searching the nodes of a traced graph for cycles takes as
+    long as a search on one mesh, which creates hardly any cycle.
     """
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()
 
 
-@_uncollected()
+@_without_garbage_collection()
 def best(
     program: Program,
     given: Sequence[Candidate],
@@ -118,10 +128,11 @@ def best(
     price: Price | None = None,
     thorough: bool = True,
 ) -> Best:
-    """The best plan over these candidates; ties go to fewer axes, then to the first. With a
-    `price`, the plan's seconds and all bounds contain what the bytes that it keeps cost.
+    """Return the best plan over these candidates; ties go to fewer axes, then to the first
+    candidate. With a `price`, the plan's seconds and all bounds include the price of the bytes that
+    it holds. Not `thorough`: fewer meshes and options are searched.
     """
-    whole = frame(program)
+    full_frame = frame(program)
     if not given[0][0].axes:  # one rank: nothing to choose
         mesh, rules = given[0]
         plan = search(program, mesh, world, rules, redundant, None, price)
@@ -130,50 +141,56 @@ def best(
         plans = [
             search(program, mesh, world, rules, redundant, None, price) for mesh, rules in given
         ]
-        best_one = min(plans, key=lambda plan: plan.seconds)
-        return Best(best_one, best_one.seconds, tuple(plan.seconds for plan in plans))
-    bounds = meshes_by_bound(whole, given, world, redundant, price) if len(given) > 1 else [0.0]
-    order = sorted(range(len(given)), key=lambda i: (_rounded(bounds[i]), len(given[i][0].axes), i))
-    found: Plan | None = None
-    for place in order[: _TRIES if thorough else _QUICK]:
-        if found is not None and bounds[place] >= found.seconds * (1 - GAP):
+        fastest = min(plans, key=lambda plan: plan.seconds)
+        return Best(fastest, fastest.seconds, tuple(plan.seconds for plan in plans))
+    bounds = (
+        meshes_by_bound(full_frame, given, world, redundant, price) if len(given) > 1 else [0.0]
+    )
+    order = sorted(
+        range(len(given)), key=lambda i: (_round_seconds(bounds[i]), len(given[i][0].axes), i)
+    )
+    plan_found: Plan | None = None
+    for index in order[: _TRIES if thorough else _QUICK]:
+        if plan_found is not None and bounds[index] >= plan_found.seconds * (1 - GAP):
             break
-        plan, bound = exact(whole, *given[place], world, redundant, price, thorough)
-        bounds[place] = max(bounds[place], bound)
-        if found is None or plan.seconds < found.seconds * (1 - 1e-9):
-            found = plan
-    assert found is not None
-    settled = min(bounds) >= found.seconds * (1 - _SETTLED)
-    if thorough and not settled and price is None:  # prices are tried one after the other
-        found = again(whole, found, given, world, redundant)
-    return Best(found, min(*bounds, found.seconds), tuple(bounds))
+        plan, bound = exact(full_frame, *given[index], world, redundant, price, thorough)
+        bounds[index] = max(bounds[index], bound)
+        if plan_found is None or plan.seconds < plan_found.seconds * (1 - 1e-9):
+            plan_found = plan
+    assert plan_found is not None
+    near_bound = min(bounds) >= plan_found.seconds * (1 - _SETTLED)
+    if thorough and not near_bound and price is None:  # prices are tried one after the other
+        plan_found = again(full_frame, plan_found, given, world, redundant)
+    return Best(plan_found, min(*bounds, plan_found.seconds), tuple(bounds))
 
 
 def with_bounds(
     given: Sequence[Candidate], bounds: Sequence[float]
 ) -> tuple[tuple[str, float], ...]:
-    """Every mesh that was rated beside its bound, as a plan keeps them."""
+    """Return (mesh, bound in seconds) of every candidate, as a plan stores them."""
     return tuple((str(mesh), s) for (mesh, _), s in zip(given, bounds, strict=True))
 
 
 def bounds_of(plan: Plan) -> list[float]:
-    """Of every candidate that a plan was chosen from."""
+    """Return the bound in seconds of every candidate that a plan was chosen from."""
     return [bound for _, bound in plan.meshes]
 
 
 def promising_meshes(
     bounds: Sequence[float], given: Sequence[Candidate], most: int, near: float | None = None
 ) -> list[Candidate]:
-    """Of the candidates, so many of the lowest bounds, none above `near` times the least, in their
-    order.
+    """Return at most `most` candidates of the lowest bounds, none above `near` times the least, in
+    their given order.
     """
     assert given, "nothing to choose from"
-    low = sorted(range(len(given)), key=bounds.__getitem__)[:most]
-    return [given[i] for i in sorted(low) if near is None or bounds[i] <= near * bounds[low[0]]]
+    lowest = sorted(range(len(given)), key=bounds.__getitem__)[:most]
+    return [
+        given[i] for i in sorted(lowest) if near is None or bounds[i] <= near * bounds[lowest[0]]
+    ]
 
 
-def _rounded(seconds: float) -> float:
-    """To four digits: meshes that differ in less are tried in their order."""
+def _round_seconds(seconds: float) -> float:
+    """Return the seconds to four digits: meshes that differ by less are tried in their order."""
     return float(f"{seconds:.3e}")
 
 
@@ -184,27 +201,27 @@ def meshes_by_bound(
     redundant: bool = False,
     price: Price | None = None,
 ) -> list[float]:
-    """A lower bound of the step in seconds, of every candidate."""
+    """Return a lower bound of the step in seconds for every candidate."""
     chunks: list[list[int]] = []
     for count in sorted({len(mesh.axes) for mesh, _ in given}):
-        alike = [i for i, (mesh, _) in enumerate(given) if len(mesh.axes) == count]
-        chunks.extend(alike[i : i + _TOGETHER] for i in range(0, len(alike), _TOGETHER))
-    found = [0.0] * len(given)
+        same_axes = [i for i, (mesh, _) in enumerate(given) if len(mesh.axes) == count]
+        chunks.extend(same_axes[i : i + _TOGETHER] for i in range(0, len(same_axes), _TOGETHER))
+    bounds = [0.0] * len(given)
     for chunk in chunks:  # not in threads: numpy's calls are short, and they would wait for Python
-        bound = _messages(whole, [given[i] for i in chunk], world, redundant, price)
-        for place, seconds in zip(chunk, bound.run(), strict=True):
-            found[place] = max(0.0, float(seconds))  # messages round
-    return found
+        bound = _pass_messages(whole, [given[i] for i in chunk], world, redundant, price)
+        for index, seconds in zip(chunk, bound.run(), strict=True):
+            bounds[index] = max(0.0, float(seconds))  # messages round
+    return bounds
 
 
-def _messages(
+def _pass_messages(
     whole: Frame,
     given: Sequence[Candidate],
     world: World,
     redundant: bool,
     price: Price | None,
 ) -> Bound:
-    """A bound whose messages have come to rest on a shorter frame."""
+    """Return a bound whose messages have converged on a shorter frame first."""
     meshes = Meshes([mesh for mesh, _ in given], world)
     costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], redundant, price)
     short, twins = shorten_frame(whole)
@@ -216,8 +233,8 @@ def _messages(
 def bound_on(
     program: Program, mesh: Mesh, constraint: Constraint, world: World, redundant: bool
 ) -> Bound:
-    """What bounds every option of every node on one mesh, to read `near.near` off."""
-    bound = _messages(frame(program), [(mesh, constraint)], world, redundant, None)
+    """Return the bound of every option of every node on one mesh; read it with `near`."""
+    bound = _pass_messages(frame(program), [(mesh, constraint)], world, redundant, None)
     bound.run(2)
     return bound
 
@@ -231,19 +248,21 @@ def exact(
     price: Price | None = None,
     thorough: bool = True,
 ) -> tuple[Plan, float]:
-    """The plan of least modelled time on one mesh, among the options that the bound leaves, and the
-    bound in seconds. Not `thorough`: among fewer options, and the bound is left as it is.
+    """Return the plan of least modelled time on one mesh among the options that the bound leaves,
+    and the bound in seconds. Not `thorough`: among fewer options, and the bound is not tightened.
     """
     if not mesh.axes or not constraint.free:  # rules leave little to search
         plan = search(whole.program, mesh, world, constraint, redundant, None, price)
         return plan, plan.seconds
-    bound = _messages(whole, [(mesh, constraint)], world, redundant, price)
-    least = float(bound.run()[0])
-    most = _LEFT if thorough else _LEFT[1:]
-    plan = _among(bound, _MARGIN * least, most, (mesh, constraint), world, redundant, price)
-    if thorough and plan.seconds * (1 - GAP) > least:
-        least = max(least, float(bound.run(2)[0]))
-    return plan, min(least, plan.seconds)
+    bound = _pass_messages(whole, [(mesh, constraint)], world, redundant, price)
+    bound_seconds = float(bound.run()[0])
+    counts = _LEFT if thorough else _LEFT[1:]
+    plan = _search_among(
+        bound, _MARGIN * bound_seconds, counts, (mesh, constraint), world, redundant, price
+    )
+    if thorough and plan.seconds * (1 - GAP) > bound_seconds:
+        bound_seconds = max(bound_seconds, float(bound.run(2)[0]))
+    return plan, min(bound_seconds, plan.seconds)
 
 
 def again(
@@ -254,21 +273,23 @@ def again(
     redundant: bool,
     price: Price | None = None,
 ) -> Plan:
-    """The best plan, or a better one on its mesh, among more options of every region, the lowest in
-    the bound. Where these are all that there are, it is the best there is.
+    """Return the plan, or a better one on its mesh found among more options per region, those
+    lowest in the bound. Where these are all options that there are, the result is optimal.
     """
-    one = next(pair for pair in given if pair[0] == found.mesh and pair[1].name == found.layout)
-    if not found.mesh.axes or not one[1].free:
+    candidate = next(
+        pair for pair in given if pair[0] == found.mesh and pair[1].name == found.layout
+    )
+    if not found.mesh.axes or not candidate[1].free:
         return found
-    bound = _messages(whole, [one], world, redundant, price)
+    bound = _pass_messages(whole, [candidate], world, redundant, price)
     bound.run(2)
-    most = _AGAIN[len(found.mesh.axes)]
-    counts = [n for n in (most, most // 4, most // 16) if n]
-    other = _among(bound, math.inf, counts, one, world, redundant, price)
-    return other if other.seconds < found.seconds * (1 - 1e-9) else found
+    largest_count = _AGAIN[len(found.mesh.axes)]
+    counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
+    improved = _search_among(bound, math.inf, counts, candidate, world, redundant, price)
+    return improved if improved.seconds < found.seconds * (1 - 1e-9) else found
 
 
-def _among(
+def _search_among(
     bound: Bound,
     margin: float,
     counts: Sequence[int],
@@ -277,13 +298,15 @@ def _among(
     redundant: bool,
     price: Price | None,
 ) -> Plan:
-    """The best plan among so many options of every region, the next number where tables outgrow."""
+    """Return the best plan among the lowest options of every region; `counts` are tried in turn
+    until tables fit in memory. Raises the last PlanError.
+    """
     mesh, constraint = candidate
     program = bound.frame.program
     for most in counts:
         try:
-            left = near(bound, margin, most)
-            return search(program, mesh, world, constraint, redundant, left, price)
+            joint_choices = near(bound, margin, most)
+            return search(program, mesh, world, constraint, redundant, joint_choices, price)
         except PlanError as error:
-            refused = error
-    raise refused
+            refusal = error
+    raise refusal

@@ -1,8 +1,8 @@
-"""The layouts of the literature, each a short constraint on the search; "auto" is no constraint.
+"""Named layouts: those of the literature, each a short constraint on the search; "auto" is none.
 
-A layout names its mesh axes and says of each what it may do (`Role`): which loop dims of Y[m,n] =
-X[m,k] · W[k,n] it takes, what it may split elsewhere, and how parameters are stored on it. The
-search does the rest, so that a named layout differs from "auto" in nothing but freedom.
+A layout names its mesh axes and gives each a `Role`: which loop dims of Y[m,n] = X[m,k] · W[k,n] it
+takes, what it may split elsewhere, and how parameters are stored on it. A layout, ranks and an
+annotated program enter `candidates`; meshes with constraints leave for the searches.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from autopar.planner.constraint import Constraint, Role, fits
 @dataclass(frozen=True)
 class Grid2D:
     """ATP's mesh of d1 × d2 ranks (arXiv 2301.08658): one axis on n, the other on k, swapped at the
-    next product.
+    next matmul.
 
-    `first`: "column" puts d1 on n at the first product of a chain, "row" puts it on k.
+    `first`: "column" puts d1 on n at the first matmul of a chain, "row" puts it on k.
     """
 
     d1: int
@@ -41,8 +41,8 @@ class Grid2D:
 
 @dataclass(frozen=True)
 class Grid3D:
-    """x · y · z ranks: three axes on m, n and k; X, W and Y are each spread over all three (Agarwal
-    et al. 1995).
+    """A mesh of x · y · z ranks: three axes on m, n and k; X, W and Y are each spread over all
+    three (Agarwal et al. 1995).
     """
 
     x: int
@@ -52,8 +52,8 @@ class Grid3D:
 
 @dataclass(frozen=True)
 class Grid4D:
-    """AxoNN's grid (arXiv 2305.13525): x on k and y on n, swapped at the next product; z and data
-    on m; z splits stored weights too.
+    """AxoNN's grid (arXiv 2305.13525): x on k and y on n, swapped at the next matmul; z and data on
+    m; z splits stored weights too.
     """
 
     x: int = 1
@@ -64,11 +64,11 @@ class Grid4D:
 
 @dataclass(frozen=True)
 class Grid25D:
-    """d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on n; q at
-    least d.
+    """A mesh of d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on
+    n; q at least d.
 
-    `panels`: products broadcast their operands in q panels, in the backward pass again, and no rank
-    holds more than two of them; else operands are gathered whole and kept. The numbers are equal.
+    `panels`: SUMMA broadcasts operands in q panels, again in the backward, and no rank holds more
+    than two; else operands are gathered in full and saved. The numbers are equal.
     """
 
     q: int
@@ -103,9 +103,7 @@ NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
 
 # -- from a layout to meshes -----------------------------------------------------------------------
 def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[Mesh, Constraint]]:
-    """The meshes that a layout may have on so many ranks, each with its constraint. Raises
-    LayoutError where none fits.
-    """
+    """Yield the meshes of a layout, with constraints. Raises LayoutError where none fits."""
     assert program.annotations is not None
     if layout == "auto":
         for mesh in _meshes(ranks):
@@ -115,30 +113,30 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
-    products = _Products(program, kinds)
+    weight_products = _Products(program, kinds)
     refused: LayoutError | None = None
     fitting = False
     for grid in _grids(layout, ranks):
         try:
             mesh, roles = _mesh(grid, ranks)
             _check_batch(grid, mesh, roles, kinds, program)
-            _check_products(grid, mesh, roles, products)
+            _check_products(grid, mesh, roles, weight_products)
         except LayoutError as error:
             refused = refused or error
             continue
         fitting = True
-        yield mesh, Constraint(str(layout), (("*", roles),), kinds, letters, _panels(grid))
+        yield mesh, Constraint(str(layout), (("*", roles),), kinds, letters, _summa_axes(grid))
     if refused is not None and not fitting:
         raise refused if layout == grid else LayoutError(f"no grid of {layout!r} fits: {refused}")
 
 
-def _panels(grid: str | Grid) -> tuple[str, ...]:
-    """The axes of SUMMA's panels, where a layout has them."""
+def _summa_axes(grid: str | Grid) -> tuple[str, ...]:
+    """Return SUMMA's axes, where a layout has them."""
     return ("row", "col") if isinstance(grid, Grid25D) and grid.panels and grid.q > 1 else ()
 
 
 def _meshes(ranks: int) -> Iterator[Mesh]:
-    """Every mesh of up to four axes, in all orders: an inner axis has faster links."""
+    """Yield every mesh of up to four axes, in all orders: an inner axis has faster links."""
     if ranks == 1:
         yield Mesh(())
         return
@@ -149,36 +147,36 @@ def _meshes(ranks: int) -> Iterator[Mesh]:
 
 
 def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
-    """The grids that a name stands for on so many ranks."""
+    """Return the grids that a name stands for on this number of ranks."""
     if not isinstance(layout, str) or layout in _ONE_AXIS:
         return [layout]
-    found: list[str | Grid] = []
+    grids: list[str | Grid] = []
     match layout:
         case "atp":
-            found = [
+            grids = [
                 Grid2D(a, b, first) for a, b in _factorings(ranks, 2) for first in ("column", "row")
             ]
         case "3d":
-            found = [Grid3D(*sizes) for sizes in _factorings(ranks, 3)]
+            grids = [Grid3D(*sizes) for sizes in _factorings(ranks, 3)]
         case "4d":
-            found = [Grid4D(*sizes) for sizes in _factorings(ranks, 4)]
+            grids = [Grid4D(*sizes) for sizes in _factorings(ranks, 4)]
         case "2.5d":
-            found = [*_tesseracts(ranks)]
+            grids = [*_tesseracts(ranks)]
         case _:
             raise LayoutError(
                 f"unknown layout {layout!r}; known ones: {', '.join(NAMES)}, a Grid…, or a dict "
                 "from module pattern to these"
             )
-    if not found:
+    if not grids:
         raise LayoutError(
             f"layout {layout!r} needs d · q² ranks with q at least d; {ranks} ranks are none: use "
             "4, 8, 9, 16, 18, 27 or 32"
         )
-    return found
+    return grids
 
 
 def _tesseracts(ranks: int) -> list[Grid25D]:
-    """Every 2.5D grid of so many ranks."""
+    """Return every 2.5D grid of this number of ranks."""
     return [
         Grid25D(q, ranks // q**2)
         for q in range(1, ranks + 1)
@@ -190,33 +188,33 @@ def _factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
     if parts == 1:
         return [(ranks,)]
     return [
-        (d, *rest)
+        (d, *tail)
         for d in range(1, ranks + 1)
         if ranks % d == 0
-        for rest in _factorings(ranks // d, parts - 1)
+        for tail in _factorings(ranks // d, parts - 1)
     ]
 
 
 def _mesh(layout: str | Grid, ranks: int) -> tuple[Mesh, tuple[Role, ...]]:
-    """The mesh of a layout, outer axis first, and the role of each axis. Axes of size 1 are left
-    out.
+    """Return the mesh of a layout, outer axis first, without axes of size 1, and the axes'
+    roles.
     """
-    named = _axes(layout, ranks)
-    if any(not isinstance(size, int) or size < 1 for _, size, _ in named):
+    axes = _axes(layout, ranks)
+    if any(not isinstance(size, int) or size < 1 for _, size, _ in axes):
         raise LayoutError(f"{layout}: sizes are whole numbers, 1 or more")
-    kept = [(name, size, role) for name, size, role in named if size > 1]
-    mesh = Mesh(tuple(Axis(name, size) for name, size, _ in kept))
+    used = [(name, size, role) for name, size, role in axes if size > 1]
+    mesh = Mesh(tuple(Axis(name, size) for name, size, _ in used))
     if mesh.size != ranks:
-        sizes = " · ".join(str(size) for _, size, _ in named)
+        sizes = " · ".join(str(size) for _, size, _ in axes)
         raise LayoutError(
             f"{layout} is for {sizes} = {mesh.size} ranks, the world has {ranks}: choose sizes "
             f"whose product is {ranks}"
         )
-    return mesh, tuple(role for *_, role in kept)
+    return mesh, tuple(role for *_, role in used)
 
 
 def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
-    """Name, size and role of every axis that a layout has, those of size 1 among them."""
+    """Return name, size and role of every axis of a layout, axes of size 1 included."""
     match layout:
         case str():
             name, role = _ONE_AXIS[layout]
@@ -243,7 +241,7 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
 
 def _check_depth(grid: Grid25D, ranks: int) -> None:
     if grid.q < grid.d:
-        fitting = ", ".join(f"Grid25D({one.q}, {one.d})" for one in _tesseracts(ranks))
+        fitting = ", ".join(f"Grid25D({g.q}, {g.d})" for g in _tesseracts(ranks))
         raise LayoutError(
             f"{grid}: q must be at least d, or the copies outweigh what they save; for "
             f"{ranks} ranks use {fitting or 'another layout'}"
@@ -257,9 +255,7 @@ def _hybrid(
     letters: Mapping[str, tuple[str, ...]],
     program: Program,
 ) -> tuple[Mesh, Constraint]:
-    """One mesh for all: that of the grid with most axes; a layout of one axis plays its role on
-    each of them.
-    """
+    """Return the mesh of the largest grid; a layout of one axis plays its role on all its axes."""
     if not layout:
         raise LayoutError("an empty dict of layouts; give patterns of module paths, '*' for all")
     unknown = [v for v in layout.values() if isinstance(v, str) and v not in (*_ONE_AXIS, "auto")]
@@ -268,31 +264,31 @@ def _hybrid(
             f"layout {unknown[0]!r} in a dict: a Grid…, or one of auto, {', '.join(_ONE_AXIS)}"
         )
     _check_patterns(list(layout), program)
-    made = {pattern: _mesh(one, ranks) for pattern, one in layout.items() if one != "auto"}
-    if not made:
+    meshes = {pattern: _mesh(grid, ranks) for pattern, grid in layout.items() if grid != "auto"}
+    if not meshes:
         raise LayoutError("a dict with nothing but 'auto' says nothing; use layout='auto'")
-    mesh = max((m for m, _ in made.values()), key=lambda m: len(m.axes))
+    mesh = max((m for m, _ in meshes.values()), key=lambda m: len(m.axes))
     rules: list[tuple[str, tuple[Role, ...] | None]] = []
-    for pattern, one in layout.items():
-        if pattern not in made:
+    for pattern, grid in layout.items():
+        if pattern not in meshes:
             rules.append((pattern, None))
             continue
-        own, roles = made[pattern]
+        own, roles = meshes[pattern]
         if (own.names == mesh.names and own != mesh) or len(own.axes) not in (1, len(mesh.axes)):
             raise LayoutError(
-                f"layout {one} of {pattern!r} has mesh {own}, another one has {mesh}: "
+                f"layout {grid} of {pattern!r} has mesh {own}, another one has {mesh}: "
                 "use grids of equal sizes"
             )
         played = roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)
-        _check_batch(one, mesh, played, kinds, program)
+        _check_batch(grid, mesh, played, kinds, program)
         rules.append((pattern, played))
-    name = ", ".join(f"{pattern}: {one}" for pattern, one in layout.items())
-    panels = next((found for one in layout.values() if (found := _panels(one))), ())
+    name = ", ".join(f"{pattern}: {grid}" for pattern, grid in layout.items())
+    panels = next((axes for grid in layout.values() if (axes := _summa_axes(grid))), ())
     return mesh, Constraint(f"hybrid ({name})", tuple(rules), kinds, letters, panels)
 
 
 def _check_patterns(patterns: list[str], program: Program) -> None:
-    """Every pattern must be the first that fits some module. Raises LayoutError."""
+    """Check that every pattern is the first to fit some module. Raises LayoutError."""
     paths = {module_path(node) for node in program.module.graph.nodes if node.op != "output"}
     paths |= {e.target.rpartition(".")[0] for e in program.signature.inputs if e.kind != "user"}
     left = set(paths)
@@ -323,6 +319,7 @@ def _fitting(paths: set[str], pattern: str) -> list[str]:
 def _check_batch(
     layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program
 ) -> None:
+    """Check that the axes that split the batch divide it. Raises LayoutError."""
     assert program.annotations is not None
     axes = [axis for axis, role in zip(mesh.axes, roles, strict=True) if role.splits == "batch"]
     ranks = 1
@@ -340,21 +337,20 @@ def _check_batch(
 
 
 class _Products:
-    """The products with a weight, and what axes may split of them."""
+    """The matmuls with a weight, and what axes may split of them."""
 
     def __init__(self, program: Program, kinds: Kinds) -> None:
-        found = [
+        matmuls = [
             (module_path(node), loop_dim_atoms(program, node))
             for node, _ in weight_matmuls(program)
         ]
-        self.paths, self.sides = [path for path, _ in found], [sides for _, sides in found]
+        self.paths, self.sides = [path for path, _ in matmuls], [sides for _, sides in matmuls]
         self.kinds = kinds
         self._sizes: dict[tuple[str, str], list[int]] = {}
 
     def fit(self, axis: Axis, role: Role) -> list[bool]:
-        """Of each product, whether the sizes allow an axis to split it as its role asks, and its
-        weight as it is stored. (Heads that are too few for the axis are no error: attention is then
-        computed whole.)
+        """Return for each matmul whether an axis of this role divides what it would split, and the
+        weight as stored. (Too few heads are no error: attention is then replicated.)
         """
         used = [role.takes == "m"] * len(self.sides)
         for letter in role.takes:
@@ -369,7 +365,7 @@ class _Products:
         ]
 
     def _of(self, letter: str, splits: str) -> list[int]:
-        """How much of a loop dim such an axis may split, of each product."""
+        """Return how much of a loop dim an axis with these splits may split, for each matmul."""
         if (letter, splits) not in self._sizes:
             self._sizes[letter, splits] = [
                 math.prod(a.size for a in sides[letter] if self.kinds.allowed(splits, a))
@@ -381,9 +377,7 @@ class _Products:
 def _check_products(
     layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], products: _Products
 ) -> None:
-    """An axis must divide what it would split of more than half of the products with a weight, and
-    of the weights as they are stored.
-    """
+    """Check that axes divide most weights and their matmuls. Raises LayoutError."""
     for axis, role in zip(mesh.axes, roles, strict=True):
         unfit = [place for place, fits in enumerate(products.fit(axis, role)) if not fits]
         if unfit and 2 * len(unfit) >= len(products.sides):

@@ -1,5 +1,8 @@
-"""What a plan costs, term by term, in the search's own account: the terms add up to the seconds
-that search.py minimises.
+"""The objective: what a plan costs, term by term, as the search counts it.
+
+Example: {"compute": 0.08, "all-reduce backward": 0.01, "optimizer": 0.002}, in seconds; the terms
+add up to the seconds that exact_search.py minimises. A program and a plan for it enter, the terms
+leave. Called by why.py, edit.py, deep_models.py and memory_search.py.
 """
 
 from __future__ import annotations
@@ -30,16 +33,18 @@ COMPUTE, OPTIMIZER, SLICES = "compute", "optimizer", "slices in memory"
 
 
 def cost_terms(program: Program, plan: Plan, world: World) -> CostTerms:
-    """Seconds of the step by term: computing, every kind of collective forward and backward, the
-    optimizer, slicing and padding in memory. Blocks that run again are not in it: the search knows
-    nothing of them.
+    """Return the seconds of a training step by term: computing, every kind of collective forward
+    and backward, the optimizer, slicing and padding in memory. Recomputed blocks are not included:
+    the search does not know of them.
 
-    Example: sum(terms(program, plan, world).values()) is plan.seconds as the search gave it.
+    Example: sum(cost_terms(program, plan, world).values()) is plan.seconds as the search gave it.
     """
     return _Pricer(program, plan, world).run()
 
 
 class _Pricer:
+    """Adds up the terms: it follows the regions of the search and the layouts of the plan."""
+
     def __init__(self, program: Program, plan: Plan, world: World) -> None:
         assert program.annotations is not None
         self.program, self.plan, self.world = program, plan, world
@@ -50,17 +55,18 @@ class _Pricer:
         self.wants: dict[Value, list[Layout]] = defaultdict(list)
 
     def run(self) -> CostTerms:
+        """Return the terms of the full step."""
         self._stored()
-        known = Known()
-        regions = Regions(self.notes, known)
+        tables = Known()
+        regions = Regions(self.notes, tables)
         for node in self.nodes.values():
             if node.name not in self.plan.choices:
                 continue
-            one = self._strategy(node)
-            options = known.options(node.name, partial(_alone, one))
+            strategy = self._strategy(node)
+            options = tables.options(node.name, partial(_single_option, strategy))
             sources = [None if n is None else producer(n) for n in operands_of(node)]
             regions.place(node.name, sources, options)
-            for index, layout in enumerate(one.results):
+            for index, layout in enumerate(strategy.results):
                 self.native[node.name, index] = layout
         for region in regions.all:
             self._enter(region)
@@ -78,26 +84,32 @@ class _Pricer:
                 self.spent[OPTIMIZER] += optimizer_seconds(layout, size, self.world)
 
     def _strategy(self, node: fx.Node) -> Strategy:
-        """The node's choice, its computing and the collectives inside it paid for."""
+        """Return the node's strategy, after charging its computation and the collectives
+        inside it.
+        """
         spec, choice = self.notes.specs[node.name], self.plan.choices[node.name]
         parts = 1
         for axis, split in zip(self.plan.mesh.axes, choice.splits, strict=True):
             parts *= axis.size if split in spec.sizes else 1
-        found = Strategy((), choice.operands, choice.results, parts)
+        strategy = Strategy((), choice.operands, choice.results, parts)
         tensors = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         values = [(node.name, i) for i in range(len(tensors))]
         values += [producer(n) for n in operands_of(node) if n is not None]
         gradient = any(value in self.notes.gradient for value in values)
-        seconds = node_seconds(spec, found, tensors[0].dtype, gradient, self.world)
+        seconds = node_seconds(spec, strategy, tensors[0].dtype, gradient, self.world)
         self.spent[COMPUTE] += seconds
-        made = [
-            x for x in inner_collectives(node.target, found.operands) if gradient or not x.backward
+        collectives = [
+            x
+            for x in inner_collectives(node.target, strategy.operands)
+            if gradient or not x.backward
         ]
-        self._pay(inner_costs(made, self.plan.mesh, self.world))
-        return found
+        self._pay(inner_costs(collectives, self.plan.mesh, self.world))
+        return strategy
 
     def _enter(self, region: Region) -> None:
-        """What a region wants of the values from outside it; several uses of its root are one."""
+        """Record the layouts that a region wants of values made outside; several uses of its root
+        count once.
+        """
         for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
             for index, source in enumerate(sources):
                 if source is None or source not in self.native or source[0] in region.nodes:
@@ -115,26 +127,30 @@ class _Pricer:
                 self.wants[value].append(self.plan.outputs[str(number)])
 
     def _convert(self, value: Value, wanted: list[Layout]) -> None:
-        """From the layout in which the value is made, or from its copy, whichever is nearer."""
+        """Charge the reshards of a value, from the layout in which it is made or from its copy,
+        whichever is nearer.
+        """
         native, copy = self.native[value], self.plan.copies.get(value)
         if copy is not None:
             self._walk(value, native, copy)
         for layout in wanted:
-            near = native
+            source = native
             if copy is not None and self._far(value, copy, layout) < self._far(
                 value, native, layout
             ):
-                near = copy
-            self._walk(value, near, layout)
+                source = copy
+            self._walk(value, source, layout)
 
     def _element(self, value: Value) -> Element:
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
         return self.notes.element(value, size)
 
     def _far(self, value: Value, source: Layout, target: Layout) -> float:
+        """Return the seconds of a reshard."""
         return path_seconds(reshard_steps(source, target), self._element(value), self.world)
 
     def _walk(self, value: Value, source: Layout, target: Layout) -> None:
+        """Charge a reshard: its collectives, and the rest as slices in memory."""
         path, element = reshard_steps(source, target), self._element(value)
         paid = self._pay(costs(path, element, self.world))
         self.spent[SLICES] += path_seconds(path, element, self.world) - paid
@@ -142,12 +158,12 @@ class _Pricer:
     def _pay(self, found: Iterable[Cost]) -> float:
         total = 0.0
         for cost in found:
-            way = "backward" if cost.backward else "forward"
-            self.spent[f"{cost.kind.replace('_', '-')} {way}"] += cost.seconds
+            direction = "backward" if cost.backward else "forward"
+            self.spent[f"{cost.kind.replace('_', '-')} {direction}"] += cost.seconds
             total += cost.seconds
         return total
 
 
-def _alone(strategy: Strategy) -> tuple[list[Strategy], list[float]]:
-    """As what a search may choose of."""
+def _single_option(strategy: Strategy) -> tuple[list[Strategy], list[float]]:
+    """Return a strategy as the only option of a variable."""
     return [strategy], [0.0]

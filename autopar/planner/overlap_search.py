@@ -1,11 +1,15 @@
-"""The plan whose step is the shortest when communication runs under computation.
+"""The overlap search: the plan whose step is the shortest when communication runs under
+computation.
 
-The search adds up seconds, as if nothing ran under anything else. What can wait or be fetched
-early, gathers of weights and sums of their gradients, may count less in it (`Annotations.share`):
-that gives other plans, which lean on what hides. The best plan of the sum, these, and for "auto"
-those of the named layouts compete: the most promising, and of each name at least one, are emitted
-and run in the simulation that the scheduler goes by (cost/simulator/engine.py); the shortest
-step comes first. So the proven gap is one of the summed seconds, not of the simulated ones.
+The exact search adds up seconds as if nothing overlapped. Here, collectives that can overlap
+(gathers of weights, reductions of their gradients) count only a share of their seconds
+(`Annotations.share`), which gives other plans, with more of what can be hidden. The best plan of
+the full sum, these plans and, for "auto", those of the named layouts compete: the most promising
+ones, at least one per name, are emitted and run through the simulation that the scheduler uses
+(cost/simulator/engine.py). The shortest simulated step comes first. So the proven gap is one of the
+summed seconds, not of the simulated ones.
+
+A ShortenedModel enters, chosen programs leave in order of their steps. Called by memory_search.py.
 """
 
 from __future__ import annotations
@@ -30,36 +34,36 @@ from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
 from autopar.planner.named_layouts import NAMES, Layouts, candidates
 from autopar.world import World
 
-SHARES = (0.7, 0.4, 0.1)  # of the seconds of what can hide
-_HIDDEN = ("all_gather", "reduce_scatter", "all_reduce")  # of stored weights, gradients
-_FREE, _RULED = 4, 2  # meshes, the most promising, that are searched again at every share
-_NEAR = 1.5  # times the least: what lies above in the sum, or where what hides counts least, is out
-_BLOCKS = 4  # at either end of a run, and more of it: they fill buckets about as all of it do
-_RUN = 6  # plans by either measure that are simulated: of a deep model that takes a second each
+SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
+_HIDDEN = ("all_gather", "reduce_scatter", "all_reduce")  # collectives of weights and gradients
+_FREE, _RULED = 4, 2  # most promising meshes searched at every share
+_NEAR = 1.5  # times the least: plans above it are not tried
+_BLOCKS = 4  # at either end of a run, and more: enough to fill buckets as the full run does
+_RUN = 6  # plans simulated by either measure: about a second each for a deep model
 
 
 def plans_by_step(shallow: ShortenedModel, layout: Layouts, budget: Budget | None) -> list[Program]:
-    """Chosen programs for the program and the world of `shallow`, the one with the shortest
-    simulated step first.
+    """Return chosen programs for the program and world of `shallow`, in order of their simulated
+    steps.
     """
     world = shallow.world
     best = choose.choose(shallow.program, world, layout, shallow.redundant, budget)
     if not _plan(best).mesh.axes:
         return [best]
-    others = _Others(best, shallow, budget)
-    given = list(candidates(layout, world.ranks, best))
-    others.take(given, bounds_of(_plan(best)))
+    contenders = _Others(best, shallow, budget)
+    layout_candidates = list(candidates(layout, world.ranks, best))
+    contenders.take(layout_candidates, bounds_of(_plan(best)))
     for name in NAMES[1:] if layout == "auto" else ():
-        others.take_named(name)
-    near = others.near()
-    if len(near) > 1:
-        near.sort(key=lambda deep: _step(deep, world))
-    return [deep.program for deep in near]
+        contenders.take_named(name)
+    promising = contenders.near()
+    if len(promising) > 1:
+        promising.sort(key=lambda deep: _step(deep, world))
+    return [deep.program for deep in promising]
 
 
 class _Rated(NamedTuple):
-    """A plan, what its step takes if all hides that can, and the middle between that and the sum,
-    twice: in s.
+    """A plan with two figures in seconds: `light`, its step if all that can overlap does, and
+    `middle`, `light` plus the full sum, which is twice the mean of the two.
     """
 
     light: float
@@ -68,7 +72,7 @@ class _Rated(NamedTuple):
 
 
 class _Others:
-    """Plans that compete with the best one of the sum."""
+    """Plans that compete with the best plan of the sum."""
 
     def __init__(self, best: Program, shallow: ShortenedModel, budget: Budget | None) -> None:
         self.best, self.world, self.budget = best, shallow.world, budget
@@ -81,86 +85,106 @@ class _Others:
 
     @property
     def least(self) -> float:
+        """The fewest seconds of all plans if everything that can overlap does."""
         return min(rated.light for rated in self.found.values())
 
     def near(self) -> list[DeepModel]:
-        """Of those that may fit as they are the most promising, by what a step takes if all hides
-        that can and by the middle between that and the sum; of each name the one that is by the
-        middle; and the best of the sum.
+        """Return the most promising plans that may fit as they are: the best by `light`, the best
+        by `middle`, the best by `middle` of each named layout, and the best plan of the sum.
         """
         limit = _NEAR * self.least
         fit = [r for r in self.found.values() if r.light <= limit and self._may_fit(r.deep)]
         light = sorted(fit, key=lambda rated: rated.light)[:_RUN]
         middle = sorted(fit, key=lambda rated: rated.middle)
-        named = [next((r for r in middle if r in of.values()), None) for of in self.names.values()]
-        taken = [rated.deep for rated in (*light, *middle[:_RUN], *filter(None, named))]
-        return list(dict.fromkeys((*taken, self.deep)))
+        best_of_each_name = [
+            next((r for r in middle if r in of.values()), None) for of in self.names.values()
+        ]
+        selected = [
+            rated.deep for rated in (*light, *middle[:_RUN], *filter(None, best_of_each_name))
+        ]
+        return list(dict.fromkeys((*selected, self.deep)))
 
     def _may_fit(self, deep: DeepModel) -> bool:
-        """By what a plan holds that drops nothing; its peak is above that."""
+        """Whether the bytes that a plan holds without rematerialization are within the limit; its
+        peak is higher.
+        """
         if self.budget is None or self.budget.memory_bytes is None:
             return True
         return activation_bytes(self.kept, _plan(deep.program)) <= self.budget.memory_bytes
 
     def take_named(self, name: str) -> None:
-        """A named layout's plan of the sum, and those at the shares."""
+        """Enter a named layout's plan of the sum and its plans at the shares."""
         plan = self.shallow.named(name)
         if plan is not None:
             self._enter(self._beside(plan), name)
-            given = list(candidates(name, self.world.ranks, self.best))
-            self.take(given, bounds_of(plan), name)
+            layout_candidates = list(candidates(name, self.world.ranks, self.best))
+            self.take(layout_candidates, bounds_of(plan), name)
 
     def take(self, given: Sequence[Candidate], bounds: Sequence[float], name: str = "") -> None:
-        """The plans on the most promising of these meshes in which what hides counts less: least
-        first, and no more where that is not near.
+        """Enter the plans on the most promising of these meshes at the shares, the least share
+        first; stop where that is not promising.
         """
         most = _FREE if all(rules.free for _, rules in given) else _RULED
-        near = promising_meshes(bounds, given, most, _NEAR)
-        for one in reversed(self.lighter):
-            if self._enter(self._beside(one.plan(near)), name) > _NEAR * self.least:
+        meshes = promising_meshes(bounds, given, most, _NEAR)
+        for model in reversed(self.lighter):
+            if self._enter(self._beside(model.plan(meshes)), name) > _NEAR * self.least:
                 return
 
     def _beside(self, plan: Plan) -> DeepModel:
-        """Another plan for the same program, at its full price; proven is what is of the sum."""
-        deep, known = self.shallow.chosen(plan, self.budget), _plan(self.best)
-        plan = dataclasses.replace(_plan(deep.program), bound=known.bound, meshes=known.meshes)
+        """Return another plan for the same program at its full price, with the bound proven for the
+        sum.
+        """
+        deep, best_plan = self.shallow.chosen(plan, self.budget), _plan(self.best)
+        plan = dataclasses.replace(
+            _plan(deep.program), bound=best_plan.bound, meshes=best_plan.meshes
+        )
         return deep.under(plan)
 
     def _enter(self, deep: DeepModel, name: str = "") -> float:
-        """Seconds in which what hides counts least."""
+        """Add a plan, and return its seconds when what can overlap counts least."""
         plan = _plan(deep.program)
-        looks = _looks(plan)
-        if looks not in self.found:
-            least = DeepModel(_counted(deep.program, shares(self.world)[-1]), deep)
-            light = sum_of_blocks(least, self.world)
-            self.found[looks] = _Rated(light, light + plan.seconds, deep)
+        look = _plan_look(plan)
+        if look not in self.found:
+            lightest = DeepModel(_counted(deep.program, shares(self.world)[-1]), deep)
+            light = sum_of_blocks(lightest, self.world)
+            self.found[look] = _Rated(light, light + plan.seconds, deep)
         if name:
-            self.names[name][looks] = self.found[looks]
-        return self.found[looks].light
+            self.names[name][look] = self.found[look]
+        return self.found[look].light
 
 
 def shares(world: World) -> tuple[float, ...]:
-    """SHARES, but not less than what hides takes from computing anyway."""
-    lost = [one.slows for one in world.measured if one.together and one.kind in _HIDDEN]
-    least = float(np.median(lost)) if lost else 0.0
+    """Return SHARES, none below the share of their time for which measured collectives slow
+    computation.
+    """
+    slowdowns = [
+        measurement.slows
+        for measurement in world.measured
+        if measurement.together and measurement.kind in _HIDDEN
+    ]
+    least = float(np.median(slowdowns)) if slowdowns else 0.0
     return tuple(dict.fromkeys(max(share, least) for share in SHARES))
 
 
 def _counted(program: Program, share: float) -> Program:
-    """The program in which what can hide counts so much of its seconds."""
+    """Return the program in which collectives that can overlap count this share of their
+    seconds.
+    """
     assert program.annotations is not None
     notes = dataclasses.replace(program.annotations, share=share)
     return dataclasses.replace(program, annotations=notes)
 
 
 def simulate_plan(chosen: Program, world: World) -> float:
-    """Seconds of the step of a chosen program, with communication under computation; of one with
-    many equal blocks about that.
+    """Return the seconds of a chosen program's step with communication under computation; an
+    estimate for a deep model.
     """
     return _step(DeepModel(chosen), world)
 
 
 def _step(deep: DeepModel, world: World) -> float:
+    """Return the simulated seconds of a step, extrapolated from shorter programs."""
+
     def seconds(chosen: Program) -> tuple[float, ...]:
         return bucket_seconds(emit_program(chosen, world), world)
 
@@ -168,16 +192,16 @@ def _step(deep: DeepModel, world: World) -> float:
     return float(blocks.extrapolated(seconds).min())
 
 
-def _looks(plan: Plan) -> Hashable:
-    """Plans that look alike are one, whatever their axes are called."""
+def _plan_look(plan: Plan) -> Hashable:
+    """Return a key that is equal for plans that differ only in the names of their axes."""
     sizes = tuple(axis.size for axis in plan.mesh.axes)
     choices = {
         (name, choice.splits, *map(_states, choice.operands), *map(_states, choice.results))
         for name, choice in plan.choices.items()
     }
-    others = plan.stored.items(), plan.copies.items(), plan.outputs.items()
-    held = (frozenset((key, _states(at)) for key, at in each) for each in others)
-    return sizes, frozenset(choices), *held
+    other_items = plan.stored.items(), plan.copies.items(), plan.outputs.items()
+    other_layouts = (frozenset((key, _states(at)) for key, at in each) for each in other_items)
+    return sizes, frozenset(choices), *other_layouts
 
 
 def _states(layout: Layout | None) -> Hashable:

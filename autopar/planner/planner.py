@@ -1,7 +1,13 @@
-"""What is asked for, and the steps from a model to a plan, in reading order: trace, annotate,
-chains, choose, rewrite, route, pipeline, forms, emit, recompute. Each runs with its contract.
+"""From a model to a plan: `PlanRequest` says what is asked for, and the functions below are the
+steps in reading order.
 
-What a plan carries along in the process that made it: graphs to read formulas and times off.
+`trace_model` → `analyse` (annotate, chains) → `choose_plan` (the search) → `fit_to_memory`
+(rewrite, hierarchical collectives, SUMMA, matmul kernels, finalize, recompute) → `finish_plan` (the
+figures). A model, its inputs and a world enter, a `Plan` leaves. Every pass runs through a
+`PassManager`, which checks its contract.
+
+`PlanContext` is what a plan made in this process carries along: the programs and graphs that `why`,
+`timeline`, `formula` and `apply` read. Called by api.py, planner/edit.py and the runtime.
 """
 
 from __future__ import annotations
@@ -56,20 +62,24 @@ class PlanContext:
     redundant: bool = False
 
     def kept(self) -> Plan:
-        """The plan as a parallel module keeps it: it can be asked all, and holds no tensor."""
+        """Return the plan as a parallel module holds it: it answers every question and holds no
+        tensor.
+        """
         assert self.program.plan is not None
         programs = (dataclasses.replace(p, tensors={}) for p in (self.program, self.source))
         program, source = programs
-        ready = dataclasses.replace(self, program=program, source=source)
-        return dataclasses.replace(self.program.plan, ready=ready)
+        context = dataclasses.replace(self, program=program, source=source)
+        return dataclasses.replace(self.program.plan, ready=context)
 
     def on_device(self, device: torch.device) -> PlanContext:
-        """Its graph with the tensors that it makes on the device of a rank."""
+        """Return this context with the tensors that its graph creates placed on the device of a
+        rank.
+        """
         module = on_device(self.program.module, device)
         return dataclasses.replace(self, program=dataclasses.replace(self.program, module=module))
 
     def why(self, pattern: str) -> Why:
-        """See Plan.why."""
+        """Answer `Plan.why`. Raises PlanError for a plan from a file."""
         plan = self.program.plan
         assert plan is not None
         if self.layout is None:
@@ -80,17 +90,17 @@ class PlanContext:
         return why(self.source, plan, self.layout, self.redundant, pattern)
 
     def timeline(self, overlap: bool) -> Timeline:
-        """See Plan.timeline."""
+        """Answer `Plan.timeline`."""
         return timeline(self.program, self.world, overlap)
 
     def formula(self, pattern: str) -> Any:
-        """See Plan.formula."""
+        """Answer `Plan.formula`."""
         from autopar.cost.formula import formula  # sympy: only where it is asked for
 
-        own = tuple(
+        user_inputs = tuple(
             e for e in self.program.signature.inputs if e.kind not in ("coordinate", "seed")
         )
-        signature = dataclasses.replace(self.program.signature, inputs=own)
+        signature = dataclasses.replace(self.program.signature, inputs=user_inputs)
         traced = dataclasses.replace(
             self.program, module=self.graphs["annotate"], signature=signature
         )
@@ -98,8 +108,8 @@ class PlanContext:
 
 
 def fingerprint(program: Program) -> str:
-    """Names a traced graph: its nodes with shapes and dtypes, and what feeds them; not the device,
-    as a plan from the meta device is for any.
+    """Return 16 hex digits that name a traced graph: its nodes with shapes and dtypes, and its
+    inputs. The device is left out, because a plan made on the meta device is valid for any.
     """
     lines = [
         f"{n.name} {n.op} {n.target} {without_devices(n.args)} {without_devices(n.kwargs)} "
@@ -121,8 +131,8 @@ Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is to be, in the words of `autopar.plan`. `layout` None: that of a file. `budget`
-    None: whatever it needs, it was made to fit.
+    """What the caller of `autopar.plan` asks for. `layout` None: the layout of a plan from a file.
+    `budget` None: no memory limit applies, because the plan was made to fit before.
     """
 
     layout: Layouts | None = "auto"
@@ -130,12 +140,12 @@ class PlanRequest:
     redundant: bool = False
     reduce_dtype: torch.dtype | None = None
     overlap: bool = False
-    whole: bool = False  # parameters and results stay whole on every rank
+    whole: bool = False  # parameters and results stay unsharded
 
 
 def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) from what a user gives: a tuple of positional or a dict of keyword arguments,
-    or one tensor.
+    """Return (args, kwargs) of the model call from what a user passes: a tuple of positional
+    arguments, a dict of keyword arguments, or one tensor. Raises InputError for anything else.
     """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -150,6 +160,7 @@ def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def trace_model(model: nn.Module, inputs: Inputs, pipeline: PassManager | None = None) -> Program:
+    """Return the program that exporting and simplifying the model on these inputs gives."""
     args, kwargs = call_arguments(inputs)
     with without_cache(model, kwargs):
         return _traced(model, args, kwargs, pipeline)
@@ -158,8 +169,9 @@ def trace_model(model: nn.Module, inputs: Inputs, pipeline: PassManager | None =
 def _traced(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: PassManager | None
 ) -> Program:
+    """Run the trace pass."""
     run = (pipeline or PassManager()).run
-    return run("trace", model, lambda given: trace.trace(given, args, kwargs), trace.check)
+    return run("trace", model, lambda module: trace.trace(module, args, kwargs), trace.check)
 
 
 def analyse(
@@ -168,6 +180,9 @@ def analyse(
     reduce_dtype: torch.dtype | None = None,
     whole: bool = False,
 ) -> Program:
+    """Return the program with its annotations (sharding rules, dims, factors) and its chains.
+    `whole`: parameters and results stay unsharded.
+    """
     program = pipeline.run("annotate", program, annotate.annotate, annotate.check)
     program = annotate.reduced_in(program, reduce_dtype)
     program = annotate.kept_whole(program) if whole else program
@@ -177,21 +192,26 @@ def analyse(
 def choose_plan(
     pipeline: PassManager, program: Program, world: World, asked: PlanRequest
 ) -> Program:
+    """Return the program with the plan that the search finds for this world within the memory
+    budget.
+    """
+
     def step(program: Program) -> Program:
         assert asked.layout is not None
-        how = asked.layout, asked.redundant, asked.budget, asked.overlap
-        return search_within_memory(program, world, *how)
+        options = asked.layout, asked.redundant, asked.budget, asked.overlap
+        return search_within_memory(program, world, *options)
 
     return pipeline.run("choose", program, step, choose.check)
 
 
 def rewrite_for_ranks(pipeline: PassManager, program: Program, world: World) -> Program:
-    """With everything that the plan says: blocks that it recomputes, too."""
-    program = _emitted(pipeline, program, world)
+    """Return the rank-local program that the plan describes, recomputed blocks included."""
+    program = _run_rewrites(pipeline, program, world)
     return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
 
 
-def _emitted(pipeline: PassManager, program: Program, world: World) -> Program:
+def _run_rewrites(pipeline: PassManager, program: Program, world: World) -> Program:
+    """Run the rewriting passes on a chosen program, all but recompute."""
     program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
     program = pipeline.run(
         "route", program, lambda p: hierarchy.choose_hierarchies(p, world), hierarchy.check
@@ -206,44 +226,52 @@ def _emitted(pipeline: PassManager, program: Program, world: World) -> Program:
 def fit_to_memory(
     pipeline: PassManager, source: Program, chosen: Program, world: World, asked: PlanRequest
 ) -> Program:
-    """Rewritten, with as little recomputed as makes it fit. Raises PlanError where nothing does."""
-    program = _on_one_rank(source, _emitted(pipeline, chosen, world))
+    """Return the rank-local program, with just enough blocks recomputed to fit the budget. Raises
+    PlanError, naming the smallest world that would do, where no amount is enough.
+    """
+    program = _keep_traced_on_one_rank(source, _run_rewrites(pipeline, chosen, world))
 
     def larger(needs: Memory) -> str:
         assert asked.budget is not None and chosen.plan is not None
-        how = asked.layout or "auto", asked.redundant, asked.budget
-        return world_size.larger_world(chosen, chosen.plan, *how, needs)
+        options = asked.layout or "auto", asked.redundant, asked.budget
+        return world_size.larger_world(chosen, chosen.plan, *options, needs)
 
     def step(program: Program) -> Program:
         return made_to_fit(program, world, asked.budget, larger)
 
     program = pipeline.run("recompute", program, step, recomputing.check)
     assert program.plan is not None
-    return dataclasses.replace(program, plan=_with_room(program.plan, asked))
+    return dataclasses.replace(program, plan=_reserve_flight_bytes(program.plan, asked))
 
 
 def finish_plan(
     pipeline: PassManager, source: Program, chosen: Program, world: World, asked: PlanRequest
 ) -> Plan:
-    """The plan with its figures and what `apply` needs. Without a budget: it was made to fit."""
+    """Return the plan with its figures and the context that `apply` needs. Without a budget in
+    `asked` no limit applies: the plan was made to fit before.
+    """
     program = fit_to_memory(pipeline, source, chosen, world, asked)
     assert program.plan is not None
-    made = dataclasses.replace(
-        summary_rows(program, world, _overlapped(program, world) if asked.overlap else None),
+    plan = dataclasses.replace(
+        summary_rows(
+            program, world, _overlapped_timeline(program, world) if asked.overlap else None
+        ),
         fingerprint=fingerprint(source),
         groups=tuple(sorted(group.split("/", 2)[2] for group in groups_of(program.module))),
         seconds_by_pass=dict(pipeline.seconds),
     )
-    ready = dataclasses.replace(program, plan=made)
+    planned = dataclasses.replace(program, plan=plan)
     # under a limit of memory "auto" may have been a named layout
-    layout = made.layout if asked.layout == "auto" else asked.layout
-    kept = PlanContext(ready, pipeline.graphs, world, chosen, layout, asked.redundant)
-    return dataclasses.replace(made, ready=kept)
+    layout = plan.layout if asked.layout == "auto" else asked.layout
+    context = PlanContext(planned, pipeline.graphs, world, chosen, layout, asked.redundant)
+    return dataclasses.replace(plan, ready=context)
 
 
-def _with_room(plan: Plan, asked: PlanRequest) -> Plan:
-    """With the limit, and with what communication under computation may hold below it."""
-    if asked.budget is None:  # it has both
+def _reserve_flight_bytes(plan: Plan, asked: PlanRequest) -> Plan:
+    """Return the plan with the device's limit, and with the bytes that collectives in flight may
+    hold below it.
+    """
+    if asked.budget is None:  # the plan has both already
         return plan
     limit, memory = asked.budget.memory_bytes or plan.device_limit, plan.memory
     if memory is not None and asked.overlap and plan.mesh.axes:
@@ -252,18 +280,18 @@ def _with_room(plan: Plan, asked: PlanRequest) -> Plan:
     return dataclasses.replace(plan, device_limit=limit)
 
 
-def _overlapped(program: Program, world: World) -> Timeline | None:
-    """The step with communication under computation. None for one rank, and with blocks that are
-    made again, which are scheduled too but no timeline is modelled of.
+def _overlapped_timeline(program: Program, world: World) -> Timeline | None:
+    """Return the step's timeline with communication under computation. None for one rank, and for
+    plans with recomputed blocks: those are scheduled too, but no timeline models them.
     """
     assert program.plan is not None
     plan = program.plan
-    has_none = not plan.mesh.axes or plan.recompute or plan.regather
-    return None if has_none else timeline(program, world)
+    unmodelled = not plan.mesh.axes or plan.recompute or plan.regather
+    return None if unmodelled else timeline(program, world)
 
 
-def _on_one_rank(source: Program, program: Program) -> Program:
-    """A world of one rank keeps the graph as it was traced."""
+def _keep_traced_on_one_rank(source: Program, program: Program) -> Program:
+    """Return the program with the graph as it was traced where the world has one rank."""
     assert program.plan is not None
     if program.plan.mesh.axes:
         return program

@@ -1,11 +1,14 @@
-"""Regions: nodes that choose their layout together, because nothing is ever converted between them.
+"""Regions: groups of nodes that choose their layout together, as nothing is resharded between them.
 
-A region is a node, or ops that only carry a layout on (pointwise ops, views, pieces of a dim) and
-hang on one value alone: to convert that value or the region's results costs no more than to
-convert in between. Not so where partial values pass and then no longer do: a sum of two that are
-partial may be all-reduced at once, while each by itself would take two collectives.
+Example: linear → gelu → view. The ops after the linear only carry its layout on, so they form one
+region. A region is a node, or ops that only carry a layout (pointwise ops, views, pieces of a dim)
+and depend on one value: resharding that value or the region's results costs no more than resharding
+in between. Partial values are the exception: a sum of two partial ones can be all-reduced at once,
+but each by itself would take two collectives.
 
-Tables of what conversions cost between the layouts in which a value is made and is wanted.
+`Known` shares options and tables between what looks alike, and `ReshardCosts` has the tables of
+what reshards cost between the layouts in which a value is made and wanted. Used by exact_search.py,
+objective.py and bounds/factor_graph.py.
 """
 
 from __future__ import annotations
@@ -32,26 +35,29 @@ Array = NDArray[np.float64]
 
 
 class Options(NamedTuple):
-    """What one variable chooses from; what looks alike shares the object, and all tables of it."""
+    """The options of one variable. What looks alike shares the object, and all tables made
+    from it.
+    """
 
     key: int
     items: tuple[Any, ...]
     costs: Array
 
 
-_EMPTY = Options(-1, ((),), np.zeros(1))  # of a region without nodes: one way to choose nothing
+_EMPTY = Options(-1, ((),), np.zeros(1))  # of a region without nodes: one empty option
 
 Make = Callable[[], tuple[list[Any], list[float]]]
 
 
 class Known:
-    """What was made before, by what it was made of."""
+    """Options and arrays that were built before, by what they were built of."""
 
     def __init__(self) -> None:
         self._options: dict[Hashable, Options] = {}
         self._arrays: dict[Hashable, Array] = {}
 
     def options(self, key: Hashable, make: Make) -> Options:
+        """Return the options under `key`, made at the first call."""
         if key not in self._options:
             items, costs = make()
             array = np.array(costs, dtype=np.float64)
@@ -59,6 +65,7 @@ class Known:
         return self._options[key]
 
     def array(self, key: Hashable, make: Callable[[], Array]) -> Array:
+        """Return the array under `key`, made at the first call."""
         if key not in self._arrays:
             self._arrays[key] = make()
         return self._arrays[key]
@@ -68,8 +75,8 @@ class Known:
 class Region:
     """Nodes that choose together: an option is a strategy for each.
 
-    `root`: the value from outside that carriers hang on (None: a node by itself). `sources`: of
-    every operand of every node, its value. `uses`: the (node, operand) places that take the root.
+    `root`: the outside value that carriers depend on (None: a single node). `sources`: the value of
+    every operand of every node. `uses`: the (node, operand) places that take the root.
     """
 
     root: Value | None
@@ -80,7 +87,7 @@ class Region:
 
 
 class Regions:
-    """The regions of a graph, as its nodes are placed one after the other."""
+    """The regions of a graph, built as its nodes are placed in order."""
 
     def __init__(self, notes: Annotations, known: Known) -> None:
         self.all: list[Region] = []
@@ -89,8 +96,8 @@ class Regions:
         self._fed_by: dict[Value, Region] = {}
 
     def place(self, name: str, sources: list[Value | None], options: Options) -> None:
-        """Put a node into the region of what it hangs on, if it only carries that on; else it is a
-        region of its own.
+        """Put a node into the region of the value it depends on, if the node only carries it on;
+        else into a region of its own.
         """
         region = self._carried_by(name, sources)
         if region is None or not self._extend(region, name, sources, options):
@@ -101,18 +108,21 @@ class Regions:
             self._made_in[name, index] = region
 
     def _carried_by(self, name: str, sources: list[Value | None]) -> Region | None:
+        """Return the region that a node would extend, None where it does more than carry a
+        layout.
+        """
         spec = self._notes.specs[name]
-        stops = {f for f in spec.whole if spec.sizes[f] > 1} - {"pieces"}
-        if spec.product or spec.sum or spec.shared or stops:
+        unsplittable = {f for f in spec.whole if spec.sizes[f] > 1} - {"pieces"}
+        if spec.product or spec.sum or spec.shared or unsplittable:
             return None
         searched = {s for s in sources if s is not None and s[0] in self._notes.searched}
-        homes = {self._home(value, bool(spec.linear)) for value in searched}
-        return homes.pop() if len(homes) == 1 else None
+        regions = {self._home(value, bool(spec.linear)) for value in searched}
+        return regions.pop() if len(regions) == 1 else None
 
     def _home(self, value: Value, partial: bool) -> Region:
-        """The region that a carrier of this value belongs to: the one that makes it, if that is one
-        of carriers, else the one it feeds. `partial`: it carries partial values on; one that does
-        not is no part of a region that makes them.
+        """Return the region that a carrier of this value belongs to: the one that makes the value,
+        if that consists of carriers, else the one that the value feeds. `partial`: the carrier
+        passes partial values on; one that does not is no part of a region that makes them.
         """
         made_in = self._made_in.get(value)
         if made_in is not None and made_in.root and (partial or not self._linear(value)):
@@ -123,26 +133,26 @@ class Regions:
         return self._fed_by[value]
 
     def _linear(self, value: Value) -> bool:
-        """Whether the node that makes it may pass partial values on."""
+        """Whether the node that makes this value may pass partial values on."""
         return bool(self._notes.specs[value[0]].linear)
 
     def _extend(
         self, region: Region, name: str, sources: list[Value | None], options: Options
     ) -> bool:
-        """Join a node's strategies to the region's, where no conversion is needed between them;
-        False where there are none.
+        """Join a node's strategies to the region's where they agree without a reshard; return False
+        where none do.
         """
         wiring = tuple(_wire(region, source) for source in sources)
         key = ("region", region.options.key, options.key, wiring, tuple(region.uses))
-        joined = self._known.options(
-            key, lambda: _joined(region.options, options, wiring, region.uses)
+        options_joined = self._known.options(
+            key, lambda: _join_options(region.options, options, wiring, region.uses)
         )
-        if not joined.items:
+        if not options_joined.items:
             return False
         region.nodes.append(name)
         region.sources.append(sources)
         region.uses.extend((len(region.nodes) - 1, i) for i, w in enumerate(wiring) if w == "root")
-        region.options = joined
+        region.options = options_joined
         return True
 
 
@@ -150,6 +160,7 @@ Crossing = str | tuple[int, int] | None  # "root", (node of the region, result),
 
 
 def _wire(region: Region, source: Value | None) -> Crossing:
+    """Return where an operand of the next node comes from, seen from the region."""
     if source is None:
         return None
     if source == region.root:
@@ -157,16 +168,16 @@ def _wire(region: Region, source: Value | None) -> Crossing:
     return (region.nodes.index(source[0]), source[1]) if source[0] in region.nodes else None
 
 
-def _joined(
+def _join_options(
     region: Options, node: Options, wiring: tuple[Crossing, ...], uses: list[tuple[int, int]]
 ) -> tuple[list[tuple[Strategy, ...]], list[float]]:
-    """Every pair of an option of a region and a strategy of the next node that agree on the layouts
-    between them.
+    """Return every pair of an option of the region and a strategy of the next node that agree on
+    the layouts between them, with its seconds.
     """
-    tied = [i for i, source in enumerate(wiring) if source is not None]
+    wired_operands = [i for i, source in enumerate(wiring) if source is not None]
     fitting: dict[tuple[Layout | None, ...], list[int]] = defaultdict(list)
-    for number, strategy in enumerate(node.items):
-        fitting[tuple(strategy.operands[i] for i in tied)].append(number)
+    for index, strategy in enumerate(node.items):
+        fitting[tuple(strategy.operands[i] for i in wired_operands)].append(index)
     items: list[tuple[Strategy, ...]] = []
     seconds: list[float] = []
     for item, cost in zip(region.items, region.costs, strict=True):
@@ -175,29 +186,31 @@ def _joined(
         elif (
             "root" in wiring
         ):  # the first use: every layout of the root will do, if all uses in this node agree
-            for number, strategy in enumerate(node.items):
-                if len({strategy.operands[i] for i in tied}) == 1:
+            for index, strategy in enumerate(node.items):
+                if len({strategy.operands[i] for i in wired_operands}) == 1:
                     items.append((*item, strategy))
-                    seconds.append(cost + node.costs[number])
+                    seconds.append(cost + node.costs[index])
             continue
         else:
             root = None
-        wanted = tuple(_made(item, wiring[i], root) for i in tied)
-        for number in fitting.get(wanted, ()):
-            items.append((*item, node.items[number]))
-            seconds.append(cost + node.costs[number])
+        wanted = tuple(_provided_layout(item, wiring[i], root) for i in wired_operands)
+        for index in fitting.get(wanted, ()):
+            items.append((*item, node.items[index]))
+            seconds.append(cost + node.costs[index])
     return items, seconds
 
 
-def _made(item: tuple[Strategy, ...], wire: Crossing, root: Layout | None) -> Layout | None:
-    """The layout in which an option of a region provides what this wire carries."""
+def _provided_layout(
+    item: tuple[Strategy, ...], wire: Crossing, root: Layout | None
+) -> Layout | None:
+    """Return the layout in which an option of a region provides what this wire carries."""
     if isinstance(wire, tuple):
         return item[wire[0]].results[wire[1]]
     return root
 
 
 class Want(NamedTuple):
-    """One use (or the making) of a value: its variable, and the layout that each option has."""
+    """One use of a value, or its making: its variable, and the layout that each option has."""
 
     variable: int
     key: Hashable
@@ -205,19 +218,21 @@ class Want(NamedTuple):
 
 
 class ReshardCosts:
-    """Seconds between layouts; tables of the same layouts are made once."""
+    """Seconds of reshards between layouts; tables for the same layouts are built once."""
 
     def __init__(self, world: World, known: Known) -> None:
         self._known = known
         self._seconds = _pricer(world)
 
     def direct(self, native: Want, want: Want, element: Element) -> Array:
-        """From each option of the maker to each of the user."""
+        """Return the seconds from each layout of the maker to each of the user."""
         key = ("direct", native.key, want.key, element)
         return self._known.array(key, lambda: self._between(native.layouts, want.layouts, element))
 
     def copied(self, native: Want, copy: Want, element: Element) -> Array:
-        """From each option of the maker to each copy; the first option of a copy is none."""
+        """Return the seconds from each layout of the maker to each copy; a copy's first option is
+        none.
+        """
 
         def make() -> Array:
             matrix = self._between(native.layouts, copy.layouts, element)
@@ -226,8 +241,8 @@ class ReshardCosts:
         return self._known.array(("copied", native.key, copy.key, element), make)
 
     def nearer(self, native: Want, copy: Want, want: Want, element: Element) -> Array:
-        """To each option of the user from the maker or from the copy, whichever is nearer. Raises
-        PlanError where that is a larger table than elimination takes.
+        """Return the seconds to each layout of the user from the maker or the copy, whichever is
+        nearer. Raises PlanError where the table is larger than elimination takes.
         """
         sizes = (len(native.layouts), 1 + len(copy.layouts), len(want.layouts))
         if math.prod(sizes) > LARGEST:
@@ -245,14 +260,14 @@ class ReshardCosts:
     ) -> Array:
         rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
-        small = np.array([[self._seconds(a, b, element) for b in columns] for a in rows])
-        return small[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
+        unique_pairs = np.array([[self._seconds(a, b, element) for b in columns] for a in rows])
+        return unique_pairs[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
 
 
 @lru_cache(maxsize=4)
 def _pricer(world: World) -> Callable[[Layout, Layout, Element], float]:
-    """Seconds of the way between two layouts. To plan takes many searches on the same few meshes,
-    so it is remembered.
+    """Return the function that gives the seconds of a reshard. It remembers its results, since
+    planning takes many searches on the same few meshes.
     """
 
     @lru_cache(maxsize=1 << 20)

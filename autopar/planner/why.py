@@ -1,7 +1,10 @@
-"""Why a subgraph has its layout: the runners-up, and what each would cost more in the whole plan.
+"""Why a subgraph has its layout: the runners-up, and how much more each would cost in the full
+plan.
 
-A runner-up is fixed in all the places that are asked about, and everything else is searched again
-around it: so what it costs elsewhere (conversions, what is stored) is in the difference.
+Example: plan.why("layers.*.mlp.up") prints the choice "up x→n y→m" and a row per runner-up with its
+extra seconds and bytes. A runner-up is fixed in all the nodes asked about, and everything else is
+searched again around it, so its cost elsewhere (reshards, storage) is in the difference. An
+annotated program, its plan and a pattern enter, a `Why` leaves. Called by planner.PlanContext.why.
 """
 
 from __future__ import annotations
@@ -33,16 +36,16 @@ from autopar.planner.mesh_search import bound_on, near
 from autopar.planner.named_layouts import Layouts, candidates
 from autopar.planner.objective import CostTerms, cost_terms
 
-_AROUND = (8, 4, 2)  # options of everything else; fewer where tables outgrow
-_READ = (4, 8, 16, 32, 64, 128)  # options among which runners-up are looked for
-_EACH = 4  # runners-up tried of every product
-_NAMED = 6  # nodes whose choice is told
+_AROUND = (8, 4, 2)  # options per region elsewhere; fewer where tables outgrow memory
+_READ = (4, 8, 16, 32, 64, 128)  # options per region among which runners-up are sought
+_EACH = 4  # runners-up tried for every matmul
+_NAMED = 6  # nodes whose choice is shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Runner:
-    """A choice that was not made: what it splits, what the whole step would take more (seconds, in
-    all and by term) and how many bytes more a rank would hold at the peak.
+    """A choice that was not made: what it splits, how many seconds more the step would take (in all
+    and by term), and how many bytes more a rank would hold at the peak.
     """
 
     layout: str
@@ -54,8 +57,8 @@ class Runner:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """The answer of `plan.why`: print it with rich. `seconds` and `peak_bytes` are of the plan that
-    was chosen, blocks that run again not counted in its seconds.
+    """The answer of `plan.why`: print it with rich. `seconds` and `peak_bytes` are those of the
+    chosen plan; recomputed blocks are not in the seconds.
     """
 
     pattern: str
@@ -65,10 +68,10 @@ class Why:
     runners: tuple[Runner, ...]
 
     def facts(self) -> dict[str, Any]:
-        """For programs: all of it but the plans."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """Return everything but the plans as a dict."""
+        facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         names = ("layout", "more_seconds", "by_term", "more_bytes")
-        return found | {"runners": [{n: getattr(r, n) for n in names} for r in self.runners]}
+        return facts | {"runners": [{n: getattr(r, n) for n in names} for r in self.runners]}
 
     def __rich__(self) -> Group:
         title = f"{self.pattern}: {self.chosen}; the step takes {format_seconds(self.seconds)}"
@@ -80,10 +83,14 @@ class Why:
         for runner in self.runners:
             share = runner.more_seconds / self.seconds if self.seconds else 0.0
             parts = sorted(runner.by_term.items(), key=lambda pair: -abs(pair[1]))
-            told = [f"{name} {_more(s)}" for name, s in parts if abs(s) > 1e-4 * self.seconds]
-            held = f"{'-' if runner.more_bytes < 0 else '+'}{format_bytes(abs(runner.more_bytes))}"
-            step = f"{_more(runner.more_seconds)} ({share:+.2%})"
-            table.add_row(runner.layout, step, ", ".join(told) or "nothing to speak of", held)
+            terms = [
+                f"{name} {_signed_seconds(s)}" for name, s in parts if abs(s) > 1e-4 * self.seconds
+            ]
+            memory = (
+                f"{'-' if runner.more_bytes < 0 else '+'}{format_bytes(abs(runner.more_bytes))}"
+            )
+            step = f"{_signed_seconds(runner.more_seconds)} ({share:+.2%})"
+            table.add_row(runner.layout, step, ", ".join(terms) or "nothing to speak of", memory)
         table.caption = self._caption()
         return Group(table)
 
@@ -96,13 +103,15 @@ class Why:
 
 
 def why(program: Program, plan: Plan, layout: Layouts, redundant: bool, pattern: str) -> Why:
-    """The choice in the nodes that the pattern names, by module path or by name, and up to five
-    runners-up. `program`: annotated. Raises PlanError where the pattern names nothing.
+    """Return the choice at the nodes that the pattern names, by module path or by name, and up to
+    five runners-up. `program`: annotated. Raises PlanError where the pattern names nothing.
     """
     return _Question(program, plan, layout, redundant, pattern).answer()
 
 
 class _Question:
+    """One question to a plan: the groups of nodes asked about, and the searches around them."""
+
     def __init__(
         self, program: Program, plan: Plan, layout: Layouts, redundant: bool, pattern: str
     ) -> None:
@@ -113,55 +122,58 @@ class _Question:
         self.constraint = self._constraint(layout)
 
     def answer(self) -> Why:
-        found: dict[str, Plan] = {}
+        """Return the choice and its runners-up, the cheapest first."""
+        plans: dict[str, Plan] = {}
         if self.plan.mesh.axes:
             bound = bound_on(
                 self.program, self.plan.mesh, self.constraint, self.world, self.redundant
             )
             for names in self.groups:
                 for choice in self._others(bound, names):
-                    made = self._around(bound, names, choice)
-                    if made is not None:
-                        text = self._text(made)
-                        if text not in found or made.seconds < found[text].seconds:
-                            found[text] = made
+                    plan = self._around(bound, names, choice)
+                    if plan is not None:
+                        text = self._text(plan)
+                        if text not in plans or plan.seconds < plans[text].seconds:
+                            plans[text] = plan
         chosen = self._text(self.plan)
-        found.pop(chosen, None)
-        best = sorted(found.items(), key=lambda pair: pair[1].seconds)[:5]
-        now = self.plan.peak_bytes
-        runners = tuple(self._runner(text, made) for text, made in best)
-        return Why(self.pattern, chosen, sum(self.spent.values()), now, runners)
+        plans.pop(chosen, None)
+        best = sorted(plans.items(), key=lambda pair: pair[1].seconds)[:5]
+        peak_bytes = self.plan.peak_bytes
+        runners = tuple(self._runner(text, plan) for text, plan in best)
+        return Why(self.pattern, chosen, sum(self.spent.values()), peak_bytes, runners)
 
     def _constraint(self, layout: Layouts) -> Constraint:
-        """The rules under which the plan was searched."""
-        several = [
+        """Return the constraint under which the plan was searched."""
+        constraints = [
             c for m, c in candidates(layout, self.world.ranks, self.program) if m == self.plan.mesh
         ]
-        if len(several) == 1:
-            return several[0]
+        if len(constraints) == 1:
+            return constraints[0]
         seconds = sum(self.spent.values())
 
         def off(rules: Constraint) -> float:
-            made = search(self.program, self.plan.mesh, self.world, rules, self.redundant)
-            return abs(made.seconds - seconds)
+            plan = search(self.program, self.plan.mesh, self.world, rules, self.redundant)
+            return abs(plan.seconds - seconds)
 
-        return min(several, key=off)
+        return min(constraints, key=off)
 
     def _others(self, bound: Bound, names: list[str]) -> list[tuple[Choice, ...]]:
-        """The most promising joint choices of the first of these nodes that split otherwise."""
-        found: dict[tuple[str, ...], tuple[Choice, ...]] = {}
+        """Return the most promising joint choices of the group's first node that split
+        differently.
+        """
+        choices: dict[tuple[str, ...], tuple[Choice, ...]] = {}
         chosen = self.plan.choices[names[0]].splits
         for most in _READ:
             for joint in near(bound, math.inf, most).get(names[0], ()):
                 splits = tuple(map(split_of, joint))
                 if splits != chosen:
-                    found.setdefault(splits, joint)
-            if len(found) >= _EACH:
+                    choices.setdefault(splits, joint)
+            if len(choices) >= _EACH:
                 break
-        return list(found.values())[:_EACH]
+        return list(choices.values())[:_EACH]
 
     def _around(self, bound: Bound, names: list[str], choice: tuple[Choice, ...]) -> Plan | None:
-        """The best plan in which these nodes do so; None where there is none."""
+        """Return the best plan in which these nodes make this choice; None where there is none."""
         for most in _AROUND:
             among: Near = {**near(bound, math.inf, most), **dict.fromkeys(names, (choice,))}
             try:
@@ -178,13 +190,13 @@ class _Question:
         return None
 
     def _runner(self, text: str, made: Plan) -> Runner:
-        spent = cost_terms(self.program, made, self.world)
+        terms = cost_terms(self.program, made, self.world)
         more = {
-            name: spent.get(name, 0.0) - self.spent.get(name, 0.0)
-            for name in {**self.spent, **spent}
+            name: terms.get(name, 0.0) - self.spent.get(name, 0.0)
+            for name in {**self.spent, **terms}
         }
-        held = self._peak(made) - self.plan.memory.waiting if self.plan.memory else 0.0
-        return Runner(text, sum(spent.values()) - sum(self.spent.values()), more, held, made)
+        more_bytes = self._peak(made) - self.plan.memory.waiting if self.plan.memory else 0.0
+        return Runner(text, sum(terms.values()) - sum(self.spent.values()), more, more_bytes, made)
 
     def _peak(self, made: Plan) -> float:
         made = dataclasses.replace(made, recompute=self.plan.recompute, regather=self.plan.regather)
@@ -193,7 +205,7 @@ class _Question:
         return peak(program, self.plan.optimizer, self.world).peak
 
     def _text(self, plan: Plan) -> str:
-        """What the nodes that were asked about split: "up x→n y→m, down x→k y→m"."""
+        """Return what the nodes asked about split, such as "up x→n y→m, down x→k y→m"."""
         parts = []
         for names in self.groups[:_NAMED]:
             letters = [letter_of(self.program, names[0], s) for s in plan.choices[names[0]].splits]
@@ -211,8 +223,9 @@ class _Question:
 
 
 def _groups(program: Program, plan: Plan, pattern: str) -> list[list[str]]:
-    """The products (else all nodes) that the pattern names; those that are equal but for the number
-    of their layer are one group.
+    """Return the matmuls (else all nodes) that the pattern names, in groups; nodes that are equal
+    but for the number of their layer form one group. Raises PlanError where the pattern names
+    nothing.
     """
     nodes = [n for n in program.module.graph.nodes if n.name in plan.choices]
     named = [n for n in nodes if n.name == pattern] or [
@@ -230,22 +243,24 @@ def _groups(program: Program, plan: Plan, pattern: str) -> list[list[str]]:
         )
     assert program.annotations is not None
     specs = program.annotations.specs
-    asked = [n for n in named if specs[n.name].product] or named
+    selected = [n for n in named if specs[n.name].product] or named
     groups: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     times: dict[tuple[str, str], int] = defaultdict(int)
-    for node in asked:
-        here = module_path(node), str(node.target)
-        times[here] += 1
-        groups[re.sub(r"\d+", "*", here[0]), here[1], times[here]].append(node.name)
+    for node in selected:
+        place = module_path(node), str(node.target)
+        times[place] += 1
+        groups[re.sub(r"\d+", "*", place[0]), place[1], times[place]].append(node.name)
     return list(groups.values())
 
 
 def _path(program: Program, name: str) -> str:
-    found: fx.Node = next(n for n in program.module.graph.nodes if n.name == name)
-    return module_path(found)
+    """Return the module path of a node."""
+    node: fx.Node = next(n for n in program.module.graph.nodes if n.name == name)
+    return module_path(node)
 
 
-def _more(seconds: float) -> str:
+def _signed_seconds(seconds: float) -> str:
+    """Return a difference of seconds with its sign, such as "+12.3 µs"."""
     size = abs(seconds)
     text = f"{size * 1e6:.1f} µs" if size < 1e-3 else format_seconds(size)
     return f"{'-' if seconds < 0 else '+'}{text}"

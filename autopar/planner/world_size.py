@@ -1,6 +1,9 @@
-"""Worlds of another size: a smaller one that would be as fast, a larger one that a model would fit.
+"""Worlds of another size: a smaller one that would be as fast, and a larger one that a model would
+fit.
 
-Both are looked for quickly, on meshes of at most two axes.
+Example: "8 devices" instead of 16, within 1 % of the step time. Both are searched quickly, on
+meshes of at most two axes. An annotated program and its plan enter. `smaller_world` is called by
+api.py, `larger_world` by planner.py, for the refusal of a plan that does not fit.
 """
 
 from __future__ import annotations
@@ -23,31 +26,34 @@ from autopar.planner.named_layouts import Layouts, candidates
 from autopar.planner.rematerialize import effort
 from autopar.world import World
 
-_AS_FAST = 1.01  # times the seconds of the plan
+_AS_FAST = 1.01  # times the plan's seconds
 _AXES = 2
 _TRIES = 3  # larger worlds that are tried
-_FRUGAL = 64.0  # price of a byte, in steps per peak: so high that memory is nearly all that counts
+_FRUGAL = 64.0  # price of a byte, in steps per peak: so high that memory decides nearly alone
 
 
 def smaller_world(
     program: Program, plan: Plan, layout: Layouts, redundant: bool, budget: Budget
 ) -> tuple[int, float] | None:
-    """(ranks, modelled seconds of a step) of the smallest world that fits the model and is within
-    1 % as fast as `plan`, halving its world and whole nodes first; None where not even half is.
+    """Return (ranks, modelled seconds of a step) of the smallest world that fits the model and is
+    within 1 % as fast as `plan`; None where not even half of its world is. Worlds are halved, whole
+    nodes first.
 
     `program`: annotated. A bound settles nearly all cases; only a world that it leaves open is
     searched, on its most promising mesh.
     """
-    found = None
+    smallest = None
     for world in _halves(plan.world):
-        tried = _as_fast(program, world, layout, redundant, budget, plan.seconds * _AS_FAST)
-        if tried is None:
+        seconds = _seconds_if_as_fast(
+            program, world, layout, redundant, budget, plan.seconds * _AS_FAST
+        )
+        if seconds is None:
             break
-        found = world.ranks, tried
-    return found
+        smallest = world.ranks, seconds
+    return smallest
 
 
-def _as_fast(
+def _seconds_if_as_fast(
     program: Program,
     world: World,
     layout: Layouts,
@@ -55,41 +61,44 @@ def _as_fast(
     budget: Budget,
     seconds: float,
 ) -> float | None:
-    """The seconds of a step on this world, if they are no more and it fits."""
-    given = _candidates(program, world, layout)
-    if not given:
+    """Return the seconds of a step on this world, if it fits and takes at most `seconds`; else
+    None.
+    """
+    layout_candidates = _small_candidates(program, world, layout)
+    if not layout_candidates:
         return None
-    whole = frame(program)
-    bounds = meshes_by_bound(whole, given, world, redundant)
-    least = min(range(len(given)), key=bounds.__getitem__)
-    if bounds[least] > seconds:
+    full_frame = frame(program)
+    bounds = meshes_by_bound(full_frame, layout_candidates, world, redundant)
+    most_promising = min(range(len(layout_candidates)), key=bounds.__getitem__)
+    if bounds[most_promising] > seconds:
         return None
-    plan, _ = exact(whole, *given[least], world, redundant)
+    plan, _ = exact(full_frame, *layout_candidates[most_promising], world, redundant)
     if plan.seconds > seconds:
         return None
-    once = dataclasses.replace(budget, recompute="none")
-    made, memory = _emitted(program, plan, world, once)
-    total = summary_rows(made, world).seconds
+    budget_without_recompute = dataclasses.replace(budget, recompute="none")
+    emitted, memory = _emit_to_fit(program, plan, world, budget_without_recompute)
+    total = summary_rows(emitted, world).seconds
     return total if budget.fits(memory) and total <= seconds else None
 
 
 def larger_world(
     program: Program, plan: Plan, layout: Layouts, redundant: bool, budget: Budget, needs: Memory
 ) -> str:
-    """The smallest world that the model would fit, as "16 devices"; "" where three doublings that
-    could do are not enough. `needs`: what the most frugal plan found takes on the plan's world.
+    """Return the smallest world that the model would fit, as "16 devices"; "" where three doublings
+    that could do are not enough. `needs`: the memory of the most frugal plan found on the plan's
+    world.
     """
     assert budget.memory_bytes is not None
     doublings = max(1, math.ceil(math.log2(needs.peak / budget.memory_bytes)))
     price = Price(ActivationMemory(program, budget.optimizer), _FRUGAL * plan.seconds / needs.peak)
-    for more in range(doublings, doublings + _TRIES):
-        world = _times(plan.world, 2**more)
-        given = [] if world is None else _candidates(program, world, layout)
-        if world is None or not given:
+    for exponent in range(doublings, doublings + _TRIES):
+        world = _times(plan.world, 2**exponent)
+        layout_candidates = [] if world is None else _small_candidates(program, world, layout)
+        if world is None or not layout_candidates:
             continue
         try:
-            found = best(program, given, world, redundant, price).plan
-            _, memory = _emitted(program, found, world, budget)
+            best_plan = best(program, layout_candidates, world, redundant, price).plan
+            _, memory = _emit_to_fit(program, best_plan, world, budget)
         except PlanError:
             continue
         if budget.fits(memory):
@@ -97,34 +106,44 @@ def larger_world(
     return ""
 
 
-def _emitted(program: Program, plan: Plan, world: World, budget: Budget) -> tuple[Program, Memory]:
+def _emit_to_fit(
+    program: Program, plan: Plan, world: World, budget: Budget
+) -> tuple[Program, Memory]:
+    """Return the emitted program with just enough rematerialization to fit, and its memory."""
     planned = dataclasses.replace(program, plan=plan)
     return effort(emit_program(planned, world), world, budget)
 
 
-def _candidates(program: Program, world: World, layout: Layouts) -> list[Candidate]:
+def _small_candidates(program: Program, world: World, layout: Layouts) -> list[Candidate]:
+    """Return the candidates of at most two axes, or the first one; none where the layout has no
+    mesh.
+    """
     try:
-        given = list(candidates(layout, world.ranks, program))
+        all_candidates = list(candidates(layout, world.ranks, program))
     except LayoutError:
         return []
-    return [(mesh, rules) for mesh, rules in given if len(mesh.axes) <= _AXES] or given[:1]
+    return [
+        (mesh, rules) for mesh, rules in all_candidates if len(mesh.axes) <= _AXES
+    ] or all_candidates[:1]
 
 
 def _halves(world: World) -> Iterator[World]:
-    """Worlds of a half, a quarter, … of the ranks: fewer nodes, then fewer ranks in a node."""
+    """Yield worlds of a half, a quarter, … of the ranks: with fewer nodes, then with fewer ranks
+    per node.
+    """
     while not world.links:
-        place = max((i for i, x in enumerate(world.levels) if x.ranks % 2 == 0), default=-1)
-        if place < 0 or any(x.ranks > 1 for x in world.levels[place + 1 :]):
+        level = max((i for i, x in enumerate(world.levels) if x.ranks % 2 == 0), default=-1)
+        if level < 0 or any(x.ranks > 1 for x in world.levels[level + 1 :]):
             return
-        half = dataclasses.replace(world.levels[place], ranks=world.levels[place].ranks // 2)
-        levels = (*world.levels[:place], half, *world.levels[place + 1 :])
-        kept = tuple(m for m in world.measured if m.reach <= world.ranks // 2)
-        world = dataclasses.replace(world, levels=levels, measured=kept)
+        half = dataclasses.replace(world.levels[level], ranks=world.levels[level].ranks // 2)
+        levels = (*world.levels[:level], half, *world.levels[level + 1 :])
+        measured = tuple(m for m in world.measured if m.reach <= world.ranks // 2)
+        world = dataclasses.replace(world, levels=levels, measured=measured)
         yield world
 
 
 def _times(world: World, times: int) -> World | None:
-    """A world of so many times the nodes; None for an irregular network."""
+    """Return a world of `times` times the nodes; None for an irregular network."""
     if world.links:
         return None
     *inner, outer = world.levels

@@ -1,5 +1,6 @@
-"""Bounds: what the best plan on each of many meshes takes at the least, for all of them at once.
+"""Lower bounds on the step time of the best plan, on many meshes at once.
 
-The program becomes a factor graph (factor_graph.py) with costs of options (option_costs.py) and of
-reshards between them (reshard_costs.py); message_passing.py bounds its minimum.
+A program becomes a factor graph (factor_graph.py) with the costs of options (option_costs.py) and
+of reshards between them (reshard_costs.py), as arrays over meshes (arrays.py); message_passing.py
+bounds the minimum. mesh_search.py takes the bounds.
 """

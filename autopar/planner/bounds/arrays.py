@@ -1,14 +1,11 @@
-"""Arrays over meshes and what their axes may do: [mesh, option of axis 0, option of axis 1, …].
+"""Arrays over many meshes at once: the seconds of collectives and of nodes, for the bounds.
 
-What collectives cost on many meshes at once, as arrays.
-
-Between what variables cost by their joint options and what values cost by their joint states.
-
-Options and states are numbered; a joint one has a number for each axis, which is a dim of the
-array, and the last dim is the mesh.
-
-What a node costs by every joint option of its axes, on many meshes: computing, the collectives
-inside it, and what it keeps, where that has a price.
+Mesh axes have options (for a region) or states (for a value), each numbered. An array has one dim
+per axis, over its options or states, and one for the mesh: first, [mesh, option of axis 0, option
+of axis 1, …], in `Meshes` and `NodeCosts`; last in `spread`, `least` and `only`, which translate
+between joint options and joint states of message_passing.py. `NodeCosts` gives what a node takes by
+the joint options of its axes: computation, the collectives inside it, and the price of the bytes it
+saves. Used by option_costs.py, reshard_costs.py, message_passing.py and mesh_search.py.
 """
 
 from __future__ import annotations
@@ -40,12 +37,12 @@ from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame
 from autopar.world import World
 
 Array = NDArray[np.float64]
-BIG = np.float32(1e6)  # seconds: what is not allowed
-HALF = np.float32(5e5)  # more is not allowed, either
+BIG = np.float32(1e6)  # seconds: the cost of what is not allowed
+HALF = np.float32(5e5)  # seconds: a cost above this is not allowed either
 
 
 class Meshes:
-    """Meshes with equally many axes. `sizes`: [mesh, axis]."""
+    """Meshes with the same number of axes, and the cost of collectives on all of them."""
 
     def __init__(self, meshes: Sequence[Mesh], world: World) -> None:
         self.meshes, self.world = tuple(meshes), world
@@ -58,76 +55,89 @@ class Meshes:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        found = [[axis.size for axis in mesh.axes] for mesh in self.meshes]
-        return np.array(found, dtype=np.int64).reshape(len(self), self.count)
+        """The sizes of all axes: [mesh, axis]."""
+        sizes = [[axis.size for axis in mesh.axes] for mesh in self.meshes]
+        return np.array(sizes, dtype=np.int64).reshape(len(self), self.count)
 
     def seconds(
         self, kind: str, axes: tuple[int, ...], whole_bytes: Array, flat: bool = False
     ) -> Array:
-        """Of a collective over the axes at these places, in its fastest way; `flat`: of those in
-        one level. `whole_bytes`: [mesh, …].
+        """Return the seconds of a collective over the axes at these places, with its fastest
+        algorithm: [mesh, …]. `flat`: only algorithms of one level. `whole_bytes`: bytes of the
+        unsharded value, [mesh, …].
         """
         shape = (-1,) + (1,) * (whole_bytes.ndim - 1)
         best: Array | None = None
         for start, rate, bends in zip(*self._all_ways(kind, axes, flat), strict=True):
-            found = start.reshape(shape) + rate.reshape(shape) * whole_bytes
+            duration = start.reshape(shape) + rate.reshape(shape) * whole_bytes
             for at, more in bends:
-                over = np.maximum(whole_bytes - at.reshape(shape), 0.0)
-                found += more.reshape(shape) * over
-            best = found if best is None else np.minimum(best, found, out=best)
+                excess = np.maximum(whole_bytes - at.reshape(shape), 0.0)
+                duration += more.reshape(shape) * excess
+            best = duration if best is None else np.minimum(best, duration, out=best)
         assert best is not None
         return best
 
     def _all_ways(self, kind: str, axes: tuple[int, ...], flat: bool) -> tuple[Array, Array, Array]:
-        """(seconds to start, seconds per byte), each [way, mesh], and the bends of every way: [way,
-        bend, bytes and seconds per byte more, mesh].
+        """Return (seconds to start, seconds per byte) of every algorithm, each [algorithm, mesh],
+        and its bends: [algorithm, bend, bytes and extra seconds per byte, mesh].
         """
         key = (kind, axes, flat)
         if key not in self._lines:
             find = flat_algorithms if flat else algorithms
-            several = []
+            per_mesh = []
             for mesh in self.meshes:
                 digits = pattern(mesh, tuple(mesh.axes[a].name for a in axes))
-                several.append(in_step(self.world, find(self.world, kind, digits)))
-            most = max(len(found) for found in several)
-            filled = [[*found, *[found[-1]] * (most - len(found))] for found in several]
-            bent = max(len(way.bends) for found in several for way in found)
+                per_mesh.append(in_step(self.world, find(self.world, kind, digits)))
+            longest = max(len(row) for row in per_mesh)
+            padded = [[*row, *[row[-1]] * (longest - len(row))] for row in per_mesh]
+            bends_max = max(len(algorithm.bends) for row in per_mesh for algorithm in row)
             bends = [
-                [[*way.bends, *[(0.0, 0.0)] * (bent - len(way.bends))] for way in found]
-                for found in filled
+                [
+                    [*algorithm.bends, *[(0.0, 0.0)] * (bends_max - len(algorithm.bends))]
+                    for algorithm in row
+                ]
+                for row in padded
             ]
-            lines = np.array([[(way.start_s, way.s_per_byte) for way in found] for found in filled])
-            shaped = np.array(bends, dtype=np.float64).reshape(len(self), most, bent, 2)
+            lines = np.array(
+                [[(algorithm.start_s, algorithm.s_per_byte) for algorithm in row] for row in padded]
+            )
+            shaped = np.array(bends, dtype=np.float64).reshape(len(self), longest, bends_max, 2)
             self._lines[key] = lines[:, :, 0].T, lines[:, :, 1].T, np.moveaxis(shaped, 0, -1)
         return self._lines[key]
 
 
 def along(column: NDArray[Any], axis: int, count: int) -> NDArray[Any]:
-    """[mesh, option] of one of `count` axes as [mesh, 1, …, option, …, 1]."""
+    """Return the column [mesh, option] of one of `count` axes as [mesh, 1, …, option, …, 1]."""
     shape = [column.shape[0]] + [1] * count
     shape[1 + axis] = column.shape[1]
     return column.reshape(shape)
 
 
 def over_axes(per_axis: NDArray[Any]) -> Any:
-    """The sum of what every axis costs by itself, [mesh, axis, option]."""
+    """Return the sum of what every axis costs by itself: from [mesh, axis, option] to joint
+    options.
+    """
     count = per_axis.shape[1]
     return sum(along(per_axis[:, a], a, count) for a in range(count))
 
 
 def parts(meshes: Meshes, split: Sequence[bool]) -> NDArray[np.int64]:
-    """Into how many parts the axes cut what these options split: [mesh, option, …]."""
-    found: Any = np.ones((len(meshes),) + (1,) * meshes.count, dtype=np.int64)
+    """Return the number of parts into which the axes cut what these options split: [mesh, option,
+    …].
+    """
+    counts: Any = np.ones((len(meshes),) + (1,) * meshes.count, dtype=np.int64)
     for a in range(meshes.count):
         sizes = np.where(np.array(split)[None, :], meshes.sizes[:, a, None], 1)
-        found = found * along(sizes, a, meshes.count)
-    return found
+        counts = counts * along(sizes, a, meshes.count)
+    return counts
 
 
 def local(
     meshes: Meshes, shape: tuple[int, ...], states: Sequence[int | None]
 ) -> NDArray[np.float64]:
-    """How many numbers of a tensor of this shape a rank has: [mesh, option, …]."""
+    """Return the number of elements that a rank holds of a tensor of this shape: [mesh,
+    option, …].
+    """
     return math.prod(shape) / parts(meshes, [s is not None and s >= FIRST_SLOT for s in states])
 
 
@@ -136,8 +146,9 @@ Bools = NDArray[np.bool_]
 
 
 class Rated(NamedTuple):
-    """The options of a variable that some mesh allows, and the seconds of every joint one: [mesh,
-    option of axis 0, option of axis 1, …], BIG where it is not allowed. `number`: an identity.
+    """The options of a variable that some mesh allows, and the seconds of every joint option:
+    [mesh, option of axis 0, option of axis 1, …], BIG where it is not allowed. `number`: an
+    identity.
     """
 
     number: int
@@ -146,50 +157,52 @@ class Rated(NamedTuple):
 
 
 def spread(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
-    """From joint states to joint options, given the state of each option."""
+    """Return the costs over joint states as costs over joint options, given the state of each
+    option.
+    """
     if states == known:
         return seconds
     axes = seconds.ndim - 1
     rows = seconds.reshape(len(known) ** axes, -1)
-    found = rows.take(_rows(states, known, axes), axis=0)
-    return found.reshape((len(states),) * axes + (-1,))
+    option_seconds = rows.take(_joint_rows(states, known, axes), axis=0)
+    return option_seconds.reshape((len(states),) * axes + (-1,))
 
 
 @cache
-def _rows(states: tuple[int, ...], known: tuple[int, ...], axes: int) -> NDArray[np.intp]:
-    """The place among joint states of every joint option."""
-    one = np.array([known.index(state) for state in states], dtype=np.intp)
-    found = np.zeros((), dtype=np.intp)
+def _joint_rows(states: tuple[int, ...], known: tuple[int, ...], axes: int) -> NDArray[np.intp]:
+    """Return for every joint option the index of its joint state."""
+    axis_rows = np.array([known.index(state) for state in states], dtype=np.intp)
+    rows = np.zeros((), dtype=np.intp)
     for _ in range(axes):
-        found = found[..., None] * len(known) + one
-    return found.reshape(-1)
+        rows = rows[..., None] * len(known) + axis_rows
+    return rows.reshape(-1)
 
 
 def least(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
-    """From joint options to joint states: the least of the options that have it, BIG without.
-    A new array where that differs.
+    """Return the costs over joint states: the least of the options that have a state, BIG for a
+    state without options. A new array, unless nothing changes.
     """
     if states == known:
         return seconds
-    first, more, missing = _options(states, known)
+    first_option, further, unreached = _options_by_state(states, known)
     for dim in range(seconds.ndim - 1):
         before: Any = (slice(None),) * dim
-        found = seconds.take(first, axis=dim)
-        for place, option in more:
-            into = found[(*before, place)]
+        state_seconds = seconds.take(first_option, axis=dim)
+        for place, option in further:
+            into = state_seconds[(*before, place)]
             np.minimum(into, seconds[(*before, option)], out=into)
-        if missing:
-            found[(*before, missing)] = BIG
-        seconds = found
+        if unreached:
+            state_seconds[(*before, unreached)] = BIG
+        seconds = state_seconds
     return seconds
 
 
 @cache
-def _options(
+def _options_by_state(
     states: tuple[int, ...], known: tuple[int, ...]
 ) -> tuple[NDArray[np.intp], tuple[tuple[int, int], ...], list[int]]:
-    """Of every known state the first option that has it (some option where none has), then (state,
-    option) of the further ones, and the states without.
+    """Return for every state the first option that has it (any option where none has), then (state,
+    option) of the further options, and the states without an option.
     """
     first = [states.index(state) if state in states else 0 for state in known]
     more = [(known.index(s), i) for i, s in enumerate(states) if first[known.index(s)] != i]
@@ -198,7 +211,7 @@ def _options(
 
 
 def only(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
-    """BIG in the states that no option has; in place."""
+    """Set the states that no option has to BIG, in place, and return the array."""
     missing = [place for place, state in enumerate(known) if state not in states]
     for dim in range(seconds.ndim - 1) if missing else ():
         index: Any = (*(slice(None),) * dim, missing)
@@ -207,7 +220,7 @@ def only(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Fl
 
 
 class NodeCosts:
-    """Rates the nodes of a frame on meshes."""
+    """The seconds of a frame's nodes on all meshes."""
 
     def __init__(self, frame: Frame, meshes: Meshes, price: Price | None) -> None:
         assert frame.program.annotations is not None
@@ -215,7 +228,9 @@ class NodeCosts:
         self.notes: Annotations = frame.program.annotations
 
     def seconds(self, node: fx.Node, found: list[AxisOption]) -> Any:
-        """[mesh, option of axis 0, …], each axis having these options."""
+        """Return the node's seconds by joint option, [mesh, option of axis 0, …], each axis having
+        the options of `found`.
+        """
         spec = self.notes.specs[node.name]
         gradient = carries_gradient(self.notes, node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
@@ -239,23 +254,27 @@ class NodeCosts:
         return total
 
     def _kept(self, node: fx.Node, found: list[AxisOption], price: Price) -> Any:
-        """Bytes that a rank keeps of the node for the backward."""
+        """Return the bytes that a rank saves of the node for the backward."""
         share, operands = price.kept.of(node), operands_of(node)
         spec = self.notes.specs[node.name]
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         total: Any = share.inside / parts(self.meshes, [isinstance(f.choice, Slot) for f in found])
-        for index, each in share.operands:
+        for index, bytes_per_element in share.operands:
             operand = operands[index]
             if operand is not None and spec.operands[index] is not None:
                 states = [f.operands[index] for f in found]
-                total = total + each * local(self.meshes, shape_of(value_of(operand)), states)
-        for index, each in share.results:
+                total = total + bytes_per_element * local(
+                    self.meshes, shape_of(value_of(operand)), states
+                )
+        for index, bytes_per_element in share.results:
             states = [f.results[index] for f in found]
-            total = total + each * local(self.meshes, shape_of(results[index]), states)
+            total = total + bytes_per_element * local(self.meshes, shape_of(results[index]), states)
         return total
 
     def _inside(self, node: fx.Node, found: list[AxisOption], gradient: bool) -> Any:
-        """The collectives inside a sharded implementation, by the dim that each axis splits."""
+        """Return the seconds of the collectives inside a sharded implementation, by the dim that
+        each axis splits.
+        """
         source = operands_of(node)[0]
         assert source is not None
         slots = self.notes.dims[self.frame.producer(source)]
@@ -267,24 +286,31 @@ class NodeCosts:
         dims, count = sorted(set(held)), self.meshes.count
         table = np.zeros((len(self.meshes),) + (len(dims),) * count)
         for places in itertools.product(range(len(dims)), repeat=count):
-            stub = _cut(shape_of(value_of(source)), [dims[i] for i in places], self.meshes.sizes)
-            for one in inner_collectives(node.target, [stub]):
-                if gradient or not one.backward:
-                    whole = np.asarray(one.traffic.elements * one.element_bytes, dtype=np.float64)
-                    axes = tuple(int(a) for a in one.axes)
+            stub = _stub_layout(
+                shape_of(value_of(source)), [dims[i] for i in places], self.meshes.sizes
+            )
+            for collective in inner_collectives(node.target, [stub]):
+                if gradient or not collective.backward:
+                    sent_bytes = np.asarray(
+                        collective.traffic.elements * collective.element_bytes, dtype=np.float64
+                    )
+                    axes = tuple(int(a) for a in collective.axes)
                     cell: Any = (slice(None), *places)
                     table[cell] += self.meshes.seconds(
-                        one.traffic.collective, axes, np.broadcast_to(whole, len(self.meshes)), True
+                        collective.traffic.collective,
+                        axes,
+                        np.broadcast_to(sent_bytes, len(self.meshes)),
+                        True,
                     )
-        index = np.array([dims.index(h) for h in held])
+        dim_index = np.array([dims.index(h) for h in held])
         for a in range(count):
-            table = np.take(table, index, axis=1 + a)
+            table = np.take(table, dim_index, axis=1 + a)
         return table
 
 
-def _cut(shape: tuple[int, ...], held: list[int], sizes: NDArray[np.int64]) -> Any:
-    """What `inside` asks of a layout in which axis a holds a digit of dim held[a] (-1: none), with
-    arrays over meshes for numbers.
+def _stub_layout(shape: tuple[int, ...], held: list[int], sizes: NDArray[np.int64]) -> Any:
+    """Return a stand-in for a layout in which axis a holds a digit of dim held[a] (-1: none), with
+    arrays over meshes as its numbers. `inner_collectives` reads nothing else of a layout.
     """
     local: list[Any] = [np.full(len(sizes), float(n)) for n in shape]
     for axis, dim in enumerate(held):

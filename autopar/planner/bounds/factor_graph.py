@@ -1,10 +1,13 @@
-"""What is to be decided, whatever the mesh: the regions of a graph with what one axis may do in
-each, and the values that they hand on.
+"""The factor graph of a program: variables to decide, and edges whose ends must agree or be
+resharded.
 
-On one mesh axis a value is in a state: I, R, P, or split on one of its atoms. A region has a list
-of options, each a choice for every node in it; on k axes its options are k-tuples of these.
+Example: a linear layer is a region whose options on one axis are "split the batch", "split n", …;
+an edge hands its result to the next region. On one mesh axis a value is invariant (I), replicated
+(R), partial (P), or split on one of its atoms; on k axes a region's options are k-tuples.
 
-A shorter frame of a model with many equal blocks: a start for the whole.
+`frame` builds it from an annotated program, whatever the mesh; `shorten_frame` leaves out the
+middle of runs of equal blocks, so that messages start on a shorter graph. Used by bounds/,
+mesh_search.py, deep_models.py and world_size.py.
 """
 
 from __future__ import annotations
@@ -33,13 +36,11 @@ from autopar.ir.strategy import Choice, PartialPassThrough, Slot, free_choices, 
 from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES
 from autopar.planner.regions import Known, Region, Regions
 
-WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots count on
+WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots follow
 
 
 class AxisOption(NamedTuple):
-    """What one axis may do at a node: its choice, and the state that it gives every operand and
-    result.
-    """
+    """What one axis may do at a node: its choice, and the state of each operand and result."""
 
     choice: Choice
     operands: tuple[int | None, ...]
@@ -47,17 +48,18 @@ class AxisOption(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """All of a value that the cost of its conversions depends on."""
+    """Everything about a value that the cost of its reshards depends on."""
 
     shape: tuple[int, ...]
     slots: tuple[tuple[int, int, int], ...]  # (dim, unit, size of the atom) of every slot
     element_bytes: int
-    gradient: int  # bytes of an element where ranks add it up; 0: there is none
+    gradient: int  # bytes per element of its gradient where ranks add it up; 0: it has none
     share: float = 1.0
     again: bool = False
 
     @property
     def element(self) -> Element:
+        """The value's element as the cost model of reshards takes it."""
         return Element(self.element_bytes, self.gradient, self.share, self.again)
 
 
@@ -66,9 +68,9 @@ class Variable:
     """One thing to decide: what a region does, how a parameter is stored, or (a hub) the layout
     from which the consumers of a value take it.
 
-    `options`: of a region, a choice for each of its nodes; else states. `look`: variables that look
-    alike cost the same. `block`: the repeated block that it belongs to, such as ("layers", 3).
-    `kind`: of a parameter or a hub.
+    `options`: of a region, a choice for each node; else states. `look`: variables that look alike
+    cost the same. `block`: its repeated block, such as ("layers", 3). `kind`: of a parameter or a
+    hub. `handed`: the program outputs that it makes.
     """
 
     name: str
@@ -86,18 +88,18 @@ class Variable:
 
     @property
     def is_hub(self) -> bool:
-        """A layout from which the consumers of a value take it."""
+        """Whether this is the layout from which the consumers of a value take it."""
         return self.region is None and self.parameter is None
 
     @property
     def is_leaf(self) -> bool:
-        """A parameter with one use."""
+        """Whether this is a parameter with one use."""
         return self.parameter is not None and len(self.edges) == 1
 
 
 @dataclass(eq=False)
 class Edge:
-    """A value on its way from where it is made to one use: the state per option at both ends."""
+    """A value between its maker and one use: the state of each option at both ends."""
 
     value: Value
     kind: Kind
@@ -108,14 +110,13 @@ class Edge:
 
     @property
     def look(self) -> Hashable:
+        """A key that is equal for edges whose costs are the same."""
         return self.kind, self.made, self.wanted
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The variables in the order of the graph, and what is asked of nodes. `owner`: the path of the
-    module that holds a parameter.
-    """
+    """The variables in the order of the graph. `owner`: the path of the module of a parameter."""
 
     program: Program
     nodes: dict[str, fx.Node]
@@ -125,15 +126,18 @@ class Frame:
 
     @staticmethod
     def producer(node: fx.Node) -> Value:
+        """Return the value that a node stands for."""
         return producer(node)
 
 
 def frame(program: Program) -> Frame:
-    """Builds it from an annotated program."""
+    """Return the factor graph of an annotated program."""
     return _Builder(program).build()
 
 
 class _Builder:
+    """Builds a Frame: first its variables, then its edges."""
+
     def __init__(self, program: Program) -> None:
         assert program.annotations is not None
         self.program, self.notes = program, program.annotations
@@ -151,6 +155,7 @@ class _Builder:
         }
 
     def build(self) -> Frame:
+        """Build the variables in the order of the graph, then the edges."""
         entries = {entry.node: entry for entry in self.program.signature.inputs}
         for node in self.nodes.values():
             if node.op == "placeholder" and node.name in self.notes.searched:
@@ -178,8 +183,8 @@ class _Builder:
     def _stored(self, node: fx.Node, parameter: bool) -> None:
         value = (node.name, 0)
         kind = self.kind(value)
-        several = parameter and not self.notes.whole
-        slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if several else ()
+        may_split = parameter and not self.notes.whole
+        slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if may_split else ()
         states = (WHOLE if kind.gradient else REPLICATED, *slots)
         variable = Variable(
             node.name,
@@ -205,14 +210,16 @@ class _Builder:
         key = (node_look(self.notes, node), gradient)
 
         def make() -> tuple[list[AxisOption], list[float]]:
-            found = [self._option(spec, factors, c) for c in free_choices(spec, factors, gradient)]
-            return found, [0.0] * len(found)
+            items = [self._option(spec, factors, c) for c in free_choices(spec, factors, gradient)]
+            return items, [0.0] * len(items)
 
         return self.known.options(key, make)
 
     def _option(
         self, spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]], choice: Choice
     ) -> AxisOption:
+        """Return what a choice does on one axis: the state of every operand and result."""
+
         def state(dims: Dims, index: int | None) -> int:
             if isinstance(choice, PartialPassThrough):
                 return PARTIAL if index is None or index in choice.operands else REPLICATED
@@ -222,8 +229,8 @@ class _Builder:
                 return FIRST_SLOT + slot_number(dims, factors, choice)
             if index is None:
                 return WHOLE if choice.factor in spec.shared else PARTIAL
-            once = index in spec.added and choice.factor in spec.sum
-            return PARTIAL if once else REPLICATED
+            added_once = index in spec.added and choice.factor in spec.sum
+            return PARTIAL if added_once else REPLICATED
 
         return AxisOption(
             choice,
@@ -245,8 +252,8 @@ class _Builder:
         self.variables.append(variable)
         for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
             for index in range(len(items[0][position].results)):
-                made = tuple(item[position].results[index] for item in items)
-                self.makers[name, index] = (variable, made)
+                states = tuple(item[position].results[index] for item in items)
+                self.makers[name, index] = (variable, states)
             for index, source in enumerate(sources):
                 if (
                     source is None
@@ -260,27 +267,31 @@ class _Builder:
 
     # -- edges -------------------------------------------------------------------------------------
     def _connect(self) -> None:
+        """Tie the makers of values to their users, through a hub where a value has several uses."""
         hubs: list[tuple[int, Variable]] = []
         for value, uses in self.uses.items():
-            maker, made = self.makers[value]
-            kind, place = self.kind(value), self.variables.index(maker)
-            if len(uses) > 1:  # all take it in, or convert it from, one layout
-                states = tuple(sorted({s for _, wanted in uses for s in wanted} | set(made)))
+            maker, maker_states = self.makers[value]
+            kind, index = self.kind(value), self.variables.index(maker)
+            if len(uses) > 1:  # all consumers take one layout, or reshard from it
+                states = tuple(
+                    sorted({s for _, wanted in uses for s in wanted} | set(maker_states))
+                )
                 hub = Variable(f"kept {value}", states, ("hub", kind, states), maker.block, kind)
-                hubs.append((place, hub))
-                self._tie(Edge(value, kind, maker, made, hub, states))
-                maker, made = hub, states
+                hubs.append((index, hub))
+                self._tie(Edge(value, kind, maker, maker_states, hub, states))
+                maker, maker_states = hub, states
             for user, wanted in uses:
-                self._tie(Edge(value, kind, maker, made, user, wanted))
+                self._tie(Edge(value, kind, maker, maker_states, user, wanted))
         hubs.sort(key=lambda pair: pair[0])
-        for place, hub in reversed(hubs):
-            self.variables.insert(place + 1, hub)
+        for index, hub in reversed(hubs):
+            self.variables.insert(index + 1, hub)
 
     def _tie(self, edge: Edge) -> None:
         edge.maker.edges.append(edge)
         edge.user.edges.append(edge)
 
     def _hand_out(self) -> None:
+        """Record the outputs of the program with the variables that make them."""
         for output in self.program.signature.outputs:
             if output.node is None:
                 continue
@@ -288,20 +299,21 @@ class _Builder:
             if value not in self.makers:
                 continue
             kind, (maker, _) = self.kind(value), self.makers[value]
-            whole = output.kind == "mutation" or not kind.shape or self.notes.whole
-            slots = () if whole else range(FIRST_SLOT, FIRST_SLOT + len(kind.slots))
+            unsharded = output.kind == "mutation" or not kind.shape or self.notes.whole
+            slots = () if unsharded else range(FIRST_SLOT, FIRST_SLOT + len(kind.slots))
             position = 0 if maker.region is None else maker.region.nodes.index(value[0])
             maker.handed.append((position, value[1], (WHOLE, *slots)))
             maker.look = (maker.look, tuple(maker.handed))
 
     # -- facts -------------------------------------------------------------------------------------
     def kind(self, value: Value) -> Kind:
+        """Return the kind of a value, built once."""
         if value not in self.kinds:
             self.kinds[value] = self._kind(value)
         return self.kinds[value]
 
     def _kind(self, value: Value) -> Kind:
-        found = results_of(self.nodes[value[0]])[value[1]]
+        tensor = results_of(self.nodes[value[0]])[value[1]]
         slots = []
         for dim, atoms in enumerate(self.notes.dims[value]):
             unit = 1
@@ -309,11 +321,13 @@ class _Builder:
                 if not atom.opaque:
                     slots.append((dim, unit, atom.size))
                 unit *= atom.size
-        return Kind(shape_of(found), tuple(slots), *self.notes.element(value, found.dtype.itemsize))
+        return Kind(
+            shape_of(tensor), tuple(slots), *self.notes.element(value, tensor.dtype.itemsize)
+        )
 
 
 def slot_number(dims: Dims, factors: dict[str, tuple[Atom, ...]], slot: Slot) -> int:
-    """Which of a tensor's slots (the order of Kind.slots) an atom of a factor is."""
+    """Return the number of the slot (in the order of Kind.slots) that an atom of a factor is."""
     number = 0
     for names in dims:
         for name in reversed(names):
@@ -325,7 +339,7 @@ def slot_number(dims: Dims, factors: dict[str, tuple[Atom, ...]], slot: Slot) ->
 
 
 def node_look(notes: Annotations, node: fx.Node) -> Hashable:
-    """All of a node that its options and their cost depend on, but for the constraint."""
+    """Return everything that a node's options and costs depend on, except the constraint."""
     shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
     results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
     target = node.target if node.target in HAVE_INNER_COLLECTIVES else None
@@ -333,24 +347,24 @@ def node_look(notes: Annotations, node: fx.Node) -> Hashable:
     return target, rule, shapes, results[0].dtype
 
 
-_KEPT = 2  # equal blocks that stay at either end
+_EDGE = 2  # equal blocks that stay at either end of a run
 
 Block = tuple[str, int]
-Twins = Mapping[int, Variable]  # by id of a variable of the whole frame, one of the shorter frame
+Twins = Mapping[int, Variable]  # by the id of a variable of the full frame
 
 
 def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
-    """The frame without the middle of each run of equal blocks. A frame without such runs is given
-    back as it is.
+    """Return the frame without the middle of each run of equal blocks (itself where it has none),
+    and the twin of every variable.
     """
     blocks: dict[Block, list[Variable]] = defaultdict(list)
     for variable in frame.variables:
         if variable.block is not None:
             blocks[variable.block].append(variable)
-    looks = {block: _look(variables) for block, variables in blocks.items()}
+    looks = {block: _block_look(variables) for block, variables in blocks.items()}
     standing = {
-        block: run[_KEPT - 1] for run in alike(looks) for block in run[_KEPT:-_KEPT]
-    }  # a block that is left out, and the one that stands for it
+        block: run[_EDGE - 1] for run in alike(looks) for block in run[_EDGE:-_EDGE]
+    }  # from a block left out to the one that stands for it
     if not standing:
         return frame, {id(v): v for v in frame.variables}
     stand_in = {id(v): v for v in frame.variables}
@@ -363,21 +377,23 @@ def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
         for edge in variable.edges if id(variable) in copies else ():
             if edge.user is variable:
                 maker = copies[id(stand_in[id(edge.maker)])]
-                made = dataclasses.replace(edge, maker=maker, user=copies[id(variable)])
-                made.maker.edges.append(made)
-                made.user.edges.append(made)
+                new_edge = dataclasses.replace(edge, maker=maker, user=copies[id(variable)])
+                new_edge.maker.edges.append(new_edge)
+                new_edge.user.edges.append(new_edge)
     short = dataclasses.replace(frame, variables=tuple(copies.values()))
     return short, {id(v): copies[id(stand_in[id(v)])] for v in frame.variables}
 
 
-def _look(variables: list[Variable]) -> Hashable:
+def _block_look(variables: list[Variable]) -> Hashable:
+    """Return what a block's variables and edges look like, equal for equal blocks."""
     return tuple(
-        (v.look, frozenset((e.look, e.maker is v, _seen(e, v)) for e in v.edges)) for v in variables
+        (v.look, frozenset((e.look, e.maker is v, _far_end(e, v)) for e in v.edges))
+        for v in variables
     )
 
 
-def _seen(edge: Edge, variable: Variable) -> Hashable:
-    """Where the other end is: so many blocks on, or outside of all of them."""
+def _far_end(edge: Edge, variable: Variable) -> Hashable:
+    """Return where the other end lies: so many blocks on, or outside the run."""
     other = edge.user if edge.maker is variable else edge.maker
     if variable.block is None or other.block is None or other.block[0] != variable.block[0]:
         return id(other)

@@ -1,13 +1,15 @@
-"""A lower bound of the step time on every mesh at once, and of every option of every variable.
+"""Message passing: a lower bound of the step time on every mesh, and of every option of every
+variable.
 
-Tree reweighted message passing, in sequence (Kolmogorov, TPAMI 28, 2006): every variable hands its
-neighbours the least costs of what lies behind it, forwards through the graph and back. Any
-messages give a bound; a few rounds make it tight on the graphs of transformers. A message is an
-array over the joint states of a value and, last, the mesh.
+Tree-reweighted message passing, in sequence (Kolmogorov, TPAMI 28, 2006): every variable sends its
+neighbours the least costs of what lies behind it, forwards through the graph and back. Any messages
+give a bound; a few rounds make it tight on transformer graphs. A message is an array over the joint
+states of a value and, last, the mesh.
 
-Updates are remembered by the identity of what goes in. A message that hardly differs from a known
-one of the same kind is replaced by that, and the bound is lowered by the difference; so the layers
-of a model cost what a few do.
+Updates are remembered by the identity of their inputs. A message that hardly differs from a known
+one of the same kind is replaced by it, and the bound is lowered by the difference; so the layers of
+a model cost what a few of them do. A Frame and its OptionCosts enter, bounds in seconds and the
+options near them leave. Called by mesh_search.py.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from autopar.planner.bounds.factor_graph import REPLICATED, WHOLE, Edge, Frame, 
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.bounds.reshard_costs import ReshardBounds
 
-_ALIKE = 1e-3  # of the bound: what all replaced messages together may take from it
-_REMEMBERED = 40  # messages of a kind that a new one is compared with
+_ALIKE = 1e-3  # of the bound: the most that all replaced messages together may take from it
+_REMEMBERED = 40  # messages of a kind with which a new one is compared
 
 Bounds = NDArray[np.float64]  # seconds, of every mesh
 Joint = frozenset[tuple[int, ...]]  # joint options of a variable
@@ -34,18 +36,18 @@ Twins = Mapping[int, Variable]
 
 
 class Message(NamedTuple):
-    """Seconds over the joint states of a value; `number`: an identity."""
+    """The seconds over the joint states of a value; `number`: an identity."""
 
     number: int
     seconds: Floats
-    sample: Floats  # a few of them, to tell messages apart quickly
+    sample: Floats  # a few entries, to tell messages apart quickly
 
 
 @dataclass(frozen=True, eq=False)
 class _End:
-    """An edge as one of its variables sees it: the state of each of its own options and of each of
-    the other's, in `states`; `moves`: what converts from one to the other; `look`: an identity of
-    all these.
+    """An edge as one of its variables sees it: the state of each own option (`mine`) and of each
+    option of the other variable (`theirs`), in `states`; `moves`: the reshards between them;
+    `look`: an identity of all these.
     """
 
     edge: Edge
@@ -57,13 +59,15 @@ class _End:
     look: int
 
     def across(self, given: Floats) -> Floats:
-        """From costs over the states at this end to costs over those at the other: a new array."""
+        """Return costs over the states at this end as costs over the states at the other: a new
+        array.
+        """
         given = self.moves.push(given) if self.makes else self.moves.pull(given)
         return only(given, self.theirs, self.states)
 
 
 class _Look(NamedTuple):
-    """Edges that look alike: see _End."""
+    """The states and reshards that edges which look alike share: see _End."""
 
     made: tuple[int, ...]
     wanted: tuple[int, ...]
@@ -72,7 +76,9 @@ class _Look(NamedTuple):
 
 
 class Bound:
-    """Messages on a frame for some meshes. `run` improves them, `near` reads off what is left."""
+    """Messages on a frame for some meshes. `run` improves them; `near` reads the remaining
+    options.
+    """
 
     def __init__(
         self,
@@ -81,8 +87,8 @@ class Bound:
         start: Bound | None = None,
         twins: Twins | None = None,
     ) -> None:
-        """`start`: a bound on a shorter frame, whose messages are taken over; `twins`: by id, the
-        variable of that frame that each of this one is like.
+        """Set up a bound. `start`: a bound on a shorter frame, whose messages are taken over;
+        `twins`: by id of a variable of this frame, the variable of the shorter frame like it.
         """
         self.frame, self.costs, self.meshes = frame, costs, costs.meshes
         self.live = [v for v in frame.variables if not v.is_leaf]
@@ -126,9 +132,11 @@ class Bound:
         return _End(edge, makes, mine, theirs, moves.states, moves, look)
 
     def _states(self, kind: Kind, states: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
-        """The states of the options that are left; I and R are one where no gradient flows."""
-        left = (states[i] for i in self._rated[id(variable)].options)
-        return tuple(left if kind.gradient else (REPLICATED if s == WHOLE else s for s in left))
+        """Return the states of the remaining options; I and R are one where no gradient flows."""
+        remaining = (states[i] for i in self._rated[id(variable)].options)
+        return tuple(
+            remaining if kind.gradient else (REPLICATED if s == WHOLE else s for s in remaining)
+        )
 
     def _moves_of(
         self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
@@ -139,7 +147,9 @@ class Bound:
         return self._moves[key]
 
     def _with_leaves(self, variable: Variable) -> Rated:
-        """Its options with what hangs on it alone: parameters it takes, outputs it hands out."""
+        """Return a variable's rated options plus the least costs of parameters with one use that it
+        takes, and of the outputs it makes.
+        """
         own = self._rated[id(variable)]
         leaves = [e for e in self._ends[id(variable)] if not e.makes and e.edge.maker.is_leaf]
         key = (
@@ -158,24 +168,28 @@ class Bound:
         return self._folded[key]
 
     def _of_leaf(self, end: _End) -> Floats:
-        """What the best way to store a parameter costs, by the option of its user."""
+        """Return the cost of the best way to store a parameter, by the option of its user."""
         stored = least(self._rated[id(end.edge.maker)].seconds, end.theirs, end.states)
         return spread(end.moves.push(stored), end.mine, end.states)
 
     def _of_output(
         self, variable: Variable, position: int, index: int, states: tuple[int, ...]
     ) -> Floats:
+        """Return the cost of the best layout of an output, by the option of the region that makes
+        it.
+        """
         assert variable.region is not None
         value = (variable.region.nodes[position], index)
         kind = self.frame.kinds[value]
         own = tuple(option[position].results[index] for option in variable.options)
-        made = self._states(kind, own, variable)
-        wanted = tuple(s if kind.gradient or s != WHOLE else REPLICATED for s in states)
-        moves = self._moves_of(kind, made, wanted)
+        own_states = self._states(kind, own, variable)
+        output_states = tuple(s if kind.gradient or s != WHOLE else REPLICATED for s in states)
+        moves = self._moves_of(kind, own_states, output_states)
         free = np.zeros((len(moves.states),) * self.meshes.count + (len(self.meshes),), np.float32)
-        return spread(moves.pull(only(free, wanted, moves.states)), made, moves.states)
+        return spread(moves.pull(only(free, output_states, moves.states)), own_states, moves.states)
 
     def _take_over(self, other: Bound, twins: Twins) -> None:
+        """Start from the messages of a bound on the shorter frame."""
         arrived = {
             (id(v), end.look, end.makes, _beyond(end)): message
             for v in other.live
@@ -191,23 +205,23 @@ class Bound:
         self._known, self._grain = other._known, other._grain
 
     def _least_alone(self) -> Bounds:
-        """What all variables cost at least, each for itself: the bound without any message."""
+        """Return the sum of each variable's own least cost: the bound without any message."""
         return sum(
             (self._lowest(self._rated[id(v)].seconds).astype(np.float64) for v in self.live),
             np.zeros(len(self.meshes)),
         )
 
     def _grain_of(self, bounds: Bounds) -> float:
-        """How far apart messages may be to count as the same, in seconds."""
+        """Return the seconds within which two messages count as the same."""
         edges = sum(len(ends) for ends in self._ends.values()) / 2
         return _ALIKE * float(bounds.min()) / max(1.0, edges)
 
     # -- messages ----------------------------------------------------------------------------------
     def run(self, rounds: int = 1) -> Bounds:
-        """The bound after so many more rounds."""
+        """Run more rounds and return the bound after them, in seconds per mesh."""
         bounds = np.zeros(len(self.meshes))
         for _ in range(rounds):
-            self._known.clear()  # of the last round: little of it comes again
+            self._known.clear()  # the last round's updates: few come again
             for variable in self.live:
                 self._update(variable, forwards=True)
             bounds = np.zeros(len(self.meshes))
@@ -217,7 +231,9 @@ class Bound:
         return bounds
 
     def _update(self, variable: Variable, forwards: bool) -> Bounds:
-        """Send to all neighbours that come later (or earlier); what is left over is bound."""
+        """Send messages to all later (or earlier) neighbours; return what stays, which counts for
+        the bound.
+        """
         own = self._rated[id(variable)]
         ends = [e for e in self._ends[id(variable)] if not self._other(e).is_leaf]
         later = [self._place[id(self._other(e))] > self._place[id(variable)] for e in ends]
@@ -243,7 +259,7 @@ class Bound:
         return (0, None) if message is None else (message.number, message.seconds)
 
     def _total(self, seconds: Floats, ends: list[_End]) -> Floats:
-        """A new array: its own costs and what has arrived."""
+        """Return the variable's own costs plus the messages that arrived: a new array."""
         total = seconds.copy()
         for end in ends:
             _, arrived = self._arrived(end)
@@ -254,6 +270,9 @@ class Bound:
     def _computed(
         self, seconds: Floats, ends: list[_End], sending: list[_End], share: float
     ) -> tuple[Bounds, list[Message]]:
+        """Return what stays of a variable's costs, and its messages to the neighbours in
+        `sending`.
+        """
         total = self._total(seconds, ends)
         lowest, impossible = self._lowest(total), total >= HALF
         total -= lowest
@@ -261,16 +280,16 @@ class Bound:
         np.copyto(total, BIG, where=impossible)
         bounds, sent = lowest.astype(np.float64), []
         for end in sending:
-            given = least(total, end.mine, end.states)
+            outgoing = least(total, end.mine, end.states)
             _, arrived = self._arrived(end)
             if arrived is not None:
-                given = np.where(given < HALF, given - arrived, BIG)
-            there = end.across(given)
-            lowest = self._lowest(there)
+                outgoing = np.where(outgoing < HALF, outgoing - arrived, BIG)
+            message_seconds = end.across(outgoing)
+            lowest = self._lowest(message_seconds)
             bounds += lowest
-            there -= lowest
-            np.minimum(there, BIG, out=there)
-            message, excess = self._unique(there, (end.look, end.makes))
+            message_seconds -= lowest
+            np.minimum(message_seconds, BIG, out=message_seconds)
+            message, excess = self._unique(message_seconds, (end.look, end.makes))
             bounds -= excess
             sent.append(message)
         return bounds, sent
@@ -279,64 +298,70 @@ class Bound:
         return seconds.reshape(-1, len(self.meshes)).min(axis=0)
 
     def _unique(self, seconds: Floats, kind: Hashable) -> tuple[Message, Bounds | float]:
-        """A message of these costs or nearly these, and by how much the bound is lower for it."""
-        known = self._kinds[kind]
+        """Return a message of these costs or nearly these, and how much this lowers the bound."""
+        messages = self._kinds[kind]
         sample = seconds.reshape(-1)[:: 1 | seconds.size // 200]  # odd, to fall on most meshes
-        for message in reversed(known):
+        for message in reversed(messages):
             if float(np.abs(message.sample - sample).max()) <= self._grain:
                 excess = message.seconds - seconds
                 if float(np.abs(excess).max()) <= self._grain:
                     return message, np.maximum(self._lowest(-excess) * -1.0, 0.0)
         self._count += 1
-        known.append(Message(self._count, seconds, sample.copy()))
-        del known[:-_REMEMBERED]
-        return known[-1], 0.0
+        messages.append(Message(self._count, seconds, sample.copy()))
+        del messages[:-_REMEMBERED]
+        return messages[-1], 0.0
 
     # -- what is left ------------------------------------------------------------------------------
     def near(self, margin: float, most: int) -> dict[str, Joint]:
-        """On the one mesh there is: of every region and stored tensor the joint options that are in
-        a bound of at most `margin` seconds above the least, but only the lowest `most` of them.
+        """Return for every region and stored tensor, on the single mesh, the joint options with a
+        bound of at most `margin` seconds above the least, but only the `most` lowest.
         """
         assert len(self.meshes) == 1
-        found: dict[str, Joint] = {}
-        known: dict[Hashable, Joint] = {}
+        near_options: dict[str, Joint] = {}
+        options_by_look: dict[Hashable, Joint] = {}
         for variable in self.live:
             own = self._rated[id(variable)]
             ends = [e for e in self._ends[id(variable)] if not self._other(e).is_leaf]
             key = (own.number, own.options, tuple((e.look, self._arrived(e)[0]) for e in ends))
             total: Floats | None = None
-            if key not in known:
+            if key not in options_by_look:
                 total = self._total(own.seconds, ends)
-                known[key] = _lowest_of(own, total, margin, most)
+                options_by_look[key] = _lowest_options(own, total, margin, most)
             if not variable.is_hub:
-                found[variable.name] = known[key]
+                near_options[variable.name] = options_by_look[key]
             for place, end in enumerate(self._ends[id(variable)]):
                 if self._other(end).is_leaf:
-                    if (key, place) not in known:
+                    if (key, place) not in options_by_look:
                         total = self._total(own.seconds, ends) if total is None else total
-                        known[key, place] = self._near_leaf(end, total, margin, most)
-                    found[self._other(end).name] = known[key, place]
-        return found
+                        options_by_look[key, place] = self._near_leaf(end, total, margin, most)
+                    near_options[self._other(end).name] = options_by_look[key, place]
+        return near_options
 
     def _near_leaf(self, end: _End, total: Floats, margin: float, most: int) -> Joint:
+        """Return the same for a parameter with one use."""
         own = self._rated[id(end.edge.maker)]
-        rest = np.where(total < HALF, total - self._of_leaf(end), BIG)
-        user = end.moves.pull(least(rest, end.mine, end.states))
+        user_costs = np.where(total < HALF, total - self._of_leaf(end), BIG)
+        user = end.moves.pull(least(user_costs, end.mine, end.states))
         stored = np.minimum(own.seconds + spread(user, end.theirs, end.states), BIG)
-        return _lowest_of(own, stored, margin, most)
+        return _lowest_options(own, stored, margin, most)
 
 
 def _beyond(end: _End, twins: Twins | None = None) -> Hashable:
-    """What is at the other end: so named that it is the same in a frame with fewer blocks."""
+    """Return the variable at the other end, named so that the name is the same in a shorter
+    frame.
+    """
     edge = end.edge
-    here, there = (edge.maker, edge.user) if end.makes else (edge.user, edge.maker)
-    if here.block is None or there.block is None or here.block[0] != there.block[0]:
-        return id(twins[id(there)] if twins else there)
-    offset = there.block[1] - here.block[1]
-    return (offset > 0) - (offset < 0), there.place
+    mine, theirs = (edge.maker, edge.user) if end.makes else (edge.user, edge.maker)
+    if mine.block is None or theirs.block is None or mine.block[0] != theirs.block[0]:
+        return id(twins[id(theirs)] if twins else theirs)
+    offset = theirs.block[1] - mine.block[1]
+    return (offset > 0) - (offset < 0), theirs.place
 
 
-def _lowest_of(own: Rated, total: Floats, margin: float, most: int) -> Joint:
+def _lowest_options(own: Rated, total: Floats, margin: float, most: int) -> Joint:
+    """Return the joint options of the lowest totals: at most `most`, within `margin` seconds of the
+    least.
+    """
     total = total[..., 0]
     flat = total.reshape(-1)
     low = np.argsort(flat, kind="stable")[:most]

@@ -1,4 +1,11 @@
-"""What every joint option of a variable costs by itself, and which are allowed, on many meshes."""
+"""The costs of options: what every joint option of a variable takes by itself, and which are
+allowed, on many meshes.
+
+Example: for a matmul on a 2-axis mesh, an array [mesh, option of axis 0, option of axis 1] of
+seconds, BIG where both axes cannot split so. The constraint of each mesh narrows what an axis may
+do, as planner/constraint.py says. A frame, meshes and constraints enter, `Rated` options leave.
+Used by message_passing.py and mesh_search.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +42,7 @@ from autopar.planner.constraint import Constraint
 
 
 class OptionCosts:
-    """Rates the variables of a frame on meshes, each under its own constraint."""
+    """The seconds of a frame's variables on meshes, each mesh under its own constraint."""
 
     def __init__(
         self,
@@ -51,48 +58,53 @@ class OptionCosts:
         self.redundant, self.price = redundant, price
         self.nodes = NodeCosts(frame, meshes, price)
         self._known: dict[Hashable, Rated] = {}
-        self._asked: dict[str, int] = {}  # by path; equal numbers: the same is asked
+        self._asked: dict[str, int] = {}  # by module path; equal numbers: equal roles
         self._numbers: dict[Hashable, int] = {}
         self._axis_known: dict[Hashable, Bools] = {}
 
     def rated(self, variable: Variable) -> Rated:
-        """Variables that look alike, to the constraint too, share the object."""
+        """Return the options of a variable with their seconds. Variables that look alike, to the
+        constraint too, share the object.
+        """
         key = (variable.look, self._rules(variable), self._shares(variable))
         if key not in self._known:
-            made = self._region if variable.region is not None else self._stored
-            options, seconds = made(variable)
+            rate = self._region if variable.region is not None else self._stored
+            options, seconds = rate(variable)
             self._known[key] = Rated(len(self._known) + 1, options, seconds)
         return self._known[key]
 
     def _shares(self, variable: Variable) -> Hashable:
-        """What a region's nodes keep, where that has a price."""
+        """Return what a region's nodes save for the backward, where that has a price."""
         if self.price is None or variable.region is None:
             return None
         return tuple(self.price.kept.of(self.frame.nodes[n]) for n in variable.region.nodes)
 
     def _rules(self, variable: Variable) -> Hashable:
-        """What the constraints say of a variable."""
+        """Return what the constraints say of a variable."""
         if variable.is_hub or all(constraint.free for constraint in self.constraints):
             return None
         names = [variable.name] if variable.region is None else variable.region.nodes
         paths = {self.path(name) for name in names}
         letters = self.constraints[0].letters.get(variable.name)
-        asked = tuple(self._number(path) for path in sorted(paths))
-        bound = tuple(self._of_weight(name) for name in names)
-        return asked, letters, bound, tuple(self._marks(name) for name in names)
+        role_numbers = tuple(self._number(path) for path in sorted(paths))
+        follow_weight = tuple(self._of_weight(name) for name in names)
+        return role_numbers, letters, follow_weight, tuple(self._marks(name) for name in names)
 
     def _number(self, path: str) -> int:
-        """Of the roles that the constraints give to a path: they are long to compare."""
+        """Return a number for the roles that the constraints give to a path, as roles are slow to
+        compare.
+        """
         if path not in self._asked:
             roles = tuple(c.roles(path) for c in self.constraints)
             self._asked[path] = self._numbers.setdefault(roles, len(self._numbers))
         return self._asked[path]
 
     def _of_weight(self, name: str) -> bool:
+        """Whether the node follows a weight, whatever the constraint of its module."""
         return goes_with_weight(self.notes, self.frame.nodes[name])
 
     def _marks(self, name: str) -> Hashable:
-        """Which of a node's atoms are the batch, the sequence, the residual stream."""
+        """Return which of a node's atoms are the batch, the sequence, the residual stream."""
         kinds = self.constraints[0].kinds
         return tuple(
             tuple(
@@ -103,12 +115,16 @@ class OptionCosts:
         )
 
     def path(self, name: str) -> str:
+        """Return the module path of a node, or of the owner of a stored tensor."""
         node = self.frame.nodes[name]
         return module_path(node) if node.op == "call_function" else self.frame.owner.get(name, "")
 
     # -- regions -----------------------------------------------------------------------------------
     def _region(self, variable: Variable) -> tuple[tuple[int, ...], Floats]:
-        for eased in (False, True):  # where a mesh leaves none, its axes may be idle
+        """Return the options of a region and their seconds; a mesh on which none is allowed may
+        leave axes idle.
+        """
+        for eased in (False, True):  # a mesh without any option may leave axes idle
             options, seconds = self._under_rules(variable, eased)
             stuck = seconds.reshape(len(self.meshes), -1).min(axis=1) >= HALF
             if not stuck.any():
@@ -117,12 +133,16 @@ class OptionCosts:
                 narrow, narrow_seconds = options, seconds
         else:
             return options, seconds
-        if eased:  # only those meshes are eased
-            place = [options.index(o) for o in narrow]
-            firm = np.full_like(seconds, BIG)
-            firm[np.ix_(range(len(self.meshes)), *[place] * self.meshes.count)] = narrow_seconds
-            was = narrow_seconds.reshape(len(self.meshes), -1).min(axis=1) >= HALF
-            seconds = np.where(was.reshape((-1,) + (1,) * self.meshes.count), seconds, firm)
+        if eased:  # only meshes without any option are eased
+            indices = [options.index(o) for o in narrow]
+            narrow_only = np.full_like(seconds, BIG)
+            narrow_only[np.ix_(range(len(self.meshes)), *[indices] * self.meshes.count)] = (
+                narrow_seconds
+            )
+            none_allowed = narrow_seconds.reshape(len(self.meshes), -1).min(axis=1) >= HALF
+            seconds = np.where(
+                none_allowed.reshape((-1,) + (1,) * self.meshes.count), seconds, narrow_only
+            )
         return options, seconds
 
     def _under_rules(self, variable: Variable, eased: bool) -> tuple[tuple[int, ...], Floats]:
@@ -133,31 +153,35 @@ class OptionCosts:
         items = [variable.options[i] for i in options]
         total: Any = over_axes(np.where(allowed[:, :, options], 0.0, BIG))
         for position, name in enumerate(variable.region.nodes):
-            node, found = self.frame.nodes[name], [item[position] for item in items]
-            total = np.where(self._legal(node, found), total + self.nodes.seconds(node, found), BIG)
+            node, node_options = self.frame.nodes[name], [item[position] for item in items]
+            total = np.where(
+                self._legal(node, node_options), total + self.nodes.seconds(node, node_options), BIG
+            )
         return options, np.minimum(total, BIG).astype(np.float32)
 
     def _possible(self, variable: Variable, options: tuple[int, ...]) -> tuple[int, ...]:
-        """Without those that are idle where a product is not to be on any mesh."""
+        """Return the options without those that leave an axis idle where no mesh allows that for a
+        matmul.
+        """
         assert variable.region is not None
-        found = options
+        remaining = options
         for position, name in enumerate(variable.region.nodes):
             node = self.frame.nodes[name]
             if self.notes.specs[name].product and not self.redundant:
-                single = [variable.options[i][position] for i in found]
+                single = [variable.options[i][position] for i in remaining]
                 legal = self._legal(node, single)
                 legal = np.broadcast_to(
                     legal, (len(self.meshes),) + (len(single),) * self.meshes.count
                 )
-                alive = [
+                possible = [
                     any(np.take(legal, n, axis=1 + a).any() for a in range(self.meshes.count))
                     for n in range(len(single))
                 ]
-                found = tuple(i for i, live in zip(found, alive, strict=True) if live)
-        return found or options
+                remaining = tuple(i for i, able in zip(remaining, possible, strict=True) if able)
+        return remaining or options
 
     def _singly(self, variable: Variable, eased: bool) -> Bools:
-        """Which options every axis may take by itself: [mesh, axis, option]."""
+        """Return which options every axis may take by itself: [mesh, axis, option]."""
         assert variable.region is not None
         shape = (len(self.meshes), self.meshes.count, len(variable.options))
         allowed = np.ones(shape, dtype=bool)
@@ -182,6 +206,7 @@ class OptionCosts:
         constraint: Constraint,
         eased: bool,
     ) -> Bools:
+        """Return which options an axis of this size may take at one node of a region."""
         roles = None if self._of_weight(name) else constraint.roles(self.path(name))
         role = None if roles is None else roles[axis]
         marks = None if role is None else self._marks(name)
@@ -194,17 +219,19 @@ class OptionCosts:
                 for c in dict.fromkeys(choices)
                 if not isinstance(c, Slot) or factors[c.factor][c.position].size % size == 0
             ]
-            kept: list[Choice] = fitting
+            narrowed: list[Choice] = fitting
             if role is not None:
-                kept = constraint.narrow_one(role, spec, factors, fitting) or fitting
+                narrowed = constraint.narrow_one(role, spec, factors, fitting) or fitting
                 if eased:
-                    kept = [*kept, *(c for c in fitting if not isinstance(c, Slot))]
-            self._axis_known[key] = np.array([c in kept for c in choices])
+                    narrowed = [*narrowed, *(c for c in fitting if not isinstance(c, Slot))]
+            self._axis_known[key] = np.array([c in narrowed for c in choices])
         return self._axis_known[key]
 
     # -- which options go together -----------------------------------------------------------------
     def _legal(self, node: fx.Node, found: list[AxisOption]) -> Bools:
-        """By the choices alone, so it is worked out for different ones only."""
+        """Return which joint options go together. That depends on the choices alone, so it is
+        computed once for each different one.
+        """
         classes = [f.choice if isinstance(f.choice, Slot) else None for f in found]
         unique = list(dict.fromkeys(classes))
         legal = self._legal_classes(node, unique)
@@ -232,7 +259,7 @@ class OptionCosts:
         return free.reshape((-1,) + (1,) * self.meshes.count)
 
     def _wasteful(self, spec: OpShardingRule, factors: Any, unique: list[Slot | None]) -> Any:
-        """Whether an axis is idle on which some factor of the product could still be split."""
+        """Return whether an axis is idle on which a factor of the matmul could still be split."""
         idle = np.array([[slot is None for slot in unique]])
         wasteful: Any = np.False_
         for factor in filter(spec.splittable, spec.sizes):
@@ -249,8 +276,8 @@ class OptionCosts:
     def _kept_apart(
         self, node: fx.Node, spec: OpShardingRule, unique: list[Slot | None], legal: Bools
     ) -> Bools:
-        """Without those in which an axis that shall stay apart shares its loop dim; as it is on
-        meshes that this would leave nothing.
+        """Return the joint options without those in which an axis that must stay apart shares its
+        loop dim; on meshes that this would leave without any, all of them.
         """
         path = self.path(node.name)
         apart = np.array(
@@ -262,21 +289,24 @@ class OptionCosts:
         if not apart.any():
             return legal
         letters = [None if slot is None else loop_dim_of(spec, slot.factor) for slot in unique]
-        kept = legal
-        for one in {x for x in letters if x}:
-            here = np.array([[x == one for x in letters]])
+        apart_options = legal
+        for letter in {x for x in letters if x}:
+            takes_letter = np.array([[x == letter for x in letters]])
             count: Any = 0
             shy: Any = np.False_
             for a in range(self.meshes.count):
-                mine = along(here, a, self.meshes.count)
+                mine = along(takes_letter, a, self.meshes.count)
                 count = count + mine
                 shy = shy | (mine & along(apart[:, a, None], a, self.meshes.count))
-            kept = kept & ~((count > 1) & shy)
-        left = kept.reshape(len(self.meshes), -1).any(axis=1)
-        return np.where(left.reshape((-1,) + (1,) * self.meshes.count), kept, legal)
+            apart_options = apart_options & ~((count > 1) & shy)
+        some_left = apart_options.reshape(len(self.meshes), -1).any(axis=1)
+        return np.where(some_left.reshape((-1,) + (1,) * self.meshes.count), apart_options, legal)
 
     # -- stored tensors and layouts in which a value is kept ---------------------------------------
     def _stored(self, variable: Variable) -> tuple[tuple[int, ...], Floats]:
+        """Return the options of a stored tensor or hub, and their seconds: the optimizer's and the
+        price of its bytes.
+        """
         kind, states = variable.kind, variable.options
         count, meshes = self.meshes.count, len(self.meshes)
         legal = np.ones((meshes,) + (len(states),) * count, dtype=bool)
@@ -296,24 +326,28 @@ class OptionCosts:
         return tuple(range(len(states))), seconds.astype(np.float32)
 
     def _plain(self, kind: Kind, states: Sequence[int]) -> Bools:
-        """Which joint states plain shards in storage order can mean (`Layout.is_plain`)."""
+        """Return which joint states plain Shards in storage order can express
+        (`Layout.is_plain`).
+        """
         orders = [mesh.storage_order for mesh in self.meshes.meshes]
-        found = np.zeros((len(self.meshes),) + (len(states),) * self.meshes.count, dtype=bool)
+        plain = np.zeros((len(self.meshes),) + (len(states),) * self.meshes.count, dtype=bool)
         for order in set(orders):
             rows = np.array([own == order for own in orders])
-            found[rows] = self._plain_in_order(order, kind, states)[rows]
-        return found
+            plain[rows] = self._plain_in_order(order, kind, states)[rows]
+        return plain
 
     def _plain_in_order(
         self, order: Sequence[int], kind: Kind, states: Sequence[int]
     ) -> NDArray[np.bool_]:
-        """An axis whose digit lies in an atom follows axes that hold all outside of it."""
+        """Return which joint states are plain if axes are applied in this order: an axis whose
+        digit lies in an atom follows axes that hold everything outside the atom.
+        """
         dims = [None if s < FIRST_SLOT else kind.slots[s - FIRST_SLOT][0] for s in states]
         plain: Any = np.ones((len(self.meshes),) + (len(states),) * self.meshes.count, dtype=bool)
         for number, (dim, unit, size) in enumerate(kind.slots):
             here = np.array([[s == number + FIRST_SLOT for s in states]])
             outside = kind.shape[dim] // (unit * size)
-            before: Any = 1  # the product of the earlier axes on this dim
+            before: Any = 1  # product of the sizes of earlier axes on this dim
             for a in order:
                 sizes = self.meshes.sizes[:, a, None]
                 through = before * along(sizes, a, self.meshes.count)
@@ -324,8 +358,8 @@ class OptionCosts:
         return np.asarray(plain)
 
     def _as_ruled(self, variable: Variable, legal: Bools) -> Bools:
-        """What the constraints' roles leave of the ways to store a parameter."""
-        found = legal.copy()
+        """Return what the roles leave of the ways to store a parameter."""
+        allowed = legal.copy()
         path, kind = self.path(variable.name), variable.kind
         dims = [None if s < FIRST_SLOT else kind.slots[s - FIRST_SLOT][0] for s in variable.options]
         for m, constraint in enumerate(self.constraints):
@@ -334,6 +368,6 @@ class OptionCosts:
                 fits = role.stores(
                     len(kind.shape), [None if d is None else letters[d] for d in dims]
                 )
-                kept = found[m] & along(np.array([fits]), a, self.meshes.count)[0]
-                found[m] = kept if kept.any() else found[m]
-        return found
+                narrowed = allowed[m] & along(np.array([fits]), a, self.meshes.count)[0]
+                allowed[m] = narrowed if narrowed.any() else allowed[m]
+        return allowed

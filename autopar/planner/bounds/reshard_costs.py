@@ -1,20 +1,18 @@
-"""Conversions of one kind of value as arrays: what it costs at least to bring it from every joint
-state to every other, on many meshes at once.
+"""Lower bounds of reshards: what it costs at least to bring a kind of value from every joint state
+to every other, on many meshes at once.
 
-An array over joint states has one dim per axis and, last, one for the mesh: numpy works on rows of
-meshes. What a change moves depends on into how many parts the other axes have cut the value, not on
-which dims they cut. The changes are relaxed one after the other in an order in which every path of
-changes.steps can be found again at no higher cost, so no conversion of changes.steps costs less. It
-may cost more, where the order in which axes share a dim is in the way.
+Arrays have one dim per axis and, last, the mesh: numpy works on rows of meshes. The bytes a change
+moves depend on the number of parts the other axes cut the value into, not on the dims they cut. The
+changes are relaxed in an order in which every path of `reshard_steps` can be found at no higher
+cost, so the bound holds; a path may cost more, where the order in which axes share a dim is in the
+way.
 
-Why that order is enough. Of two neighbouring changes of a path, on different axes, a slice costs no
-more before than after one that gathers or leaves the number of parts as it is, and makes the other
-one cheaper; likewise what leaves the number of parts costs no more before a gather. So any path may
-be sorted: slices, then what leaves the number of parts (in any order, it makes no difference), then
-gathers. Slices may have had to wait until another axis had left the dim that they split, so they
-are relaxed in every order of the axes. Nothing is ever in the way of a gather: they go by kind and
-first axis. A shard that makes room, gathered and sliced again, leaves the number of parts as it is
-if its slice is moved up to its gather, which makes both cheaper.
+The order is sufficient: of two neighbouring changes on different axes, a slice before one that
+gathers or keeps the parts costs no more and makes the other cheaper; likewise one that keeps the
+parts before a gather. So any path sorts into slices (in every order of the axes, as one may wait
+for another to leave its dim), then changes that keep the parts, then gathers (nothing is in their
+way). A shard gathered and sliced again keeps the parts if its slice moves up to its gather. Used by
+message_passing.
 """
 
 from __future__ import annotations
@@ -37,15 +35,15 @@ _LETTER = {WHOLE: "I", REPLICATED: "R", PARTIAL: "P"}
 _SLICES = tuple(kind for kind in ORDER if kind in ("I->S", "R->S", "P->S"))
 _GATHERS = tuple(kind for kind in ORDER if kind in ("S->P", "S->I", "S->R"))
 _STEPS = {"S->R->S": ("S->R", "R->S")}
-# By the number of axes: a sequence in which every order of them can be found.
+# By the number of axes: a sequence that contains every order of them as a subsequence.
 _EVERY_ORDER = {2: (0, 1, 0), 3: (0, 1, 0, 2, 0, 1, 0), 4: (0, 1, 2, 3, 0, 1, 2, 0, 3, 1, 0, 2)}
 _NEUTRAL = tuple(kind for kind in ORDER if "S" not in kind)
-_FEW = 700  # joint states
+_FEW = 700  # joint states: up to this many, a table is used
 
 
 class _Joint(NamedTuple):
-    """A change of some axes jointly: its seconds by the states of the others, [state, …, mesh]; and
-    those in which one more axis (a dim of that array) takes part.
+    """A change of several axes at once: its seconds by the states of the others, [state, …, mesh];
+    `further`: the changes in which one more axis (a dim of that array) takes part.
     """
 
     seconds: Floats
@@ -53,8 +51,8 @@ class _Joint(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """Of axis `axis` and perhaps later ones, each from any of `sources` to any of `targets` (places
-    of states).
+    """A change of axis `axis` and perhaps later axes, each from any of `sources` to any of
+    `targets` (indices of states).
     """
 
     axis: int
@@ -63,12 +61,13 @@ class _Change(NamedTuple):
     joint: _Joint
 
     def turned(self) -> _Change:
+        """Return the change in the opposite direction."""
         return self._replace(sources=self.targets, targets=self.sources)
 
 
 class _Together(NamedTuple):
-    """Changes of one axis that are relaxed from the same costs; `least`: places of states, and the
-    changes (by number) that lead there.
+    """Changes of one axis that are relaxed from the same costs; `least`: indices of states, and the
+    numbers of the changes that lead there.
     """
 
     axis: int
@@ -77,6 +76,7 @@ class _Together(NamedTuple):
 
     @staticmethod
     def of(changes: Sequence[_Change]) -> _Together:
+        """Return these changes, with the states they lead to grouped by the changes that do."""
         targets = sorted({place for change in changes for place in change.targets})
         least: dict[Places, Places] = {}
         for place in targets:
@@ -86,16 +86,21 @@ class _Together(NamedTuple):
         return _Together(changes[0].axis, tuple(changes), pairs)
 
     def relax(self, found: Floats) -> None:
-        reached = [_reached(_lowest(found, self.axis, c.sources), c, c.joint) for c in self.changes]
+        """Lower the costs in `found` by these changes, in place."""
+        reached = [
+            _target_costs(_lowest_over(found, self.axis, c.sources), c, c.joint)
+            for c in self.changes
+        ]
         for places, (first, *others) in self.least:
-            least = reached[first]
+            lowest = reached[first]
             for other in others:
-                least = np.minimum(least, reached[other])
-            _enter(found, self.axis, places, least)
+                lowest = np.minimum(lowest, reached[other])
+            _enter_lower(found, self.axis, places, lowest)
 
 
 class ReshardBounds:
-    """Of one kind of value, from `sources` to `targets`; `states` are these.
+    """Bounds for one kind of value, from `sources` to `targets`; `states` is their union.
+
     Arrays are float32 [state of axis 0, state of axis 1, …, mesh], in seconds.
     """
 
@@ -111,33 +116,35 @@ class ReshardBounds:
         self._backwards = [_Together.of([c.turned() for c in cs]) for cs in reversed(in_order)]
 
     def push(self, given: Floats) -> Floats:
-        """From costs of source states to costs of target states."""
+        """Return the least costs of target states, given the costs of source states."""
         if self._between is not None:
             return (self._between + given.reshape(-1)).min(axis=1).reshape(given.shape)
-        return _relaxed(self._forwards, given)
+        return _relax_all(self._forwards, given)
 
     def pull(self, wanted: Floats) -> Floats:
-        """From costs of target states to costs of source states."""
+        """Return the least costs of source states, given the costs of target states."""
         if self._between is not None:
             return (self._between + wanted.reshape(-1, 1)).min(axis=0).reshape(wanted.shape)
-        return _relaxed(self._backwards, wanted)
+        return _relax_all(self._backwards, wanted)
 
     @cached_property
     def _between(self) -> Floats | None:
-        """[joint target, joint source]: what any state costs from any other, where that is a small
-        table on one mesh: one look there is a tenth of all changes one after the other.
+        """The table [joint target, joint source] of the cost between any two states, where it is
+        small and there is one mesh: one look-up takes a tenth of the time of all changes in turn.
+        Else None.
         """
         shape = (len(self.states),) * self.meshes.count
         states = math.prod(shape)
         if len(self.meshes) > 1 or states > _FEW:
             return None
-        apart = np.full((states, states), BIG, np.float32)
-        np.fill_diagonal(apart, 0.0)
-        found = _relaxed(self._forwards, apart.reshape(*shape, states))  # every source is a mesh
-        return np.minimum(found, BIG).reshape(states, states)
+        start = np.full((states, states), BIG, np.float32)
+        np.fill_diagonal(start, 0.0)
+        costs = _relax_all(self._forwards, start.reshape(*shape, states))  # a source is a mesh
+        return np.minimum(costs, BIG).reshape(states, states)
 
     # -- which changes, in which order -------------------------------------------------------------
     def _in_order(self) -> Iterator[list[_Change]]:
+        """Yield groups of changes in the order in which they are relaxed."""
         everywhere = range(self.meshes.count)
         for axis in _EVERY_ORDER.get(self.meshes.count, tuple(everywhere) * self.meshes.count):
             yield [change for kind in _SLICES for change in self._of(kind, axis)]
@@ -153,12 +160,16 @@ class ReshardBounds:
             yield list(self._of(kind, axis))
 
     def _of(self, kind: str, axis: int) -> Iterator[_Change]:
-        """Changes of `axis` and perhaps later ones: from one dim (or I, R, P) to one other."""
+        """Yield changes of `axis` and perhaps later ones: from one dim (or I, R, P) to one
+        other.
+        """
         for sources, targets in self._groups(kind):
             yield self._change(kind, axis, sources, targets)
 
     def _room(self, axis: int) -> Iterator[_Change]:
-        """Gathered and sliced again. (Axes of several dims would not do so in one step.)"""
+        """Yield the change that gathers and slices again. (Several axes at once would not do so in
+        one step.)
+        """
         sources, targets = (self._of_letter("S", states) for states in (self.sources, self.targets))
         if sources and targets and not (sources == targets and len(sources) == 1):
             yield self._change("S->R->S", axis, sources, targets)
@@ -168,7 +179,9 @@ class ReshardBounds:
         return _Change(axis, sources, targets, self._joint(kind, (axis,), others))
 
     def _groups(self, kind: str) -> Iterator[tuple[Places, Places]]:
-        """Sources and targets of a kind, on every axis that changes jointly."""
+        """Yield sources and targets of a kind of change, the same on every axis that changes
+        jointly.
+        """
         before, after = kind.split("->")
         sources, targets = (
             self._of_letter(before, self.sources),
@@ -184,8 +197,8 @@ class ReshardBounds:
                 yield elsewhere, there
 
     def _of_letter(self, letter: str, states: frozenset[int]) -> Places:
-        found = enumerate(self.states)
-        return tuple(n for n, s in found if s in states and _LETTER.get(s, "S") == letter)
+        numbered_states = enumerate(self.states)
+        return tuple(n for n, s in numbered_states if s in states and _LETTER.get(s, "S") == letter)
 
     def _dim(self, place: int) -> int:
         return self.kind.slots[self.states[place] - FIRST_SLOT][0]
@@ -199,24 +212,30 @@ class ReshardBounds:
         return _Joint(self._seconds(kind, axes), further)
 
     def _seconds(self, kind: str, axes: Places) -> Floats:
-        """Of the axes' joint change: [states of the other axes, mesh]."""
+        """Return the seconds of the axes' joint change: [states of the other axes, mesh]."""
         if (kind, axes) not in self._known:
             total: NDArray[np.float64] = sum(  # type: ignore[assignment]
                 self._of_step(step, axes) for step in _STEPS.get(kind, (kind,))
             )
-            found = np.ascontiguousarray(np.moveaxis(total, 0, -1), dtype=np.float32)
+            seconds = np.ascontiguousarray(np.moveaxis(total, 0, -1), dtype=np.float32)
             splits = [int(state >= FIRST_SLOT) for state in self.states]
             for dim in range(self.meshes.count - len(axes)):
-                found = found.take(splits, axis=dim)
-            self._known[kind, axes] = found
+                seconds = seconds.take(splits, axis=dim)
+            self._known[kind, axes] = seconds
         return self._known[kind, axes]
 
     def _of_step(self, kind: str, axes: Places) -> NDArray[np.float64]:
-        """[mesh, whether each of the other axes cuts the value (0 or 1)]."""
+        """Return the seconds of one step: [mesh, whether each of the other axes cuts the value (0
+        or 1)].
+        """
         elements, element = self._cut_by_others(axes), self.kind.element
-        whole = elements * element.bytes
+        local_bytes = elements * element.bytes
         group = self.meshes.sizes[:, list(axes)].prod(axis=1)
-        moved = whole / group.reshape((-1,) + (1,) * (whole.ndim - 1)) if kind == "S->S" else whole
+        moved = (
+            local_bytes / group.reshape((-1,) + (1,) * (local_bytes.ndim - 1))
+            if kind == "S->S"
+            else local_bytes
+        )
         total = moved / self.meshes.world.device.memory_bytes_per_s
         forward, backward = TRAFFIC[kind]
         for name, late in ((forward, False), (backward if element.gradient else None, True)):
@@ -227,51 +246,58 @@ class ReshardBounds:
         return total
 
     def _cut_by_others(self, axes: Places) -> NDArray[np.float64]:
-        """Elements that a rank has where these axes cut nothing: as `_of_step`."""
+        """Return the elements that a rank holds where these axes cut nothing, with the dims of
+        `_of_step`.
+        """
         others = [a for a in range(self.meshes.count) if a not in axes]
-        found = np.full((len(self.meshes),) + (1,) * len(others), float(math.prod(self.kind.shape)))
+        elements = np.full(
+            (len(self.meshes),) + (1,) * len(others), float(math.prod(self.kind.shape))
+        )
         for place, axis in enumerate(others):
             parts = np.stack([np.ones(len(self.meshes)), self.meshes.sizes[:, axis]], axis=1)
             shape = [len(self.meshes)] + [1] * len(others)
             shape[1 + place] = 2
-            found = found / parts.reshape(shape)
-        return found
+            elements = elements / parts.reshape(shape)
+        return elements
 
 
-def _relaxed(changes: Sequence[_Together], given: Floats) -> Floats:
-    found = given.copy()
+def _relax_all(changes: Sequence[_Together], given: Floats) -> Floats:
+    """Return the costs after relaxing all groups of changes in order."""
+    costs = given.copy()
     for together in changes:
-        together.relax(found)
-    return found
+        together.relax(costs)
+    return costs
 
 
-def _reached(least: Floats, change: _Change, joint: _Joint) -> Floats:
-    """What any of the targets costs, given the lowest costs of the sources, on the axes that have
+def _target_costs(least: Floats, change: _Change, joint: _Joint) -> Floats:
+    """Return what any target costs, given the least costs of the sources, on the axes that have
     changed; others may have changed with them: [states of the other axes, mesh].
     """
-    found = least + joint.seconds
+    costs = least + joint.seconds
     for axis, further in joint.further:
-        deeper = _reached(_lowest(least, axis, change.sources), change, further)
-        _enter(found, axis, change.targets, deeper)
-    return found
+        further_costs = _target_costs(_lowest_over(least, axis, change.sources), change, further)
+        _enter_lower(costs, axis, change.targets, further_costs)
+    return costs
 
 
-def _lowest(seconds: Floats, axis: int, places: Places) -> Floats:
-    """The least over these states of an axis: a view where it is one."""
-    first, *others = (seconds[_at(axis, place)] for place in places)
+def _lowest_over(seconds: Floats, axis: int, places: Places) -> Floats:
+    """Return the least over these states of an axis; a view where there is one state."""
+    first, *others = (seconds[_index(axis, place)] for place in places)
     if not others:
         return first
-    found = np.minimum(first, others[0])
+    lowest = np.minimum(first, others[0])
     for other in others[1:]:
-        np.minimum(found, other, out=found)
-    return found
+        np.minimum(lowest, other, out=lowest)
+    return lowest
 
 
-def _enter(seconds: Floats, axis: int, places: Places, least: Floats) -> None:
+def _enter_lower(seconds: Floats, axis: int, places: Places, least: Floats) -> None:
+    """Lower the costs at these states of an axis to `least`, in place."""
     for place in places:
-        into = seconds[_at(axis, place)]
+        into = seconds[_index(axis, place)]
         np.minimum(into, least, out=into)
 
 
-def _at(axis: int, place: int) -> Any:
+def _index(axis: int, place: int) -> Any:
+    """Return an index that selects one state of an axis."""
     return (*(slice(None),) * axis, place)
