@@ -9,7 +9,17 @@ The passes of overlap/ run later, on the forward and the backward graph that AOT
 
 from autopar.ir.program import Program
 from autopar.passes import finalize, hierarchy, kernel_choice, rewrite, summa
+from autopar.passes.pass_manager import Pass
 from autopar.world import World
+
+# What makes one rank's graph of a program with a plan, in this order.
+PIPELINE = (
+    Pass("rewrite", rewrite.rewrite, rewrite.check),
+    Pass("hierarchy", hierarchy.hierarchy, hierarchy.check),
+    Pass("summa", summa.summa, summa.check),
+    Pass("kernel_choice", kernel_choice.kernel_choice, kernel_choice.check),
+    Pass("finalize", finalize.finalize, finalize.check),
+)
 
 
 def emit_program(program: Program, world: World) -> Program:
@@ -18,5 +28,6 @@ def emit_program(program: Program, world: World) -> Program:
     The planner's searches call this to compare plans; planner/planner.py runs the same passes with
     their contracts and adds `recompute`.
     """
-    rewritten = summa.summa(hierarchy.choose_hierarchies(rewrite.rewrite(program, world), world))
-    return finalize.finalize(kernel_choice.choose_kernels(rewritten, world))
+    for step in PIPELINE:
+        program = step.run(program, world)
+    return program

@@ -12,13 +12,14 @@ import dataclasses
 import torch
 from torch import fx
 
+from autopar.world import World
 from autopar.ir.program import Input, Program, same_inputs
 from autopar.ops import collectives
 
 aten = torch.ops.aten
 
 
-def finalize(program: Program) -> Program:
+def finalize(program: Program, world: World) -> Program:
     """Return the program without unused nodes and inputs, and with copies of the results that would
     share memory with another result or an input by way of a change of state.
     """

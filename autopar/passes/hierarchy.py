@@ -24,7 +24,7 @@ from autopar.ops.collectives import set_hierarchy
 from autopar.world import World
 
 
-def choose_hierarchies(program: Program, world: World) -> Program:
+def hierarchy(program: Program, world: World) -> Program:
     """Return the program in which collectives that may share a bucket have the same hierarchy; the
     same program where they agree already.
     """

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _CopyPerMatmul = tuple[Copied, Copied, Copied]
 
 
-def choose_kernels(program: Program, world: World) -> Program:
+def kernel_choice(program: Program, world: World) -> Program:
     """Return the program with every linear that gains by a copy replaced by `sharded.linear`."""
     copies = {
         node.name: copied

@@ -1,7 +1,7 @@
 """Runs one pass after another, checks the contract of each, and records its graph and its seconds.
 
     manager = PassManager(print)
-    program = manager.run("summa", program, summa.summa, summa.check)
+    program = manager.run_all(PIPELINE, program, world)
     manager.graphs["summa"], manager.seconds["summa"]
 
 api.py, planner/planner.py and planner/edit.py run all passes through it; a parallel module keeps
@@ -11,15 +11,27 @@ the recorded graphs for whoever wants to read them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from torch import fx
 
 from autopar.ir.program import Program
+from autopar.world import World
 
 Progress = Callable[[str], None]
 T = TypeVar("T")
+
+
+class Pass(NamedTuple):
+    """A rewrite of a program with a plan: `run(program, world)` returns a new one, and
+    `check(program)` raises AssertionError where that one breaks the pass's contract.
+    """
+
+    name: str
+    run: Callable[[Program, World], Program]
+    check: Callable[[Program], None]
 
 
 class PassManager:
@@ -52,3 +64,13 @@ class PassManager:
         self.graphs[name] = program.module
         self.seconds[name] = time.perf_counter() - start
         return program
+
+    def run_all(self, passes: Iterable[Pass], program: Program, world: World) -> Program:
+        """Return the program after these passes, each with its check."""
+        for step in passes:
+            program = self.run(step.name, program, partial(_run_on, step, world), step.check)
+        return program
+
+
+def _run_on(step: Pass, world: World, program: Program) -> Program:
+    return step.run(program, world)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Layout
+from autopar.world import World
 from autopar.ir.program import Program, same_inputs
 from autopar.ops import collectives, sharded
 from autopar.ops.sharded.inner_collectives import Part, moving
@@ -24,7 +25,7 @@ from autopar.ops.sharded.inner_collectives import Part, moving
 aten = torch.ops.aten
 
 
-def summa(program: Program) -> Program:
+def summa(program: Program, world: World) -> Program:
     """Return the program with SUMMA in place of every matmul that gathers both of its operands for
     itself alone; the same program for layouts without panels.
     """

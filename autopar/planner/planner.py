@@ -34,9 +34,8 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
 from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
-from autopar.passes import annotate, chains, finalize, hierarchy, kernel_choice, rewrite
+from autopar.passes import PIPELINE, annotate, chains
 from autopar.passes import recompute as recomputing
-from autopar.passes import summa as panels
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace import trace
 from autopar.passes.trace.signature import without_cache
@@ -206,21 +205,8 @@ def choose_plan(
 
 def rewrite_for_ranks(pipeline: PassManager, program: Program, world: World) -> Program:
     """Return the rank-local program that the plan describes, recomputed blocks included."""
-    program = _run_rewrites(pipeline, program, world)
+    program = pipeline.run_all(PIPELINE, program, world)
     return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
-
-
-def _run_rewrites(pipeline: PassManager, program: Program, world: World) -> Program:
-    """Run the rewriting passes on a chosen program, all but recompute."""
-    program = pipeline.run("rewrite", program, lambda p: rewrite.rewrite(p, world), rewrite.check)
-    program = pipeline.run(
-        "route", program, lambda p: hierarchy.choose_hierarchies(p, world), hierarchy.check
-    )
-    program = pipeline.run("pipeline", program, panels.summa, panels.check)
-    program = pipeline.run(
-        "forms", program, lambda p: kernel_choice.choose_kernels(p, world), kernel_choice.check
-    )
-    return pipeline.run("emit", program, finalize.finalize, finalize.check)
 
 
 def fit_to_memory(
@@ -229,7 +215,7 @@ def fit_to_memory(
     """Return the rank-local program, with just enough blocks recomputed to fit the budget. Raises
     PlanError, naming the smallest world that would do, where no amount is enough.
     """
-    program = _keep_traced_on_one_rank(source, _run_rewrites(pipeline, chosen, world))
+    program = _keep_traced_on_one_rank(source, pipeline.run_all(PIPELINE, chosen, world))
 
     def larger(needs: Memory) -> str:
         assert asked.budget is not None and chosen.plan is not None

@@ -303,7 +303,7 @@ def lasted(issued: Sequence[Issued], when: Sequence[tuple[float, float]]) -> Las
     return dict(durations)
 
 
-def threads_sending(
+def seconds_sending(
     issued: Sequence[Issued], rank: int, everywhere: Sequence[Lasted]
 ) -> list[float]:
     """Return for how many microseconds each collective of this rank communicated.

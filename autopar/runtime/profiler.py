@@ -32,7 +32,7 @@ from autopar.runtime.op_log import (
     log_of_graphs,
     log_of_run,
     ran,
-    threads_sending,
+    seconds_sending,
 )
 from autopar.world import ranks
 
@@ -222,7 +222,7 @@ def timeline(played: ReplayedStep, rank: int, everywhere: Sequence[Lasted]) -> M
     """Return this rank's measured step. `everywhere`: how long the collectives of every rank
     lasted.
     """
-    durations = threads_sending(played.collectives, rank, everywhere)
+    durations = seconds_sending(played.collectives, rank, everywhere)
     sent = [(end - duration, end) for (_, end), duration in zip(played.ran, durations, strict=True)]
     waited = list(_wait_spans(played, sent))
     spans = [*_compute_spans(played.ops, played.script), *(span for _, span in waited)]

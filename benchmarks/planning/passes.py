@@ -38,7 +38,7 @@ from benchmarks.planning.__main__ import named
 from benchmarks.step_time import cells
 
 MODEL, BATCH, SEQUENCE = "llama3-70b", 64, 4096
-EMITTING = ("rewrite", "pipeline", "forms", "emit", "recompute")
+EMITTING = ("rewrite", "summa", "kernel_choice", "finalize", "recompute")
 MOST = 20.0  # CPU s: what all passes over 80 layers may take
 
 

@@ -114,7 +114,7 @@ def test_plan_as_json_is_all_of_stdout() -> None:
     # a ring sends 2 · 3/4 of every gradient, and of the loss
     gradients = 2 * 3 / 4 * 4 * facts["parameters"]
     assert facts["comm_bytes"] == pytest.approx(gradients, rel=0.001)
-    assert set(facts["seconds_by_pass"]) >= {"trace", "choose", "emit"}
+    assert set(facts["seconds_by_pass"]) >= {"trace", "choose", "finalize"}
     assert "a model that talks" in result.stderr
 
 

@@ -33,10 +33,10 @@ PASSES = {
     "chains": chains,
     "choose": choose,
     "rewrite": rewrite,
-    "route": hierarchy,
-    "pipeline": summa,
-    "forms": kernel_choice,
-    "emit": finalize,
+    "hierarchy": hierarchy,
+    "summa": summa,
+    "kernel_choice": kernel_choice,
+    "finalize": finalize,
     "recompute": recompute,
 }
 
@@ -51,11 +51,11 @@ def programs() -> dict[str, Program]:
     made["chains"] = chains.chains(made["annotate"])
     made["choose"] = choose.choose(made["chains"], world, autopar.Grid25D(q=2, d=1))
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
-    made["route"] = hierarchy.choose_hierarchies(made["rewrite"], world)
-    made["pipeline"] = summa.summa(made["route"])
-    made["forms"] = kernel_choice.choose_kernels(made["pipeline"], world)
-    made["emit"] = finalize.finalize(made["forms"])
-    made["recompute"] = recompute.recompute(planned(made["emit"], recompute=("blocks.1",)))
+    made["hierarchy"] = hierarchy.hierarchy(made["rewrite"], world)
+    made["summa"] = summa.summa(made["hierarchy"], world)
+    made["kernel_choice"] = kernel_choice.kernel_choice(made["summa"], world)
+    made["finalize"] = finalize.finalize(made["kernel_choice"], world)
+    made["recompute"] = recompute.recompute(planned(made["finalize"], recompute=("blocks.1",)))
     return made
 
 
@@ -243,18 +243,18 @@ BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("choose", choice_on_another_mesh, r"gelu of shape \(16, 16, 256\) .* on mesh z8, the plan's"),
     ("rewrite", one_input_less, "placeholders and signature differ"),
     ("rewrite", partial_output, "output .* is partial"),
-    ("route", one_input_less, "placeholders and signature differ"),
-    ("route", one_in_other_levels, "what may be joined with .* goes in"),
-    ("pipeline", one_input_less, "placeholders and signature differ"),
-    ("pipeline", panels_of_a_gathered_weight, r"takes \['all_gather.*'\], which are gathered"),
-    ("forms", one_input_less, "placeholders and signature differ"),
-    ("forms", linear_that_copies_nothing, "copies nothing: it is an ordinary linear"),
+    ("hierarchy", one_input_less, "placeholders and signature differ"),
+    ("hierarchy", one_in_other_levels, "what may be joined with .* goes in"),
+    ("summa", one_input_less, "placeholders and signature differ"),
+    ("summa", panels_of_a_gathered_weight, r"takes \['all_gather.*'\], which are gathered"),
+    ("kernel_choice", one_input_less, "placeholders and signature differ"),
+    ("kernel_choice", linear_that_copies_nothing, "copies nothing: it is an ordinary linear"),
     ("recompute", one_input_less, "placeholders and signature differ"),
     ("recompute", block_not_grouped, "1 blocks are recomputed, the plan names 2"),
     ("recompute", node_left_outside, r"neg.* of blocks.1 is not recomputed"),
-    ("emit", one_input_less, "placeholders and signature differ"),
-    ("emit", call_that_nothing_uses, "nothing uses neg"),
-    ("emit", tensor_on_a_numbered_device, "arange.* is made on cuda:1"),
+    ("finalize", one_input_less, "placeholders and signature differ"),
+    ("finalize", call_that_nothing_uses, "nothing uses neg"),
+    ("finalize", tensor_on_a_numbered_device, "arange.* is made on cuda:1"),
 ]
 
 
@@ -269,7 +269,7 @@ def test_a_broken_contract_is_noticed(
 
 
 @pytest.mark.parametrize(
-    "name", ["trace", "rewrite", "route", "pipeline", "forms", "emit", "recompute"]
+    "name", ["trace", "rewrite", "hierarchy", "summa", "kernel_choice", "finalize", "recompute"]
 )
 def test_a_graph_out_of_order_is_noticed(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"gelu.* used before it has been defined"):
@@ -316,7 +316,8 @@ def test_passes_do_not_change_what_they_are_given() -> None:
     annotate.annotate(made["trace"])
     chains.chains(made["annotate"])
     rewrite.rewrite(made["choose"], World.of(4))
-    finalize.finalize(summa.summa(hierarchy.choose_hierarchies(made["rewrite"], World.of(4))))
+    world = World.of(4)
+    finalize.finalize(summa.summa(hierarchy.hierarchy(made["rewrite"], world), world), world)
     assert before == [str(program.module.graph) for program in made.values()]
     assert planner.fingerprint(made["trace"]) == planner.fingerprint(trace.trace(*models.gpt()[:2]))
 
