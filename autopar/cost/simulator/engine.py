@@ -3,7 +3,7 @@ heads share the links they run over.
 
 The same simulation decides the order of a scheduled graph (passes/overlap/schedule.py) and says
 what a layout would take (timeline.py). Nothing in it depends on the rank: the same events give the
-same order everywhere. """
+same order everywhere."""
 
 from __future__ import annotations
 
