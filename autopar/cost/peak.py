@@ -211,9 +211,8 @@ class _Shapes:
         size, sent = self._sizes[group], x.detach().contiguous()
         if kind == "all-gather":
             gathered = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
-            return (
-                gathered.clone() if self._backend == "gloo" else gathered
-            )  # gloo gathers, then copies
+            # gloo gathers, then copies
+            return gathered.clone() if self._backend == "gloo" else gathered
         if kind == "reduce-scatter":
             if self._backend == "gloo":  # see ops.comm.reduce_scatter
                 received = torch.empty_like(sent)
