@@ -1,6 +1,7 @@
-"""What a plan takes: seconds of computation and communication, and bytes of memory.
+"""What a plan costs: seconds of computation and communication, and bytes of memory.
 
-The planner asks for the cost of one choice of one node; the report and the simulator ask for the
-cost of a whole graph. Both read the same functions. Nothing here runs on more than one rank, but
-for calibration/, which measures what the formulas are fitted to.
+The planner asks for the cost of one choice of one node (compute.py, communication.py,
+activations.py); the report and the simulator ask for the cost of a whole graph (summary.py,
+formula.py, peak.py, simulator/). Both read the same functions. Nothing here runs on more than one
+rank, except calibration/, which measures what the formulas are fitted to.
 """

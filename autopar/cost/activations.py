@@ -1,11 +1,15 @@
-"""The bytes that a plan keeps, as a sum over its nodes and stored tensors, at a price in seconds a
-byte: so a search for time alone turns away from plans that do not fit (Everett, 1963).
+"""Saved activations: what autograd keeps of each node between forward and backward, in bytes.
 
-Every value that the backward needs counts once: those who keep it share it. The sum leaves out
-what lives for a moment only; cost/peak.py knows all of it.
+What a node saves is found by running it once on tensors without storage, so there is no list of ops
+that could go out of date. A plan's bytes are a sum over its nodes and its stored tensors, which a
+search can weigh at a price in seconds a byte: a search for time alone then turns away from plans
+that do not fit (Everett, 1963).
 
-What autograd keeps of a node for the backward, found by running it once on tensors without
-storage: no list of ops that could go out of date.
+Every value that the backward needs counts once: the nodes that save it share it. The sum leaves out
+short-lived memory; cost/peak.py sees all of it.
+
+An annotated program enters, bytes for each element of operands and results leave (`Share`). The
+planner's searches call it: memory_search.py, overlap_search.py, exact_search.py, bounds/.
 """
 
 from __future__ import annotations
@@ -37,11 +41,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What a node keeps until its backward: which operands and which results (indices, as in a
-    Strategy), and bytes of what it makes inside (statistics, masks) where nothing is split.
+    """What a node saves for its backward: which operands and which results (indices, as in a
+    Strategy), and the bytes of what it makes inside (statistics, masks) where nothing is split.
 
-    `views`: of every result the operand whose memory it shares, None for memory of its own. Saving
-    a view keeps the operand's memory, so count the operand.
+    `views`: for every result, the operand whose storage it shares, or None for a storage of its
+    own. Saving a view keeps the operand's storage alive, so count the operand.
     """
 
     operands: frozenset[int] = frozenset()
@@ -53,19 +57,19 @@ class SavedActivations:
 
 
 def operand_bytes(found: SavedActivations, strategy: Strategy, index: int) -> float:
-    """Bytes on one rank of an operand in the layout that the strategy wants it in."""
+    """Return the bytes on one rank of an operand, in the layout that the strategy wants it in."""
     layout = strategy.operands[index]
     return 0.0 if layout is None else layout.local_size * float(found.operand_element_bytes[index])
 
 
 def result_bytes(found: SavedActivations, strategy: Strategy, index: int) -> float:
-    """Bytes on one rank of a result in the layout in which the strategy makes it."""
+    """Return the bytes on one rank of a result, in the layout in which the strategy makes it."""
     return strategy.results[index].local_size * float(found.result_element_bytes[index])
 
 
 def inner_bytes(found: SavedActivations, strategy: Strategy) -> float:
-    """Bytes on one rank of what the node keeps that is neither operand nor result. It is divided as
-    the largest tensor of the node is.
+    """Return the bytes on one rank of what the node saves that is neither operand nor result. It is
+    divided as the largest tensor of the node is.
     """
     layouts = [x for x in (*strategy.operands, *strategy.results) if x is not None]
     if not layouts or not found.inside_bytes:
@@ -75,94 +79,102 @@ def inner_bytes(found: SavedActivations, strategy: Strategy) -> float:
 
 
 class SavedActivationsByNode:
-    """`saved` with a memory: nodes that look alike are run once."""
+    """`saved_activations` with a cache: nodes that look alike are run once."""
 
     def __init__(self, gradient: frozenset[Value]) -> None:
         self._gradient = gradient
         self._known: dict[Hashable, SavedActivations] = {}
 
     def __call__(self, node: fx.Node) -> SavedActivations:
-        key = (node.target, _look(node, self._gradient))
+        key = (node.target, _node_key(node, self._gradient))
         if key not in self._known:
             self._known[key] = saved_activations(node, self._gradient)
         return self._known[key]
 
 
 def saved_activations(node: fx.Node, gradient: frozenset[Value]) -> SavedActivations:
-    """What a traced node keeps for the backward where these values carry gradients.
+    """Return what a traced node saves for the backward where the values in `gradient` carry
+    gradients.
 
-    The node is run as the rewrite would emit it with nothing split. A loss whose classes or tokens
-    are split keeps its logits instead of their log-softmax, which has the same size: it is said to
-    keep the logits.
+    The node is run as the rewrite would emit it with nothing split. A cross-entropy whose classes
+    or tokens are split saves its logits instead of their log-softmax, which has the same size: it
+    is reported to save the logits.
     """
     operands = operands_of(node)
     results = [v for v in results_of(node) if isinstance(v, Tensor)]
-    sizes = tuple(0 if n is None else value_of(n).dtype.itemsize for n in operands)
-    made = tuple(v.dtype.itemsize for v in results)
+    operand_element_bytes = tuple(0 if n is None else value_of(n).dtype.itemsize for n in operands)
+    result_element_bytes = tuple(v.dtype.itemsize for v in results)
     with fake_mode():
-        given = [_stand_in(n, gradient) for n in operands]
-        kept: list[Tensor] = []
+        stand_ins = [_stand_in(n, gradient) for n in operands]
+        saved_tensors: list[Tensor] = []
 
         def keep(x: Tensor) -> Tensor:
-            kept.append(x)
+            saved_tensors.append(x)
             return x
 
         with saved_tensors_hooks(keep, lambda x: x):
-            outputs = _run(node, given)
-        found = _sorted(given, outputs, kept)
-    if node.target is aten.cross_entropy_loss.default and found.operands | found.results:
-        found = SavedActivations(found.operands | {0}, frozenset(), 0.0, found.views)
+            outputs = _run(node, stand_ins)
+        saved = _classify_saved(stand_ins, outputs, saved_tensors)
+    if node.target is aten.cross_entropy_loss.default and saved.operands | saved.results:
+        saved = SavedActivations(saved.operands | {0}, frozenset(), 0.0, saved.views)
     return SavedActivations(
-        found.operands, found.results, found.inside_bytes, found.views, sizes, made[: len(outputs)]
+        saved.operands,
+        saved.results,
+        saved.inside_bytes,
+        saved.views,
+        operand_element_bytes,
+        result_element_bytes[: len(outputs)],
     )
 
 
-def _look(node: fx.Node, gradient: frozenset[Value]) -> str:
-    """All that the result depends on, as text."""
+def _node_key(node: fx.Node, gradient: frozenset[Value]) -> str:
+    """Return all that a node's saved activations depend on, as text."""
 
     def facts(value: Any) -> Any:
         if not isinstance(value, fx.Node):
             return value
-        found = value_of(value)
-        if not isinstance(found, Tensor):
-            return str(found)
-        return tuple(found.shape), found.stride(), found.dtype, producer(value) in gradient
+        traced = value_of(value)
+        if not isinstance(traced, Tensor):
+            return str(traced)
+        return tuple(traced.shape), traced.stride(), traced.dtype, producer(value) in gradient
 
     return repr(pytree.tree_map(facts, (node.args, node.kwargs)))
 
 
 def _stand_in(node: fx.Node | None, gradient: frozenset[Value]) -> Tensor | None:
-    """A tensor without storage in an operand's place, lying in memory as it does (where it is not
-    contiguous, a reshape copies); no leaf, as hardly any operand is one.
+    """Return a tensor without storage in an operand's place, with the same strides (where these are
+    not contiguous, a reshape copies). It is no leaf, as hardly any operand is one.
     """
     if node is None:
         return None
     value = value_of(node)
-    wanted = producer(node) in gradient and value.dtype.is_floating_point
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    return made.requires_grad_().clone() if wanted else made
+    needs_gradient = producer(node) in gradient and value.dtype.is_floating_point
+    tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return tensor.requires_grad_().clone() if needs_gradient else tensor
 
 
 def _run(node: fx.Node, given: list[Tensor | None]) -> list[Tensor]:
-    """The tensors that the node gives, run as it is emitted on a mesh without axes."""
+    """Run the node as it is emitted on a mesh without axes, and return the tensors that it
+    gives.
+    """
     graph, mesh = fx.Graph(), Mesh()
     env: dict[fx.Node, Any] = {}
-    places: list[fx.Node | None] = []
+    placeholders: list[fx.Node | None] = []
     for index, tensor in enumerate(given):
-        place = None if tensor is None else graph.placeholder(f"operand_{index}")
-        places.append(place)
-        if place is not None:
-            env[place] = tensor
+        placeholder = None if tensor is None else graph.placeholder(f"operand_{index}")
+        placeholders.append(placeholder)
+        if placeholder is not None:
+            env[placeholder] = tensor
     seed = graph.placeholder("seed")
     env[seed] = torch.zeros((), dtype=torch.int64)
     layouts = [None if t is None else Layout(mesh, tuple(t.shape), ()) for t in given]
     results = [Layout(mesh, shape_of(v), ()) for v in results_of(node) if isinstance(v, Tensor)]
-    call = Call(graph, node, places, layouts, results, _no_axis, lambda: seed)
+    call = Call(graph, node, placeholders, layouts, results, _no_axis, lambda: seed)
     last = emit_local(call)
-    for made in graph.nodes:
-        if made.op == "call_function":
-            args, kwargs = fx.map_arg((made.args, made.kwargs), env.__getitem__)
-            env[made] = made.target(*here(args), **here(kwargs))
+    for emitted in graph.nodes:
+        if emitted.op == "call_function":
+            args, kwargs = fx.map_arg((emitted.args, emitted.kwargs), env.__getitem__)
+            env[emitted] = emitted.target(*here(args), **here(kwargs))
     return [t for t in pytree.tree_leaves(env[last]) if isinstance(t, Tensor)]
 
 
@@ -171,32 +183,40 @@ def _no_axis(name: str) -> fx.Node:
 
 
 def here(value: Any) -> Any:
-    """Arguments of a node with every device replaced by that of the stand-ins."""
+    """Return the arguments of a node with every device replaced by that of the stand-ins."""
     return pytree.tree_map(
         lambda x: torch.device("cpu") if isinstance(x, torch.device) else x, value
     )
 
 
-def _memory(tensor: Tensor) -> int:
-    """Names the memory of a tensor that is alive: the same for all its views."""
+def _storage_key(tensor: Tensor) -> int:
+    """Return a key for the storage of a tensor that is alive: the same key for all its views."""
     return id(tensor.untyped_storage())
 
 
-def _sorted(given: list[Tensor | None], outputs: list[Tensor], kept: list[Tensor]) -> SavedActivations:
-    """Tells what was kept apart, by whose memory it is."""
-    operands = {_memory(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
-    results = {_memory(t): i for i, t in reversed(list(enumerate(outputs)))}
-    views = tuple(operands.get(_memory(t)) for t in outputs)
-    inside = {_memory(t): t.untyped_storage().nbytes() for t in kept}
-    taken = frozenset(operands[key] for key in inside if key in operands)
-    made = frozenset(results[key] for key in inside if key in results and key not in operands)
-    rest = sum(size for key, size in inside.items() if key not in operands and key not in results)
-    return SavedActivations(taken, made, float(rest), views)
+def _classify_saved(
+    given: list[Tensor | None], outputs: list[Tensor], kept: list[Tensor]
+) -> SavedActivations:
+    """Sort the saved tensors by whose storage it is: an operand's, a result's, or one made
+    inside.
+    """
+    operands = {_storage_key(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
+    results = {_storage_key(t): i for i, t in reversed(list(enumerate(outputs)))}
+    result_views = tuple(operands.get(_storage_key(t)) for t in outputs)
+    saved_bytes = {_storage_key(t): t.untyped_storage().nbytes() for t in kept}
+    saved_operands = frozenset(operands[key] for key in saved_bytes if key in operands)
+    saved_results = frozenset(
+        results[key] for key in saved_bytes if key in results and key not in operands
+    )
+    inside_bytes = sum(
+        size for key, size in saved_bytes.items() if key not in operands and key not in results
+    )
+    return SavedActivations(saved_operands, saved_results, float(inside_bytes), result_views)
 
 
 class Share(NamedTuple):
-    """What a node keeps: bytes for every element that a rank has of its operands and results, by
-    index, and bytes inside where nothing is split.
+    """What a node saves: bytes for every element that a rank has of its operands and results, as
+    pairs (index, bytes), and the bytes inside where nothing is split.
     """
 
     operands: tuple[tuple[int, float], ...]
@@ -206,18 +226,21 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """What an annotated program's nodes keep for the backward, and its parameters for training."""
+    """The saved activations of an annotated program's nodes, and its parameters' memory for
+    training.
+    """
 
     program: Program
     optimizer: Optimizer = "adamw"
 
     def of(self, node: fx.Node) -> Share:
-        """The node's share of what is kept."""
+        """Return the node's share of the saved activations."""
         return self._shares[node.name]
 
     def stored(self, element_bytes: int, trained: bool) -> float:
-        """Bytes for every element of a parameter that a rank stores: gradient and states; itself is
-        what the products keep, or gathered from it, but where weights are gathered again.
+        """Return the bytes for every element of a parameter that a rank stores: its gradient and
+        states. The parameter itself counts as what the matmuls save, or is gathered from it, except
+        where weights are gathered again.
         """
         assert self.program.annotations is not None
         own = float(element_bytes if self.program.annotations.again else 0)
@@ -226,10 +249,12 @@ class ActivationMemory:
         return own + element_bytes + self._states(element_bytes, trained)
 
     def _states(self, element_bytes: int, trained: bool) -> float:
-        """Bytes of the optimizer's states for every element of a parameter."""
-        states = self.optimizer
-        each = STATES[states] * element_bytes if isinstance(states, str) else float(states)
-        return each * trained
+        """Return the bytes of the optimizer's states for every element of a parameter."""
+        optimizer = self.optimizer
+        element_state_bytes = (
+            STATES[optimizer] * element_bytes if isinstance(optimizer, str) else float(optimizer)
+        )
+        return element_state_bytes * trained
 
     @cached_property
     def _shares(self) -> Mapping[str, Share]:
@@ -241,26 +266,26 @@ class ActivationMemory:
             for n in self.program.module.graph.nodes
             if n.op == "call_function" and n.name in notes.searched and n.name in notes.specs
         ]
-        found = {node.name: saved_of(node) for node in nodes}
-        roots: dict[Value, Value] = {}  # of a view: the value whose memory it shares
+        saved_by_name = {node.name: saved_of(node) for node in nodes}
+        roots: dict[Value, Value] = {}  # by view, the value whose storage it shares
         keepers: Counter[Value] = Counter()
         for node in nodes:
-            saved, operands = found[node.name], operands_of(node)
+            saved, operands = saved_by_name[node.name], operands_of(node)
             for index, operand in enumerate(saved.views):
                 source = None if operand is None else operands[operand]
                 if source is not None:
-                    own = producer(source)
-                    roots[node.name, index] = roots.get(own, own)
-            keepers.update(dict.fromkeys(_values(node, saved, roots), 1))
+                    source_value = producer(source)
+                    roots[node.name, index] = roots.get(source_value, source_value)
+            keepers.update(dict.fromkeys(_saved_values(node, saved, roots), 1))
         for value in notes.again:
             keepers[roots.get(value, value)] = 0
-        return {node.name: _share(node, found[node.name], roots, keepers) for node in nodes}
+        return {node.name: _share(node, saved_by_name[node.name], roots, keepers) for node in nodes}
 
 
 @dataclass(frozen=True)
 class Stored(ActivationMemory):
-    """What every plan holds of its parameters when the backward ends: themselves, their gradients
-    and the optimizer's states. No peak is below that, whatever is dropped on the way.
+    """What every plan holds for its parameters when the backward ends: themselves, their gradients
+    and the optimizer's states. No peak is below that, whatever is recomputed.
     """
 
     def of(self, node: fx.Node) -> Share:
@@ -272,8 +297,8 @@ class Stored(ActivationMemory):
 
 @dataclass(frozen=True)
 class Middle(ActivationMemory):
-    """What a plan that drops nothing holds between forward and backward: what nodes keep, and the
-    optimizer's states. No peak of such a plan is below that.
+    """What a plan without recomputation holds between forward and backward: the saved activations
+    and the optimizer's states. No peak of such a plan is below that.
     """
 
     def stored(self, element_bytes: int, trained: bool) -> float:
@@ -281,59 +306,63 @@ class Middle(ActivationMemory):
 
 
 class Price(NamedTuple):
-    """What keeping a byte costs a plan, in seconds, and what is kept."""
+    """The memory that a search counts, and what a byte of it costs a plan, in seconds."""
 
     kept: ActivationMemory
     seconds_per_byte: float
 
 
-def _values(node: fx.Node, saved: SavedActivations, roots: Mapping[Value, Value]) -> list[Value]:
+def _saved_values(
+    node: fx.Node, saved: SavedActivations, roots: Mapping[Value, Value]
+) -> list[Value]:
+    """Return the values that a node saves; a view counts as the value whose storage it shares."""
     operands = operands_of(node)
-    taken = [producer(n) for i in sorted(saved.operands) if (n := operands[i]) is not None]
-    made = [(node.name, i) for i in sorted(saved.results) if saved.views[i] is None]
-    return [roots.get(value, value) for value in (*taken, *made)]
+    saved_operands = [producer(n) for i in sorted(saved.operands) if (n := operands[i]) is not None]
+    saved_results = [(node.name, i) for i in sorted(saved.results) if saved.views[i] is None]
+    return [roots.get(value, value) for value in (*saved_operands, *saved_results)]
 
 
 def _share(
     node: fx.Node, saved: SavedActivations, roots: Mapping[Value, Value], keepers: Counter[Value]
 ) -> Share:
+    """Return a node's share: each saved value is divided among the nodes that save it."""
     operands = operands_of(node)
 
-    def each(value: Value) -> float:
-        several = keepers[roots.get(value, value)]
-        return 1.0 / several if several else 0.0
+    def portion(value: Value) -> float:
+        keeper_count = keepers[roots.get(value, value)]
+        return 1.0 / keeper_count if keeper_count else 0.0
 
-    taken = [
-        (i, saved.operand_element_bytes[i] * each(producer(n)))
+    operand_shares = [
+        (i, saved.operand_element_bytes[i] * portion(producer(n)))
         for i in sorted(saved.operands)
         if (n := operands[i]) is not None
     ]
-    made = [
-        (i, saved.result_element_bytes[i] * each((node.name, i)))
+    result_shares = [
+        (i, saved.result_element_bytes[i] * portion((node.name, i)))
         for i in sorted(saved.results)
         if saved.views[i] is None
     ]
-    kept = [[pair for pair in pairs if pair[1]] for pairs in (taken, made)]
-    return Share(tuple(kept[0]), tuple(kept[1]), saved.inside_bytes)
+    nonzero = [[pair for pair in pairs if pair[1]] for pairs in (operand_shares, result_shares)]
+    return Share(tuple(nonzero[0]), tuple(nonzero[1]), saved.inside_bytes)
 
 
 def regathering(program: Program) -> Program:
-    """The annotated program with its products' weights in repeated blocks gathered again in the
-    backward instead of kept.
+    """Return the annotated program with the weights of matmuls in repeated blocks gathered again in
+    the backward instead of saved.
     """
     notes = program.annotations
     assert notes is not None
-    found = set()
+    weights = set()
     for node in program.module.graph.nodes:
         value, users = (node.name, 0), list(node.users)
-        matrix = value in notes.weights and len(shape_of(value_of(node))) > 1
-        if matrix and len(users) == 1 and block_of(users[0]):
-            found.add(value)
-    return replace(program, annotations=replace(notes, again=frozenset(found)))
+        is_matrix = value in notes.weights and len(shape_of(value_of(node))) > 1
+        if is_matrix and len(users) == 1 and block_of(users[0]):
+            weights.add(value)
+    return replace(program, annotations=replace(notes, again=frozenset(weights)))
 
 
 def bytes_of(share: Share, strategy: Strategy) -> float:
-    """On one rank, under a strategy."""
+    """Return the bytes of a node's share on one rank, under a strategy."""
     total = sum(_elements(strategy.operands[i]) * each for i, each in share.operands)
     total += sum(_elements(strategy.results[i]) * each for i, each in share.results)
     return total + share.inside / max(1, strategy.parts)
@@ -344,7 +373,7 @@ def _elements(layout: Layout | None) -> float:
 
 
 def activation_bytes(kept: ActivationMemory, plan: Plan) -> float:
-    """Of a whole plan, on one rank."""
+    """Return the bytes of a complete plan on one rank."""
     total = 0.0
     for node in kept.program.module.graph.nodes:
         choice = plan.choices.get(node.name)

@@ -1,12 +1,13 @@
-"""Communication: what a collective over axes of a mesh takes on a world, when all groups of the
-axes run it at once, in the fastest way (pattern.py, load.py, ways.py).
+"""The cost of communication: bytes and seconds of collectives over axes of a mesh on a world, when
+all groups of the axes run at once, each in its fastest algorithm (algorithms.py, network.py).
 
-On axes of p ranks, with B the bytes of the whole value on them, a rank sends (p-1)/p·B in an
-all-gather or a reduce-scatter, twice that in an all-reduce, (p-1)/p²·B in an all-to-all; the panels
-of SUMMA count as the gather or scatter that they are, p broadcasts or reduces of B/p.
+On axes of p ranks, with B the bytes of the unsharded value on them, a rank sends (p-1)/p·B in an
+all-gather or a reduce-scatter, twice that in an all-reduce, (p-1)/p²·B in an all-to-all. The panels
+of SUMMA count as the gather or scatter that they replace: p broadcasts or reduces of B/p.
 
-The collectives of an emitted program: what every node moves, forward and backward, read off the
-graph in its order.
+`collective_cost` prices one collective, `costs` and `path_seconds` a path of reshards, for the
+planner and the passes. `sent_collectives` lists the collectives of an emitted program, forward and
+backward, in the graph's order, for the summary, the formulas and the simulator.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopar.world import World
 
 
 class Price(NamedTuple):
-    """Of one collective: wire bytes a rank sends, seconds, and the way that is the fastest."""
+    """The price of one collective: bytes that a rank sends, seconds, and the fastest algorithm."""
 
     bytes: float
     seconds: float
@@ -39,13 +40,13 @@ class Price(NamedTuple):
 
     @property
     def takes_s(self) -> float:
-        """Seconds of computing that are lost beside it, at most its own."""
+        """Seconds of computing that are lost while it runs, at most its own seconds."""
         moving = self.seconds - self.way.start_s
         return min(self.seconds, self.way.takes_s + self.way.slows * moving)
 
 
 class Cost(NamedTuple):
-    """What one collective costs a rank: wire bytes and seconds, in which algorithm."""
+    """What one collective costs a rank: bytes that it sends and seconds, in which algorithm."""
 
     kind: str
     axes: tuple[str, ...]
@@ -56,7 +57,7 @@ class Cost(NamedTuple):
 
 
 Hierarchy = tuple[int, ...]
-_Find = Callable[[World, str, Pattern], tuple[Algorithm, ...]]
+_Finder = Callable[[World, str, Pattern], tuple[Algorithm, ...]]
 
 
 def collective_cost(
@@ -65,37 +66,47 @@ def collective_cost(
     mesh: Mesh,
     element_bytes: int,
     world: World,
-    find: _Find = algorithms,
+    find: _Finder = algorithms,
 ) -> Price:
-    """One collective over these axes of the mesh, run by all of their groups at once, in the
-    fastest of the ways that `find` gives.
+    """Return the price of one collective over these axes of the mesh, run by all of their groups at
+    once, in the fastest of the algorithms that `find` gives.
 
     Example: on World.preset("dgx-h100", 16) and Mesh.parse("data2.x8"), an all-reduce of 1e9 bytes
     over data takes 20 ms: 1e9 bytes over a rank's card of 50 GB/s; over x 3.9 ms on NVLink. Raises
     WorldError where the mesh is larger than the world.
     """
-    return _cheapest(world, mesh, axes, traffic.collective, traffic.elements * element_bytes, find)
+    return _cheapest_price(
+        world, mesh, axes, traffic.collective, traffic.elements * element_bytes, find
+    )
 
 
 def flat_price(kind: str, digits: Pattern, whole_bytes: float, world: World) -> Price:
-    """Of one collective in one level, or of several that go as one, of so many bytes of the whole
-    value, over groups of a pattern; without what ranks lose on coming together for it.
+    """Return the price of one collective in one level, or of several that are fused, of so many
+    bytes of the unsharded value over groups of a pattern; without what ranks lose on coming
+    together for it.
     """
-    found = flat_algorithms(world, kind, digits)
-    way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole_bytes))
-    return Price(sent(kind, size(digits)) * whole_bytes, way.seconds(whole_bytes), way)
+    choices = flat_algorithms(world, kind, digits)
+    algorithm = (
+        choices[0]
+        if len(choices) == 1
+        else min(choices, key=lambda algorithm: algorithm.seconds(whole_bytes))
+    )
+    return Price(sent(kind, size(digits)) * whole_bytes, algorithm.seconds(whole_bytes), algorithm)
 
 
 def fastest_hierarchy(
     kind: str, axes: tuple[str, ...], mesh: Mesh, whole_bytes: float, world: World
 ) -> Hierarchy:
-    """In which a collective of so many bytes of the whole value takes the least time."""
-    return _cheapest(world, mesh, axes, kind, whole_bytes, algorithms).way.inside
+    """Return the levels in which a collective of so many bytes of the unsharded value takes the
+    least time.
+    """
+    return _cheapest_price(world, mesh, axes, kind, whole_bytes, algorithms).way.inside
 
 
 def sent(kind: str, ranks: Any) -> Any:
-    """Bytes a rank sends per byte of the whole, in a group of so many ranks: a number, an array or
-    a sympy expression, as `ranks` is. Source: Thakur, Rabenseifner, Gropp 2005.
+    """Return the bytes that a rank sends per byte of the unsharded value, in a group of so many
+    ranks: a number, an array or a sympy expression, as `ranks` is. Source: Thakur, Rabenseifner,
+    Gropp 2005.
 
     >>> sent("all_reduce", 4)
     1.5
@@ -109,63 +120,77 @@ def sent(kind: str, ranks: Any) -> Any:
 def seconds(
     world: World, digits: Pattern, kind: str, whole_bytes: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """What `collective_cost` gives, for an array of bytes of the whole value at once: each in the
-    way that is the fastest for it. `digits` is `pattern(mesh, axes)`.
+    """Return the seconds of `collective_cost` for an array of bytes of the unsharded value at once:
+    each in the algorithm that is the fastest for it. `digits` is `pattern(mesh, axes)`.
     """
     first, *others = in_step(world, algorithms(world, kind, digits))
     fastest = first.all_seconds(whole_bytes)
-    for way in others:
-        fastest = np.minimum(fastest, way.all_seconds(whole_bytes))
+    for algorithm in others:
+        fastest = np.minimum(fastest, algorithm.all_seconds(whole_bytes))
     return fastest
 
 
-def _cheapest(
-    world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, whole: float, find: _Find
+def _cheapest_price(
+    world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, whole: float, find: _Finder
 ) -> Price:
-    part, found = _found(world, mesh, axes, kind, find)
-    way = found[0] if len(found) == 1 else min(found, key=lambda way: way.seconds(whole))
-    return Price(part * whole, way.seconds(whole), way)
+    share, choices = _algorithm_choices(world, mesh, axes, kind, find)
+    algorithm = (
+        choices[0]
+        if len(choices) == 1
+        else min(choices, key=lambda algorithm: algorithm.seconds(whole))
+    )
+    return Price(share * whole, algorithm.seconds(whole), algorithm)
 
 
 @lru_cache(maxsize=1 << 16)
-def _found(
-    world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, find: _Find
+def _algorithm_choices(
+    world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, find: _Finder
 ) -> tuple[float, tuple[Algorithm, ...]]:
-    """(bytes that a rank sends per byte of the whole, the ways to do so)."""
+    """Return (bytes that a rank sends per byte of the unsharded value, the algorithms to choose
+    from).
+    """
     digits = pattern(mesh, axes)
     return sent(kind, size(digits)), in_step(world, find(world, kind, digits))
 
 
 def costs(path: Iterable[Step], element: Element, world: World) -> Iterator[Cost]:
-    """Every collective of a path of changes, forward and backward."""
+    """Yield the cost of every collective of a path of reshards, forward and backward."""
     for step in path:
-        for late, traffic in zip((False, True), step.traffic(bool(element.gradient)), strict=True):
+        for backward, traffic in zip(
+            (False, True), step.traffic(bool(element.gradient)), strict=True
+        ):
             if traffic is not None:
-                size = element.of(traffic.collective, late)
-                yield _cost(traffic, step.axes, late, step.before.mesh, size, world)
-                if element.again and not late:
+                size = element.of(traffic.collective, backward)
+                yield _cost(traffic, step.axes, backward, step.before.mesh, size, world)
+                if element.again and not backward:
                     yield _cost(traffic, step.axes, True, step.before.mesh, size, world)
 
 
 def hierarchies(step: Step, element: Element, world: World) -> tuple[Hierarchy, Hierarchy]:
-    """How the collectives of a change are to go, forward and backward: `Way.inside`, () for in one
-    level or not at all.
+    """Return in which levels the collectives of a reshard should run, forward and backward:
+    `Algorithm.inside`, () for one level or for no collective.
     """
     mesh = step.before.mesh
     forward, backward = (
-        collective_cost(t, step.axes, mesh, element.of(t.collective, late), world).way.inside
-        if t
+        collective_cost(
+            traffic, step.axes, mesh, element.of(traffic.collective, is_backward), world
+        ).way.inside
+        if traffic
         else ()
-        for late, t in zip((False, True), step.traffic(bool(element.gradient)), strict=True)
+        for is_backward, traffic in zip(
+            (False, True), step.traffic(bool(element.gradient)), strict=True
+        )
     )
     return forward, backward
 
 
 def inner_costs(found: Iterable[InnerCollective], mesh: Mesh, world: World) -> Iterator[Cost]:
-    """Every collective inside a sharded implementation; these go in one level."""
-    for one in found:
-        size = one.element_bytes
-        yield _cost(one.traffic, one.axes, one.backward, mesh, size, world, flat_algorithms)
+    """Yield the cost of every collective inside a sharded implementation; these run in one
+    level.
+    """
+    for inner in found:
+        size = inner.element_bytes
+        yield _cost(inner.traffic, inner.axes, inner.backward, mesh, size, world, flat_algorithms)
 
 
 def _cost(
@@ -175,15 +200,15 @@ def _cost(
     mesh: Mesh,
     element_bytes: int,
     world: World,
-    find: _Find = algorithms,
+    find: _Finder = algorithms,
 ) -> Cost:
     price = collective_cost(traffic, axes, mesh, element_bytes, world, find)
     return Cost(traffic.collective, axes, backward, price.bytes, price.seconds, price.way.algorithm)
 
 
 def path_seconds(path: Iterable[Step], element: Element, world: World) -> float:
-    """Seconds of all collectives of a path, plus what slicing and padding in memory cost (so that
-    ties go to fewer steps).
+    """Return the seconds of all collectives of a path of reshards, plus what slicing and padding in
+    memory cost (so that ties go to fewer steps).
     """
     total = 0.0
     for step in path:
@@ -196,8 +221,9 @@ def path_seconds(path: Iterable[Step], element: Element, world: World) -> float:
 
 
 class SentCollective(NamedTuple):
-    """One collective. Its elements are `times` · the local sizes of these dims of a tensor that
-    lies so, and for an all-to-all times the ranks of its group; `atoms` are those of each dim.
+    """One collective of an emitted program. Its elements are `times` · the local sizes of the dims
+    `dims` of a tensor in `layout`, and for an all-to-all times the ranks of its group; `atoms` are
+    those of each dim.
 
     `inside`: within a sharded implementation. `again`: a forward one that is run again.
     """
@@ -216,12 +242,14 @@ class SentCollective(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Of the whole value."""
+        """Bytes of the unsharded value."""
         return float(self.traffic.elements * self.element_bytes)
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """In which it goes; those within an implementation always go in one."""
+        """The levels in which it runs; one within an implementation always runs in a single
+        level.
+        """
         return () if self.inside else hierarchy_of(self.node, self.backward)
 
     @property
@@ -230,36 +258,42 @@ class SentCollective(NamedTuple):
 
 
 def sent_collectives(program: Program) -> Iterator[SentCollective]:
-    """Every collective of a training step; a forward one that is run again, a second time as one of
-    the backward.
+    """Yield every collective of a training step; a forward one that is run again comes a second
+    time, as one of the backward.
     """
     for node, again in every_node(program.module):
-        for move in _of_node(node, program):
-            yield move
-            if again and not move.backward:
-                yield move._replace(backward=True, again=True)
+        for collective in _collectives_of_node(node, program):
+            yield collective
+            if again and not collective.backward:
+                yield collective._replace(backward=True, again=True)
 
 
-def _of_node(node: fx.Node, program: Program) -> Iterator[SentCollective]:
+def _collectives_of_node(node: fx.Node, program: Program) -> Iterator[SentCollective]:
     if "step" in node.meta:
-        yield from _of_step(node, node.meta["step"], program)
-    for one in node.meta.get("inside", ()):
-        yield _of_inside(node, one, program)
+        yield from _collectives_of_reshard(node, node.meta["step"], program)
+    for inner in node.meta.get("inside", ()):
+        yield _inner_collective(node, inner, program)
 
 
-def _of_step(node: fx.Node, step: Step, program: Program) -> Iterator[SentCollective]:
+def _collectives_of_reshard(
+    node: fx.Node, step: Step, program: Program
+) -> Iterator[SentCollective]:
+    """Yield the collectives of a reshard, forward and backward."""
     assert program.annotations is not None
     layout = max(step.before, step.after, key=lambda layout: layout.local_size)
     dims = tuple(range(len(layout.shape)))
     atoms = program.annotations.dims[node.meta["value"]]
     element: Element = node.meta["element"]
-    for late, traffic in zip((False, True), step.traffic(bool(element.gradient)), strict=True):
+    for backward, traffic in zip((False, True), step.traffic(bool(element.gradient)), strict=True):
         if traffic is not None:
-            size = element.of(traffic.collective, late)
-            yield SentCollective(node, traffic, step.axes, late, size, False, layout, dims, atoms)
+            size = element.of(traffic.collective, backward)
+            yield SentCollective(
+                node, traffic, step.axes, backward, size, False, layout, dims, atoms
+            )
 
 
-def _of_inside(node: fx.Node, found: InnerCollective, program: Program) -> SentCollective:
+def _inner_collective(node: fx.Node, found: InnerCollective, program: Program) -> SentCollective:
+    """Return a collective of a sharded implementation, with the dims and atoms of its operand."""
     assert program.annotations is not None
     index, layout, dims, times = found.part
     source = node.meta["source"]

@@ -244,7 +244,11 @@ def formula(source: Program, program: Program, pattern: str = "*") -> Formula:
 
 
 def _chains(program: Program) -> list[str]:
-    return list(dict.fromkeys([c.name for c in program.chains] + [m.chain for m in sent_collectives(program)]))
+    return list(
+        dict.fromkeys(
+            [c.name for c in program.chains] + [m.chain for m in sent_collectives(program)]
+        )
+    )
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -1,4 +1,10 @@
-"""Memory: what a rank stores of parameters, and what is held at the peak of a step, in bytes."""
+"""Memory budgets and the optimizer's memory, in bytes.
+
+A `Budget` says what a plan must fit on each device; `refusal` is the error for a model that does
+not fit; `optimizer_bytes` and `step_bytes` are the optimizer's states and what its step allocates
+for a moment. The planner, the runtime and the command line read this file, as do cost/peak.py and
+cost/activations.py, which count the rest of a step.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +18,17 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan_table import STATES, Memory
 from autopar.world import World
 
-# Copies of a parameter that a step makes for a moment: one after the other, and all at once.
+# Temporary copies of a parameter that an optimizer's step makes: one parameter after the other, and
+# all of them at once (foreach).
 _STEP_COPIES = {"adamw": 2, "adam": 2, "rmsprop": 1, "adagrad": 1}
 _STEP_COPIES_AT_ONCE = {"adamw": 1, "adam": 1, "rmsprop": 1, "adagrad": 2}
 
 Optimizer = str | float  # one of STATES, or bytes of state for every trained number
 
 
-IN_FLIGHT = 0.05  # of what a step holds, besides, for communication under computation
-RESERVE = 0.08  # of a GPU's memory: the driver's context, transports, what lies between blocks
-_RESERVE_OF_CPU = 0.02, 2**20  # part and bytes, the less of both: transports, what kernels hold
+IN_FLIGHT = 0.05  # share of a step's peak that overlapped communication holds in addition
+RESERVE = 0.08  # share of a GPU's memory: the driver's context, NCCL, gaps of the allocator
+_RESERVE_OF_CPU = 0.02, 2**20  # share and bytes, the less of both: gloo, scratch of kernels
 
 Recompute = Literal["auto", "none", "gathers", "full"]
 Limit = Literal["auto"] | float  # bytes on each device
@@ -30,8 +37,8 @@ Limit = Literal["auto"] | float  # bytes on each device
 @dataclass(frozen=True)
 class Budget:
     """What a plan must fit: bytes on each device (None: no limit), the optimizer whose states are
-    among them, and whether blocks may ("auto"), must ("full") or must not ("none") be recomputed;
-    "gathers": only the weights that they gather are dropped and gathered again.
+    among them, and whether blocks may ("auto"), must ("full") or must not ("none") be recomputed.
+    With "gathers" only the weights that blocks gather are dropped and gathered again.
     """
 
     memory_bytes: float | None = None
@@ -40,22 +47,24 @@ class Budget:
 
     @staticmethod
     def of(world: World, memory: Limit, optimizer: Optimizer, recompute: Recompute) -> Budget:
-        """From what a user gives, less a reserve. `memory` "auto" is all that a GPU has; that of a
-        CPU, which the system shares out and extends on disk, has no limit then. Raises PlanError.
+        """Return the budget for what a user gives, less a reserve. `memory` "auto" is all that a
+        GPU has; on a CPU, whose memory the system shares out and extends on disk, it is no limit.
+        Raises PlanError for an unknown `recompute` or optimizer and for a `memory` that is not
+        above 0.
         """
         if recompute not in ("auto", "none", "gathers", "full"):
             raise PlanError(
                 f"recompute is {recompute!r}: it is 'auto', 'none', 'gathers' or 'full'"
             )
-        _known(optimizer)
+        _check_optimizer(optimizer)
         if memory != "auto" and not (isinstance(memory, int | float) and memory > 0):
             raise PlanError(f"memory is {memory!r}: it is 'auto' or bytes on each device, above 0")
         limit: float | None = float(memory) if memory != "auto" else None
         if limit is None and world.device.name != "cpu":
             limit = world.device.memory_bytes
         if limit is not None:
-            part, most = _reserve(world)
-            limit = max((1 - part) * limit, limit - most)
+            reserve_share, reserve_cap = _reserve(world)
+            limit = max((1 - reserve_share) * limit, limit - reserve_cap)
         return Budget(limit, optimizer, recompute)
 
     def fits(self, memory: Memory) -> bool:
@@ -63,16 +72,18 @@ class Budget:
 
 
 def with_flight(memory: Memory, limit: float | None) -> Memory:
-    """With what is held besides where communication runs under computation, as far as the limit of
-    bytes leaves room for it.
+    """Return the memory with what overlapped communication holds in addition, as far as the limit
+    of bytes leaves room for it.
     """
     room = math.inf if limit is None else max(0.0, limit - memory.waiting)
-    more = min(IN_FLIGHT * memory.waiting, room)
-    return replace(memory, peak=memory.waiting + more, in_flight=more)
+    in_flight_bytes = min(IN_FLIGHT * memory.waiting, room)
+    return replace(memory, peak=memory.waiting + in_flight_bytes, in_flight=in_flight_bytes)
 
 
 def no_room(above: float) -> str:
-    """What to say where communication under computation needs so many bytes above the limit."""
+    """Return the warning for overlapped communication that would need so many bytes above the
+    limit.
+    """
     return (
         f"autopar: communication under computation would hold {text_of(above)} more than memory= "
         "allows on each device, so every collective is waited for at once: slower, and within the "
@@ -81,16 +92,18 @@ def no_room(above: float) -> str:
 
 
 def with_reserve(limit: float, world: World) -> float:
-    """What `memory=` must be for a plan of so many bytes to fit."""
-    part, most = _reserve(world)
-    return min(limit / (1 - part), limit + most)
+    """Return what `memory=` must be for a plan of so many bytes to fit."""
+    reserve_share, reserve_cap = _reserve(world)
+    return min(limit / (1 - reserve_share), limit + reserve_cap)
 
 
 def limit_text(limit: float, world: World) -> str:
-    """A limit as people read it, with what it is of and what is kept back."""
-    whole = with_reserve(limit, world)
-    kept = "kernels" if world.device.name == "cpu" else "the driver and the allocator's gaps"
-    return f"{text_of(limit)} ({text_of(whole)} less {text_of(whole - limit)} for {kept})"
+    """Return a limit as people read it: `memory=`, and the reserve that was taken off it."""
+    memory = with_reserve(limit, world)
+    reserved_for = (
+        "kernels" if world.device.name == "cpu" else "the driver and the allocator's gaps"
+    )
+    return f"{text_of(limit)} ({text_of(memory)} less {text_of(memory - limit)} for {reserved_for})"
 
 
 def _reserve(world: World) -> tuple[float, float]:
@@ -98,7 +111,7 @@ def _reserve(world: World) -> tuple[float, float]:
 
 
 def text_of(size: float) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes as people read it."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale / 8:
             return f"{size / scale:,.2f} {unit}"
@@ -108,21 +121,25 @@ def text_of(size: float) -> str:
 def refusal(
     memory: Memory, limit: float, world: World, layout: str, recomputed: bool, larger: str = ""
 ) -> PlanError:
-    """What to tell a user whose model does not fit. `recomputed`: with all blocks recomputed
-    already. `larger`: the smallest world that it would fit, in words, such as "16 devices".
+    """Return the error for a user whose model does not fit. `recomputed`: all blocks are recomputed
+    already. `larger`: the smallest world in which it would fit, in words, such as "16 devices".
     """
-    every = ", every block recomputed," if recomputed else ""
-    tries = [larger or "more devices", "" if recomputed else 'recompute="auto"', "a smaller batch"]
-    tries += ["another layout"] if layout != "auto" else []
-    *first, last = [part for part in tries if part]
+    recomputed_note = ", every block recomputed," if recomputed else ""
+    remedies = [
+        larger or "more devices",
+        "" if recomputed else 'recompute="auto"',
+        "a smaller batch",
+    ]
+    remedies += ["another layout"] if layout != "auto" else []
+    *first, last = [part for part in remedies if part]
     advice = f"{', '.join(first)} or {last}"
     return PlanError(
         f"no plan fits {limit_text(limit, world)} on each of {world.ranks} devices: "
-        f"layout {layout!r}{every} needs {memory}. Try {advice}"
+        f"layout {layout!r}{recomputed_note} needs {memory}. Try {advice}"
     )
 
 
-def _known(optimizer: Optimizer) -> None:
+def _check_optimizer(optimizer: Optimizer) -> None:
     if isinstance(optimizer, str) and optimizer not in STATES:
         raise PlanError(
             f"unknown optimizer {optimizer!r}: it is one of {', '.join(STATES)}, or a number, "
@@ -131,27 +148,31 @@ def _known(optimizer: Optimizer) -> None:
 
 
 def optimizer_bytes(layout: Layout, element_bytes: int, optimizer: Optimizer) -> float:
-    """The optimizer's states of one trained parameter on one rank. Raises PlanError for an
-    optimizer of another name than those in STATES.
+    """Return the bytes of the optimizer's states of one trained parameter on one rank. Raises
+    PlanError for an optimizer of another name than those in STATES.
 
     A bfloat16 parameter with a float32 copy of itself and two float32 moments is `optimizer=12`.
     """
-    _known(optimizer)
+    _check_optimizer(optimizer)
     if isinstance(optimizer, str):
         return float(STATES[optimizer] * element_bytes * layout.local_size)
     return float(optimizer * layout.local_size)
 
 
 def step_bytes(sizes: Sequence[float], optimizer: Optimizer, at_once: bool = False) -> float:
-    """What an optimizer's step makes for a moment, for parameters of so many bytes in its order.
+    """Return what an optimizer's step allocates for a moment, for parameters of so many bytes in
+    its order.
 
-    On a CPU torch's optimizers take one parameter at a time; the last thing made for one lives
-    until the next one's replaces it. On GPUs they take all of them `at_once` (foreach).
+    On a CPU torch's optimizers take one parameter at a time; the last temporary of one lives until
+    that of the next replaces it. On GPUs they take all of them `at_once` (foreach).
     """
-    _known(optimizer)
-    known = _STEP_COPIES_AT_ONCE if at_once else _STEP_COPIES
-    made = known.get(optimizer, 0) if isinstance(optimizer, str) else max(known.values())
+    _check_optimizer(optimizer)
+    copies = _STEP_COPIES_AT_ONCE if at_once else _STEP_COPIES
+    count = copies.get(optimizer, 0) if isinstance(optimizer, str) else max(copies.values())
     if at_once:
-        return made * sum(sizes)
-    before = (0.0, *sizes)
-    return max((made * own + bool(made) * last for own, last in zip(sizes, before)), default=0.0)
+        return count * sum(sizes)
+    previous_sizes = (0.0, *sizes)
+    return max(
+        (count * size + bool(count) * previous for size, previous in zip(sizes, previous_sizes)),
+        default=0.0,
+    )

@@ -1,14 +1,12 @@
-"""What the links carry when all groups of a pattern communicate at once: the busiest link decides.
+"""The load on links when all groups of a pattern communicate at once: the busiest link decides.
 
-Three ways to talk are rated, without regard to what is said: a ring in mesh order, everyone with
-everyone, and a tree.
+The pattern of a group is what the cost depends on of a mesh and some of its axes: a tuple of (size,
+stride), outermost first, in the coarsest form. Neighbouring axes are one digit, so a group's cost
+does not depend on how the mesh factors it: axes a and b of a2.b3.c4 have the pattern ((6, 4),).
 
-The pattern of a group of ranks: what of a mesh and some of its axes the cost depends on.
-
-A pattern is a tuple of (size, stride), outer first, coarsest that says the same: neighbouring axes
-are one digit, so a group's cost does not depend on how the mesh factors it.
-
-Irregular networks: every flow takes its shortest ways, shared evenly where several are equal.
+`load` rates three ways to communicate, whatever is sent: a ring in mesh order, everyone with
+everyone, and a tree. cost/algorithms.py makes seconds of them. On irregular networks every flow
+takes its shortest paths, shared evenly where several are equal.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ Pattern = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=1 << 14)
 def pattern(mesh: Mesh, axes: tuple[str, ...]) -> Pattern:
-    """The pattern of the groups over these axes; () where they have one rank only.
+    """Return the pattern of the groups over these axes; () where they have one rank only.
 
     >>> pattern(Mesh.parse("a2.b3.c4"), ("a", "b"))
     ((6, 4),)
@@ -48,39 +46,39 @@ def pattern(mesh: Mesh, axes: tuple[str, ...]) -> Pattern:
 
 
 def size(digits: Pattern) -> int:
-    """Ranks of a group."""
+    """Return the number of ranks of a group."""
     return math.prod(count for count, _ in digits)
 
 
 def within(digits: Pattern, block: int) -> int | None:
-    """How many ranks of a group lie in the same block of so many consecutive ranks; None where
-    blocks and groups do not fit into one another.
+    """Return how many ranks of a group lie in the same block of so many consecutive ranks; None
+    where blocks and groups do not fit into one another.
     """
-    found = 1
+    inside = 1
     for count, stride in digits:
         if block % (count * stride) == 0:
-            found *= count
+            inside *= count
         elif block % stride == 0 and (count * stride) % block == 0:
-            found *= block // stride
+            inside *= block // stride
         elif stride % block != 0:
             return None
-    return found
+    return inside
 
 
 def halves(digits: Pattern) -> list[tuple[Pattern, Pattern]]:
-    """Every way to see a group as groups of groups: (inside, across)."""
-    found = []
+    """Return every split of a group into groups of groups: (inside, across)."""
+    splits = []
     for index, (count, stride) in enumerate(digits):
         for inner in range(1, count):
             inside = ((inner, stride), *digits[index + 1 :]) if inner > 1 else digits[index + 1 :]
             if count % inner == 0 and inside:
                 across = (*digits[:index], (count // inner, stride * inner))
-                found.append((inside, across))
-    return found
+                splits.append((inside, across))
+    return splits
 
 
 def members(digits: Pattern, ranks: int) -> NDArray[np.int64]:
-    """The groups that a world of so many ranks falls into, each a row in mesh order."""
+    """Return the groups into which a world of so many ranks falls, each a row in mesh order."""
     first = np.arange(ranks)
     offsets = np.zeros(1, dtype=np.int64)
     for count, stride in digits:
@@ -97,6 +95,7 @@ Loads = dict[tuple[object, object], float]  # bytes by directed link
 
 @lru_cache(maxsize=16)
 def _weighted(world: World) -> nx.Graph:
+    """Return the network with a weight on every edge: latency first, then hops."""
     graph = world.network.copy()
     for _, _, facts in graph.edges(data=True):
         facts["weight"] = round(facts["latency_s"] * 1e12) * _HOP + 1
@@ -104,58 +103,60 @@ def _weighted(world: World) -> nx.Graph:
 
 
 @lru_cache(maxsize=1 << 12)
-def _ways(world: World, source: int) -> tuple[dict, dict]:
-    """(previous nodes on the shortest ways, weights of these) to every node, nearest first."""
+def _shortest_paths(world: World, source: int) -> tuple[dict, dict]:
+    """Return (previous nodes on the shortest paths, weights of these) to every node, nearest
+    first.
+    """
     return nx.dijkstra_predecessor_and_distance(_weighted(world), source)
 
 
 def _latency(world: World, source: int, target: int) -> float:
-    return _ways(world, source)[1][target] // _HOP / 1e12
+    return _shortest_paths(world, source)[1][target] // _HOP / 1e12
 
 
-def _add(world: World, source: int, demand: Demand, loads: Loads) -> None:
-    """Route all that one rank sends."""
-    previous, weights = _ways(world, source)
+def _route(world: World, source: int, demand: Demand, loads: Loads) -> None:
+    """Add to the loads all that one rank sends, along its shortest paths."""
+    previous, weights = _shortest_paths(world, source)
     passing = defaultdict(float, demand)
     for node in sorted((n for n in weights if n != source), key=weights.__getitem__, reverse=True):
         if passing[node]:
             share = passing[node] / len(previous[node])
-            for before in previous[node]:
-                loads[before, node] += share
-                passing[before] += share
+            for neighbour in previous[node]:
+                loads[neighbour, node] += share
+                passing[neighbour] += share
 
 
 def _busiest(world: World, demands: dict[int, Demand]) -> float:
-    """Seconds until the busiest link has carried all of it."""
+    """Return the seconds until the busiest link has carried all demands."""
     loads: Loads = defaultdict(float)
     for source, demand in demands.items():
-        _add(world, source, demand, loads)
+        _route(world, source, demand, loads)
     edges = world.network.edges
     return max(amount / edges[link]["bytes_per_s"] for link, amount in loads.items())
 
 
 def routed(world: World, digits: Pattern) -> tuple[float, float, float, float, float]:
-    """The numbers of `load.Load`, in its order."""
+    """Return the five numbers of a `Load`, in its order, on an irregular network."""
     groups = members(digits, world.ranks).tolist()
-    around, everyone = {}, {}
-    hops, pairs, slowest = [], [], 0.0
+    ring_demands, exchange_demands = {}, {}
+    hops, pair_latencies, slowest = [], [], 0.0
     for group in groups:
-        nexts = dict(zip(group, group[1:] + group[:1], strict=True))
-        latencies = [_latency(world, a, b) for a, b in nexts.items()]
+        next_ranks = dict(zip(group, group[1:] + group[:1], strict=True))
+        latencies = [_latency(world, a, b) for a, b in next_ranks.items()]
         hops.append(sum(latencies))
         slowest = max(slowest, *latencies)
         for rank in group:
             others = [other for other in group if other != rank]
-            around[rank] = {nexts[rank]: 1.0}
-            everyone[rank] = dict.fromkeys(others, 1.0)
-            pairs.append(sum(_latency(world, rank, other) for other in others))
+            ring_demands[rank] = {next_ranks[rank]: 1.0}
+            exchange_demands[rank] = dict.fromkeys(others, 1.0)
+            pair_latencies.append(sum(_latency(world, rank, other) for other in others))
     depth = math.ceil(math.log2(len(groups[0])))
-    ring, exchange = _busiest(world, around), _busiest(world, everyone)
-    return ring, max(hops), exchange, max(pairs), depth * slowest
+    ring, exchange = _busiest(world, ring_demands), _busiest(world, exchange_demands)
+    return ring, max(hops), exchange, max(pair_latencies), depth * slowest
 
 
 class Load(NamedTuple):
-    """Of one pattern on one world.
+    """The load of one pattern on one world.
 
     `ring`: seconds per byte that every rank sends its next neighbour; `ring_hops`: seconds of
     latency once around; `exchange`: seconds per byte that every rank sends each other rank of its
@@ -172,7 +173,9 @@ class Load(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def load(world: World, digits: Pattern) -> Load:
-    """Raises WorldError where the pattern reaches beyond the world."""
+    """Return the load of a pattern. Raises WorldError where the pattern reaches beyond the
+    world.
+    """
     reach = 1 + sum((count - 1) * stride for count, stride in digits)
     if reach > world.ranks:
         raise WorldError(f"groups reach over {reach} ranks, the world has {world.ranks}")
@@ -185,8 +188,8 @@ def load(world: World, digits: Pattern) -> Load:
 
 
 def _nested(world: World, digits: Pattern) -> Load:
-    """Groups and nodes fit into one another: a node's uplink carries one edge of the ring of each
-    group that it holds a part of.
+    """Return the load where groups and nodes fit into one another: a node's uplink carries one edge
+    of the ring of each group that it holds a part of.
     """
     count = size(digits)
     total, block, below = Load(0, 0, 0, 0, 0), 1, 1
@@ -211,43 +214,46 @@ def _nested(world: World, digits: Pattern) -> Load:
 
 
 def _uplink(level: Level, block: int, below: int, inside: int, count: int) -> tuple[float, float]:
-    """Seconds per byte of a ring's edge, and of each pair's exchange, on the link of a member of
-    `block` ranks; of each group it holds `below` ranks, the level `inside`, all members `count`.
+    """Return the seconds per byte of a ring's edge, and of each pair's exchange, on the link of a
+    member of `block` ranks; of each group it holds `below` ranks, the level `inside`, all members
+    `count`.
     """
     groups, rate = block // below, level.uplink(block)
     if not level.direct:
         ring = groups / rate if below < count else 0.0
         return ring, block * (count - below) / rate
-    parts, wires = inside // below, level.ranks - 1  # what passes on to other levels has own wires
+    parts, links = inside // below, level.ranks - 1  # traffic to other levels has links of its own
     if parts == 1:
         return 0.0, 0.0
-    return groups / (rate * (parts - 1) / wires), block * below / (rate / wires)
+    return groups / (rate * (parts - 1) / links), block * below / (rate / links)
 
 
 def _counted(world: World, digits: Pattern) -> Load:
-    """Groups that lie askew in the nodes, such as axes of 3 in nodes of 8: edge by edge."""
+    """Return the load of groups that lie askew in the nodes, such as axes of 3 in nodes of 8: edge
+    by edge.
+    """
     groups = members(digits, world.ranks)
-    after = np.roll(groups, -1, axis=1)
+    next_ranks = np.roll(groups, -1, axis=1)
     count, block = groups.shape[1], 1
     ring = exchange = 0.0
     edge_latency, pair_latency = np.zeros(groups.shape), 0.0
     for level in world.levels:
-        here, there = groups // block, after // block
-        held = _held(here)  # ranks that a group has in the member where this one is
+        here, there = groups // block, next_ranks // block
+        together = _ranks_in_block(here)  # ranks that a group has in the member where this one is
         rate = level.uplink(block) if level.ranks > 1 else math.inf
         flows = float(np.bincount(here[here != there], minlength=1).max())
-        pairs = float(np.bincount(here.ravel(), weights=(count - held).ravel()).max())
+        pairs = float(np.bincount(here.ravel(), weights=(count - together).ravel()).max())
         ring, exchange = max(ring, flows / rate), max(exchange, pairs / rate)
         edge_latency = np.where(here != there, level.latency_s, edge_latency)
         block *= level.ranks
-        pair_latency += float((_held(groups // block) - held).max()) * level.latency_s
+        pair_latency += float((_ranks_in_block(groups // block) - together).max()) * level.latency_s
     slowest = float(edge_latency.max())
     hops = float(edge_latency.sum(axis=1).max())
     return Load(ring, hops, exchange, pair_latency, math.ceil(math.log2(count)) * slowest)
 
 
-def _held(blocks: np.ndarray) -> np.ndarray:
-    """For each rank of each group, how many ranks of the group are in its block."""
+def _ranks_in_block(blocks: np.ndarray) -> np.ndarray:
+    """Return for each rank of each group how many ranks of the group are in its block."""
     width = int(blocks.max()) + 1
     keys = blocks + np.arange(len(blocks))[:, None] * width
     return np.bincount(keys.ravel())[keys]

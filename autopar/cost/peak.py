@@ -1,15 +1,17 @@
-"""The peak of memory of a training step on one rank: the emitted graph is run once, forward and
-backward, on tensors without storage, and every memory is noted when it is made and when it dies.
+"""The peak memory of a training step on one rank.
 
-So what autograd saves and when it lets go, what a change of state makes on the way, and which views
-share memory are torch's own rules, not a list of ours. What a kernel allocates for itself alone is
-not seen.
+The emitted graph is run once, forward and backward, on tensors of torch's meta device, which have
+no storage. A dispatch mode notes when each storage is allocated and when it is freed. So what
+autograd saves and when it lets go, what a reshard allocates on the way, and which views share
+storage follow torch's own rules, not a list of ours. The scratch memory that a kernel allocates for
+itself alone is not seen.
 
-An emitted graph for tensors without storage, which are torch's meta device: what holds which
-memory can be run there at a third of the time that fake tensors take.
+An emitted program enters `peak`, a `Memory` leaves. The planner calls it to decide how much to
+recompute (rematerialize.py) and to explain a plan (why.py).
 
-Meta tensors decide by themselves how an op is run where that depends on the device. That is so for
-attention, which here keeps what it keeps on a CPU.
+Meta tensors run in a third of the time of fake tensors. They choose a kernel by themselves where
+that depends on the device; for attention the kernel of a CPU is chosen here instead, so it saves
+what it saves on a CPU.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from autopar.ops.devices import renamed
 from autopar.world import World
 
 aten = torch.ops.aten
-FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default  # keeps no scores
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default  # saves no attention scores
 META = torch.device("meta")
 
 
 def run_on_meta(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, for tensors of the meta device."""
+    """Return a copy of the module that runs on tensors of the meta device."""
     graph, root = fx.Graph(), torch.nn.Module()
     output = graph.graph_copy(module.graph, {})
     for node in graph.nodes:
@@ -49,7 +51,7 @@ def run_on_meta(module: fx.GraphModule) -> fx.GraphModule:
         node.kwargs = renamed(node.kwargs, lambda _: META)
         if node.target is aten.scaled_dot_product_attention.default:
             node.target = attention
-        elif node.op == "call_function" and _makes(node):
+        elif node.op == "call_function" and _is_factory(node):
             node.kwargs = {**node.kwargs, "device": META}
         for block in called(module, node):
             name = next(n.target for n in node.all_input_nodes if n.op == "get_attr")
@@ -58,15 +60,15 @@ def run_on_meta(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-def _makes(node: fx.Node) -> bool:
-    """Whether it is an op that makes a tensor of none."""
+def _is_factory(node: fx.Node) -> bool:
+    """Whether the node is a factory op, which makes a tensor without taking one."""
     if not isinstance(node.target, OpOverload) or node.all_input_nodes:
         return False
     return any(argument.name == "device" for argument in node.target._schema.arguments)
 
 
-class _Looks(NamedTuple):
-    """What torch looks at of an operand to choose a kernel."""
+class _OperandTraits(NamedTuple):
+    """The properties of an operand by which torch chooses a kernel."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -74,8 +76,8 @@ class _Looks(NamedTuple):
     trainable: bool
 
     def made(self) -> Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        return made.requires_grad_(self.trainable)
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return tensor.requires_grad_(self.trainable)
 
 
 def attention(
@@ -89,54 +91,54 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`aten.scaled_dot_product_attention` of meta tensors, by the kernel that a CPU takes."""
+    """Run `aten.scaled_dot_product_attention` on meta tensors, with the kernel that a CPU takes."""
     operands = (query, key, value, attn_mask)
-    allowed = torch.backends.cuda.flash_sdp_enabled()  # of all devices
-    looks = tuple(None if x is None else _look(x) for x in operands)
-    if not _by_flash(looks, dropout_p, is_causal, scale, enable_gqa, allowed):
+    flash_enabled = torch.backends.cuda.flash_sdp_enabled()  # the switch holds for every device
+    traits = tuple(None if x is None else _operand_traits(x) for x in operands)
+    if not _by_flash(traits, dropout_p, is_causal, scale, enable_gqa, flash_enabled):
         op = aten.scaled_dot_product_attention.default
         result: Tensor = op(*operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return result
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         on, off = (torch.tensor(x, dtype=query.dtype, device=META) for x in (0.0, -torch.inf))
         attn_mask = torch.where(attn_mask, on, off)
-    more = {"attn_mask": attn_mask, "scale": scale}
-    found: Tensor = FLASH(query, key, value, dropout_p, is_causal, **more)[0]
-    return found
+    options = {"attn_mask": attn_mask, "scale": scale}
+    output: Tensor = FLASH(query, key, value, dropout_p, is_causal, **options)[0]
+    return output
 
 
-def _look(x: Tensor) -> _Looks:
-    return _Looks(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
+def _operand_traits(x: Tensor) -> _OperandTraits:
+    return _OperandTraits(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
 
 
 @lru_cache(maxsize=1 << 10)
 def _by_flash(
-    looks: tuple[_Looks | None, ...],
+    looks: tuple[_OperandTraits | None, ...],
     dropout: float,
     causal: bool,
     scale: float | None,
     grouped: bool,
     allowed: bool,
 ) -> bool:
-    """Whether a CPU runs it by the kernel that keeps no scores: seen on fake tensors. Who counts
-    what is made, or what a block saves, does not hear of it.
+    """Whether a CPU runs these operands with the flash kernel, which saves no scores; found by a
+    run on fake tensors. The modes and hooks that count memory do not see this run.
     """
-    with without_modes(), saved_tensors_hooks(_nothing, _nothing), fake_mode():
-        given = [None if look is None else look.made() for look in looks]
-        with _Ran() as ran:
+    with without_modes(), saved_tensors_hooks(_save_nothing, _save_nothing), fake_mode():
+        operands = [None if look is None else look.made() for look in looks]
+        with _OpRecorder() as recorder:
             aten.scaled_dot_product_attention.default(
-                *given, dropout, causal, scale=scale, enable_gqa=grouped
+                *operands, dropout, causal, scale=scale, enable_gqa=grouped
             )
-    return FLASH in ran.ops
+    return FLASH in recorder.ops
 
 
-def _nothing(x: Any) -> Any:
-    """No backward follows."""
+def _save_nothing(x: Any) -> Any:
+    """Save nothing, as no backward follows."""
     return None
 
 
-class _Ran(TorchDispatchMode):
-    """Notes the ops that run while the mode is on."""
+class _OpRecorder(TorchDispatchMode):
+    """A dispatch mode that records the ops that run while it is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,8 +153,10 @@ _NEVER = 1 << 60
 
 
 @dataclass
-class _Life:
-    """One memory: its bytes, and between which two moments it is there."""
+class _Lifetime:
+    """The lifetime of one storage: its bytes, and the moments at which it is allocated and
+    freed.
+    """
 
     size: int
     born: int
@@ -160,28 +164,30 @@ class _Life:
 
 
 class Lives(TorchDispatchMode):
-    """Notes every memory that ops make while the mode is on. `moment` counts the ops."""
+    """A dispatch mode that records the lifetime of every storage that ops allocate while it is on.
+    `moment` counts the ops.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.moment = 0
-        self.lives: list[_Life] = []
-        self.known: dict[int, _Life] = {}
+        self.lives: list[_Lifetime] = []
+        self.known: dict[int, _Lifetime] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.moment += 1
-        made = func(*args, **(kwargs or {}))
-        for tensor in (made,) if isinstance(made, Tensor) else pytree.tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.note(tensor)
-        return made
+        return result
 
-    def note(self, tensor: Tensor) -> _Life:
-        """The life of a tensor's memory, which begins now where it was not known."""
+    def note(self, tensor: Tensor) -> _Lifetime:
+        """Return the lifetime of a tensor's storage; it begins now if the storage is new."""
         memory = tensor.untyped_storage()
         key = id(memory)
         if key not in self.known:
-            life = self.known[key] = _Life(memory.nbytes(), self.moment)
+            life = self.known[key] = _Lifetime(memory.nbytes(), self.moment)
             self.lives.append(life)
             weakref.finalize(memory, self._end, key)
         return self.known[key]
@@ -191,8 +197,8 @@ class Lives(TorchDispatchMode):
 
 
 class _Shapes:
-    """The wire of one rank alone: results of the right shape, with the memory that the transport
-    holds on the way.
+    """A communication simulator for one rank alone: its collectives return results of the right
+    shape, and hold the memory that the backend holds on the way.
     """
 
     def __init__(self, backend: str) -> None:
@@ -204,24 +210,25 @@ class _Shapes:
             self._sizes[group] = len(group_ranks(group, 0))
         size, sent = self._sizes[group], x.detach().contiguous()
         if kind == "all-gather":
-            whole = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
-            return whole.clone() if self._backend == "gloo" else whole  # it gathers, then copies
+            gathered = sent.new_empty((size * sent.shape[0], *sent.shape[1:]))
+            # gloo gathers, then copies
+            return gathered.clone() if self._backend == "gloo" else gathered
         if kind == "reduce-scatter":
-            if self._backend == "gloo":  # see wire.reduce_scatter
-                arrived = torch.empty_like(sent)
+            if self._backend == "gloo":  # see ops.comm.reduce_scatter
+                received = torch.empty_like(sent)
                 del sent
-                return arrived.unflatten(0, (size, -1)).sum(0, dtype=x.dtype)
+                return received.unflatten(0, (size, -1)).sum(0, dtype=x.dtype)
             return sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
         return torch.empty_like(sent)
 
 
 def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None = None) -> Memory:
-    """What one rank holds at the peak of a training step of an emitted program, in bytes.
+    """Return what one rank holds at the peak of a training step of an emitted program, in bytes.
 
     The optimizer has its states already, as from the second step on; gradients are set to None
-    between steps; the outputs are held until the step is done. `world` says which transport, as
-    gloo needs memory of its own, and which device, as on GPUs an optimizer steps all parameters at
-    once. Raises PlanError for an unknown optimizer.
+    between steps; the outputs are held until the step is done. `world` gives the backend, as gloo
+    needs memory of its own, and the device, as on GPUs an optimizer steps all parameters at once.
+    Raises PlanError for an unknown optimizer.
 
     Example: peak(plan.ready.program, "sgd").peak
     """
@@ -235,6 +242,7 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
 
 @contextmanager
 def _simulated(simulator: comm.Simulator) -> Iterator[None]:
+    """Run collectives on this simulator within the context."""
     before, comm.simulator = comm.simulator, simulator
     try:
         yield
@@ -243,7 +251,7 @@ def _simulated(simulator: comm.Simulator) -> Iterator[None]:
 
 
 class _Step:
-    """One training step without storage."""
+    """One training step on tensors without storage."""
 
     def __init__(self, program: Program, optimizer: Optimizer, at_once: bool) -> None:
         self.program, self.optimizer, self.at_once = program, optimizer, at_once
@@ -251,18 +259,18 @@ class _Step:
 
     def run(self) -> Memory:
         entries = self.program.signature.inputs
-        held = {e.node: self._held(e) for e in entries}
-        stored = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
-        parameters = [self.lives.note(t) for name, t in held.items() if name in stored]
-        for name, tensor in held.items():
-            if name not in stored:
+        tensors = {e.node: self._held(e) for e in entries}
+        stored_names = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
+        parameters = [self.lives.note(t) for name, t in tensors.items() if name in stored_names]
+        for name, tensor in tensors.items():
+            if name not in stored_names:
                 self.lives.note(tensor)
         with self.lives:
-            outputs = run_on_meta(self.program.module)(*(self._fed(e, held) for e in entries))
-            middle = self.lives.moment
+            outputs = run_on_meta(self.program.module)(*(self._fed(e, tensors) for e in entries))
+            forward_end = self.lives.moment
             _backward(outputs)
-        gradients = [self.lives.note(t.grad) for t in held.values() if t.grad is not None]
-        return self._memory(middle, parameters, gradients)
+        gradients = [self.lives.note(t.grad) for t in tensors.values() if t.grad is not None]
+        return self._memory(forward_end, parameters, gradients)
 
     def _held(self, entry: Input) -> Tensor:
         layout, dtype = self.program.layouts.get(entry.node), self.program.dtypes.get(entry.node)
@@ -271,11 +279,11 @@ class _Step:
         if entry.kind == "seed":
             return torch.empty((), dtype=torch.int64, device=META)
         if layout is None or dtype is None:
-            given = self._traced(entry)
-            made = torch.empty(tuple(given.shape), dtype=given.dtype, device=META)
+            traced = self._traced(entry)
+            tensor = torch.empty(tuple(traced.shape), dtype=traced.dtype, device=META)
         else:
-            made = torch.empty(layout.local_shape, dtype=dtype, device=META)
-        return made.requires_grad_(entry.trainable)
+            tensor = torch.empty(layout.local_shape, dtype=dtype, device=META)
+        return tensor.requires_grad_(entry.trainable)
 
     def _traced(self, entry: Input) -> Tensor:
         nodes = self.program.module.graph.find_nodes(op="placeholder")
@@ -283,22 +291,24 @@ class _Step:
 
     def _fed(self, entry: Input, held: dict[str, Tensor]) -> Tensor | None:
         if entry.target.startswith("@") and not self.at_once:
-            return None  # a CPU has no kernel that it would seed
+            return None  # a seed for GPU kernels, which a CPU does not have
         mutated = {o.target for o in self.program.signature.outputs if o.kind == "mutation"}
         tensor = held[entry.node]
         return tensor.clone() if entry.kind == "buffer" and entry.target in mutated else tensor
 
-    def _memory(self, middle: int, parameters: list[_Life], gradients: list[_Life]) -> Memory:
-        states, extra = self._states()
-        moment, most = highest(self.lives.lives)
+    def _memory(
+        self, middle: int, parameters: list[_Lifetime], gradients: list[_Lifetime]
+    ) -> Memory:
+        states, step_extra = self._states()
+        moment, peak_bytes = highest(self.lives.lives)
         end = self.lives.moment + 1
-        still = sum(life.size for life in self.lives.lives if life.died > end)
-        if still + extra > most:
-            moment, most = end, int(still + extra)
-        there = [x for x in self.lives.lives if x.born <= moment < x.died]
+        remaining = sum(life.size for life in self.lives.lives if life.died > end)
+        if remaining + step_extra > peak_bytes:
+            moment, peak_bytes = end, int(remaining + step_extra)
+        live = [x for x in self.lives.lives if x.born <= moment < x.died]
         kinds = {id(x): "parameters" for x in parameters} | {id(x): "gradients" for x in gradients}
         sizes = {"parameters": 0, "gradients": 0, "activations": 0}
-        for life in there:
+        for life in live:
             saved = life.born <= middle < life.died
             kind = kinds.get(id(life), "activations" if saved else "")
             if kind:
@@ -306,44 +316,48 @@ class _Step:
         return Memory(
             **{name: float(size) for name, size in sizes.items()},
             optimizer=states,
-            transient=float(most - sum(sizes.values())),
-            peak=float(most + states),
+            transient=float(peak_bytes - sum(sizes.values())),
+            peak=float(peak_bytes + states),
         )
 
     def _states(self) -> tuple[float, float]:
-        """Bytes of the optimizer's states, and of what its step makes on the way."""
-        states, sizes = 0.0, []
+        """Return the bytes of the optimizer's states, and the bytes that its step allocates for a
+        moment.
+        """
+        state_bytes, parameter_bytes = 0.0, []
         for entry in self.program.signature.inputs:
             if entry.kind == "parameter" and entry.trainable:
                 layout, size = self.program.layouts[entry.node], self._element_bytes(entry)
-                states += optimizer_bytes(layout, size, self.optimizer)
-                sizes.append(layout.local_size * float(size))
-        return states, step_bytes(sizes, self.optimizer, self.at_once)
+                state_bytes += optimizer_bytes(layout, size, self.optimizer)
+                parameter_bytes.append(layout.local_size * float(size))
+        return state_bytes, step_bytes(parameter_bytes, self.optimizer, self.at_once)
 
     def _element_bytes(self, entry: Input) -> int:
         dtype = self.program.dtypes.get(entry.node)
         return dtype.itemsize if dtype is not None else self._traced(entry).dtype.itemsize
 
 
-def highest(lives: Sequence[_Life]) -> tuple[int, int]:
-    """The moment with most bytes, and these."""
+def highest(lives: Sequence[_Lifetime]) -> tuple[int, int]:
+    """Return the moment with the most live bytes, and how many these are."""
     changes: dict[int, int] = {}
     for life in lives:
         changes[life.born] = changes.get(life.born, 0) + life.size
         changes[life.died] = changes.get(life.died, 0) - life.size
-    moment, most, now = 0, 0, 0
+    moment, peak_bytes, live_bytes = 0, 0, 0
     for when in sorted(changes):
-        now += changes[when]
-        if now > most:
-            moment, most = when, now
-    return moment, most
+        live_bytes += changes[when]
+        if live_bytes > peak_bytes:
+            moment, peak_bytes = when, live_bytes
+    return moment, peak_bytes
 
 
 def _backward(outputs: Sequence[Any]) -> None:
-    """From the loss, the first scalar; a model without one gets a gradient for each result."""
-    able = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
-    scalars = [o for o in able if o.dim() == 0]
+    """Run the backward from the loss, the first scalar output. A model without one gets a gradient
+    of ones for each differentiable output.
+    """
+    differentiable = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
+    scalars = [o for o in differentiable if o.dim() == 0]
     if scalars:
         scalars[0].backward()
-    elif able:
-        torch.autograd.backward(able, [torch.ones_like(o) for o in able])
+    elif differentiable:
+        torch.autograd.backward(differentiable, [torch.ones_like(o) for o in differentiable])

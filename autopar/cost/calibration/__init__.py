@@ -1,4 +1,4 @@
-"""Measuring a machine: what runs on its ranks (measure.py, contention.py), what is fitted to it
-(fit.py), and the order in which `autopar calibrate` does both within the seconds given
-(procedure.py). A `World` leaves.
+"""Calibration of a machine: measurements on its ranks (measure.py, contention.py), the fit of the
+cost model to them (fit.py), and the order in which `autopar calibrate` does both within the seconds
+it is given (procedure.py). The result is a `World`.
 """

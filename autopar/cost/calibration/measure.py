@@ -147,7 +147,9 @@ def in_turn(source: Tensor, rows: int, columns: int, transposed: bool = False) -
     return itertools.cycle(found)
 
 
-def time_matmul(shape: Matmul, left: Tensor, right: Tensor, results: Tensor) -> Callable[[], Tensor]:
+def time_matmul(
+    shape: Matmul, left: Tensor, right: Tensor, results: Tensor
+) -> Callable[[], Tensor]:
     """What runs the product once, on some of these numbers and into some of the results."""
     x = in_turn(left, shape.m, shape.k, shape.form[0] == "T")
     y = in_turn(right, shape.k, shape.n, shape.form[1] == "T")

@@ -14,7 +14,15 @@ from autopar.cost.algorithms import summing_s_per_byte
 from autopar.cost.calibration import fit, measure
 from autopar.cost.calibration.contention import measure_meeting_seconds, measure_slowing
 from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fitted, six
-from autopar.cost.calibration.measure import Case, Matmul, Progress, after_warming, in_rounds, part, warmed
+from autopar.cost.calibration.measure import (
+    Case,
+    Matmul,
+    Progress,
+    after_warming,
+    in_rounds,
+    part,
+    warmed,
+)
 from autopar.cost.network import Pattern, size
 from autopar.errors import WorldError
 from autopar.world import KINDS, Device, Form, Forms, Measured, World, ranks

@@ -1,5 +1,7 @@
-"""A step simulated event by event: one compute stream, and collectives that share links.
+"""Event-by-event simulation of a step: one compute stream, and collectives that share links.
 
-step_events.py makes events of an emitted program, graph_events.py of the graphs that AOTAutograd
-derived; engine.py plays them on links.py; timeline.py says what a user sees of it.
+step_events.py derives events from an emitted program, graph_events.py from the graphs that
+AOTAutograd derived; engine.py simulates them on links.py; timeline.py is the result that a user
+sees. buckets.py decides which collectives are fused, liveness.py how many bytes a derived graph
+holds.
 """

@@ -1,10 +1,12 @@
-"""Small collectives of one kind, group and element type that go as one: which of a step's, in what
-order, up to what size. Of a modelled step here (timeline.py), of the graphs that run in
-passes/overlap/bucket.py.
+"""Buckets: small collectives of one kind, group and element type that are fused into one.
 
-Joined are sums of gradients, on which no product hangs any more, and gathers of what is stored; in
-the order in which they are ready or needed. Collectives in several levels are joined in each as in
-the one before, so that a bucket stays as it is from the first level to the last.
+`together` says which collectives of a step are fused, in what order and up to what size; `joined`
+makes a step's events with them fused. timeline.py calls both for a modelled step,
+passes/overlap/bucket.py for the graphs that run.
+
+Fused are sums of gradients on which no matmul depends any more, and gathers of stored tensors, in
+the order in which they are ready or needed. Hierarchical collectives are fused in each level as in
+the one before, so a bucket stays the same from the first level to the last.
 """
 
 from __future__ import annotations
@@ -23,127 +25,135 @@ Bucket = list[int]  # events, in the order in which they are ready or needed
 
 
 def leading(events: Sequence[Event], products: Sequence[bool]) -> list[bool]:
-    """Of every event, whether a product hangs on it further on."""
-    found = [False] * len(events)
+    """Return for every event whether a matmul depends on it later on."""
+    leads = [False] * len(events)
     for index in range(len(events) - 1, -1, -1):
-        below = found[index] or products[index]
+        leads_on = leads[index] or products[index]
         for needed in events[index].after:
-            found[needed] |= below
-    return found
+            leads[needed] |= leads_on
+    return leads
 
 
 def together(
     events: Sequence[Event], keys: Sequence[Hashable], leads: Sequence[bool], run: Run, size: int
 ) -> list[Bucket]:
-    """What goes as one, up to `size` bytes each. `keys`: of every event what it shares with those
-    that it may be joined with, None for what stays alone; `run`: the simulation of them apart.
+    """Return the buckets, each of up to `size` bytes and of more than one event.
+
+    `keys`: for every event what it shares with those that it may be fused with, None for one that
+    stays alone. `leads`: whether a matmul depends on it. `run`: the simulation of the events
+    without buckets.
     """
-    users = [float("inf")] * len(events)
+    first_uses = [float("inf")] * len(events)
     for index, event in enumerate(events):
         for needed in event.after:
-            users[needed] = min(users[needed], run.start[index])
+            first_uses[needed] = min(first_uses[needed], run.start[index])
 
     def when(index: int) -> tuple[float, int]:
         ready = max((run.end[i] for i in events[index].after), default=0.0)
-        return (users[index] if events[index].ahead else ready), index
+        return (first_uses[index] if events[index].ahead else ready), index
 
-    open_: dict[Hashable, int] = {}
-    held: dict[Hashable, float] = defaultdict(float)
-    found: list[Bucket] = []
-    bucket: dict[int | None, int] = {}  # of each
-    able = _able(events, keys, leads)
-    for index in sorted(able, key=when):
-        event, behind = events[index], able[index]
+    open_buckets: dict[Hashable, int] = {}
+    bucket_bytes: dict[Hashable, float] = defaultdict(float)
+    buckets: list[Bucket] = []
+    bucket_of: dict[int | None, int] = {}  # by event
+    fusable = _fusable(events, keys, leads)
+    for index in sorted(fusable, key=when):
+        event, position = events[index], fusable[index]
         if event.held_bytes > size / 2:
             continue
-        key = (keys[index], event.lane, event.ahead, behind.depth, bucket.get(behind.last))
-        if key not in open_ or held[key] + event.held_bytes > size:
-            open_[key], held[key] = len(found), 0.0
-            found.append([])
-        bucket[index] = open_[key]
-        found[open_[key]].append(index)
-        held[key] += event.held_bytes
-    return [members for members in found if len(members) > 1]
+        key = (keys[index], event.lane, event.ahead, position.depth, bucket_of.get(position.last))
+        if key not in open_buckets or bucket_bytes[key] + event.held_bytes > size:
+            open_buckets[key], bucket_bytes[key] = len(buckets), 0.0
+            buckets.append([])
+        bucket_of[index] = open_buckets[key]
+        buckets[open_buckets[key]].append(index)
+        bucket_bytes[key] += event.held_bytes
+    return [members for members in buckets if len(members) > 1]
 
 
-class _Behind(NamedTuple):
-    """Of an event: how many collectives that may be joined stand behind one another before it, and
-    the last of them, where there is one.
+class _Position(NamedTuple):
+    """How many collectives that may be fused precede an event one after another, and the last of
+    them, where there is a single one.
     """
 
     depth: int = 0
     last: int | None = None
 
 
-def _able(
+def _fusable(
     events: Sequence[Event], keys: Sequence[Hashable], leads: Sequence[bool]
-) -> dict[int, _Behind]:
-    """The collectives that may be joined: on their results no product hangs, or they hang on
-    nothing but what is stored.
+) -> dict[int, _Position]:
+    """Return the collectives that may be fused, with what precedes each: no matmul depends on their
+    results, or they depend on stored tensors only.
     """
-    found: dict[int, _Behind] = {}
-    before: list[_Behind] = []
+    fusable: dict[int, _Position] = {}
+    positions: list[_Position] = []
     for index, event in enumerate(events):
-        needed = {before[i] for i in event.after if event.ahead or not leads[i]}
-        depth = max((one.depth for one in needed), default=0)
-        last = {one.last for one in needed if one.depth == depth}
-        behind = _Behind(depth, last.pop() if len(last) == 1 else None)
+        operands = {positions[i] for i in event.after if event.ahead or not leads[i]}
+        depth = max((position.depth for position in operands), default=0)
+        predecessors = {position.last for position in operands if position.depth == depth}
+        own_position = _Position(depth, predecessors.pop() if len(predecessors) == 1 else None)
         late = event.phase == "backward" and not leads[index]
         if keys[index] is not None and (event.ahead or late):
-            found[index], behind = behind, _Behind(depth + 1, index)
-        before.append(behind)
-    return found
+            fusable[index], own_position = own_position, _Position(depth + 1, index)
+        positions.append(own_position)
+    return fusable
 
 
 def joined(
     events: Sequence[Event], found: Sequence[Bucket], made: Callable[[Bucket], Event]
 ) -> tuple[Event, ...] | None:
-    """The events with each bucket as one, which `made` makes but for what it hangs on. Sums stand
-    where the last of them stood, gathers where the first did. None where buckets wait for one
-    another: each has a member that hangs on one of the other's.
+    """Return the events with each bucket as one event, which `made` makes except for what it
+    depends on. Sums stand where the last of the bucket stood, gathers where the first did. None
+    where two buckets wait for one another: each has a member that depends on a member of the other.
     """
-    ones = {i: i for i in range(len(events))}  # by event, the one that it goes with
+    leaders = {i: i for i in range(len(events))}  # by event, the one in whose place it runs
     for members in found:
-        one = min(members) if events[members[0]].ahead else max(members)
-        ones.update(dict.fromkeys(members, one))
-    new = {ones[members[0]]: made(members) for members in found}
-    needs: dict[int, dict[int, None]] = {one: {} for one in sorted(set(ones.values()))}
+        leader = min(members) if events[members[0]].ahead else max(members)
+        leaders.update(dict.fromkeys(members, leader))
+    fused = {leaders[members[0]]: made(members) for members in found}
+    needs: dict[int, dict[int, None]] = {leader: {} for leader in sorted(set(leaders.values()))}
     for index, event in enumerate(events):
-        needs[ones[index]].update(dict.fromkeys(ones[i] for i in event.after))
-    order = _ordered(needs, {one: new.get(one, events[one]).ahead for one in needs})
+        needs[leaders[index]].update(dict.fromkeys(leaders[i] for i in event.after))
+    order = _topological_order(
+        needs, {leader: fused.get(leader, events[leader]).ahead for leader in needs}
+    )
     if len(order) < len(needs):
         return None
-    places = {one: place for place, one in enumerate(order)}
+    places = {leader: place for place, leader in enumerate(order)}
     return tuple(
-        new.get(one, events[one])._replace(after=tuple(sorted(places[i] for i in needs[one])))
-        for one in order
+        fused.get(leader, events[leader])._replace(
+            after=tuple(sorted(places[i] for i in needs[leader]))
+        )
+        for leader in order
     )
 
 
-def _ordered(needs: dict[int, dict[int, None]], ahead: dict[int, bool]) -> list[int]:
-    """Each behind what it needs, else in the order of the numbers; what is fetched ahead no later
-    than before what needs it. Without those that wait for one another, and what waits for these.
+def _topological_order(needs: dict[int, dict[int, None]], ahead: dict[int, bool]) -> list[int]:
+    """Return a topological order that otherwise follows the numbers. What is fetched ahead stands
+    no later than just before what needs it. Events that wait for one another in a cycle are left
+    out, and those that need them.
     """
-    place = {one: one for one in needs}
-    early = [one for one in needs if ahead[one]]
-    while early:
-        one = early.pop()
-        late = [other for other in needs[one] if place[other] > place[one]]
-        place.update(dict.fromkeys(late, place[one]))
-        early += late
+    place = {event: event for event in needs}
+    fetched = [event for event in needs if ahead[event]]
+    while fetched:
+        event = fetched.pop()
+        needed_late = [other for other in needs[event] if place[other] > place[event]]
+        place.update(dict.fromkeys(needed_late, place[event]))
+        fetched += needed_late
     users: dict[int, list[int]] = defaultdict(list)
-    for one, before in needs.items():
+    for event, before in needs.items():
         for other in before:
-            users[other].append(one)
-    missing = {one: len(before) for one, before in needs.items()}
-    waiting = [(place[one], one) for one, count in missing.items() if not count]
+            users[other].append(event)
+    missing = {event: len(before) for event, before in needs.items()}
+    waiting = [(place[event], event) for event, count in missing.items() if not count]
     heapq.heapify(waiting)
-    found = []
+    order = []
     while waiting:
-        _, one = heapq.heappop(waiting)
-        found.append(one)
-        for user in users[one]:
+        _, event = heapq.heappop(waiting)
+        order.append(event)
+        for user in users[event]:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(waiting, (place[user], user))
-    return found
+    return order

@@ -1,9 +1,11 @@
-"""A step simulated event by event: one compute stream, and a queue of collectives per lane whose
-heads share the links they run over.
+"""The simulation engine: one compute stream, and a queue of collectives for each lane (process
+group), whose heads share the links that they run over.
 
-The same simulation decides the order of a scheduled graph (passes/overlap/schedule.py) and says
-what a layout would take (timeline.py). Nothing in it depends on the rank: the same events give the
-same order everywhere. """
+Events enter `simulate_overlap`, a `Run` leaves: when each event starts and ends, and in which order
+ops run and collectives are issued. The same simulation decides the order of a scheduled graph
+(passes/overlap/schedule.py) and says what a layout would take (timeline.py). Nothing in it depends
+on the rank: the same events give the same order everywhere.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from typing import Literal, NamedTuple
 from autopar.cost.simulator.links import Event, Links
 
 _SLACK = 1.0  # a prefetch is issued this many of its own durations before it would be too late
-_DEFER = (0, 2, 8)  # how many products that nothing hangs on may wait for an idle moment
-_WORTH = 0.002  # of the step: what a longer wait of theirs must gain
+_DEFER = (0, 2, 8)  # how many matmuls that no other op needs may wait for an idle moment
+_WORTH = 0.002  # share of the step that deferring more of them must gain
 _WINDOW = 256  # events
-_LEAST_RATE = 0.1  # at which computing goes on, however much runs beside it
+_LEAST_RATE = 0.1  # the rate at which computing goes on at least while collectives run
 
 
 class Action(NamedTuple):
-    """What the thread that runs the program does next: "run" an op, "issue" a collective."""
+    """What the thread that runs the program does next: "run" an op or "issue" a collective."""
 
     kind: Literal["run", "issue"]
     event: int
@@ -32,10 +34,12 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """When every event started and ended, seconds; for how long the compute stream stood still for
-    each collective, or was kept from its work by it; the order in which ops were run and
-    collectives issued; when it stood still for which collective: (event, from, to); and how many
-    products could wait for an idle moment.
+    """The result of a simulation, in seconds.
+
+    `start`, `end`: of every event. `exposed`: for how long the compute stream stood still for each
+    collective, or was slowed down by it. `order`: in which ops were run and collectives issued.
+    `waits`: when the stream stood still for which collective, (event, from, to). `defer`: how many
+    matmuls could wait for an idle moment.
     """
 
     start: list[float]
@@ -51,7 +55,7 @@ class Run:
 
 
 def in_order(events: Sequence[Event]) -> Run:
-    """Every event after the one before it: collectives are waited for at once."""
+    """Run every event after the one before it: collectives are waited for at once."""
     start, end, waits, now = [], [], [], 0.0
     for index, event in enumerate(events):
         start.append(now)
@@ -71,15 +75,17 @@ def simulate_overlap(
     defers: Sequence[int] = _DEFER,
     patience: float = 0.0,
 ) -> Run:
-    """Collectives are issued as soon as their operands are there and waited for at their first use;
-    meanwhile the compute stream takes what else is ready, in the order given.
+    """Simulate the events with communication overlapped by computation.
 
-    What can be issued ahead is issued as late as does no harm, with at most `ahead_bytes` of it
-    alive before its use (more only where the program would stop otherwise). Products that nothing
-    but a gradient hangs on may wait a little for a moment in which the stream would stand still.
+    Collectives are issued as soon as their operands are there and waited for at their first use;
+    meanwhile the compute stream runs other ops that are ready, in the order given. Prefetches
+    (`ahead`) are issued as late as does no harm, with at most `ahead_bytes` of them alive before
+    their use (more only where the program would stop otherwise). Matmuls that only a gradient
+    needs may be deferred to a moment in which the stream would stand still.
+
     `window`: how many events past the first unfinished one may run while that one waits. `defers`:
-    how many such products at a time, the best of these. `patience`: seconds after its end for which
-    a collective is not asked for while there is anything else to compute.
+    how many matmuls may be deferred at a time; the best of these is taken. `patience`: seconds
+    after its end for which a collective is not waited for while there is anything else to compute.
     """
     later = _deferrable(events)
     best = _run(events, ahead_bytes, later, defers[0], window, patience)
@@ -100,61 +106,68 @@ def _run(
     window: int,
     patience: float,
 ) -> Run:
+    """Simulate with one number of deferred matmuls; prefetches as early as possible first, which
+    tells how late each may be issued.
+    """
     early = _Simulation(events, [0.0] * len(events), math.inf, later, defer, window, patience).run()
     if not any(event.ahead for event in events):
         return early
-    latest = _latest(events, early)
+    latest = _latest_issues(events, early)
     return _Simulation(events, latest, ahead_bytes, later, defer, window, patience).run()
 
 
 def _deferrable(events: Sequence[Event]) -> set[int]:
-    """The ops of the backward after which less is computed than in themselves."""
+    """Return the ops of the backward after which less is computed than in themselves."""
     below = [0.0] * len(events)
-    found = set()
+    deferrable = set()
     for index in range(len(events) - 1, -1, -1):
         event = events[index]
         if event.phase != "backward":
             continue
         if not event.lane and below[index] < event.seconds:
-            found.add(index)
+            deferrable.add(index)
         total = below[index] + (0.0 if event.lane else event.seconds)
         for needed in event.after:
             below[needed] = max(below[needed], total)
-    return found
+    return deferrable
 
 
-def _latest(events: Sequence[Event], early: Run) -> list[float]:
-    """When each event that can go ahead should be issued at the latest, so that those on its link
-    still arrive in time one after the other.
+def _latest_issues(events: Sequence[Event], early: Run) -> list[float]:
+    """Return when each prefetch should be issued at the latest, so that those on its link still
+    arrive in time one after the other.
     """
     uses = _first_uses(events, early.start)
-    found = [0.0] * len(events)
+    latest = [0.0] * len(events)
     begins: dict[int, float] = defaultdict(lambda: math.inf)
     ahead = [i for i, event in enumerate(events) if event.lane and event.ahead]
     for index in sorted(ahead, key=lambda i: (uses[i], i), reverse=True):
         event = events[index]
         begin = min(uses[index], begins[event.link]) - event.seconds
         begins[event.link] = begin
-        found[index] = begin - _SLACK * event.seconds
-    return found
+        latest[index] = begin - _SLACK * event.seconds
+    return latest
 
 
 def _first_uses(events: Sequence[Event], start: Sequence[float]) -> list[float]:
-    """When the first op starts that takes each event's result, through other collectives too."""
+    """Return when the first op starts that takes each event's result, through other collectives
+    too.
+    """
     uses = [math.inf] * len(events)
     for index in range(len(events) - 1, -1, -1):
         event = events[index]
-        wanted = uses[index] - event.seconds if event.lane else start[index]
+        used_at = uses[index] - event.seconds if event.lane else start[index]
         for needed in event.after:
-            uses[needed] = min(uses[needed], wanted)
+            uses[needed] = min(uses[needed], used_at)
     return uses
 
 
-def _since(wait: tuple[int, float, float]) -> float:
+def _wait_start(wait: tuple[int, float, float]) -> float:
     return wait[1]
 
 
 class _Simulation:
+    """The state of a simulation: what is ready, what is under way, and what has ended."""
+
     def __init__(
         self,
         events: Sequence[Event],
@@ -168,7 +181,7 @@ class _Simulation:
         self.events, self.not_before, self.bound = events, not_before, ahead_bytes
         self.later, self.defer = later if defer else set(), defer
         self.window, self.patience = window, patience
-        self.settling: list[int] = []  # collectives that have ended and are not asked for yet
+        self.settling: list[int] = []  # collectives that have ended and are not waited for yet
         self.deferred: deque[int] = deque()
         count = len(events)
         self.users: list[list[int]] = [[] for _ in range(count)]
@@ -181,9 +194,9 @@ class _Simulation:
         self.links = Links(events)
         self.ready: list[int] = []  # ops
         self.late: list[tuple[int, int]] = []  # collectives to issue: (first user, event)
-        self.held: list[tuple[int, int]] = []  # those that can wait
-        self.alive = 0.0  # bytes issued ahead of their use
-        self.unused: set[int] = set()  # of these events
+        self.held: list[tuple[int, int]] = []  # prefetches, which can wait: (first user, event)
+        self.alive = 0.0  # bytes that were issued ahead of their use
+        self.unused: set[int] = set()  # the events whose bytes these are
         self.start, self.end = [0.0] * count, [0.0] * count
         self.done = [False] * count
         self.first = 0  # the first event that is not done
@@ -202,11 +215,11 @@ class _Simulation:
             if not self._compute():
                 self._wait()
         self._blame()
-        waits = sorted(self.waits, key=_since)
+        waits = sorted(self.waits, key=_wait_start)
         return Run(self.start, self.end, dict(self.exposed), self.order, waits, self.defer)
 
     def _reachable(self, index: int) -> None:
-        """All that the event takes is there."""
+        """Queue the event, whose operands are all there."""
         event = self.events[index]
         if index in self.later:
             self.deferred.append(index)
@@ -218,13 +231,14 @@ class _Simulation:
         heapq.heappush(self.held if event.ahead else self.late, (use, index))
 
     def _issue(self) -> None:
+        """Issue every collective that is ready, and the prefetches whose time has come."""
         while self.late:
             self._send(heapq.heappop(self.late)[1])
         while self.held and self._may_go(self.held[0][1]):
             self._send(heapq.heappop(self.held)[1])
 
     def _horizon(self) -> float:
-        """When something can be issued again: after the op that runs next."""
+        """Return when a collective can be issued again: after the op that runs next."""
         if self.ready:
             return self.links.now + self.events[self.ready[0]].seconds
         return self.links.next_end() if self.links.left else self.links.now
@@ -254,15 +268,15 @@ class _Simulation:
         return True
 
     def _settle(self, arrived: list[int]) -> None:
-        """Only those that ended long enough ago have arrived."""
+        """Let those collectives arrive that ended long enough ago."""
         self.settling += arrived
         until = self.links.now - self.patience
-        known = [index for index in self.settling if self.links.ended[index] <= until]
+        settled = [index for index in self.settling if self.links.ended[index] <= until]
         self.settling = [index for index in self.settling if self.links.ended[index] > until]
-        self._arrive(known)
+        self._arrive(settled)
 
     def _work(self, seconds: float) -> list[int]:
-        """Compute for so many seconds, or longer where collectives beside it slow it down; the
+        """Compute for so many seconds, or longer where collectives slow computing down; return the
         collectives that end meanwhile.
         """
         arrived: list[int] = []
@@ -285,31 +299,31 @@ class _Simulation:
         return heapq.heappop(self.ready) if ready else None
 
     def _wait(self) -> None:
-        """Nothing to compute. The first event that is not done is then a collective: issue it if it
-        was held back, else stand still until one ends.
+        """Wait, as there is nothing to compute. The first event that is not done is then a
+        collective: issue it if it was held back, else stand still until one ends.
         """
-        mine = next((entry for entry in self.held if entry[1] == self.first), None)
-        if mine is not None:
-            self.held.remove(mine)
+        held_back = next((entry for entry in self.held if entry[1] == self.first), None)
+        if held_back is not None:
+            self.held.remove(held_back)
             heapq.heapify(self.held)
             self._send(self.first)
             return
         if self.settling:
-            known, self.settling = self.settling, []
-            self._arrive(known)
+            settled, self.settling = self.settling, []
+            self._arrive(settled)
             return
         self.links.share_out(1.0)
-        before, then = self.links.now, self.links.next_end()
-        assert then < math.inf, f"nothing runs, but {self.events[self.first].name} is not done"
+        since, next_end = self.links.now, self.links.next_end()
+        assert next_end < math.inf, f"nothing runs, but {self.events[self.first].name} is not done"
         if self.idle_since is None:
-            self.idle_since = before
-        arrived = self.links.advance(then)
+            self.idle_since = since
+        arrived = self.links.advance(next_end)
         self.idle_arrivals += arrived
         self._arrive(arrived)
 
     def _blame(self) -> None:
-        """Computing goes on: which collectives it stood still for. The last one to arrive for as
-        long as that ran, for the time before it the one that arrived by then.
+        """Note, as computing goes on, which collectives it stood still for: the last one to arrive
+        for as long as that ran, and for the time before it the one that arrived by then.
         """
         if self.idle_since is None:
             return

@@ -1,4 +1,8 @@
-"""Events of a step, and the links that its collectives share while they are under way."""
+"""Events of a step, and the links that its collectives share while they are under way.
+
+step_events.py and graph_events.py make `Event`s; engine.py runs them, and asks `Links` when the
+next collective ends and how much of the compute stream's speed the collectives take.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,14 @@ from typing import Literal, NamedTuple
 
 
 class Event(NamedTuple):
-    """One thing that takes time: an op on the compute stream, or a collective (`lane` is not "").
+    """One op on the compute stream, or one collective (`lane` is not "").
 
-    `after`: the events whose results it takes, all earlier ones. `lane`: the queue, that is the
-    process group, which runs one collective after the other. `link`: what it runs over; collectives
-    of several lanes share it. `ahead`: it hangs on nothing but stored tensors, so it can be issued
-    long before its use; `held_bytes` of it are then alive. `takes_s`: seconds of computing that
-    are lost to it where ops run beside it. `parts`: of a bucket, what goes in it.
+    `seconds`: its duration where nothing else runs. `after`: the events whose results it takes, all
+    earlier ones. `lane`: the queue, that is the process group, which runs one collective after the
+    other. `link`: the links it runs over; collectives of several lanes share them. `bytes`: what a
+    rank sends. `ahead`: it depends on stored tensors only, so it can be issued long before its use;
+    `held_bytes` are then alive. `takes_s`: seconds of computing that are lost to it where ops run
+    at the same time. `parts`: the events that are fused in a bucket.
     """
 
     name: str
@@ -53,6 +58,7 @@ class Links:
         self.ended: dict[int, float] = {}
 
     def issue(self, index: int) -> None:
+        """Put a collective at the end of its lane's queue."""
         queue = self.queues[self.events[index].lane]
         queue.append(index)
         if len(queue) == 1:
@@ -64,18 +70,20 @@ class Links:
         self.sharing[self.events[index].link] += 1
 
     def next_end(self) -> float:
-        """When the next collective ends if nothing else is issued; inf where none is under way."""
+        """Return when the next collective ends if nothing else is issued; inf where none is under
+        way.
+        """
         if not self.left:
             return math.inf
         return self.now + min([left / self._speed(index) for index, left in self.left.items()])
 
     def _speed(self, index: int) -> float:
-        """Of a head, against what it is alone."""
+        """Return the speed of a head, as a share of what it has alone."""
         return (self.pace if self.drag[index] else 1.0) / self.sharing[self.link[index]]
 
     def share_out(self, most: float) -> dict[int, float]:
-        """By head, the seconds of computing that it takes in every second from now on, together at
-        most so many: who wants more gets on slower.
+        """Return for each head the seconds of computing that it takes in every second from now on,
+        together at most `most`: heads that want more are slowed down.
         """
         if self.free:
             return {}
@@ -89,7 +97,7 @@ class Links:
         return {index: drag * self.pace for index, drag in drags.items()}
 
     def advance(self, until: float) -> list[int]:
-        """Let time pass; the collectives that end, in their order."""
+        """Let time pass until then; return the collectives that end, in their order."""
         ended: list[int] = []
         while self.left and (then := self.next_end()) <= until:
             ended += self._pass(then)
@@ -99,12 +107,12 @@ class Links:
 
     def _pass(self, then: float) -> list[int]:
         passed, self.now = then - self.now, then
-        done = []
+        ended = []
         for index in self.left:
             self.left[index] -= passed * self._speed(index)
             if self.left[index] <= 1e-12 * max(1.0, then):  # after hours a clock is that coarse
-                done.append(index)
-        for index in done:
+                ended.append(index)
+        for index in ended:
             del self.left[index]
             self.ended[index] = then
             event = self.events[index]
@@ -113,4 +121,4 @@ class Links:
             queue.popleft()
             if queue:
                 self._begin(queue[0])
-        return done
+        return ended

@@ -188,7 +188,12 @@ class Events:
         return after
 
     def _send(
-        self, node: fx.Node, move: SentCollective, after: tuple[int, ...], phase: Any, pieces: int = 1
+        self,
+        node: fx.Node,
+        move: SentCollective,
+        after: tuple[int, ...],
+        phase: Any,
+        pieces: int = 1,
     ) -> int:
         """A collective; in several levels, an event for each of its stages, which run over groups
         of their own, as they do in scheduled graphs.

@@ -1,11 +1,13 @@
-"""The timeline of a training step: every op and collective of a rewritten program, with what hides
-under what.
+"""The timeline of a training step: spans of time on tracks, modelled or measured, with what is
+hidden by computation and what is exposed.
 
-With communication under computation small sums of gradients and gathers of weights go as one where
-that is faster, as in the graphs that run (buckets.py).
+`timeline` simulates a rewritten program; the planner shows it as `plan.timeline()` and compares
+layouts with `bucket_seconds`, summary.py adds its figures to a plan's table. With overlapped
+communication, small sums of gradients and gathers of weights are fused where that is faster, as in
+the graphs that run (buckets.py).
 
-What a timeline is made of, a modelled or a measured one: spans of time on tracks, what they add
-up to, and the file that ui.perfetto.dev shows.
+`Seen` is what modelled and measured timelines (runtime/) share: their totals, a table for people,
+and the file that ui.perfetto.dev shows.
 """
 
 from __future__ import annotations
@@ -28,19 +30,24 @@ from autopar.cost.simulator.step_events import Events
 from autopar.ir.program import Program
 from autopar.world import World
 
-COMPUTE, WAITS = "compute", "waits"  # the tracks that are no lanes
-_OWN = ("compute", "issue", "wait", "skew")  # the kinds that are no collectives
+COMPUTE, WAITS = "compute", "waits"  # the tracks that are not lanes
+_NOT_COLLECTIVES = (
+    "compute",
+    "issue",
+    "wait",
+    "skew",
+)  # the kinds of span that are not collectives
 
 
 class Span(NamedTuple):
-    """Something that took from `start` to `end`, in seconds from where the step began.
+    """Something that took from `start` to `end`, in seconds since the step began.
 
-    `kind`: "compute"; "issue", the thread that computes starting a collective; "wait", it stands
-    still for one; "skew", it stands still for a rank that is late; or the collective's own kind, as
+    `kind`: "compute"; "issue", the computing thread starts a collective; "wait", it stands still
+    for one; "skew", it stands still for a rank that is late; or the collective's own kind, as
     "all_gather". `name`: the node's. `module`: the path of the subgraph that it belongs to,
     "blocks.0.mlp". `track`: "compute", "waits", or the lane, which is the process group. `bytes`:
-    what this rank sends. Of a collective, `exposed` are the seconds that computing stood still for
-    it, or of a modelled one lost beside it; `hidden` those that it ran meanwhile.
+    what this rank sends. For a collective, `exposed` are the seconds that computing stood still for
+    it, or for a modelled one was slowed down by it; `hidden` are the other seconds of its run.
     """
 
     name: str
@@ -60,7 +67,7 @@ class Span(NamedTuple):
 
 
 class Total(NamedTuple):
-    """What the collectives of one kind add up to, in bytes and seconds."""
+    """The sum over the collectives of one kind, in bytes and seconds."""
 
     kind: str
     number: int
@@ -71,32 +78,32 @@ class Total(NamedTuple):
 
 
 class Seen(ABC):
-    """The face of every timeline: `spans`, their totals, `table()` and `save(path)`.
+    """The interface of every timeline: `spans`, their totals, `table()` and `save(path)`.
 
-    A step takes `computing` + `exposed_seconds` + `skew_seconds` + `issuing` + `other_seconds`; the
-    last three are 0 where it was modelled, and else the waits for ranks that were late, what the
-    start of collectives took, and Python and autograd.
+    A step takes `computing` + `exposed_seconds` + `skew_seconds` + `issuing` + `other_seconds`. The
+    last three are 0 for a modelled step. For a measured one they are the waits for ranks that were
+    late, the time that starting collectives took, and Python and autograd.
     """
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """What the table says it is of."""
+        """The title of the table."""
 
     @property
     @abstractmethod
     def process(self) -> str:
-        """What the trace calls it."""
+        """The name of the process in the trace."""
 
     @property
     @abstractmethod
     def spans(self) -> Sequence[Span]:
-        """What the step is made of."""
+        """The spans of the step."""
 
     @property
     @abstractmethod
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the step."""
 
     @cached_property
     def computing(self) -> float:
@@ -110,69 +117,70 @@ class Seen(ABC):
 
     @cached_property
     def exposed_seconds(self) -> float:
-        """For how long the compute stream stands still for collectives that run."""
+        """Seconds in which the compute stream stands still for collectives that run."""
         return sum(span.seconds for span in self.spans if span.kind == "wait")
 
     @cached_property
     def skew_seconds(self) -> float:
-        """For how long it stands still while no collective runs, as other ranks are late."""
+        """Seconds in which it stands still while no collective runs, as other ranks are late."""
         return sum(span.seconds for span in self.spans if span.kind == "skew")
 
     @cached_property
     def hidden_seconds(self) -> float:
-        """Of the communication, what runs while the compute stream does not stand still."""
+        """Seconds of communication that run while the compute stream does not stand still."""
         return sum(total.hidden for total in self.totals())
 
     @cached_property
     def issuing(self) -> float:
-        """Seconds that the thread which computes takes to start collectives."""
+        """Seconds that the computing thread takes to start collectives."""
         return sum(span.seconds for span in self.spans if span.kind == "issue")
 
     @property
     def other_seconds(self) -> float:
-        known = self.computing + self.exposed_seconds + self.skew_seconds + self.issuing
-        return self.seconds - known
+        """Seconds of the step that are none of the others: Python and autograd."""
+        accounted = self.computing + self.exposed_seconds + self.skew_seconds + self.issuing
+        return self.seconds - accounted
 
     def totals(self) -> list[Total]:
-        """One for each kind of collective, by name."""
-        spans = [span for span in self.spans if span.kind not in _OWN]
+        """Return one total for each kind of collective, by name."""
+        spans = [span for span in self.spans if span.kind not in _NOT_COLLECTIVES]
         return [
             _total(kind, [span for span in spans if span.kind == kind])
             for kind in sorted({span.kind for span in spans})
         ]
 
     def table(self) -> Table:
-        """The totals for people; print it with rich."""
-        shown = Table("collectives", title=f"{self.title}, {self.seconds * 1e3:,.2f} ms")
+        """Return the totals for people; print the table with rich."""
+        table = Table("collectives", title=f"{self.title}, {self.seconds * 1e3:,.2f} ms")
         for heading in ("number", "MB sent", "ms", "hidden ms", "exposed ms"):
-            shown.add_column(heading, justify="right")
+            table.add_column(heading, justify="right")
         totals = self.totals()
         everything = Total("all", *(sum(column) for column in list(zip(*totals, strict=True))[1:]))
         for total in [*totals, everything] if totals else []:
             times = (total.communication, total.hidden, total.exposed)
             size = f"{total.bytes / 1e6:,.2f}"
-            shown.add_row(
+            table.add_row(
                 total.kind, str(total.number), size, *(f"{time * 1e3:,.2f}" for time in times)
             )
         parts = {"computation": self.computing, "exposed": self.exposed_seconds}
         if self.issuing:
             parts |= {"late ranks": self.skew_seconds, "issuing": self.issuing}
             parts["neither"] = self.other_seconds
-        shown.caption = " + ".join(f"{name} {part * 1e3:,.2f}" for name, part in parts.items())
-        return shown
+        table.caption = " + ".join(f"{name} {part * 1e3:,.2f}" for name, part in parts.items())
+        return table
 
     def trace(self) -> dict[str, Any]:
-        """The timeline in Chrome's trace format: one track for what is computed, one for the waits,
-        one for every lane.
+        """Return the timeline in Chrome's trace format: one track for computation, one for the
+        waits, one for every lane.
         """
         lanes = {span.track for span in self.spans} - {COMPUTE, WAITS}
         rows = {track: row for row, track in enumerate((COMPUTE, WAITS, *sorted(lanes)))}
-        named = [_entry("M", 0, name="process_name", args={"name": self.process})]
+        metadata = [_entry("M", 0, name="process_name", args={"name": self.process})]
         for track, row in rows.items():
-            named.append(_entry("M", row, name="thread_name", args={"name": track}))
-            named.append(_entry("M", row, name="thread_sort_index", args={"sort_index": row}))
-        shown = [_shown(span, rows[span.track]) for span in self.spans]
-        return {"traceEvents": [*named, *shown], "displayTimeUnit": "ms"}
+            metadata.append(_entry("M", row, name="thread_name", args={"name": track}))
+            metadata.append(_entry("M", row, name="thread_sort_index", args={"sort_index": row}))
+        span_events = [_trace_event(span, rows[span.track]) for span in self.spans]
+        return {"traceEvents": [*metadata, *span_events], "displayTimeUnit": "ms"}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `trace()` as JSON; open it at ui.perfetto.dev."""
@@ -198,21 +206,21 @@ def _entry(phase: str, row: int, **more: Any) -> dict[str, Any]:
     return {"ph": phase, "pid": 0, "tid": row, **more}
 
 
-def _shown(span: Span, row: int) -> dict[str, Any]:
+def _trace_event(span: Span, row: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"node": span.name, "module": span.module, "phase": span.phase}
     facts["seconds"] = span.seconds
-    if span.kind not in _OWN:
+    if span.kind not in _NOT_COLLECTIVES:
         facts |= {"bytes": span.bytes, "exposed_s": span.exposed, "hidden_s": span.hidden}
     moment = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
     short = span.name if span.kind == "compute" else f"{span.kind} {span.name}"
-    shown = f"{short} ({span.module})" if span.module else short
-    return _entry("X", row, name=shown, cat=span.kind, args=facts, **moment)
+    label = f"{short} ({span.module})" if span.module else short
+    return _entry("X", row, name=label, cat=span.kind, args=facts, **moment)
 
 
 @dataclass(frozen=True)
 class Timeline(Seen):
-    """A simulated step: events with their start and end in seconds. Get one from `plan.timeline()`
-    or `simulate`.
+    """A simulated step: events with their start and end in seconds. `plan.timeline()` and
+    `simulate` return one.
     """
 
     events: tuple[Event, ...]
@@ -222,7 +230,7 @@ class Timeline(Seen):
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the step."""
         return self.run.seconds
 
     @cached_property
@@ -232,18 +240,18 @@ class Timeline(Seen):
 
     @cached_property
     def by_chain(self) -> dict[str, list[float]]:
-        """Of every chain: seconds of computation, of communication as it ran, and exposed; of a
-        bucket each chain has as much as it has of its bytes.
+        """For every chain the seconds of computation, of communication as it ran, and exposed. A
+        bucket's seconds are divided among chains by their bytes in it.
         """
-        found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 3)
+        by_chain: dict[str, list[float]] = defaultdict(lambda: [0.0] * 3)
         for event, span in zip(self.events, self._ran, strict=True):
             if not event.lane and span.seconds:
-                found[event.chain][0] += span.seconds
+                by_chain[event.chain][0] += span.seconds
             for part in (event.parts or (event,)) if event.lane else ():
                 share = part.bytes / event.bytes if event.parts else 1.0
-                found[part.chain][1] += share * span.seconds
-                found[part.chain][2] += share * span.exposed
-        return dict(found)
+                by_chain[part.chain][1] += share * span.seconds
+                by_chain[part.chain][2] += share * span.exposed
+        return dict(by_chain)
 
     @cached_property
     def _ran(self) -> tuple[Span, ...]:
@@ -264,44 +272,45 @@ class Timeline(Seen):
 
 
 def simulate(events: Iterable[Event], overlap: bool = True) -> Timeline:
-    """Run the events: one after the other, or with communication under computation as the
-    scheduler orders it.
+    """Run the events one after the other, or with overlapped communication as the scheduler orders
+    it.
     """
     listed = tuple(events)
     return Timeline(listed, simulate_overlap(listed) if overlap else in_order(listed))
 
 
 def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
-    """The modelled step of a program after `rewrite` or a later pass; with communication under
-    computation that with the buckets which make it the shortest, none among them.
+    """Return the modelled step of a program after `rewrite` or a later pass; with overlapped
+    communication the shortest one over the sizes of buckets, no buckets among them.
     """
     step = Events(program, world)
     if not overlap:
         return simulate(step.run(), overlap=False)
-    return min(_in_buckets(step), key=lambda found: found.seconds)
+    return min(_bucketed_timelines(step), key=lambda candidate: candidate.seconds)
 
 
 def bucket_seconds(program: Program, world: World) -> tuple[float, ...]:
-    """What `timeline` compares: the step without buckets, and with those of each size that is
-    tried.
+    """Return the seconds that `timeline` compares: the step without buckets, and with those of each
+    size.
     """
-    return tuple(found.seconds for found in _in_buckets(Events(program, world)))
+    return tuple(candidate.seconds for candidate in _bucketed_timelines(Events(program, world)))
 
 
-def _in_buckets(step: Events) -> Iterator[Timeline]:
+def _bucketed_timelines(step: Events) -> Iterator[Timeline]:
+    """Yield the step's timeline without buckets, then with those of each size."""
     apart = tuple(step.run())
     run = simulate_overlap(apart)
     first = Timeline(apart, run)
     yield first
     keys = [step.joinable.get(index, (None,))[0] for index in range(len(apart))]
     leads = buckets.leading(apart, step.products)
-    known: dict[Hashable, Timeline] = {(): first}
+    timelines: dict[Hashable, Timeline] = {(): first}
     for size in buckets.SIZES:
-        found = buckets.together(apart, keys, leads, run, size)
-        looks = tuple(tuple(members) for members in found)
-        if looks not in known:
-            events = buckets.joined(apart, found, step.joint)
-            known[looks] = first  # what stays where buckets wait for one another
+        fused = buckets.together(apart, keys, leads, run, size)
+        key = tuple(tuple(members) for members in fused)
+        if key not in timelines:
+            events = buckets.joined(apart, fused, step.joint)
+            timelines[key] = first  # without buckets, where these wait for one another
             if events is not None:
-                known[looks] = Timeline(events, simulate_overlap(events, defers=(run.defer,)))
-        yield known[looks]
+                timelines[key] = Timeline(events, simulate_overlap(events, defers=(run.defer,)))
+        yield timelines[key]
