@@ -51,7 +51,7 @@ fuzz: $(INSTALLED) ## fresh random modules for ten minutes, held against one dev
 	$(BIN)/python -m tests.fuzz --seconds 600 --ranks 2-16 --jobs $(JOBS) $(FUZZ)
 
 docs: $(INSTALLED) ## build the pages of docs/ into out/docs/, with links checked
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean: ## remove what make made, .venv apart
 	rm -rf out dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -288,7 +288,7 @@ class Step:
         )
 
 
-# Forward and backward collective of every change of state (design.md section 2); None moves
+# Forward and backward collective of every change of state; None moves
 # nothing.
 TRAFFIC: dict[str, tuple[Any, Any]] = {
     "I->R": (None, "all_reduce"),
