@@ -293,7 +293,7 @@ class Steps:
 @pytest.mark.parametrize(
     ("waits", "fault"),
     [
-        ({1: "/x/mine/a.py", 2: "/x/mine/a.py", 5: "/x/autopar/watch.py"}, ""),
+        ({1: "/x/mine/a.py", 2: "/x/mine/a.py", 5: "/x/autopar/runtime/agreement.py"}, ""),
         ({3: "/x/mine/b.py", 10: "/x/mine/b.py"}, "the host waits in mine/b.py:7 (2 ×)"),
     ],
 )
@@ -394,7 +394,7 @@ def test_the_mask_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_example_makes_the_checks_of_the_command() -> None:
-    named = r"\b(?:basics|dropout|exchanges|kernels|parity|training)\.\w+"
+    named = r"\b(?:exchanges|kernels|training)\.\w+"
     example = (ROOT / "examples" / "first_gpu_run.py").read_text()
-    body = (ROOT / "autopar" / "cli" / "doctor" / "command.py").read_text()
+    body = (ROOT / "autopar" / "cli" / "doctor" / "examination.py").read_text()
     assert set(re.findall(named, example)) == set(re.findall(named, body))

@@ -292,6 +292,8 @@ def test_the_runner_checks_what_every_pass_makes(
     spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
     honest = getattr(PASSES[name], name)
     monkeypatch.setattr(PASSES[name], name, broken)
+    listed = tuple(p._replace(run=broken) if p.name == name else p for p in PIPELINE)
+    monkeypatch.setattr(planner, "PIPELINE", listed)
     model, args, _ = models.gpt()
     with pytest.raises(AssertionError):
         autopar.plan(model, 4, args, layout="ddp", overlap=False)

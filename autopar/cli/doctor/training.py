@@ -122,7 +122,7 @@ STEPS_OF_A_ROUND = {"cuda": 5, "cpu": 1}  # between two waits for the device
 WITHIN = 0.1  # a measured peak may exceed the planned one by this part
 SYNC_STEPS, SYNC_WARM = 10, 2
 # This file compares the ranks' inputs from time to time, and waits for the device then.
-_BY_DESIGN = "autopar/runtime/agreement.py"
+_BY_DESIGN = "runtime/agreement.py"
 
 
 class Trained:
