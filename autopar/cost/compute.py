@@ -26,9 +26,8 @@ from autopar.world import Device, World
 
 Numbers = TypeVar("Numbers", float, NDArray[np.float64])  # one number, or an array of them
 
-_OPTIMIZER_PASSES = (
-    7  # AdamW reads parameter, gradient and two moments, and writes all but the gradient
-)
+# AdamW reads parameter, gradient and two moments, and writes all but the gradient.
+_OPTIMIZER_PASSES = 7
 _BACKWARD = 2  # a matmul has two in its backward; what is read is read and written back
 
 
@@ -52,6 +51,7 @@ def matmul_seconds(
 def _roofline(
     flops: Numbers, share: Numbers, moved_bytes: Numbers, dtype: torch.dtype, device: Device
 ) -> Numbers:
+    """Return the seconds of an op that reaches this share of the FLOP/s or of the bandwidth."""
     computing = flops / (device.rate(dtype) * share)
     memory, others = device.memory_bytes_per_s, op_bytes_per_s(device)
     if isinstance(computing, float) and isinstance(moved_bytes, float | int):
@@ -184,8 +184,8 @@ def node_seconds(
         for layout in (*strategy.operands, *strategy.results)
         if layout is not None
     )
-    flops, moved = float(spec.flops / strategy.parts), float(elements * dtype.itemsize)
-    return rule_seconds(spec, flops, moved, dtype, gradient, world.device)
+    flops, moved_bytes = float(spec.flops / strategy.parts), float(elements * dtype.itemsize)
+    return rule_seconds(spec, flops, moved_bytes, dtype, gradient, world.device)
 
 
 def optimizer_seconds(layout: Layout, element_bytes: int, world: World) -> float:

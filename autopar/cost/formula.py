@@ -108,17 +108,22 @@ class Formula:
         """Return the bytes that a rank sends in one collective of every term, at these sizes."""
         values = self._values(sizes)
         return [
-            np.asarray(sent(term.kind, math.prod(values[ranks_of(a)] for a in term.axes)) * whole)
-            for term, whole in zip(self.terms, self.wholes(**sizes), strict=True)
+            np.asarray(
+                sent(term.kind, math.prod(values[ranks_of(a)] for a in term.axes)) * value_bytes
+            )
+            for term, value_bytes in zip(self.terms, self.wholes(**sizes), strict=True)
         ]
 
     def wholes(self, **sizes: Any) -> list[NDArray[np.float64]]:
         """Return the bytes of the unsharded value (the ring formulas' B) of one collective of every
         term: what `cost.communication.collective_cost` prices.
         """
-        return [np.asarray(whole) for whole in self._wholes(*self._values(sizes).values())]
+        return [
+            np.asarray(value_bytes) for value_bytes in self._wholes(*self._values(sizes).values())
+        ]
 
     def _values(self, sizes: Sizes) -> dict[Symbol, NDArray[np.float64]]:
+        """Return the value of every symbol: the given sizes, and the plan's own for others."""
         named = {symbol.name: symbol for symbol in self.sizes}
         unknown = [name for name in sizes if name not in named]
         if unknown:
@@ -290,6 +295,7 @@ def _local(layout: Layout, dim: int, whole: Expr) -> Expr:
 def _own_sizes(
     terms: Iterable[Term], names: Names, program: Program, usual: int
 ) -> dict[Symbol, int]:
+    """Return the plan's own value of every symbol that the terms use, and of every axis."""
     assert program.plan is not None
     used: set[Any] = set()
     for term in terms:

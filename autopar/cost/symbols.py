@@ -59,6 +59,9 @@ class Names:
         return product
 
     def _assign(self, name: str, atoms: tuple[Atom, ...]) -> None:
+        """Give these atoms of one dim the name, as far as they have none: the largest gets the
+        symbol.
+        """
         new = [atom for atom in atoms if atom.number not in self.of]
         largest = max(new, key=lambda atom: atom.size, default=None)
         if largest is None:

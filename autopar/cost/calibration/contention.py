@@ -63,7 +63,11 @@ def measure_slowing(
     much in the same direction; an all-to-all is what gloo's reduce-scatters are.
     """
     kinds = [(kind, digits) for digits in patterns for kind in _STARTS]
-    cases = [Case(*kind_over, True, whole) for kind_over in kinds for whole in (_SMALL, _LARGE)]
+    cases = [
+        Case(*kind_over, True, whole_bytes)
+        for kind_over in kinds
+        for whole_bytes in (_SMALL, _LARGE)
+    ]
     numbers = torch.ones(max(measure.actual_bytes(case) for case in cases) // 4, device=device)
     with measure.groups(patterns) as names:
         works = [_issuer(case, names[case.pattern], numbers) for case in cases]
@@ -78,7 +82,7 @@ def measure_slowing(
     else:
         lost = np.median(added_seconds, axis=0).tolist()
         own_losses = [
-            _by_time(world, kind_over, *each) for kind_over, each in zip(kinds, lost, strict=True)
+            _by_time(world, kind_over, *loss) for kind_over, loss in zip(kinds, lost, strict=True)
         ]
     losses = np.max(ranks.all_of(own_losses), axis=0).tolist()
     return _with_losses(
@@ -124,8 +128,8 @@ def _by_work(
 
 def _moving_s(world: World, of: Of) -> float:
     """Return the seconds that a large collective takes beyond its start."""
-    (way,) = flat_algorithms(world, *of)
-    return way.seconds(_LARGE) - way.start_s
+    (algorithm,) = flat_algorithms(world, *of)
+    return algorithm.seconds(_LARGE) - algorithm.start_s
 
 
 def _with_losses(world: World, lost: dict[Of, tuple[float, float]]) -> World:
@@ -178,8 +182,10 @@ def shared_cores(work: Array) -> tuple[Array, float]:
     """Return the average work of the ranks of this host, which share its cores, and the number of
     cores for each. Collective.
     """
-    here = socket.gethostname()
-    host_work = [rank_work for host, rank_work in ranks.all_of((here, work)) if host == here]
+    own_host = socket.gethostname()
+    host_work = [
+        rank_work for host, rank_work in ranks.all_of((own_host, work)) if host == own_host
+    ]
     affinity = getattr(os, "sched_getaffinity", None)  # not on every system
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return np.mean(host_work, axis=0), cores / len(host_work)

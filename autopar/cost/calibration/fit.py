@@ -71,17 +71,17 @@ def nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArr
     in scale. Source: Lawson and Hanson 1974, chapter 23.
     """
     scale = np.abs(rows).max(axis=0)
-    used = np.flatnonzero(scale > 0)
-    scaled, solution = rows[:, used] / scale[used], np.zeros(len(used))
-    free = np.zeros(len(used), dtype=bool)
-    for _ in range(_MOST * len(used)):
+    nonzero = np.flatnonzero(scale > 0)
+    scaled, solution = rows[:, nonzero] / scale[nonzero], np.zeros(len(nonzero))
+    free = np.zeros(len(nonzero), dtype=bool)
+    for _ in range(_MOST * len(nonzero)):
         gain = np.where(free, -np.inf, scaled.T @ (wanted - scaled @ solution))
         if free.all() or gain.max() <= _TINY * np.abs(wanted).max() * len(wanted):
             break
         free[gain.argmax()] = True
         solution = _step_inside(scaled, wanted, solution, free)
     result = np.zeros(rows.shape[1])
-    result[used] = solution / scale[used]
+    result[nonzero] = solution / scale[nonzero]
     return result
 
 

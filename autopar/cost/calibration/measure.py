@@ -200,7 +200,9 @@ def shared_seconds(work: Callable[[], object], often: Often, device: torch.devic
 
 
 class Often(NamedTuple):
-    """How many times a work is run for one measurement, and about how many seconds one run took."""
+    """The number of runs of a work for one measurement, and the seconds that one run takes,
+    about.
+    """
 
     times: int
     took_s: float

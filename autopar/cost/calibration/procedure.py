@@ -77,12 +77,12 @@ def cases(count: int, sizes: Sequence[int], kinds: Sequence[str] = KINDS) -> lis
     one group alone where there are several.
     """
     return [
-        Case(kind, digits, together, whole)
+        Case(kind, digits, together, whole_bytes)
         for together in (True, False)
         for digits in patterns(count)
         if together or size(digits) < count
         for kind in kinds
-        for whole in sizes
+        for whole_bytes in sizes
     ]
 
 
@@ -263,7 +263,7 @@ def time_computing(
     rank_samples = in_rounds(visits, once, seconds, after_warming(progress, "products"))
     samples = [np.concatenate(s) for s in zip(*ranks.all_of(rank_samples), strict=True)]
     *matmul_samples, other_samples = samples[:count]
-    per_flop = {one: float(np.median(s)) for one, s in zip(attended, samples[count:], strict=True)}
+    per_flop = {key: float(np.median(s)) for key, s in zip(attended, samples[count:], strict=True)}
     return _medians(wanted, matmul_samples), per_flop, op_bytes / float(np.median(other_samples))
 
 

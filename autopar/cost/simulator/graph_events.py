@@ -192,7 +192,7 @@ def carries_on(node: fx.Node) -> bool:
     return is_wait(node) or not isinstance(target, OpOverload) or _is_view(target)
 
 
-@lru_cache(maxsize=1 << 10)  # reading a schema takes longer than most that is asked of a node
+@lru_cache(maxsize=1 << 10)  # reading a schema is slow beside other questions about a node
 def _is_view(target: OpOverload) -> bool:
     """Whether an op's result shares the storage of an operand, or costs as little."""
     aliases = [r.alias_info for r in target._schema.returns]
@@ -213,6 +213,7 @@ def keeps_place(node: fx.Node) -> bool:
 
 
 def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, phase: Phase) -> Event:
+    """Return the event of an op or a collective."""
     name = collective_of(node)
     module = origin(node)[1]
     if name is None:
@@ -313,8 +314,8 @@ def flops(node: fx.Node) -> float:
     assert isinstance(node.target, OpOverload)
     packet = node.target.overloadpacket
     if packet in _PRODUCTS:  # most nodes: counted as torch does, without its detour
-        left: Any = node.args[_PRODUCTS[packet]]
-        return 2.0 * math.prod(node.meta["val"].shape) * left.meta["val"].shape[-1]
+        left_operand: Any = node.args[_PRODUCTS[packet]]
+        return 2.0 * math.prod(node.meta["val"].shape) * left_operand.meta["val"].shape[-1]
     attention = _attention(node)
     if attention is not None:
         attends, backward, queries = attention

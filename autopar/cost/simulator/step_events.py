@@ -51,7 +51,7 @@ _FUSABLE = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 class _FuseKey(NamedTuple):
-    """What collectives that may be fused have in common."""
+    """The properties that collectives must share to be fused."""
 
     kind: str
     digits: Pattern
@@ -83,8 +83,8 @@ class Events:
         self.carrying = self._carrying()
         self.moved: dict[fx.Node, list[SentCollective]] = defaultdict(list)
         self.repeated: dict[fx.Node, list[SentCollective]] = defaultdict(list)
-        for move in sent_collectives(program):
-            (self.repeated if move.again else self.moved)[move.node].append(move)
+        for collective in sent_collectives(program):
+            (self.repeated if collective.again else self.moved)[collective.node].append(collective)
         self.blocks: dict[str | None, list[fx.Node]] = defaultdict(list)  # recomputed nodes
         for node in self.nodes:
             if node.meta.get("again"):
@@ -121,6 +121,7 @@ class Events:
 
     # -- forward -----------------------------------------------------------------------------------
     def _forward(self, node: fx.Node) -> None:
+        """Add the forward of a node."""
         if node.op == "placeholder":
             self.made[node] = ()
             return
@@ -158,8 +159,8 @@ class Events:
         """Add an op with the collectives inside it, which follow it one by one; SUMMA's panels run
         while the matmul computes, one piece ahead. Return the events that its value depends on.
         """
-        found = [move for move in found if move.backward == (phase == "backward")]
-        panels = [move for move in found if move.traffic.collective in ROOTED]
+        found = [collective for collective in found if collective.backward == (phase == "backward")]
+        panels = [collective for collective in found if collective.traffic.collective in ROOTED]
         if panels:
             return self._panels(node, seconds, panels, after, phase)
         if seconds or (len(after) > 1 and not found):
@@ -177,23 +178,31 @@ class Events:
         """Add the pieces of a SUMMA matmul: each needs its panels, and sends its partial
         sums on.
         """
-        pieces = max(self.plan.mesh.sizes[axis] for move in found for axis in move.axes)
-        incoming = [move for move in found if move.traffic.collective == "broadcast"]
-        outgoing = [move for move in found if move.traffic.collective == "reduce"]
-        done: tuple[int, ...] = ()
+        pieces = max(self.plan.mesh.sizes[axis] for collective in found for axis in collective.axes)
+        incoming = [
+            collective for collective in found if collective.traffic.collective == "broadcast"
+        ]
+        outgoing = [collective for collective in found if collective.traffic.collective == "reduce"]
+        computed: tuple[int, ...] = ()
         sent: tuple[int, ...] = ()
         for _ in range(pieces):
-            received = tuple(self._send(node, m, after, phase, pieces) for m in incoming)
-            done = (self._add(node, "compute", seconds / pieces, (*done, *received), phase),)
-            sent += tuple(self._send(node, m, done, phase, pieces) for m in outgoing)
-        return sent or done
+            received = tuple(
+                self._send(node, collective, after, phase, pieces) for collective in incoming
+            )
+            computed = (
+                self._add(node, "compute", seconds / pieces, (*computed, *received), phase),
+            )
+            sent += tuple(
+                self._send(node, collective, computed, phase, pieces) for collective in outgoing
+            )
+        return sent or computed
 
     def _collectives(
         self, node: fx.Node, found: Iterable[SentCollective], after: tuple[int, ...], phase: Any
     ) -> tuple[int, ...]:
-        for move in found:
-            if move.backward == (phase == "backward"):
-                after = (self._send(node, move, after, phase),)
+        for collective in found:
+            if collective.backward == (phase == "backward"):
+                after = (self._send(node, collective, after, phase),)
         return after
 
     def _send(
@@ -280,6 +289,7 @@ class Events:
         phase: Any,
         **more: Any,
     ) -> int:
+        """Add an event and return its index."""
         source = str(node.meta.get("source", ""))
         spec = self.notes.specs.get(source) if kind == "compute" else None
         self.products.append(spec is not None and spec.flops > 0)
@@ -292,12 +302,12 @@ class Events:
     def _again(self, block: str | None, after: tuple[int, ...]) -> None:
         """Add the forward of a recomputed block once more, when the backward comes to it."""
         nodes = self.blocks.pop(block, [])
-        made: dict[fx.Node, tuple[int, ...]] = {}
+        events_of: dict[fx.Node, tuple[int, ...]] = {}
         for node in nodes:
-            inputs = _union(made.get(n, after) for n in node.all_input_nodes) or after
+            inputs = _union(events_of.get(n, after) for n in node.all_input_nodes) or after
             seconds = 0.0 if "step" in node.meta else self._seconds(node)[0]
-            made[node] = self._work(node, seconds, self.repeated[node], inputs, "backward")
-        block_events = _union([after, *made.values()])
+            events_of[node] = self._work(node, seconds, self.repeated[node], inputs, "backward")
+        block_events = _union([after, *events_of.values()])
         for node in nodes:
             if self.gradients[node]:
                 self.gradients[node] = _union([self.gradients[node], block_events])
