@@ -3,8 +3,7 @@ matmuls, memory bandwidth, launches.
 
 Every function here is collective: all ranks call it in the same order and measure the same.
 `rounds` and `in_rounds` measure all cases in rounds, each in another order, until the time is used
-up, so that drift meets all alike. procedure.py and contention.py call these functions,
-runtime/calibrate_on_ranks.py some of them.
+up, so that drift meets all alike. procedure.py, contention.py and fit.py call these functions.
 """
 
 from __future__ import annotations

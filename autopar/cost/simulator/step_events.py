@@ -6,8 +6,7 @@ matmul has one matmul for the gradient of its input and one for that of its weig
 takes twice its forward. The optimizer starts when all gradients are there, as it does in torch.
 
 timeline.py calls `Events(program, world).run()` and simulates the result; `joinable` and `joint`
-then say which collectives may be fused, and what the fused one takes. The passes in passes/overlap/
-read `link` and `ROOTED`.
+then say which collectives may be fused, and what the fused one takes. graph_events.py calls `link`.
 """
 
 from __future__ import annotations
