@@ -41,8 +41,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What a node saves for its backward: which operands and which results (indices, as in a
-    Strategy), and the bytes of what it makes inside (statistics, masks) where nothing is split.
+    """The memory that a node saves for its backward: which operands and which results (indices, as
+    in a Strategy), and the bytes of tensors made inside (statistics, masks) where nothing is split.
 
     `views`: for every result, the operand whose storage it shares, or None for a storage of its
     own. Saving a view keeps the operand's storage alive, so count the operand.
@@ -215,8 +215,8 @@ def _classify_saved(
 
 
 class Share(NamedTuple):
-    """What a node saves: bytes for every element that a rank has of its operands and results, as
-    pairs (index, bytes), and the bytes inside where nothing is split.
+    """A node's share of the saved activations: bytes for every element that a rank has of its
+    operands and results, as pairs (index, bytes), and the bytes inside where nothing is split.
     """
 
     operands: tuple[tuple[int, float], ...]
@@ -258,6 +258,9 @@ class ActivationMemory:
 
     @cached_property
     def _shares(self) -> Mapping[str, Share]:
+        """The share of every searched node, by its name; a value that several nodes save is divided
+        among them.
+        """
         notes = self.program.annotations
         assert notes is not None
         saved_of = SavedActivationsByNode(notes.gradient)
@@ -284,8 +287,8 @@ class ActivationMemory:
 
 @dataclass(frozen=True)
 class Stored(ActivationMemory):
-    """What every plan holds for its parameters when the backward ends: themselves, their gradients
-    and the optimizer's states. No peak is below that, whatever is recomputed.
+    """The memory that every plan holds for its parameters when the backward ends: themselves, their
+    gradients and the optimizer's states. No peak is below that, whatever is recomputed.
     """
 
     def of(self, node: fx.Node) -> Share:
@@ -297,8 +300,8 @@ class Stored(ActivationMemory):
 
 @dataclass(frozen=True)
 class Middle(ActivationMemory):
-    """What a plan without recomputation holds between forward and backward: the saved activations
-    and the optimizer's states. No peak of such a plan is below that.
+    """The memory that a plan without recomputation holds between forward and backward: the saved
+    activations and the optimizer's states. No peak of such a plan is below that.
     """
 
     def stored(self, element_bytes: int, trained: bool) -> float:
@@ -363,8 +366,12 @@ def regathering(program: Program) -> Program:
 
 def bytes_of(share: Share, strategy: Strategy) -> float:
     """Return the bytes of a node's share on one rank, under a strategy."""
-    total = sum(_elements(strategy.operands[i]) * each for i, each in share.operands)
-    total += sum(_elements(strategy.results[i]) * each for i, each in share.results)
+    total = sum(
+        _elements(strategy.operands[i]) * element_bytes for i, element_bytes in share.operands
+    )
+    total += sum(
+        _elements(strategy.results[i]) * element_bytes for i, element_bytes in share.results
+    )
     return total + share.inside / max(1, strategy.parts)
 
 

@@ -49,16 +49,16 @@ class Algorithm(NamedTuple):
     def seconds(self, whole_bytes: float) -> float:
         """Return the seconds of a collective of so many bytes of the unsharded value."""
         total = self.start_s + self.s_per_byte * whole_bytes
-        for at, extra in self.bends:
-            if whole_bytes > at:
-                total += extra * (whole_bytes - at)
+        for bend_bytes, bend_s_per_byte in self.bends:
+            if whole_bytes > bend_bytes:
+                total += bend_s_per_byte * (whole_bytes - bend_bytes)
         return total
 
     def all_seconds(self, whole_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return `seconds` elementwise."""
         total = self.start_s + self.s_per_byte * whole_bytes
-        for at, extra in self.bends:
-            total += extra * np.maximum(whole_bytes - at, 0.0)
+        for bend_bytes, bend_s_per_byte in self.bends:
+            total += bend_s_per_byte * np.maximum(whole_bytes - bend_bytes, 0.0)
         return total
 
     def after(self, other: Algorithm) -> Algorithm:
@@ -71,7 +71,10 @@ class Algorithm(NamedTuple):
 
     def on_part(self, ranks: int) -> Algorithm:
         """Return this algorithm on one of so many equal parts of the value."""
-        bends = tuple((at * ranks, more / ranks) for at, more in self.bends)
+        bends = tuple(
+            (bend_bytes * ranks, bend_s_per_byte / ranks)
+            for bend_bytes, bend_s_per_byte in self.bends
+        )
         return self._replace(s_per_byte=self.s_per_byte / ranks, bends=bends)
 
 
@@ -159,8 +162,8 @@ def summing_s_per_byte(ranks: int, device: Device) -> float:
 
 
 class Stage(NamedTuple):
-    """What a hierarchical collective runs over one of its levels, on one of `parts` equal parts of
-    the unsharded value.
+    """One stage of a hierarchical collective: the kind that runs over one of its levels, on one of
+    `parts` equal parts of the unsharded value.
     """
 
     kind: str
@@ -201,7 +204,7 @@ def _two_level(world: World, kind: str, digits: Pattern) -> Iterator[Algorithm]:
     """
     for inside, across in halves(digits) if kind in _WITHIN else ():
         ranks = size(inside)
-        for outer in algorithms(world, kind, across):  # across goes the part that a rank has
+        for outer in algorithms(world, kind, across):  # on the part that a rank has
             combined = [Algorithm("two-level", (ranks, *outer.inside), *outer.on_part(ranks)[2:])]
             for stage in filter(None, _WITHIN[kind]):
                 flat = flat_algorithms(world, stage, inside)

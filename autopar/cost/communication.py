@@ -46,7 +46,9 @@ class Price(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one collective costs a rank: bytes that it sends and seconds, in which algorithm."""
+    """The cost of one collective for a rank: bytes that it sends and seconds, in which
+    algorithm.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -133,6 +135,7 @@ def seconds(
 def _cheapest_price(
     world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, whole: float, find: _Finder
 ) -> Price:
+    """Return the price of a collective in the algorithm that is the fastest at these bytes."""
     share, choices = _algorithm_choices(world, mesh, axes, kind, find)
     algorithm = (
         choices[0]
@@ -202,6 +205,7 @@ def _cost(
     world: World,
     find: _Finder = algorithms,
 ) -> Cost:
+    """Return the cost of one collective, forward or backward."""
     price = collective_cost(traffic, axes, mesh, element_bytes, world, find)
     return Cost(traffic.collective, axes, backward, price.bytes, price.seconds, price.way.algorithm)
 

@@ -1,8 +1,13 @@
-"""Computation: a roofline, launch + max(FLOPs / (rate · efficiency), bytes / bandwidth).
+"""The cost of computation by a roofline: launch + max(FLOPs / (rate · efficiency), bytes /
+bandwidth).
 
-The rate is that of the op's own dtype; the efficiency depends on the FLOPs that one rank does in
-one op (`Device.efficiency`, by calibration or nominal). Attention has shares of its own
+The rate is that of the op's own dtype. The efficiency depends on the FLOPs that one rank does in
+one op (`Device.efficiency`, from calibration or nominal). Attention has efficiencies of its own
 (`Device.attention`), ops without FLOPs a bandwidth of their own (`Device.op_bytes_per_s`).
+
+FLOPs and bytes of one rank enter, numbers or arrays of them; seconds leave. The planner prices a
+strategy of a node with `node_seconds` or, for many at once, `rule_seconds`; the simulator calls
+them too.
 """
 
 from __future__ import annotations
@@ -21,23 +26,23 @@ from autopar.world import Device, World
 
 Numbers = TypeVar("Numbers", float, NDArray[np.float64])  # one number, or an array of them
 
-_OPTIMIZER_PASSES = (
-    7  # AdamW reads parameter, gradient and two moments, and writes all but the gradient
-)
-_BACKWARD = 2  # a product has two in its backward; a read is read and written back
+# AdamW reads parameter, gradient and two moments, and writes all but the gradient.
+_OPTIMIZER_PASSES = 7
+_BACKWARD = 2  # a matmul has two in its backward; what is read is read and written back
 
 
 def matmul_seconds(
     flops: Numbers, moved_bytes: Numbers, dtype: torch.dtype, device: Device
 ) -> Numbers:
-    """Seconds of one op on one rank, elementwise: of a product or, with 0 FLOPs, of any other op.
+    """Return the seconds of one op on one rank, elementwise: of a matmul or, with 0 FLOPs, of any
+    other op.
 
     `flops` and `moved_bytes` are one rank's own, of one evaluation. Assumed: the operands are read
     and the results written once; computing and moving overlap, launching overlaps with neither;
-    products of as many FLOPs are equally efficient, whatever their shape.
+    matmuls of as many FLOPs are equally efficient, whatever their shape.
 
     >>> device = Device("d", {"float32": 1e12}, 8e9, 1e10, {"float32": ((1e6, 0.5),)})
-    >>> product_seconds(np.array([1e12, 0.0]), np.array([1e9, 1e9]), torch.float32, device)
+    >>> matmul_seconds(np.array([1e12, 0.0]), np.array([1e9, 1e9]), torch.float32, device)
     array([2. , 0.1])
     """
     return _roofline(flops, efficiency(flops, dtype, device), moved_bytes, dtype, device)
@@ -46,6 +51,7 @@ def matmul_seconds(
 def _roofline(
     flops: Numbers, share: Numbers, moved_bytes: Numbers, dtype: torch.dtype, device: Device
 ) -> Numbers:
+    """Return the seconds of an op that reaches this share of the FLOP/s or of the bandwidth."""
     computing = flops / (device.rate(dtype) * share)
     memory, others = device.memory_bytes_per_s, op_bytes_per_s(device)
     if isinstance(computing, float) and isinstance(moved_bytes, float | int):
@@ -55,28 +61,32 @@ def _roofline(
 
 
 def op_bytes_per_s(device: Device) -> float:
-    """What ops without FLOPs read and write in a second; where it was not calibrated, memory's."""
+    """Return the bytes that ops without FLOPs read and write in a second; memory's bandwidth where
+    it was not calibrated.
+    """
     return device.op_bytes_per_s or device.memory_bytes_per_s
 
 
 def efficiency(flops: Numbers, dtype: torch.dtype, device: Device) -> Numbers:
-    """The share of `device.rate(dtype)` that a product of so many FLOPs reaches: straight lines
-    between the measured points on logarithmic axes, constant beyond them; 1 where there are none.
+    """Return the share of `device.rate(dtype)` that a matmul of so many FLOPs reaches: straight
+    lines between the measured points on logarithmic axes, constant beyond them; 1 where there are
+    none.
     """
-    points = _logarithms(device, dtype)
+    points = _log_points(device, dtype)
     if points is None:
         return flops * 0.0 + 1.0
     sizes, shares = points
     if len(sizes) == 1:
         return flops * 0.0 + float(np.exp(shares[0]))
-    found = np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, shares))
-    return float(found) if isinstance(flops, float | int) else found
+    share = np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, shares))
+    return float(share) if isinstance(flops, float | int) else share
 
 
 @lru_cache(maxsize=64)
-def _logarithms(
+def _log_points(
     device: Device, dtype: torch.dtype
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Return the logarithms of the measured FLOPs and shares; None where nothing was measured."""
     points = device.points(dtype)
     if not points:
         return None
@@ -92,21 +102,23 @@ def attention_seconds(
     dtype: torch.dtype,
     device: Device,
 ) -> Numbers:
-    """Of the forward or the backward of attention on one rank, elementwise; the FLOPs and bytes are
-    its own. Where it was not calibrated it is as efficient as a product of as many FLOPs.
+    """Return the seconds of the forward or the backward of attention on one rank, elementwise; the
+    FLOPs and bytes are the rank's own. Where attention was not calibrated it is as efficient as a
+    matmul of as many FLOPs.
     """
-    share = attention_share(attends, backward, dtype, device)
-    known = efficiency(flops, dtype, device) if share is None else flops * 0.0 + share
-    return _roofline(flops, known, moved_bytes, dtype, device)
+    calibrated = attention_share(attends, backward, dtype, device)
+    share = efficiency(flops, dtype, device) if calibrated is None else flops * 0.0 + calibrated
+    return _roofline(flops, share, moved_bytes, dtype, device)
 
 
 def attention_share(
     attends: Attends, backward: bool, dtype: torch.dtype, device: Device
 ) -> float | None:
-    """The share of `device.rate(dtype)` that attention reaches; None where it was not calibrated.
+    """Return the share of `device.rate(dtype)` that attention reaches; None where it was not
+    calibrated.
 
     Seconds per FLOP are taken to be linear in 1 / keys (what blocks of a causal mask compute in
-    vain, and starting rows) and in 1 / head size (what each score takes besides its products), and
+    vain, and starting rows) and in 1 / head size (what each score takes besides its matmuls), and
     constant beyond what was measured.
     """
     grid = _attention_grid(device, dtype, attends.causal, backward)
@@ -121,13 +133,15 @@ def attention_share(
 def _attention_grid(
     device: Device, dtype: torch.dtype, causal: bool, backward: bool
 ) -> tuple[list[float], list[float], NDArray[np.float64]] | None:
-    """1 / keys and 1 / head size, both rising, and 1 / share by [head size, keys]."""
-    known = device.attention_shares(dtype, causal)
-    if not known:
+    """Return 1 / keys and 1 / head size, both rising, and 1 / share by [head size, keys]."""
+    measured = device.attention_shares(dtype, causal)
+    if not measured:
         return None
     by_place = {
-        (1 / one.head_size, 1 / one.keys): one.backward_share if backward else one.forward_share
-        for one in known
+        (1 / point.head_size, 1 / point.keys): point.backward_share
+        if backward
+        else point.forward_share
+        for point in measured
     }
     sizes, keys = (sorted(set(line)) for line in zip(*by_place, strict=True))
     return keys, sizes, np.array([[1 / by_place[s, k] for k in keys] for s in sizes])
@@ -141,14 +155,16 @@ def rule_seconds(
     gradient: bool,
     device: Device,
 ) -> Numbers:
-    """Of a node with this rule on one rank, elementwise; `flops` and `moved_bytes` are those of its
-    forward. With `gradient` its backward, too, at twice the forward; attention's has 2.5 times the
-    FLOPs (`rules.ATTENTION_BACKWARD`), takes and makes eight tensors where the forward has four,
-    and is one op.
+    """Return the seconds of a node with this rule on one rank, elementwise; `flops` and
+    `moved_bytes` are those of its forward.
+
+    With `gradient` the backward counts too, at twice the forward. That of attention has 2.5 times
+    the FLOPs (`sharding_rule.ATTENTION_BACKWARD`), takes and makes eight tensors where the forward
+    has four, and is one op.
     """
     if spec.attends is None:
-        once = matmul_seconds(flops, moved_bytes, dtype, device)
-        return once * (1 + _BACKWARD if gradient else 1)
+        forward_seconds = matmul_seconds(flops, moved_bytes, dtype, device)
+        return forward_seconds * (1 + _BACKWARD if gradient else 1)
     forward = attention_seconds(flops, moved_bytes, spec.attends, False, dtype, device)
     if not gradient:
         return forward
@@ -159,7 +175,7 @@ def rule_seconds(
 def node_seconds(
     spec: OpShardingRule, strategy: Strategy, dtype: torch.dtype, gradient: bool, world: World
 ) -> float:
-    """Of one node on one rank; with `gradient`, the backward too.
+    """Return the seconds of one node on one rank; with `gradient`, its backward included.
 
     All its tensors are taken to have this dtype: that of its first result.
     """
@@ -168,15 +184,17 @@ def node_seconds(
         for layout in (*strategy.operands, *strategy.results)
         if layout is not None
     )
-    flops, moved = float(spec.flops / strategy.parts), float(elements * dtype.itemsize)
-    return rule_seconds(spec, flops, moved, dtype, gradient, world.device)
+    flops, moved_bytes = float(spec.flops / strategy.parts), float(elements * dtype.itemsize)
+    return rule_seconds(spec, flops, moved_bytes, dtype, gradient, world.device)
 
 
 def optimizer_seconds(layout: Layout, element_bytes: int, world: World) -> float:
-    """The optimizer's step on the stored part of a parameter: it is bound by memory."""
+    """Return the seconds of the optimizer's step on the stored part of a parameter: it is bound by
+    memory.
+    """
     return optimizer_seconds_of(layout.local_size, element_bytes, world)
 
 
 def optimizer_seconds_of(numbers: int, element_bytes: int, world: World) -> float:
-    """The same for so many numbers."""
+    """Return the seconds of the optimizer's step on so many numbers."""
     return _OPTIMIZER_PASSES * numbers * element_bytes / world.device.memory_bytes_per_s

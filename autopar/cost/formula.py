@@ -1,8 +1,12 @@
-"""What a plan moves, as a closed form in the sizes of the model and of the mesh's axes.
+"""The communication of a plan as a closed form in the sizes of the model and of the mesh's axes.
 
-Every collective of the emitted graph sends a part of a whole that is a product of local sizes, so
-its bytes are the ring's part (comm.sent) times that product: 2·(1 - 1/Gx)·e·b·s·h/(Gdata·Gz·Gy) is
-the all-reduce over x of a product's result. Equal ones are added up, over layers too.
+For example 2·(1 - 1/Gx)·e·b·s·h/(Gdata·Gz·Gy) is the all-reduce over x of a matmul's result: every
+collective of the emitted graph sends a part of an unsharded value that is a product of local sizes,
+so its bytes are the ring's part (`communication.sent`) times that product. Equal collectives are
+added up, over layers too.
+
+`plan.formula(pattern)` calls `formula`; the result evaluates at other sizes and prints itself.
+symbols.py names the sizes.
 """
 
 from __future__ import annotations
@@ -31,19 +35,19 @@ ELEMENT = Symbol("e", positive=True)
 
 
 def ranks_of(axis: str) -> Symbol:
-    """The symbol of an axis' size: Gx."""
+    """Return the symbol of an axis' size: Gx for x."""
     return Symbol(f"G{axis}", positive=True)
 
 
 def group_of(axes: Iterable[str]) -> Expr:
-    """The ranks of a group over these axes."""
+    """Return the number of ranks of a group over these axes."""
     return sympy.prod([ranks_of(axis) for axis in axes])
 
 
 @dataclass(frozen=True)
 class Term:
-    """Equal collectives: `count` of them, each of `elements` (the ring formulas' whole) of
-    `element_bytes`, over `axes`.
+    """Equal collectives: `count` of them, each of `elements` (the unsharded value of the ring
+    formulas) of `element_bytes`, over `axes`.
     """
 
     kind: str
@@ -55,7 +59,7 @@ class Term:
 
     @property
     def bytes(self) -> Expr:
-        """What a rank sends in all of them."""
+        """Bytes that a rank sends in all of them."""
         return (
             self.count * sent(self.kind, group_of(self.axes)) * self.elements * self.element_bytes
         )
@@ -63,10 +67,10 @@ class Term:
 
 @dataclass(frozen=True)
 class Formula:
-    """The bytes a rank sends in a training step, for the subgraphs that `pattern` names.
+    """The bytes that a rank sends in a training step, for the subgraphs that `pattern` names.
 
-    `sizes` are the plan's own: what every symbol of `terms` is there. The formula holds wherever
-    the same layout does; at sizes that do not divide, it gives what no plan could do.
+    `sizes` are the plan's own: the value of every symbol of `terms` there. The formula holds
+    wherever the same layout does; at sizes that do not divide, it gives what no plan could do.
 
     Example: plan.formula("blocks.*.mlp").bytes(Gx=[1, 2, 4], Gy=[4, 2, 1])
     """
@@ -89,31 +93,37 @@ class Formula:
         return self.forward + self.backward
 
     def bytes(self, **sizes: Any) -> NDArray[np.float64]:
-        """Bytes a rank sends, at these sizes: numbers or arrays that broadcast; the plan's own for
-        what is not named. Raises PlanError for a name that the formula does not have.
+        """Return the bytes that a rank sends at these sizes: numbers or arrays that broadcast; the
+        plan's own for sizes that are not named. Raises PlanError for a name that the formula does
+        not have.
         """
-        every = self.each(**sizes)
+        sent_bytes = self.each(**sizes)
         shape = np.broadcast_shapes(*(np.shape(size) for size in sizes.values()))
         return sum(
-            (term.count * sent for term, sent in zip(self.terms, every, strict=True)),
+            (term.count * sent for term, sent in zip(self.terms, sent_bytes, strict=True)),
             np.zeros(shape),
         )
 
     def each(self, **sizes: Any) -> list[NDArray[np.float64]]:
-        """As `bytes`, of one collective of every term."""
+        """Return the bytes that a rank sends in one collective of every term, at these sizes."""
         values = self._values(sizes)
         return [
-            np.asarray(sent(term.kind, math.prod(values[ranks_of(a)] for a in term.axes)) * whole)
-            for term, whole in zip(self.terms, self.wholes(**sizes), strict=True)
+            np.asarray(
+                sent(term.kind, math.prod(values[ranks_of(a)] for a in term.axes)) * value_bytes
+            )
+            for term, value_bytes in zip(self.terms, self.wholes(**sizes), strict=True)
         ]
 
     def wholes(self, **sizes: Any) -> list[NDArray[np.float64]]:
-        """The bytes of the whole value (the ring formulas' B) of one collective of every term: what
-        `cost.comm.collective_cost` prices.
+        """Return the bytes of the unsharded value (the ring formulas' B) of one collective of every
+        term: what `cost.communication.collective_cost` prices.
         """
-        return [np.asarray(whole) for whole in self._wholes(*self._values(sizes).values())]
+        return [
+            np.asarray(value_bytes) for value_bytes in self._wholes(*self._values(sizes).values())
+        ]
 
     def _values(self, sizes: Sizes) -> dict[Symbol, NDArray[np.float64]]:
+        """Return the value of every symbol: the given sizes, and the plan's own for others."""
         named = {symbol.name: symbol for symbol in self.sizes}
         unknown = [name for name in sizes if name not in named]
         if unknown:
@@ -121,42 +131,44 @@ class Formula:
                 f"the formula of {self.pattern} has no size {', '.join(unknown)}; it has "
                 f"{', '.join(named)}"
             )
-        given = {named[name]: size for name, size in sizes.items()}
-        return {s: np.asarray(given.get(s, own), np.float64) for s, own in self.sizes.items()}
+        named_sizes = {named[name]: size for name, size in sizes.items()}
+        return {s: np.asarray(named_sizes.get(s, own), np.float64) for s, own in self.sizes.items()}
 
     @cached_property
     def _wholes(self) -> Any:
-        """The whole bytes of one collective of every term, from the sizes."""
+        """A function from the sizes to the unsharded bytes of one collective of every term."""
         wholes = [term.elements * term.element_bytes for term in self.terms]
         return sympy.lambdify(list(self.sizes), wholes, "numpy")
 
     # -- for people --------------------------------------------------------------------------------
     def lines(self) -> Iterator[tuple[bool, str, tuple[str, ...], int, str]]:
-        """(backward, kind, axes, how many, the closed form of their bytes), in the order of the
-        step; what sharded ops sum inside has lines of its own, in float32.
+        """Yield (backward, kind, axes, how many, the closed form of their bytes), in the order of
+        the step. Float32 sums inside sharded ops have lines of their own.
         """
         grouped: dict[tuple[bool, str, tuple[str, ...], Expr], list[Term]] = {}
         for term in sorted(self.terms, key=lambda term: term.backward):
             key = (term.backward, term.kind, term.axes, term.element_bytes)
             grouped.setdefault(key, []).append(term)
         for (backward, kind, axes, size), terms in grouped.items():
-            whole = _sum([term.count * term.elements for term in terms], list(self.sizes))
-            text = f"{_part(kind, axes)}*{size}*{whole}"
+            elements = _sum_text([term.count * term.elements for term in terms], list(self.sizes))
+            text = f"{_ring_share(kind, axes)}*{size}*{elements}"
             yield backward, kind, axes, sum(term.count for term in terms), text
 
     def _legend(self) -> str:
-        said = {symbol: f" {meaning(symbol)}" for symbol in self.sizes if meaning(symbol)}
-        said[ELEMENT] = " bytes an element"
-        return ", ".join(f"{s} = {size}{said.get(s, '')}" for s, size in self.sizes.items())
+        meanings = {symbol: f" {meaning(symbol)}" for symbol in self.sizes if meaning(symbol)}
+        meanings[ELEMENT] = " bytes an element"
+        return ", ".join(f"{s} = {size}{meanings.get(s, '')}" for s, size in self.sizes.items())
 
     def _heading(self) -> str:
-        where = f"{len(self.chains)} × {self.pattern}" if len(self.chains) > 1 else self.chains[0]
-        return f"bytes a rank sends in a step: {where}"
+        subgraphs = (
+            f"{len(self.chains)} × {self.pattern}" if len(self.chains) > 1 else self.chains[0]
+        )
+        return f"bytes a rank sends in a step: {subgraphs}"
 
     def _sums(self) -> str:
         values = self._values({})
-        own = [float(part.subs(values)) / 1e6 for part in (self.forward, self.backward)]
-        return f"{own[0]:.3f} MB forward + {own[1]:.3f} MB backward = {sum(own):.3f} MB"
+        mb = [float(part.subs(values)) / 1e6 for part in (self.forward, self.backward)]
+        return f"{mb[0]:.3f} MB forward + {mb[1]:.3f} MB backward = {sum(mb):.3f} MB"
 
     def __str__(self) -> str:
         lines = [self._heading()]
@@ -176,71 +188,77 @@ class Formula:
         return table
 
 
-def _part(kind: str, axes: tuple[str, ...]) -> str:
-    """The ring's part, as people write it."""
-    group = _one(group_of(axes))
-    twice = "2*" if kind == "all_reduce" else ""
-    return f"{twice}(1 - 1/{group})" + (f"/{group}" if kind == "all_to_all" else "")
+def _ring_share(kind: str, axes: tuple[str, ...]) -> str:
+    """Return the ring's share of the bytes, as people write it."""
+    group = _divisor_text(group_of(axes))
+    factor = "2*" if kind == "all_reduce" else ""
+    return f"{factor}(1 - 1/{group})" + (f"/{group}" if kind == "all_to_all" else "")
 
 
-def _one(expression: Expr) -> str:
-    """As the right side of a division."""
+def _divisor_text(expression: Expr) -> str:
+    """Return an expression as it stands on the right of a division."""
     return str(expression) if expression.is_Symbol else f"({expression})"
 
 
-def _sum(parts: Iterable[Expr], order: list[Symbol]) -> str:
-    """A sum of products of sizes, with what shares a denominator over one."""
-    over: dict[Expr, Expr] = {}
+def _sum_text(parts: Iterable[Expr], order: list[Symbol]) -> str:
+    """Return a sum of products of sizes as text, with the terms of one denominator over it."""
+    by_denominator: dict[Expr, Expr] = {}
     for part in parts:
         numerator, denominator = part.as_numer_denom()
-        over[denominator] = over.get(denominator, Integer(0)) + numerator
+        by_denominator[denominator] = by_denominator.get(denominator, Integer(0)) + numerator
     texts = []
-    for denominator, numerator in over.items():
-        number, below = denominator.as_coeff_Mul()
-        text = _product(sympy.factor_terms(numerator / number), order)
-        texts.append(text if below == 1 else f"{text}/{_one(below)}")
+    for denominator, numerator in by_denominator.items():
+        number, divisor = denominator.as_coeff_Mul()
+        text = _product_text(sympy.factor_terms(numerator / number), order)
+        texts.append(text if divisor == 1 else f"{text}/{_divisor_text(divisor)}")
     return texts[0] if len(texts) == 1 else f"({' + '.join(texts)})"
 
 
-def _product(expression: Expr, order: list[Symbol]) -> str:
-    """A product with its symbols in this order, b*s*h; the order of sympy is the alphabet's."""
+def _product_text(expression: Expr, order: list[Symbol]) -> str:
+    """Return a product as text with its symbols in this order, b*s*h; sympy's order is the
+    alphabet's.
+    """
 
     def place(factor: Expr) -> tuple[int, str]:
         base = factor.as_base_exp()[0]
-        known = base in order
-        return (order.index(base) if known else len(order) if base.is_Add else -1), str(factor)
+        in_order = base in order
+        return (order.index(base) if in_order else len(order) if base.is_Add else -1), str(factor)
 
     if expression.is_Add:
-        return "(" + " + ".join(_product(part, order) for part in expression.args) + ")"
+        return "(" + " + ".join(_product_text(part, order) for part in expression.args) + ")"
     factors = sorted(sympy.Mul.make_args(expression), key=place)
-    return "*".join(_product(f, order) if f.is_Add else str(f) for f in factors)
+    return "*".join(_product_text(f, order) if f.is_Add else str(f) for f in factors)
 
 
 # -- from a program --------------------------------------------------------------------------------
 def formula(source: Program, program: Program, pattern: str = "*") -> Formula:
-    """What the subgraphs that `pattern` names move; one that ends in a module's name means all
-    below it.
+    """Return the formula of the bytes sent by the subgraphs that `pattern` names; a pattern that
+    ends in a module's name means all below it.
 
     `source` is the traced and annotated program, `program` what was emitted for its plan. Raises
     PlanError where the pattern names no subgraph.
     """
     chains = [name for name in _chains(program) if _fits(name, pattern)]
     if not chains:
-        known = ", ".join(_chains(program))
-        raise PlanError(f"{pattern!r} names no subgraph of the plan; there are {known}")
+        names_text = ", ".join(_chains(program))
+        raise PlanError(f"{pattern!r} names no subgraph of the plan; there are {names_text}")
     names = Names(source)
-    found: dict[Term, int] = {}
-    sizes = [move.element_bytes for move in sent_collectives(program) if not move.inside]
-    usual = max(set(sizes), key=sizes.count, default=4)
-    for move in sent_collectives(program):
-        if move.chain in chains:
-            term = _term(move, names, usual)
-            found[term] = found.get(term, 0) + 1
+    counts: dict[Term, int] = {}
+    sizes = [
+        collective.element_bytes
+        for collective in sent_collectives(program)
+        if not collective.inside
+    ]
+    usual_bytes = max(set(sizes), key=sizes.count, default=4)
+    for collective in sent_collectives(program):
+        if collective.chain in chains:
+            term = _term(collective, names, usual_bytes)
+            counts[term] = counts.get(term, 0) + 1
     terms = tuple(
         Term(t.kind, t.axes, t.backward, t.elements, t.element_bytes, count)
-        for t, count in found.items()
+        for t, count in counts.items()
     )
-    return Formula(pattern, tuple(chains), terms, _own_sizes(terms, names, program, usual))
+    return Formula(pattern, tuple(chains), terms, _own_sizes(terms, names, program, usual_bytes))
 
 
 def _chains(program: Program) -> list[str]:
@@ -256,29 +274,32 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _term(move: SentCollective, names: Names, usual: int) -> Term:
-    """`inside` an op the bytes of an element are numbers: they are not the model's."""
+    """Return the term of one collective. `inside` a sharded op the bytes of an element are a
+    number, as they are not the model's.
+    """
     elements: Expr = Integer(move.times)
     for dim in move.dims:
         elements *= _local(move.layout, dim, names.size(move.atoms[dim]))
     if move.traffic.collective == "all_to_all":
         elements *= group_of(move.axes)
-    plain = move.element_bytes == usual and not move.inside
-    size: Expr = ELEMENT if plain else Integer(move.element_bytes)
+    symbolic = move.element_bytes == usual and not move.inside
+    size: Expr = ELEMENT if symbolic else Integer(move.element_bytes)
     return Term(move.traffic.collective, move.axes, move.backward, elements, size)
 
 
 def _local(layout: Layout, dim: int, whole: Expr) -> Expr:
-    """What a rank has of a dim of this size."""
+    """Return the part of a dim of this size that a rank has."""
     return whole / group_of(digit.axis for digit in layout.digits(dim))
 
 
 def _own_sizes(
     terms: Iterable[Term], names: Names, program: Program, usual: int
 ) -> dict[Symbol, int]:
+    """Return the plan's own value of every symbol that the terms use, and of every axis."""
     assert program.plan is not None
     used: set[Any] = set()
     for term in terms:
         used |= term.bytes.free_symbols
     axes = {ranks_of(axis.name): axis.size for axis in program.plan.mesh.axes}
-    every = {**names.sizes, **axes, ELEMENT: usual}
-    return {symbol: size for symbol, size in every.items() if symbol in used or symbol in axes}
+    all_sizes = {**names.sizes, **axes, ELEMENT: usual}
+    return {symbol: size for symbol, size in all_sizes.items() if symbol in used or symbol in axes}

@@ -100,8 +100,10 @@ def attention(
         result: Tensor = op(*operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return result
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        on, off = (torch.tensor(x, dtype=query.dtype, device=META) for x in (0.0, -torch.inf))
-        attn_mask = torch.where(attn_mask, on, off)
+        allowed, masked = (
+            torch.tensor(x, dtype=query.dtype, device=META) for x in (0.0, -torch.inf)
+        )
+        attn_mask = torch.where(attn_mask, allowed, masked)
     options = {"attn_mask": attn_mask, "scale": scale}
     output: Tensor = FLASH(query, key, value, dropout_p, is_causal, **options)[0]
     return output
@@ -206,6 +208,9 @@ class _Shapes:
         self._sizes: dict[str, int] = {}
 
     def exchange(self, kind: str, x: Tensor, group: str) -> Tensor:
+        """Return a result of the shape that this kind of collective gives, and hold what the
+        backend holds.
+        """
         if group not in self._sizes:
             self._sizes[group] = len(group_ranks(group, 0))
         size, sent = self._sizes[group], x.detach().contiguous()
@@ -258,6 +263,7 @@ class _Step:
         self.lives = Lives()
 
     def run(self) -> Memory:
+        """Return the memory at the peak of the step."""
         entries = self.program.signature.inputs
         tensors = {e.node: self._held(e) for e in entries}
         stored_names = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
@@ -273,6 +279,7 @@ class _Step:
         return self._memory(forward_end, parameters, gradients)
 
     def _held(self, entry: Input) -> Tensor:
+        """Return the tensor of an input, in its local shape."""
         layout, dtype = self.program.layouts.get(entry.node), self.program.dtypes.get(entry.node)
         if entry.kind == "coordinate":
             return torch.empty(1, dtype=torch.int64, device=META)
@@ -290,6 +297,7 @@ class _Step:
         return next(n.meta["val"] for n in nodes if n.name == entry.node)
 
     def _fed(self, entry: Input, held: dict[str, Tensor]) -> Tensor | None:
+        """Return what the graph is given for an input; a buffer that the step writes is copied."""
         if entry.target.startswith("@") and not self.at_once:
             return None  # a seed for GPU kernels, which a CPU does not have
         mutated = {o.target for o in self.program.signature.outputs if o.kind == "mutation"}
@@ -299,6 +307,9 @@ class _Step:
     def _memory(
         self, middle: int, parameters: list[_Lifetime], gradients: list[_Lifetime]
     ) -> Memory:
+        """Return the peak and what it consists of: parameters, gradients, activations, optimizer
+        states, and transient memory.
+        """
         states, step_extra = self._states()
         moment, peak_bytes = highest(self.lives.lives)
         end = self.lives.moment + 1

@@ -1,5 +1,9 @@
-"""The figures of a plan, read off the rewritten graph: what each subgraph moves, how long it takes,
-what a rank holds.
+"""The figures of a plan, read off the rewritten graph: what each subgraph sends, how long it takes,
+and how it is split.
+
+A rewritten program enters `summary_rows`, its plan leaves with a table, its collectives, and the
+bytes that a rank sends. The planner calls it once a plan is chosen (planner.py, world_size.py), and
+asks `rematerialization_seconds` what recomputation costs (rematerialize.py).
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from autopar.ir.sharding_rule import results_of
 from autopar.ir.strategy import Strategy
 from autopar.world import World
 
-_NOTICEABLE = 0.02  # of the summed step: what resharding weights may take without a word
+_NOTICEABLE = 0.02  # share of the summed step that resharding weights may take without a note
 _SHORT = {
     "all_gather": "AG",
     "reduce_scatter": "RS",
@@ -36,22 +40,22 @@ _SHORT = {
 
 
 def summary_rows(program: Program, world: World, step: Timeline | None = None) -> Plan:
-    """The plan with its table, its collectives, and the bytes that a rank sends and holds. `step`:
-    its simulation, where communication is to run under computation.
+    """Return the plan with its table, its collectives, and the bytes that a rank sends. `step`: its
+    simulation, where communication is to be overlapped.
     """
     plan = program.plan
     assert plan is not None
-    found = collectives(program, world)
-    again = rematerialization_seconds(program, world, found)
-    unsplit = (*plan.unsplit, *_unknown(program))
-    seconds = plan.seconds + again
+    plan_collectives = collectives(program, world)
+    recomputation = rematerialization_seconds(program, world, plan_collectives)
+    unsplit = (*plan.unsplit, *_unknown_ops(program))
+    seconds = plan.seconds + recomputation
     return dataclasses.replace(
         plan,
-        collectives=found,
-        seconds=seconds,  # the search knows nothing of what runs twice
-        notes=_resharded(program, found, seconds),
-        comm_bytes=sum(c.bytes for c in found),
-        rows=_rows(program, found, world, step),
+        collectives=plan_collectives,
+        seconds=seconds,  # the search does not count what runs twice
+        notes=_reshard_notes(program, plan_collectives, seconds),
+        comm_bytes=sum(c.bytes for c in plan_collectives),
+        rows=_rows(program, plan_collectives, world, step),
         overlapped=None if step is None else step.seconds,
         unsplit=unsplit,
     )
@@ -60,57 +64,64 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
 def rematerialization_seconds(
     program: Program, world: World, found: Sequence[Collective] | None = None
 ) -> float:
-    """Seconds of what runs again in the backward. `found`: the program's collectives."""
+    """Return the seconds of what runs again in the backward. `found`: the program's collectives."""
     found = collectives(program, world) if found is None else found
-    again = sum(c.seconds for m, c in zip(sent_collectives(program), found, strict=True) if m.again)
-    return again + sum(_again_seconds(program, world).values())
+    communication = sum(
+        collective.seconds
+        for sent, collective in zip(sent_collectives(program), found, strict=True)
+        if sent.again
+    )
+    return communication + sum(_again_seconds(program, world).values())
 
 
 def collectives(program: Program, world: World) -> tuple[Collective, ...]:
-    """Every collective of a training step, in the order of the forward graph."""
+    """Return every collective of a training step, in the order of the forward graph."""
     assert program.plan is not None
-    made = []
-    for move in sent_collectives(program):
-        find = flat_algorithms if move.inside else algorithms
+    priced = []
+    for sent in sent_collectives(program):
+        find = flat_algorithms if sent.inside else algorithms
         price = collective_cost(
-            move.traffic, move.axes, program.plan.mesh, move.element_bytes, world, find
+            sent.traffic, sent.axes, program.plan.mesh, sent.element_bytes, world, find
         )
-        made.append(
+        priced.append(
             Collective(
-                move.chain,
-                move.traffic.collective,
-                move.axes,
-                move.backward,
+                sent.chain,
+                sent.traffic.collective,
+                sent.axes,
+                sent.backward,
                 price.bytes,
                 price.seconds,
             )
         )
-    return tuple(made)
+    return tuple(priced)
 
 
-def _resharded(program: Program, found: Sequence[Collective], seconds: float) -> tuple[str, ...]:
-    """One sentence where it takes a noticeable part of the step that weights are stored as plain
-    shards, and not in the digits that the products of fused weights want.
+def _reshard_notes(
+    program: Program, found: Sequence[Collective], seconds: float
+) -> tuple[str, ...]:
+    """Return one sentence where it takes a noticeable part of the step to reshard fused weights,
+    which are stored as plain shards and not in the digits that their matmuls want.
     """
     notes = program.annotations
     assert notes is not None
-    spent = sum(
+    spent_s = sum(
         collective.seconds
-        for move, collective in zip(sent_collectives(program), found, strict=True)
-        if not move.inside
-        and move.traffic.collective == "all_to_all"
-        and move.node.meta["value"] in notes.weights
+        for sent, collective in zip(sent_collectives(program), found, strict=True)
+        if not sent.inside
+        and sent.traffic.collective == "all_to_all"
+        and sent.node.meta["value"] in notes.weights
     )
-    if spent <= _NOTICEABLE * seconds:
+    if spent_s <= _NOTICEABLE * seconds:
         return ()
     return (
         f"fused weights are stored as plain shards and resharded for their products: "
-        f"{spent * 1e3:.3g} ms, {spent / seconds:.0%} of the summed step; a larger batch makes "
+        f"{spent_s * 1e3:.3g} ms, {spent_s / seconds:.0%} of the summed step; a larger batch makes "
         "that part smaller",
     )
 
 
-def _unknown(program: Program) -> list[str]:
+def _unknown_ops(program: Program) -> list[str]:
+    """Return one sentence for every op that has no sharding rule."""
     notes = program.annotations
     assert notes is not None
     return [
@@ -122,8 +133,8 @@ def _unknown(program: Program) -> list[str]:
 def _rows(
     program: Program, found: tuple[Collective, ...], world: World, step: Timeline | None
 ) -> tuple[Row, ...]:
-    """One row for all layers that have the same layout, chain by chain; with the step's simulation
-    one for the rest of it, which is the optimizer's.
+    """Return one row for all layers that have the same layout, chain by chain; with the step's
+    simulation one more for the rest of it, which is the optimizer's.
     """
     by_chain = defaultdict(list)
     for collective in found:
@@ -132,42 +143,46 @@ def _rows(
     names += [name for name in by_chain if name not in names]
     seconds = _compute_seconds(program, world)
     parts = {} if step is None else dict(step.by_chain)
-    grouped: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    members_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     totals: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
     for name in names:
-        moved = by_chain[name]
-        key = (re.sub(r"\d+", "*", name), _layout_text(program, name), _collective_text(moved))
-        grouped[key].append(name)
-        took = sum(c.seconds for c in moved) + seconds[name]
+        chain_collectives = by_chain[name]
+        key = (
+            re.sub(r"\d+", "*", name),
+            _layout_text(program, name),
+            _collective_text(chain_collectives),
+        )
+        members_of[key].append(name)
+        chain_seconds = sum(c.seconds for c in chain_collectives) + seconds[name]
         simulated = parts.pop(name, [0.0] * 3) if step is not None else []
-        totals[key].append([sum(c.bytes for c in moved), took, *simulated])
+        totals[key].append([sum(c.bytes for c in chain_collectives), chain_seconds, *simulated])
     if parts:
-        rest = [sum(column) for column in zip(*parts.values(), strict=True)]
-        grouped["optimizer", "", "none"] = ["optimizer"]
-        totals["optimizer", "", "none"] = [[0.0, rest[0], *rest]]
+        optimizer_columns = [sum(column) for column in zip(*parts.values(), strict=True)]
+        members_of["optimizer", "", "none"] = ["optimizer"]
+        totals["optimizer", "", "none"] = [[0.0, optimizer_columns[0], *optimizer_columns]]
     return tuple(
-        Row(_joined(members), key[1], key[2], *(sum(c) for c in zip(*totals[key], strict=True)))
-        for key, members in grouped.items()
+        Row(_range_name(members), key[1], key[2], *(sum(c) for c in zip(*totals[key], strict=True)))
+        for key, members in members_of.items()
     )
 
 
-def _joined(names: list[str]) -> str:
-    """blocks.0.mlp, blocks.1.mlp -> blocks.0-1.mlp"""
+def _range_name(names: list[str]) -> str:
+    """Return one name for several layers: blocks.0.mlp, blocks.1.mlp -> blocks.0-1.mlp"""
     if len(names) == 1:
         return names[0]
     numbers = [[int(n) for n in re.findall(r"\d+", name)] for name in names]
     ranges = iter(zip(*numbers, strict=True))
 
-    def one(_: re.Match[str]) -> str:
+    def range_text(_: re.Match[str]) -> str:
         column = next(ranges)
         return str(column[0]) if min(column) == max(column) else f"{min(column)}-{max(column)}"
 
-    return re.sub(r"\d+", one, names[0])
+    return re.sub(r"\d+", range_text, names[0])
 
 
 def _layout_text(program: Program, chain: str) -> str:
-    """What the chain's products split on every axis, in the letters of Y[m,n] = X[m,k] · W[k,n]:
-    "x→n k, y→m".
+    """Return what the chain's matmuls split on every axis, in the letters of Y[m,n] = X[m,k] ·
+    W[k,n]: "x→n k, y→m".
     """
     plan = program.plan
     assert plan is not None
@@ -185,8 +200,8 @@ def _layout_text(program: Program, chain: str) -> str:
 
 
 def letter_of(program: Program, name: str, split: str) -> str:
-    """A factor for people: its role in a product, the dim of the result that it is, or the state
-    that all of the node shares.
+    """Return the name of a factor for people: its role in a matmul, the dim of the result that it
+    is, or the state that all of the node shares.
     """
     assert program.annotations is not None
     spec = program.annotations.specs[name]
@@ -210,17 +225,18 @@ def _collective_text(found: list[Collective]) -> str:
 
 
 def _compute_seconds(program: Program, world: World) -> dict[str, float]:
+    """Return for every subgraph the seconds of its computation, recomputation included."""
     plan, notes = program.plan, program.annotations
     assert plan is not None and notes is not None
     total: dict[str, float] = defaultdict(float)
-    made = {_source(n): _dtype(n) for n, _ in every_node(program.module) if _computes(n)}
+    dtypes = {_source(n): _dtype(n) for n, _ in every_node(program.module) if _computes(n)}
     chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
     for name, choice in plan.choices.items():
-        parts = _divided(plan, choice.splits, notes.specs[name].sizes)
+        parts = _part_count(plan, choice.splits, notes.specs[name].sizes)
         strategy = Strategy((), choice.operands, choice.results, parts)
         gradient = (name, 0) in notes.gradient
-        if name in made:
-            seconds = node_seconds(notes.specs[name], strategy, made[name], gradient, world)
+        if name in dtypes:
+            seconds = node_seconds(notes.specs[name], strategy, dtypes[name], gradient, world)
             total[chain_of[name]] += seconds
     for chain, seconds in _again_seconds(program, world).items():
         total[chain] += seconds
@@ -228,11 +244,14 @@ def _compute_seconds(program: Program, world: World) -> dict[str, float]:
 
 
 def _computes(node: fx.Node) -> bool:
+    """Whether the node is an op, and not a reshard."""
     return node.op == "call_function" and "step" not in node.meta
 
 
 def _source(node: fx.Node) -> str:
-    """The traced node that a node stands for; on one rank the graph is the traced one."""
+    """Return the name of the traced node that a node stands for; on one rank the graph is the
+    traced one.
+    """
     return str(node.meta.get("source", node.name))
 
 
@@ -243,23 +262,24 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _again_seconds(program: Program, world: World) -> dict[str, float]:
-    """Of every subgraph, what the computation takes that runs again in the backward."""
+    """Return for every subgraph the seconds of the computation that runs again in the backward."""
     plan, notes = program.plan, program.annotations
     assert plan is not None and notes is not None
-    made = {
+    dtypes = {
         _source(n): _dtype(n) for n, again in every_node(program.module) if again and _computes(n)
     }
     chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
     total: dict[str, float] = defaultdict(float)
-    for name in filter(plan.choices.__contains__, made):  # in one order on every rank
+    for name in filter(plan.choices.__contains__, dtypes):  # in one order on every rank
         choice, spec = plan.choices[name], notes.specs[name]
-        parts = _divided(plan, choice.splits, spec.sizes)
+        parts = _part_count(plan, choice.splits, spec.sizes)
         strategy = Strategy((), choice.operands, choice.results, parts)
-        total[chain_of[name]] += node_seconds(spec, strategy, made[name], False, world)
+        total[chain_of[name]] += node_seconds(spec, strategy, dtypes[name], False, world)
     return total
 
 
-def _divided(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
+def _part_count(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
+    """Return among how many ranks a node's work is divided."""
     parts = 1
     for axis, split in zip(plan.mesh.axes, splits, strict=True):
         parts *= axis.size if split in factors else 1

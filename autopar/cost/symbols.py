@@ -1,8 +1,9 @@
 """Names for the sizes of a model, as formulas use them: batch b, sequence s, residual width h,
 inner width f, vocabulary v, attention heads, their size d.
 
-They are read off the roles that atoms play: what the inputs' dims are, what the loop dims of the
-products with a weight are, and what attention, embeddings and cross-entropy do with them.
+They are read off the roles that atoms play: the kinds of the inputs' dims, the loop dims of the
+matmuls with a weight, and what attention, embeddings and cross-entropy do with them. formula.py
+makes a `Names` of a traced and annotated program and asks for the expression of each atom.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autopar.ir.dim_roles import loop_dim_atoms, dim_kinds, weight_matmuls
 from autopar.ir.program import Atom, Program
 from autopar.ir.sharding_rule import OpShardingRule
 
-_LITERAL = 4  # a size up to this that plays no role, such as the 3 of a fused qkv, is a number
+_LITERAL = 4  # up to this, a size without a role, such as the 3 of a fused qkv, stays a number
 _ATTENTION = {"g", "r", "q", "e", "k", "v"}  # the factors of scaled_dot_product_attention
 
 MEANING = {
@@ -35,10 +36,10 @@ MEANING = {
 
 
 class Names:
-    """What every atom of a traced and annotated program is called.
+    """The names of every atom of a traced and annotated program.
 
-    `of`: an expression for each atom, by its number; `sizes`: what its symbols stand for. Stretches
-    of one dim that are cut apart keep the dim's name: the halves of a rotated head are 2 · (d/2).
+    `of`: an expression for each atom, by its number; `sizes`: the values of its symbols. Atoms that
+    one dim is cut into keep the dim's name: the halves of a rotated head are 2 · (d/2).
     """
 
     def __init__(self, source: Program) -> None:
@@ -49,15 +50,18 @@ class Names:
             self._assign(name, atoms)
 
     def size(self, atoms: Iterable[Atom]) -> Expr:
-        """The product of these atoms."""
-        found: Expr = Integer(1)
+        """Return the product of these atoms as an expression."""
+        product: Expr = Integer(1)
         for atom in atoms:
             if atom.number not in self.of:
                 self._assign("n", (atom,))
-            found *= self.of[atom.number]
-        return found
+            product *= self.of[atom.number]
+        return product
 
     def _assign(self, name: str, atoms: tuple[Atom, ...]) -> None:
+        """Give these atoms of one dim the name, as far as they have none: the largest gets the
+        symbol.
+        """
         new = [atom for atom in atoms if atom.number not in self.of]
         largest = max(new, key=lambda atom: atom.size, default=None)
         if largest is None:
@@ -69,7 +73,7 @@ class Names:
             self.of[largest.number] = self._symbol(name, largest.size * others) / others
 
     def _symbol(self, name: str, size: int) -> Symbol:
-        """The same one wherever a role and a size are the same: layers share their names."""
+        """Return the symbol of a role and a size; layers share it where both are the same."""
         if (name, size) not in self._symbols:
             count = sum(role == name for role, _ in self._symbols)
             symbol = Symbol(f"{name}{count + 1}" if count else name, positive=True)
@@ -79,25 +83,25 @@ class Names:
 
 
 def meaning(symbol: Symbol) -> str:
-    """What a symbol stands for, in words: "f2" is another inner width."""
+    """Return the meaning of a symbol in words: "f2" is another inner width."""
     return MEANING.get(symbol.name.rstrip("0123456789"), "")
 
 
 def _roles(source: Program) -> Iterator[tuple[str, tuple[Atom, ...]]]:
-    """(name, the atoms that carry it), what is surer first."""
+    """Yield (name, the atoms that carry it), the surest roles first."""
     notes = source.annotations
     assert notes is not None
     yield "b", () if notes.batch is None else (notes.batch,)
     yield from (("s", dims) for dims in _token_dims(source))
     specs = [(spec, notes.factors[name]) for name, spec in notes.specs.items()]
     for spec, factors in specs:
-        yield from _of_attention(spec, factors)
-    yield from _of_tables(specs)
-    yield from _of_products(source)
+        yield from _attention_roles(spec, factors)
+    yield from _table_roles(specs)
+    yield from _matmul_roles(source)
 
 
 def _token_dims(source: Program) -> Iterator[tuple[Atom, ...]]:
-    """The second dim of what a user passes, where it is the sequence."""
+    """Yield the second dim of a user's input, where it is the sequence."""
     assert source.annotations is not None
     sequence = dim_kinds(source).sequence
     for entry in source.signature.inputs:
@@ -106,9 +110,10 @@ def _token_dims(source: Program) -> Iterator[tuple[Atom, ...]]:
             yield dims[1]
 
 
-def _of_attention(
+def _attention_roles(
     spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]]
 ) -> Iterator[tuple[str, tuple[Atom, ...]]]:
+    """Yield the roles in an attention: heads, sequence and head size."""
     if not spec.sizes.keys() >= _ATTENTION:
         return
     grouped = spec.sizes["r"] > 1
@@ -117,10 +122,10 @@ def _of_attention(
         yield name, factors[factor]
 
 
-def _of_tables(
+def _table_roles(
     specs: list[tuple[OpShardingRule, dict[str, tuple[Atom, ...]]]],
 ) -> Iterator[tuple[str, tuple[Atom, ...]]]:
-    """Classes and rows that tokens index: the largest are the vocabulary."""
+    """Yield the classes and rows that tokens index: the largest are the vocabulary."""
     tables = []
     for spec, factors in specs:
         if spec.index:
@@ -130,7 +135,8 @@ def _of_tables(
         yield ("v" if size == largest else "c"), atoms
 
 
-def _of_products(source: Program) -> Iterator[tuple[str, tuple[Atom, ...]]]:
+def _matmul_roles(source: Program) -> Iterator[tuple[str, tuple[Atom, ...]]]:
+    """Yield the roles in the matmuls with a weight: residual width first, then inner width."""
     residual = dim_kinds(source).residual
     sides = [loop_dim_atoms(source, node) for node, _ in weight_matmuls(source)]
     for side in sides:

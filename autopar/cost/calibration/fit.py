@@ -1,8 +1,11 @@
-"""From measurements to the numbers of a world: lines through times, the levels and factors that
-explain them, efficiencies of products.
+"""From measurements to the numbers of a `World`: lines through times, the levels and factors that
+explain them, efficiencies of matmuls, shares of attention.
 
-Calibration of attention: by the kernel that torch takes, forward and backward, with a causal
-mask and without, for a few numbers of keys and head sizes; a model's own among them.
+procedure.py calls `fitted` on the measured collectives, `efficiencies` on the measured matmuls, and
+`wanted`, `s_per_flop` and `shares` for attention: forward and backward by the kernel that torch
+takes, with a causal mask and without, for a few numbers of keys and head sizes, a model's own among
+them. The lines are least squares of relative errors with no unknown below 0 (Lawson and Hanson
+1974).
 """
 
 from __future__ import annotations
@@ -24,32 +27,33 @@ from autopar.cost.network import Pattern
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends
 from autopar.world import Attention, Device, Level, Measured, World
 
-_REFERENCE = "all_reduce"  # what levels are fitted to; factors say how the other kinds differ
+_REFERENCE = "all_reduce"  # the kind that levels are fitted to; factors are for the other kinds
 _SIZES = (2**14, 2**18, 2**22)  # bytes at which factors are compared
 _WIDE = (2**12, *_SIZES, 2**24)  # and through which lines are drawn where there are bends
-_MOST, _TINY = 10, 1e-12  # steps for each unknown; what is nothing
+_MOST, _TINY = 10, 1e-12  # most steps for each unknown; what counts as 0
 _ROUNDS = 20  # of fitting bandwidths from the inside out; two suffice unless levels hide another
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(seconds at the start, seconds per byte), neither below 0, of least squares of the RELATIVE
-    errors: small sizes count as much as large ones.
+    """Return (seconds at the start, seconds per byte), neither below 0, of least squares of the
+    RELATIVE errors: small sizes count as much as large ones.
 
     Example: line([0, 1000, 3000], [1.0, 2.0, 4.0]) is (1.0, 0.001), but for rounding.
     """
     times = np.asarray(seconds, dtype=np.float64)
     rows = np.stack([np.ones(len(times)), np.asarray(sizes, dtype=np.float64)], axis=1)
-    start, rate = nonnegative(rows / times[:, None], np.ones(len(times)))
-    return float(start), float(rate)
+    start, s_per_byte = nonnegative(rows / times[:, None], np.ones(len(times)))
+    return float(start), float(s_per_byte)
 
 
 def curve(
     sizes: Sequence[float], seconds: Sequence[float]
 ) -> tuple[float, float, tuple[tuple[float, float], ...]]:
-    """(seconds at the start, seconds per byte, bends (bytes, seconds per byte more from there on)),
-    nothing below 0, of least squares of the relative errors: what is small is launched, what is
-    large fills links and overflows caches, so bytes only ever become dearer. Bends are at `sizes`,
-    which rise, few of them.
+    """Return (seconds at the start, seconds per byte, bends (bytes, seconds per byte more from
+    there on)), nothing below 0, of least squares of the relative errors.
+
+    Small sizes pay for the launch, large ones fill links and overflow caches, so bytes only ever
+    become dearer. Bends are at a few of the `sizes`, which rise.
 
     Example: curve([1, 10, 100, 200], [5.0, 5.0, 5.0, 15.0]) is (5.0, 0.0, ((100, 0.1),)), but for
     rounding.
@@ -57,37 +61,37 @@ def curve(
     times, at = np.asarray(seconds, dtype=np.float64), np.asarray(sizes, dtype=np.float64)
     knees = [0.0, *at[:-1].tolist()]
     rows = np.stack([np.ones(len(at)), *(np.maximum(at - knee, 0.0) for knee in knees)], axis=1)
-    start, rate, *more = nonnegative(rows / times[:, None], np.ones(len(at))).tolist()
-    bends = zip(knees[1:], more, strict=True)
-    return six(start), six(rate), tuple((knee, six(s)) for knee, s in bends if s > 0)
+    start, s_per_byte, *extras = nonnegative(rows / times[:, None], np.ones(len(at))).tolist()
+    bends = zip(knees[1:], extras, strict=True)
+    return six(start), six(s_per_byte), tuple((knee, six(s)) for knee, s in bends if s > 0)
 
 
 def nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of rows · x = wanted with no x below 0. Columns may differ in scale. Source:
-    Lawson and Hanson 1974, chapter 23.
+    """Return the least squares solution of rows · x = wanted with no x below 0. Columns may differ
+    in scale. Source: Lawson and Hanson 1974, chapter 23.
     """
     scale = np.abs(rows).max(axis=0)
-    used = np.flatnonzero(scale > 0)
-    scaled, found = rows[:, used] / scale[used], np.zeros(len(used))
-    free = np.zeros(len(used), dtype=bool)
-    for _ in range(_MOST * len(used)):
-        gain = np.where(free, -np.inf, scaled.T @ (wanted - scaled @ found))
+    nonzero = np.flatnonzero(scale > 0)
+    scaled, solution = rows[:, nonzero] / scale[nonzero], np.zeros(len(nonzero))
+    free = np.zeros(len(nonzero), dtype=bool)
+    for _ in range(_MOST * len(nonzero)):
+        gain = np.where(free, -np.inf, scaled.T @ (wanted - scaled @ solution))
         if free.all() or gain.max() <= _TINY * np.abs(wanted).max() * len(wanted):
             break
         free[gain.argmax()] = True
-        found = _inside(scaled, wanted, found, free)
+        solution = _step_inside(scaled, wanted, solution, free)
     result = np.zeros(rows.shape[1])
-    result[used] = found / scale[used]
+    result[nonzero] = solution / scale[nonzero]
     return result
 
 
-def _inside(
+def _step_inside(
     rows: NDArray[np.float64],
     wanted: NDArray[np.float64],
     found: NDArray[np.float64],
     free: NDArray[np.bool_],
 ) -> NDArray[np.float64]:
-    """From one solution towards the best among the free columns, as far as none falls below 0;
+    """Move from one solution towards the best among the free columns, as far as none falls below 0;
     those that reach 0 are no longer free.
     """
     while free.any():
@@ -103,15 +107,17 @@ def _inside(
 
 
 def fitted(world: World, measured: Sequence[Measured]) -> World:
-    """The world with bandwidths, latencies and the launch that explain the all-reduces, a factor
-    for each other kind, and the measured table itself. Patterns that are not in the table are
-    priced by the formulas with these. An irregular network keeps its links.
+    """Return the world with bandwidths, latencies and the launch that explain the all-reduces, a
+    factor for each other kind, and the measured table itself.
+
+    Patterns that are not in the table are priced by the formulas with these numbers. An irregular
+    network keeps its links.
     """
     together = [m for m in measured if m.together]
-    sums = [_straight(m) for m in together if m.kind == _REFERENCE]
+    sums = [_without_bends(m) for m in together if m.kind == _REFERENCE]
     bare = replace(world, measured=(), factors={})
     if sums and not world.links:
-        bare = _with_latencies(_with_bandwidths(bare, sums), sums)
+        bare = _fit_latencies(_fit_bandwidths(bare, sums), sums)
     factors = {
         kind: _factor(bare, [m for m in together if m.kind == kind])
         for kind in dict.fromkeys(m.kind for m in together)
@@ -119,19 +125,19 @@ def fitted(world: World, measured: Sequence[Measured]) -> World:
     return replace(bare, factors=factors, measured=tuple(measured))
 
 
-def _straight(one: Measured) -> Measured:
-    """Without bends: a line through its times at sizes far and wide."""
-    start, rate = line(_WIDE, [_way(one).seconds(size) for size in _WIDE])
+def _without_bends(one: Measured) -> Measured:
+    """Return a measurement without bends: a line through its times at sizes far and wide."""
+    start, rate = line(_WIDE, [_algorithm(one).seconds(size) for size in _WIDE])
     return replace(one, start_s=start, s_per_byte=rate, bends=()) if one.bends else one
 
 
-def _way(one: Measured) -> Algorithm:
+def _algorithm(one: Measured) -> Algorithm:
     return Algorithm("measured", (), one.start_s, one.s_per_byte, one.bends)
 
 
-def _with_bandwidths(world: World, sums: Sequence[Measured]) -> World:
-    """Scale the bandwidth of every level until the patterns that reach it and no further take what
-    was measured; in the middle of them (geometric).
+def _fit_bandwidths(world: World, sums: Sequence[Measured]) -> World:
+    """Scale the bandwidth of every level until the patterns that cross it and no further take what
+    was measured; in the geometric mean of these patterns.
     """
     for _ in range(_ROUNDS):
         for index, level in enumerate(world.levels):
@@ -141,55 +147,59 @@ def _with_bandwidths(world: World, sums: Sequence[Measured]) -> World:
                 if _outermost(world, m.pattern) == index and m.s_per_byte > 0
             ]
             if slower:
-                change = float(np.clip(np.exp(np.mean(np.log(slower))), 1e-2, 1e2))
-                faster = replace(level, bytes_per_s=level.bytes_per_s / change)
+                ratio = float(np.clip(np.exp(np.mean(np.log(slower))), 1e-2, 1e2))
+                faster = replace(level, bytes_per_s=level.bytes_per_s / ratio)
                 world = _with_level(world, index, faster)
     return world
 
 
-def _with_latencies(world: World, sums: Sequence[Measured]) -> World:
-    """Starts are sums of a launch and of hops on every level: least squares of relative errors."""
-    still = replace(
+def _fit_latencies(world: World, sums: Sequence[Measured]) -> World:
+    """Fit the launch and the latency of every level to the measured starts, which are sums of a
+    launch and of hops on every level: least squares of relative errors.
+    """
+    without_latencies = replace(
         world, launch_s=0.0, levels=tuple(replace(level, latency_s=0.0) for level in world.levels)
     )
-    units = [replace(still, launch_s=1.0)] + [
-        _with_level(still, index, replace(level, latency_s=1.0))
-        for index, level in enumerate(still.levels)
+    unit_worlds = [replace(without_latencies, launch_s=1.0)] + [
+        _with_level(without_latencies, index, replace(level, latency_s=1.0))
+        for index, level in enumerate(without_latencies.levels)
     ]
-    used = [m for m in sums if m.start_s > 0]
-    if not used:
-        return still
+    started = [m for m in sums if m.start_s > 0]
+    if not started:
+        return without_latencies
     rows = np.array(
-        [[formula(u, m.kind, m.pattern).start_s / m.start_s for u in units] for m in used]
+        [[formula(u, m.kind, m.pattern).start_s / m.start_s for u in unit_worlds] for m in started]
     )
-    launch, *latencies = nonnegative(rows, np.ones(len(used))).tolist()
-    levels = zip(still.levels, latencies, strict=True)
+    launch, *latencies = nonnegative(rows, np.ones(len(started))).tolist()
+    levels = zip(without_latencies.levels, latencies, strict=True)
     return replace(
-        still, launch_s=launch, levels=tuple(replace(level, latency_s=s) for level, s in levels)
+        without_latencies,
+        launch_s=launch,
+        levels=tuple(replace(level, latency_s=s) for level, s in levels),
     )
 
 
 def _factor(world: World, measured: Sequence[Measured]) -> float:
-    """How much longer than modelled, in the middle over patterns and sizes (geometric)."""
+    """Return how much longer a kind takes than modelled: the median over patterns and sizes."""
     ratios = []
-    for one in measured:
-        modelled = formula(world, one.kind, one.pattern)
+    for measurement in measured:
+        modelled = formula(world, measurement.kind, measurement.pattern)
         for size in _SIZES:
-            took = _way(one).seconds(size)
-            if took > 0 and modelled.seconds(size) > 0:
-                ratios.append(math.log(took / modelled.seconds(size)))
+            seconds = _algorithm(measurement).seconds(size)
+            if seconds > 0 and modelled.seconds(size) > 0:
+                ratios.append(math.log(seconds / modelled.seconds(size)))
     return math.exp(float(np.median(ratios))) if ratios else 1.0
 
 
 def _outermost(world: World, digits: Pattern) -> int:
-    """The outermost level whose links the groups of a pattern cross."""
+    """Return the outermost level whose links the groups of a pattern cross."""
     size, stride = digits[0]
-    block, found = 1, 0
+    block, outermost = 1, 0
     for index, level in enumerate(world.levels):
         if level.ranks > 1 and block < size * stride:
-            found = index
+            outermost = index
         block *= level.ranks
-    return found
+    return outermost
 
 
 def _with_level(world: World, index: int, level: Level) -> World:
@@ -199,8 +209,8 @@ def _with_level(world: World, index: int, level: Level) -> World:
 def efficiencies(
     measured: Sequence[tuple[float, float]], launch_s: float
 ) -> tuple[float, tuple[tuple[float, float], ...]]:
-    """(the highest FLOP/s, points (FLOPs, share of it) in rising order) of products that were
-    measured as (FLOPs, seconds). Those within a factor of two of one another are one point, their
+    """Return (the highest FLOP/s, points (FLOPs, share of it) in rising order) of matmuls that were
+    measured as (FLOPs, seconds). Matmuls within a factor of two of one another are one point, their
     median.
 
     >>> efficiencies([(1e6, 1e-3), (1e9, 0.1), (1.2e9, 0.1)], 0.0)[1]
@@ -208,33 +218,39 @@ def efficiencies(
     """
     bins: dict[int, list[tuple[float, float]]] = {}
     for flops, seconds in measured:
-        worked = max(seconds - launch_s, seconds / 10)  # a launch is not more than most of it
-        bins.setdefault(round(math.log2(flops)), []).append((math.log(flops), flops / worked))
+        # At least a tenth of a measurement is not its launch.
+        computing_seconds = max(seconds - launch_s, seconds / 10)
+        bins.setdefault(round(math.log2(flops)), []).append(
+            (math.log(flops), flops / computing_seconds)
+        )
     points = [
-        (math.exp(np.mean([size for size, _ in found])), float(np.median([r for _, r in found])))
-        for _, found in sorted(bins.items())
+        (
+            math.exp(np.mean([size for size, _ in members])),
+            float(np.median([rate for _, rate in members])),
+        )
+        for _, members in sorted(bins.items())
     ]
     highest = max(rate for _, rate in points)
     return highest, tuple((six(size), six(rate / highest)) for size, rate in points)
 
 
 def six(value: float) -> float:
-    """Six digits: people read the file."""
+    """Return the value rounded to six digits, as people read the file."""
     return float(f"{value:.6g}")
 
 
-Attended = tuple[torch.dtype, Attends]  # a model's
+Attended = tuple[torch.dtype, Attends]  # an attention of a model
 
 CPU_KEYS, GPU_KEYS = (128, 512, 2048), (512, 2048, 8192)
-HEAD_SIZES = (32, 128)  # what lies between follows a line in 1 / head size
+HEAD_SIZES = (32, 128)  # sizes between them follow a line in 1 / head size
 LONGEST_S = 1.0  # keys whose longest forward is modelled to take longer are left out
 _CPU_FLOPS, _GPU_FLOPS = 2.0**27, 2.0**36  # of one forward at least: launching it does not count
-_HEADS = 8  # of one sample, which lie beside one another in memory, as in a model
+_HEADS = 8  # of one sample, adjacent in memory, as in a model
 _MOST_SAMPLES = 512
 
 
 class Attending(NamedTuple):
-    """The forward or the backward of attention to measure, of as many queries as keys."""
+    """The forward or the backward of an attention to measure, with as many queries as keys."""
 
     dtype: torch.dtype
     shape: Attends
@@ -244,31 +260,36 @@ class Attending(NamedTuple):
 def wanted(
     own: Sequence[Attended], dtypes: Sequence[torch.dtype], known: Device, gpu: bool
 ) -> list[Attending]:
-    """Of each dtype, causal or not, every number of keys with every head size; `own` ones, too."""
-    found = []
+    """Return what to measure: for each dtype, causal or not, every number of keys with every head
+    size, `own` ones among them.
+    """
+    grid = []
     for dtype in dict.fromkeys((*dtypes, *(dtype for dtype, _ in own))):
         for causal in (True, False):
-            mine = [one for other, one in own if (other, one.causal) == (dtype, causal)]
-            sizes = sorted({*HEAD_SIZES, *(round(one.head_size) for one in mine)})
-            keys = sorted({*(GPU_KEYS if gpu else CPU_KEYS), *(one.keys for one in mine)})
-            found += [
-                Attending(dtype, Attends(many, size, causal), backward)
-                for many, size, backward in itertools.product(keys, sizes, (False, True))
-                if Attends(many, sizes[-1], causal).flops(many) < LONGEST_S * known.rate(dtype)
+            own_shapes = [shape for other, shape in own if (other, shape.causal) == (dtype, causal)]
+            sizes = sorted({*HEAD_SIZES, *(round(shape.head_size) for shape in own_shapes)})
+            keys = sorted({*(GPU_KEYS if gpu else CPU_KEYS), *(shape.keys for shape in own_shapes)})
+            grid += [
+                Attending(dtype, Attends(key_count, size, causal), backward)
+                for key_count, size, backward in itertools.product(keys, sizes, (False, True))
+                if Attends(key_count, sizes[-1], causal).flops(key_count)
+                < LONGEST_S * known.rate(dtype)
             ]
-    return found
+    return grid
 
 
 def s_per_flop(one: Attending, device: torch.device) -> float:
-    """What it takes while all ranks do the same."""
-    work, run = attention(one, device)
-    return measure.shared_seconds(run, measure.times_for(run, device), device) / work
+    """Return the seconds per FLOP of an attention while all ranks run the same."""
+    flops, run_once = attention(one, device)
+    return measure.shared_seconds(run_once, measure.times_for(run_once, device), device) / flops
 
 
 def attention(one: Attending, device: torch.device) -> tuple[float, Callable[[], Any]]:
-    """(its FLOPs, what runs it once): so many samples and heads that it takes long enough."""
-    shape, least = one.shape, _GPU_FLOPS if device.type == "cuda" else _CPU_FLOPS
-    count = max(1, round(least / shape.flops(shape.keys)))
+    """Return (FLOPs, a function that runs it once) of an attention of enough samples and heads to
+    take long enough.
+    """
+    shape, least_flops = one.shape, _GPU_FLOPS if device.type == "cuda" else _CPU_FLOPS
+    count = max(1, round(least_flops / shape.flops(shape.keys)))
     heads = min(_HEADS, count)
     samples = min(_MOST_SAMPLES, count // heads)
     sizes = samples, shape.keys, heads, round(shape.head_size)
@@ -280,30 +301,34 @@ def attention(one: Attending, device: torch.device) -> tuple[float, Callable[[],
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=shape.causal)
 
-    work = shape.flops(samples * heads * shape.keys)
+    flops = shape.flops(samples * heads * shape.keys)
     if not one.backward:
-        return work, forward
-    made = forward()
-    above = torch.randn_like(made)
+        return flops, forward
+    output = forward()
+    output_gradient = torch.randn_like(output)
 
     def backward() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(made, (query, key, value), above, retain_graph=True)
+        return torch.autograd.grad(output, (query, key, value), output_gradient, retain_graph=True)
 
-    return work * ATTENTION_BACKWARD, backward
+    return flops * ATTENTION_BACKWARD, backward
 
 
 def shares(found: Mapping[Attending, float], known: Device) -> tuple[Attention, ...]:
-    """The shares of the FLOP/s of the `known` device, from seconds per FLOP."""
-    each = {one: six(1 / (seconds * known.rate(one.dtype))) for one, seconds in found.items()}
+    """Return the shares of the `known` device's FLOP/s that attention reaches, from seconds per
+    FLOP.
+    """
+    share_of = {
+        case: six(1 / (seconds * known.rate(case.dtype))) for case, seconds in found.items()
+    }
     return tuple(
         Attention(
-            str(one.dtype).removeprefix("torch."),
-            one.shape.causal,
-            one.shape.keys,
-            round(one.shape.head_size),
-            each[one],
-            each[one._replace(backward=True)],
+            str(case.dtype).removeprefix("torch."),
+            case.shape.causal,
+            case.shape.keys,
+            round(case.shape.head_size),
+            share_of[case],
+            share_of[case._replace(backward=True)],
         )
-        for one in found
-        if not one.backward
+        for case in found
+        if not case.backward
     )

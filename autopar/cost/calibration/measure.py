@@ -1,8 +1,9 @@
-"""Measuring on what runs: collectives as emitted graphs call them (wire.py), products, memory,
-launches. Every function here is collective: all ranks call it in the same order.
+"""Measurements on the running ranks: collectives as emitted graphs call them (ops/comm.py),
+matmuls, memory bandwidth, launches.
 
-Measuring in rounds over all cases, each in another order, until the time is used up: drift meets
-all alike. All ranks measure the same in the same order.
+Every function here is collective: all ranks call it in the same order and measure the same.
+`rounds` and `in_rounds` measure all cases in rounds, each in another order, until the time is used
+up, so that drift meets all alike. procedure.py, contention.py and fit.py call these functions.
 """
 
 from __future__ import annotations
@@ -25,27 +26,27 @@ from autopar.ops import comm
 from autopar.ops.sharded.matmul import other_order
 from autopar.world import Copied, Form, ranks
 
-_WARM_S = 2e-3  # on a GPU, what is shorter is run several times for one measurement
-_MOST = 20  # times
-# On CPUs as often whether it takes 0.1 or 10 ms: a rank that computes for long is put aside for
-# others, so that many small collectives in a row would seem slower than one large one.
+_WARM_S = 2e-3  # on a GPU, shorter work is run several times for one measurement
+_MOST = 20  # runs for one measurement
+# Runs for one measurement on a CPU, for work of 0.1 as of 10 ms: the system sets a rank aside that
+# computes for long, so many small collectives in a row would seem slower than one large one.
 _ON_CPU = 3
 _SHARED_S = 0.1
 _LAUNCHES = 200
 _LEAST_ROUNDS = 3
-_POOL = 2**24  # numbers that memory is taken from in turn: more than a rank's caches hold
-_TURNS = 16  # matrices at the most; so small ones stay in the caches
+_POOL = 2**24  # numbers that operands are taken from in turn: more than a rank's caches hold
+_TURNS = 16  # matrices at the most, so that small ones stay in the caches
 _WIDTH = 1024  # of rows
-_SIDE = 512  # of the square matrices that are multiplied beside collectives
-_LONG_S = 20e-3  # what takes longer is run once, so that there are more rounds
+_SIDE = 512  # of the square matrices that are multiplied while collectives run
+_LONG_S = 20e-3  # longer work is run once, so that there are more rounds
 aten = torch.ops.aten
 Found = TypeVar("Found")  # what one round gives
 COPIES: tuple[Copied, ...] = ("", "left", "right")
 
 
 class Case(NamedTuple):
-    """One collective to measure: of so many bytes (the whole value on a group), over the groups of
-    a pattern, all at once or the one of rank 0 alone.
+    """One collective to measure: of so many bytes (the unsharded value of a group), over the groups
+    of a pattern, all at once or the one of rank 0 alone.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class Case(NamedTuple):
 
 
 class Matmul(NamedTuple):
-    """One rank's product (m, k) · (k, n) in this dtype; "T" in its form: that operand lies
+    """One rank's matmul (m, k) · (k, n) in this dtype; "T" in its form means that the operand lies
     transposed. `copied`: the operand that is copied into the other order first.
     """
 
@@ -77,7 +78,7 @@ class Matmul(NamedTuple):
 
 @contextmanager
 def groups(patterns: Sequence[Pattern]) -> Iterator[dict[Pattern, str]]:
-    """The names of this rank's groups, one of each pattern, open within the context."""
+    """Open this rank's groups, one of each pattern, within the context; yield their names."""
     names: dict[Pattern, str] = {}
     opened: list[dist.ProcessGroup] = []
     try:
@@ -100,9 +101,9 @@ def groups(patterns: Sequence[Pattern]) -> Iterator[dict[Pattern, str]]:
 
 
 def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
-    """What runs the case once, on the first of these float32 numbers."""
+    """Return a function that runs the case once, on the first of these float32 numbers."""
     count = size(case.pattern)
-    part = max(1, case.whole_bytes // (4 * count * count))  # of one rank for one other
+    part = max(1, case.whole_bytes // (4 * count * count))  # numbers of one rank for one other
     x = numbers[: part * count * (count if case.kind in WHOLE else 1)]
     match case.kind:
         case "all_gather":
@@ -120,37 +121,40 @@ def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     raise AssertionError(case.kind)
 
 
-WHOLE = ("reduce_scatter", "all_reduce")  # kinds whose ranks each hold the whole to begin with
+WHOLE = ("reduce_scatter", "all_reduce")  # kinds whose ranks each start with an unsharded value
 
 
 def actual_bytes(case: Case) -> int:
-    """Bytes of the whole value that `collective` moves: those of the case, rounded down to whole
-    numbers for every pair of ranks.
+    """Return the bytes of the unsharded value that `collective` moves: those of the case, rounded
+    down to the same number of elements for every pair of ranks.
     """
     count = size(case.pattern)
     return 4 * count * count * max(1, case.whole_bytes // (4 * count * count))
 
 
 def pool(least: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """So many numbers, or more, that works read and write."""
+    """Return at least so many random numbers, for works to read and write."""
     return torch.randn(max(least, _POOL), device=device).to(dtype)
 
 
 def in_turn(source: Tensor, rows: int, columns: int, transposed: bool = False) -> Iterator[Tensor]:
-    """Matrices from the source one after another, without end: what an op of a step reads comes
-    from memory, not from the caches, and what it writes goes to other memory than what the op
-    before wrote. `transposed`: each lies column by column.
+    """Yield matrices from the source one after another, without end.
+
+    So what an op reads comes from memory, as in a step, and not from the caches, and what it writes
+    goes to other memory than what the op before wrote. `transposed`: each lies column by column.
     """
     count = rows * columns
     parts = source[: min(_TURNS, source.numel() // count) * count].split(count)
-    found = [p.view(columns, rows).t() if transposed else p.view(rows, columns) for p in parts]
-    return itertools.cycle(found)
+    matrices = [p.view(columns, rows).t() if transposed else p.view(rows, columns) for p in parts]
+    return itertools.cycle(matrices)
 
 
 def time_matmul(
     shape: Matmul, left: Tensor, right: Tensor, results: Tensor
 ) -> Callable[[], Tensor]:
-    """What runs the product once, on some of these numbers and into some of the results."""
+    """Return a function that runs the matmul once, on some of these numbers and into some of the
+    results.
+    """
     x = in_turn(left, shape.m, shape.k, shape.form[0] == "T")
     y = in_turn(right, shape.k, shape.n, shape.form[1] == "T")
     z = in_turn(results, shape.m, shape.n)
@@ -168,7 +172,7 @@ def seconds(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Of one run, `times` in a row."""
+    """Return the seconds of one run, from `times` runs in a row."""
     synchronize(device)
     start = clock()
     for _ in range(times):
@@ -178,14 +182,16 @@ def seconds(
 
 
 def working_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of one run; on a CPU the seconds that it works, not those in which others do."""
+    """Return the seconds of one run; on a CPU those in which this process works, not those in which
+    others do.
+    """
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     return seconds(work, 1, device, clock)
 
 
 def shared_seconds(work: Callable[[], object], often: Often, device: torch.device) -> float:
-    """Of one run while all ranks do the same, for long enough that ranks which share a core have
-    taken turns. A short run would get a core for itself, or none.
+    """Return the seconds of one run while all ranks run the same, for long enough that ranks which
+    share a core have taken turns. A short run would get a core for itself, or none.
     """
     times = max(1, math.ceil(_SHARED_S / often.took_s)) if device.type == "cpu" else often.times
     barrier()
@@ -193,18 +199,20 @@ def shared_seconds(work: Callable[[], object], often: Often, device: torch.devic
 
 
 class Often(NamedTuple):
-    """How many times a work is run for one measurement, and about what one run took, in s."""
+    """The number of runs of a work for one measurement, and the seconds that one run takes,
+    about.
+    """
 
     times: int
     took_s: float
 
 
 def times_for(work: Callable[[], object], device: torch.device, taking_part: bool = True) -> Often:
-    """Warm up, and find how often to run for one measurement: the same number on all ranks."""
+    """Warm up, and return how often to run for one measurement: the same number on all ranks."""
     took = 0.0
     if taking_part:
         took = seconds(work, 1, device)
-    if taking_part and device.type != "cpu":  # what was first may have been compiled
+    if taking_part and device.type != "cpu":  # the first run may have been compiled
         took = seconds(work, 1, device)
     longest = max(ranks.all_of(took))
     if device.type == "cpu":
@@ -213,21 +221,23 @@ def times_for(work: Callable[[], object], device: torch.device, taking_part: boo
 
 
 def memory_bytes_per_s(total_bytes: float, device: torch.device) -> float:
-    """Of adding two large tensors into a third, on all ranks at once: bytes read and written."""
+    """Return the bytes read and written in a second by adding two large tensors into a third, on
+    all ranks at once.
+    """
     x, y, z = (torch.ones(int(total_bytes / 12), device=device) for _ in range(3))
 
     def work() -> None:
         torch.add(x, y, out=z)
 
     often = times_for(work, device)
-    found = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
-    return 12 * x.numel() / _median(ranks.all_of(found))
+    median_s = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
+    return 12 * x.numel() / _median(ranks.all_of(median_s))
 
 
 def other_ops(device: torch.device) -> tuple[Callable[[], object], int]:
-    """What normalizes, has exponentials or adds, with its backward, as in the graphs of a
-    transformer; and the bytes that it reads and writes. Layer norms have no form that writes into
-    given memory without a copy, so theirs is the allocator's.
+    """Return a function that runs ops without FLOPs and their backward, as in the graphs of a
+    transformer: a normalization, exponentials, a sum; and the bytes that it reads and writes. Layer
+    norms have no form that writes into given memory without a copy, so theirs is the allocator's.
     """
     rows, line = _POOL // _TURNS // _WIDTH, [_WIDTH]
     xs, gs, results = (in_turn(pool(0, device), rows, _WIDTH) for _ in range(3))
@@ -243,22 +253,23 @@ def other_ops(device: torch.device) -> tuple[Callable[[], object], int]:
         aten._log_softmax_backward_data(g, y, 1, x.dtype, out=next(results))
         aten.add(x, g, out=next(results))
 
-    tensors = (2 + 3) * 3 + 3  # of so many rows: forward, backward; and what is added
+    tensors = (2 + 3) * 3 + 3  # of so many rows: forward and backward of three ops, and the sum
     return work, 4 * tensors * rows * _WIDTH
 
 
 def launch_s(device: torch.device) -> float:
-    """Of starting one small op, on all ranks at once."""
+    """Return the seconds of starting one small op, on all ranks at once."""
     x = torch.ones(8, device=device)
     seconds(lambda: x + x, _LAUNCHES, device)
     barrier()
-    found = sorted(seconds(lambda: x + x, _LAUNCHES, device) for _ in range(5))[2]
-    return _median(ranks.all_of(found))
+    median_s = sorted(seconds(lambda: x + x, _LAUNCHES, device) for _ in range(5))[2]
+    return _median(ranks.all_of(median_s))
 
 
 def node_s(device: torch.device) -> float:
-    """Of starting one small op as emitted graphs run it, on all ranks at once: from Python, and a
-    third of what it takes with its part in the backward, which is priced at twice the forward.
+    """Return the seconds of starting one small op as emitted graphs run it, on all ranks at once:
+    from Python, and a third of what it takes with its part in the backward, which is priced at
+    twice the forward.
     """
     x = torch.ones(8, device=device, requires_grad=True)
 
@@ -269,12 +280,14 @@ def node_s(device: torch.device) -> float:
         y.sum().backward()
 
     often = times_for(work, device)
-    found = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
-    return _median(ranks.all_of(found)) / (3 * _LAUNCHES)
+    median_s = sorted(shared_seconds(work, often, device) for _ in range(5))[2]
+    return _median(ranks.all_of(median_s)) / (3 * _LAUNCHES)
 
 
 def computing(long_s: float, device: torch.device) -> Callable[[], None]:
-    """What multiplies for about so many seconds: as often on every rank, where all give as many."""
+    """Return a function that multiplies for about so many seconds: as often on every rank, where
+    all give the same seconds.
+    """
     x = torch.randn(_SIDE, _SIDE, device=device)
     seconds(lambda: x @ x, 1, device)  # the first one may be slow
     took = times_for(lambda: x @ x, device).took_s
@@ -290,25 +303,28 @@ def computing(long_s: float, device: torch.device) -> Callable[[], None]:
 def rounds(
     once: Callable[[], Found], seconds: float, progress: Callable[[float], None]
 ) -> list[Found]:
-    """What each round measured: as many as the time allows, at least three; rank 0 decides."""
-    found: list[Found] = []
+    """Return what each round measured: as many rounds as the time allows, at least three; rank 0
+    decides.
+    """
+    results: list[Found] = []
     start, more = time.perf_counter(), True
     while more:
-        found.append(once())
-        taken, count = time.perf_counter() - start, len(found)
-        progress(min(1.0, max(taken / seconds, count / _LEAST_ROUNDS)))
-        left = taken * (1 + 1 / count) < seconds or count < _LEAST_ROUNDS
-        more = ranks.from_rank_0(left)
-    return found
+        results.append(once())
+        elapsed, count = time.perf_counter() - start, len(results)
+        progress(min(1.0, max(elapsed / seconds, count / _LEAST_ROUNDS)))
+        goes_on = elapsed * (1 + 1 / count) < seconds or count < _LEAST_ROUNDS
+        more = ranks.from_rank_0(goes_on)
+    return results
 
 
 def barrier() -> None:
-    """Until all ranks are here."""
+    """Wait until all ranks are here."""
     if ranks.running() > 1:
         dist.barrier()
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for a GPU to finish its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -323,7 +339,7 @@ _WARMING = 0.1  # of the progress that is shown
 
 
 def part(progress: Progress, start: float, share: float) -> Progress:
-    """The progress of a part that begins at `start` and takes this share of the whole."""
+    """Return the progress of a part that begins at `start` and takes this share of the total."""
     return lambda done, doing: progress(start + share * done, doing)
 
 
@@ -335,7 +351,9 @@ def warmed(
     progress: Progress,
     doing: str,
 ) -> tuple[list[Often], float]:
-    """How often to run each for one measurement, and the seconds that are left."""
+    """Warm up; return how often to run each work for one measurement, and the seconds that are
+    left.
+    """
     start, times = time.perf_counter(), list[Often]()
     for done, (work, taking_part) in enumerate(zip(works, joins, strict=True)):
         progress(_WARMING * done / len(works), doing)
@@ -344,7 +362,7 @@ def warmed(
 
 
 def after_warming(progress: Progress, doing: str) -> Callable[[float], None]:
-    """The progress of what follows, from that of its rounds."""
+    """Return the progress of what follows the warm-up, from that of its rounds."""
     return lambda share: progress(_WARMING + (1 - _WARMING) * share, doing)
 
 
@@ -354,20 +372,21 @@ def in_rounds(
     seconds: float,
     progress: Callable[[float], None],
 ) -> list[list[T]]:
-    """Rounds over all cases, each in another order, as many as the time allows and at least one;
-    rank 0 decides. `visits`: how often each case is measured in one round. What each measured.
+    """Return what each case measured, in rounds over all cases, each in another order: as many
+    rounds as the time allows and at least one; rank 0 decides. `visits`: how often each case is
+    measured in one round.
     """
-    found: list[list[T]] = [[] for _ in visits]
+    samples: list[list[T]] = [[] for _ in visits]
     start, more, shown, rounds = time.perf_counter(), True, 0.0, 0
     places = np.repeat(np.arange(len(visits)), visits)
     while more:
         order = np.random.default_rng(rounds).permutation(places)  # the same on every rank
         for done, index in enumerate(order.tolist()):
-            found[index].append(once(index))
+            samples[index].append(once(index))
             used = (time.perf_counter() - start) / seconds
             shown = min(1.0, max(shown, used, (done + 1) / len(order) if not rounds else 0.0))
             progress(shown)
         rounds += 1
-        taken = time.perf_counter() - start
-        more = ranks.from_rank_0(taken * (1 + 1 / rounds) < seconds)
-    return found
+        elapsed = time.perf_counter() - start
+        more = ranks.from_rank_0(elapsed * (1 + 1 / rounds) < seconds)
+    return samples

@@ -72,8 +72,8 @@ def together(
 
 
 class _Position(NamedTuple):
-    """How many collectives that may be fused precede an event one after another, and the last of
-    them, where there is a single one.
+    """The number of collectives that may be fused and precede an event one after another, and the
+    last of them, where there is a single one.
     """
 
     depth: int = 0
@@ -93,8 +93,8 @@ def _fusable(
         depth = max((position.depth for position in operands), default=0)
         predecessors = {position.last for position in operands if position.depth == depth}
         own_position = _Position(depth, predecessors.pop() if len(predecessors) == 1 else None)
-        late = event.phase == "backward" and not leads[index]
-        if keys[index] is not None and (event.ahead or late):
+        is_late_sum = event.phase == "backward" and not leads[index]
+        if keys[index] is not None and (event.ahead or is_late_sum):
             fusable[index], own_position = own_position, _Position(depth + 1, index)
         positions.append(own_position)
     return fusable

@@ -26,7 +26,7 @@ _LEAST_RATE = 0.1  # the rate at which computing goes on at least while collecti
 
 
 class Action(NamedTuple):
-    """What the thread that runs the program does next: "run" an op or "issue" a collective."""
+    """The next action of the thread that runs the program: "run" an op or "issue" a collective."""
 
     kind: Literal["run", "issue"]
     event: int
@@ -109,10 +109,12 @@ def _run(
     """Simulate with one number of deferred matmuls; prefetches as early as possible first, which
     tells how late each may be issued.
     """
-    early = _Simulation(events, [0.0] * len(events), math.inf, later, defer, window, patience).run()
+    earliest = _Simulation(
+        events, [0.0] * len(events), math.inf, later, defer, window, patience
+    ).run()
     if not any(event.ahead for event in events):
-        return early
-    latest = _latest_issues(events, early)
+        return earliest
+    latest = _latest_issues(events, earliest)
     return _Simulation(events, latest, ahead_bytes, later, defer, window, patience).run()
 
 
@@ -207,6 +209,7 @@ class _Simulation:
         self.order: list[Action] = []
 
     def run(self) -> Run:
+        """Run all events and return when they ran."""
         for index, missing in enumerate(self.missing):
             if not missing:
                 self._reachable(index)
@@ -280,11 +283,11 @@ class _Simulation:
         collectives that end meanwhile.
         """
         arrived: list[int] = []
-        while taken := self.links.share_out(1 - _LEAST_RATE):
-            rate = 1 - sum(taken.values())
+        while drags := self.links.share_out(1 - _LEAST_RATE):
+            rate = 1 - sum(drags.values())
             until = min(self.links.now + seconds / rate, self.links.next_end())
             passed = until - self.links.now
-            for index, drag in taken.items():
+            for index, drag in drags.items():
                 self.exposed[index] += passed * drag
             seconds -= passed * rate
             arrived += self.links.advance(until)
@@ -293,6 +296,9 @@ class _Simulation:
         return arrived + self.links.advance(self.links.now + seconds)
 
     def _next(self) -> int | None:
+        """Return the next op to run: one within the window, or a deferred one; None where there is
+        none.
+        """
         ready = self.ready and self.ready[0] <= self.first + self.window
         if self.deferred and (not ready or len(self.deferred) > self.defer):
             return self.deferred.popleft()
@@ -344,6 +350,7 @@ class _Simulation:
             self._finish(index, self.links.ended[index])
 
     def _finish(self, index: int, when: float) -> None:
+        """Note the end of an event, and queue the events whose operands are now all there."""
         self.end[index], self.done[index] = when, True
         while self.first < len(self.events) and self.done[self.first]:
             self.first += 1

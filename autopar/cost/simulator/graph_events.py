@@ -1,5 +1,9 @@
 """The events of a graph that AOTAutograd derived: aten ops and functional collectives on a rank's
-own tensors, with what each takes on a world.
+own tensors, with the seconds of each on a world.
+
+`graph_events` lists them for the engine; `graph_seconds` simulates them. The passes in
+passes/overlap/ call both to decide what to chunk, fuse and reorder, and ask here what a node is: a
+collective, a wait, a view, an op that writes (`collective_of`, `is_wait`, `carries_on`, `writes`).
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from autopar.world import World
 
 Phase = Literal["forward", "backward"]
 
-# The functional collectives by name: what they are to the cost model. A broadcast or a reduce is
-# one of as many pieces as there are ranks.
+# The functional collectives by name, and the kind that the cost model knows each as. A broadcast or
+# a reduce is one of as many pieces as there are ranks.
 KINDS: dict[str, Any] = {
     "all_reduce": "all_reduce",
     "all_reduce_coalesced": "all_reduce",
@@ -41,14 +45,14 @@ KINDS: dict[str, Any] = {
     "reduce": "reduce",
 }
 _NAMESPACES = ("_c10d_functional", "autopar")
-_CALL_S = 35e-6  # on gloo (measured)
+_CALL_S = 35e-6  # seconds to issue a collective on gloo and wait for it (measured)
 _FREE = (torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default)
 
 
 @dataclass(frozen=True)
 class Listed:
     """The events of a graph, in its order, and the node of each. Views and waits take no time and
-    are no events.
+    are not events.
     """
 
     events: tuple[Event, ...]
@@ -56,13 +60,15 @@ class Listed:
 
 
 def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> Listed:
-    """`stored`: the placeholders that are there before the step begins. What draws random numbers
-    or writes into its operands keeps its order.
+    """Return the events of a forward or backward graph.
+
+    `stored`: the names of the placeholders that are there before the step begins. Ops that draw
+    random numbers or write into their operands keep their order.
     """
     events: list[Event] = []
     nodes: list[fx.Node] = []
     needs: dict[fx.Node, tuple[int, ...]] = {}
-    early = fetchable(graph, stored)
+    fetched = fetchable(graph, stored)
     fixed: tuple[int, ...] = ()
     for node in graph.nodes:
         if node.op == "output":
@@ -73,96 +79,102 @@ def graph_events(graph: fx.Graph, world: World, stored: frozenset[str], phase: P
             continue
         if keeps_place(node):
             after, fixed = (*after, *fixed), (len(events),)
-        events.append(_event(node, after, world, node in early, phase))
+        events.append(_event(node, after, world, node in fetched, phase))
         nodes.append(node)
         needs[node] = (len(events) - 1,)
     return Listed(tuple(events), tuple(nodes))
 
 
 def fetchable(graph: fx.Graph, stored: frozenset[str]) -> set[fx.Node]:
-    """The nodes that hang on nothing but stored tensors, which they may be fetched from at any
-    time.
+    """Return the nodes that depend on stored tensors only, so that they may be fetched at
+    any time.
     """
-    found: set[fx.Node] = set()
+    fetched: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.op != "output" and (node.name in stored or (inputs and found.issuperset(inputs))):
-            found.add(node)
-    return found
+        if node.op != "output" and (node.name in stored or (inputs and fetched.issuperset(inputs))):
+            fetched.add(node)
+    return fetched
 
 
 def sent_as_given(backward: fx.Graph) -> frozenset[str]:
-    """The saved values that a backward sends as the forward left them, as SUMMA's panels of X: they
-    may be fetched at any time like what is stored, and are best fetched late.
+    """Return the names of the saved values that a backward sends as the forward left them, as
+    SUMMA's panels of X. They may be fetched at any time like stored tensors, and are best fetched
+    late.
     """
-    found = set()
+    names = set()
     for node in backward.nodes:
         operands = node.all_input_nodes if collective_of(node) is not None else []
         for operand in operands:
             while operand.op == "call_function" and carries_on(operand):
                 operand = operand.all_input_nodes[0]
             if operand.op == "placeholder" and not operand.name.startswith("tangents"):
-                found.add(operand.name)
-    return frozenset(found)
+                names.add(operand.name)
+    return frozenset(names)
 
 
 def graph_seconds(graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase) -> float:
-    """What the graph takes: see `listed_seconds`."""
+    """Return the seconds of a graph: see `listed_seconds`."""
     return listed_seconds(graph_events(graph, world, stored, phase), world)
 
 
 def listed_seconds(listed: Listed, world: World) -> float:
-    """What a graph takes with its collectives overlapped, each with what its ranks lose on coming
-    together (as in a plan's step), and with what issuing them costs.
+    """Return the seconds of a graph with its collectives overlapped, each with what its ranks lose
+    on coming together (as in a plan's step) and with the cost of issuing it.
     """
     events = listed.events
     issued = sum(bool(event.lane) for event in events)
-    meeting = [e._replace(seconds=e.seconds + world.meeting_s) if e.lane else e for e in events]
-    return simulate_overlap(meeting).seconds + call_seconds(world) * issued
+    with_meetings = [
+        e._replace(seconds=e.seconds + world.meeting_s) if e.lane else e for e in events
+    ]
+    return simulate_overlap(with_meetings).seconds + call_seconds(world) * issued
 
 
 def call_seconds(world: World) -> float:
-    """What the thread that computes spends on issuing one collective and waiting for it."""
+    """Return the seconds that the computing thread spends on issuing one collective and waiting for
+    it.
+    """
     return _CALL_S if world.backend == "gloo" else 0.0
 
 
 def lead_to_matmuls(listed: Listed) -> list[bool]:
-    """Of every event, whether a product hangs on it further on in the graph."""
+    """Return for every event whether a matmul depends on it later in the graph."""
     return leading(listed.events, [flops(node) > 0 for node in listed.nodes])
 
 
 def off_path(listed: Listed) -> set[fx.Node]:
-    """The collectives that no product stands still for: gathers of what is stored, which are issued
-    ahead, and sums on which no product hangs any more, which wait for the end of the backward.
+    """Return the collectives that no matmul waits for: gathers of stored tensors, which are issued
+    ahead, and sums on which no matmul depends any more, which wait for the end of the backward.
     """
-    leads, found = lead_to_matmuls(listed), set()
+    leads, collectives = lead_to_matmuls(listed), set()
     for node, event, leads_on in zip(listed.nodes, listed.events, leads, strict=True):
         if event.lane and (event.ahead or (event.phase == "backward" and not leads_on)):
-            found.add(node)
-    return found
+            collectives.add(node)
+    return collectives
 
 
 def origin(node: fx.Node) -> tuple[str, str]:
-    """The node of the emitted graph that a derived one comes from, and the path of its subgraph;
-    its own name and no path where that is not known.
+    """Return the name of the emitted graph's node that a derived node comes from, and the path of
+    its subgraph; its own name and no path where that is not known.
     """
-    found = node.meta.get("custom", {})
-    return found.get("node", node.name), found.get("module", "")
+    custom = node.meta.get("custom", {})
+    return custom.get("node", node.name), custom.get("module", "")
 
 
 def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for a functional collective."""
     return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def collective_of(node: fx.Node) -> str | None:
-    """The functional collective that a node issues, such as "all_reduce", in whichever form; None
-    for other nodes.
+    """Return the functional collective that a node issues, such as "all_reduce", in whichever form;
+    None for other nodes.
     """
     return collective_named(node.target)
 
 
 def collective_named(target: Any) -> str | None:
-    """The same of an op."""
+    """Return the functional collective that an op is, as `collective_of` does for a node."""
     if not isinstance(target, OpOverload) or target.namespace not in _NAMESPACES:
         return None
     name = target._schema.name.split("::")[1].rstrip("_")
@@ -170,19 +182,19 @@ def collective_named(target: Any) -> str | None:
 
 
 def group_of(node: fx.Node) -> str:
-    """The name of the process group that a collective runs over: its last argument."""
+    """Return the name of the process group that a collective runs over: its last argument."""
     return str(node.args[-1])
 
 
 def carries_on(node: fx.Node) -> bool:
     """Whether a node only stands for its argument: a wait, a view, a piece of a result."""
     target = node.target
-    return is_wait(node) or not isinstance(target, OpOverload) or _shows(target)
+    return is_wait(node) or not isinstance(target, OpOverload) or _is_view(target)
 
 
-@lru_cache(maxsize=1 << 10)  # reading a schema takes longer than most that is asked of a node
-def _shows(target: OpOverload) -> bool:
-    """Whether what an op gives is memory of what it takes, or costs as little."""
+@lru_cache(maxsize=1 << 10)  # reading a schema is slow beside other questions about a node
+def _is_view(target: OpOverload) -> bool:
+    """Whether an op's result shares the storage of an operand, or costs as little."""
     aliases = [r.alias_info for r in target._schema.returns]
     return target in _FREE or (
         bool(aliases) and all(a is not None and not a.is_write for a in aliases)
@@ -190,22 +202,23 @@ def _shows(target: OpOverload) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether an op writes into its operands."""
+    """Whether a node's op writes into its operands."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def keeps_place(node: fx.Node) -> bool:
-    """Whether an op writes or draws random numbers, and so runs in the graph's order."""
+    """Whether a node's op writes or draws random numbers, and so runs in the graph's order."""
     assert isinstance(node.target, OpOverload)
     return writes(node) or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, phase: Phase) -> Event:
+    """Return the event of an op or a collective."""
     name = collective_of(node)
     module = origin(node)[1]
     if name is None:
         return Event(node.name, "compute", op_seconds(node, world), after, phase, module)
-    moved, seconds, number, takes_s = collective_cost(node, world)
+    sent_bytes, seconds, link_number, takes_s = collective_cost(node, world)
     return Event(
         node.name,
         KINDS[name],
@@ -214,8 +227,8 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
         phase,
         module,
         lane=group_of(node),
-        link=number,
-        bytes=moved,
+        link=link_number,
+        bytes=sent_bytes,
         ahead=early,
         held_bytes=float(bytes_of(node)),
         takes_s=takes_s,
@@ -225,36 +238,45 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
 def collective_cost(
     node: fx.Node, world: World, pieces: int = 1
 ) -> tuple[float, float, int, float]:
-    """(bytes that a rank sends, seconds, link, seconds of computing lost beside it) of a functional
-    collective, or of one of so many equal pieces of it.
+    """Return (bytes that a rank sends, seconds, link, seconds of computing lost while it runs) of a
+    functional collective, or of one of so many equal pieces of it.
     """
     kind = KINDS[str(collective_of(node))]
     digits = group_pattern(group_of(node))
-    taken, made = (sum(map(bytes_of, n)) / pieces for n in (node.all_input_nodes, [node]))
-    whole, parts = _whole(kind, size(digits), taken, made)
-    price = flat_price(kind, digits, whole, world)
-    return price.bytes / parts, price.seconds / parts, link(world, digits), price.takes_s / parts
+    input_bytes, output_bytes = (
+        sum(map(bytes_of, n)) / pieces for n in (node.all_input_nodes, [node])
+    )
+    unsharded_bytes, pieces_of_value = _unsharded_bytes(
+        kind, size(digits), input_bytes, output_bytes
+    )
+    price = flat_price(kind, digits, unsharded_bytes, world)
+    return (
+        price.bytes / pieces_of_value,
+        price.seconds / pieces_of_value,
+        link(world, digits),
+        price.takes_s / pieces_of_value,
+    )
 
 
 def bytes_sent(kind: str, ranks: int, taken: float, made: float) -> float:
-    """What a rank sends in a collective that takes and makes so many bytes."""
-    whole, parts = _whole(kind, ranks, taken, made)
-    return sent(kind, ranks) * whole / parts
+    """Return the bytes that a rank sends in a collective that takes and makes so many bytes."""
+    unsharded_bytes, parts = _unsharded_bytes(kind, ranks, taken, made)
+    return sent(kind, ranks) * unsharded_bytes / parts
 
 
-def _whole(kind: str, ranks: int, taken: float, made: float) -> tuple[float, int]:
-    """Bytes of the whole value, as the cost model counts them, and of how many pieces of it this is
-    one.
+def _unsharded_bytes(kind: str, ranks: int, taken: float, made: float) -> tuple[float, int]:
+    """Return the bytes of the unsharded value, as the cost model counts them, and the number of its
+    pieces of which this is one.
     """
-    whole = max(taken, made)
+    largest_bytes = max(taken, made)
     if kind == "all_to_all":
-        return whole * ranks, 1
-    return (whole * ranks, ranks) if kind in ROOTED else (whole, 1)
+        return largest_bytes * ranks, 1
+    return (largest_bytes * ranks, ranks) if kind in ROOTED else (largest_bytes, 1)
 
 
 @lru_cache(maxsize=1 << 10)
 def group_pattern(name: str) -> Pattern:
-    """The pattern of the groups of this name, a part of an axis or another lane among them.
+    """Return the pattern of the groups of this name, also of a part of an axis or another lane.
 
     >>> group_pattern("autopar/data4.x2/data/2@1")
     ((2, 2),)
@@ -271,32 +293,32 @@ def group_pattern(name: str) -> Pattern:
 
 
 def op_seconds(node: fx.Node, world: World, pieces: int = 1) -> float:
-    """Of an aten op, by roofline: its FLOPs, or the bytes that it reads and writes; or of one of so
-    many equal pieces of it.
+    """Return the seconds of an aten op by roofline, from its FLOPs and the bytes that it reads and
+    writes; or those of one of so many equal pieces of it.
     """
-    moved = (bytes_of(node) + sum(bytes_of(n) for n in node.all_input_nodes)) / pieces
-    made = _tensors(node)
-    dtype = made[0].dtype if made else torch.float32
-    work = flops(node) / pieces
-    found = _attention(node)
-    if found is None:
-        return matmul_seconds(work, moved, dtype, world.device)
-    attends, backward, _ = found
-    return attention_seconds(work, moved, attends, backward, dtype, world.device)
+    moved_bytes = (bytes_of(node) + sum(bytes_of(n) for n in node.all_input_nodes)) / pieces
+    results = _tensors(node)
+    dtype = results[0].dtype if results else torch.float32
+    op_flops = flops(node) / pieces
+    attention = _attention(node)
+    if attention is None:
+        return matmul_seconds(op_flops, moved_bytes, dtype, world.device)
+    attends, backward, _ = attention
+    return attention_seconds(op_flops, moved_bytes, attends, backward, dtype, world.device)
 
 
 def flops(node: fx.Node) -> float:
-    """FLOPs of the ops that torch can count, matrix products among them, and of attention, of which
-    torch counts what a causal mask hides; else 0.
+    """Return the FLOPs of a node: matmuls and other ops that torch can count; for attention less
+    the part that a causal mask hides, which torch counts; else 0.
     """
     assert isinstance(node.target, OpOverload)
     packet = node.target.overloadpacket
-    if packet in _PRODUCTS:  # most of what is asked for: counted as torch does, without its detour
-        left: Any = node.args[_PRODUCTS[packet]]
-        return 2.0 * math.prod(node.meta["val"].shape) * left.meta["val"].shape[-1]
-    found = _attention(node)
-    if found is not None:
-        attends, backward, queries = found
+    if packet in _PRODUCTS:  # most nodes: counted as torch does, without its detour
+        left_operand: Any = node.args[_PRODUCTS[packet]]
+        return 2.0 * math.prod(node.meta["val"].shape) * left_operand.meta["val"].shape[-1]
+    attention = _attention(node)
+    if attention is not None:
+        attends, backward, queries = attention
         return attends.flops(queries) * (ATTENTION_BACKWARD if backward else 1)
     count = flop_registry.get(packet)
     if count is None:
@@ -306,8 +328,8 @@ def flops(node: fx.Node) -> float:
 
 
 def _attention(node: fx.Node) -> tuple[Attends, bool, int] | None:
-    """Of an attention's kernel: what its time depends on, whether it is the backward, and how many
-    queries there are over all samples and heads. None for other ops.
+    """Return for an attention kernel the shape that its time depends on, whether it is the
+    backward, and the number of queries over all samples and heads. None for other ops.
     """
     assert isinstance(node.target, OpOverload)
     backward = _ATTENTION.get(node.target.overloadpacket)
@@ -318,10 +340,10 @@ def _attention(node: fx.Node) -> tuple[Attends, bool, int] | None:
     return Attends(k[-2], (q[-1] + v[-1]) / 2, values["is_causal"]), backward, math.prod(q[:-1])
 
 
-# Matrix products, and which operand is the left one.
+# Matmul ops, and the index of the left operand.
 _PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.bmm: 0, torch.ops.aten.addmm: 1}
 
-# The kernels of attention, and whether each is a backward.
+# Attention kernels, and whether each is a backward.
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: False,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: True,
@@ -335,12 +357,13 @@ _ATTENTION = {
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Of all that a node gives."""
+    """Return the bytes of all results of a node."""
     return sum(value.nbytes for value in _tensors(node))
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    """Return the tensors that a node gives."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return [value]  # as nearly all do: looking for leaves takes ten times as long
+        return [value]  # as nearly all nodes give: looking for leaves takes ten times as long
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -65,6 +65,7 @@ class Links:
             self._begin(index)
 
     def _begin(self, index: int) -> None:
+        """Let a collective run, as the head of its lane's queue."""
         self.left[index] = self.events[index].seconds
         self.started[index] = self.now
         self.sharing[self.events[index].link] += 1
@@ -92,8 +93,8 @@ class Links:
             for index in self.left
             if self.drag[index]
         }
-        wanted = sum(drags.values())
-        self.pace = most / wanted if wanted > most else 1.0
+        total_drag = sum(drags.values())
+        self.pace = most / total_drag if total_drag > most else 1.0
         return {index: drag * self.pace for index, drag in drags.items()}
 
     def advance(self, until: float) -> list[int]:
@@ -106,11 +107,13 @@ class Links:
         return ended
 
     def _pass(self, then: float) -> list[int]:
+        """Let time pass while no head changes; return the collectives that have ended by then."""
         passed, self.now = then - self.now, then
         ended = []
         for index in self.left:
             self.left[index] -= passed * self._speed(index)
-            if self.left[index] <= 1e-12 * max(1.0, then):  # after hours a clock is that coarse
+            # the precision of a clock that has run for hours
+            if self.left[index] <= 1e-12 * max(1.0, then):
                 ended.append(index)
         for index in ended:
             del self.left[index]

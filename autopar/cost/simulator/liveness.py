@@ -37,10 +37,9 @@ class SavedMemory(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """What the bytes of a derived graph depend on besides the graph: `primals`, the bytes of all
-    inputs of the forward; `saved`, for a backward, the storage that each saved value shows
-    (`saved_by`); `staged`, whether the backend holds a second copy of the result of the gathers
-    that it works on, as gloo does.
+    """The memory around a derived graph: `primals`, the bytes of all inputs of the forward;
+    `saved`, for a backward, the storage that each saved value shows (`saved_by`); `staged`, whether
+    the backend holds a second copy of the result of the gathers that it works on, as gloo does.
     """
 
     primals: float
@@ -75,13 +74,13 @@ class Lives:
         self.readers: dict[fx.Node, set[fx.Node]] = defaultdict(set)
         self.issues: dict[fx.Node, fx.Node] = {}  # by wait
         for node in graph.nodes:
-            for taken in node.all_input_nodes:
-                self.readers[self.root[taken]].add(node)
-            issued = _issued_collective(node) if is_wait(node) else None
-            if issued is not None:
-                self.issues[node] = issued
-                for taken in issued.all_input_nodes:
-                    self.readers[self.root[taken]].add(node)
+            for operand in node.all_input_nodes:
+                self.readers[self.root[operand]].add(node)
+            collective = _issued_collective(node) if is_wait(node) else None
+            if collective is not None:
+                self.issues[node] = collective
+                for operand in collective.all_input_nodes:
+                    self.readers[self.root[operand]].add(node)
 
     def bytes_made(self, node: fx.Node) -> float:
         """Return the bytes that are there from this node on and were not before."""

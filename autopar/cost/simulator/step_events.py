@@ -1,10 +1,12 @@
 """The events of a training step, read off a rewritten program: every op and collective of forward,
 backward and optimizer.
 
-The backward is the forward graph read from its end: a change of state has the collective of its
-adjoint, a product has one product for the gradient of its input and one for that of its weight,
-anything else takes twice its forward. The optimizer starts when all gradients are there, as it does
-in torch.
+The backward is the forward graph read from its end: a reshard has the collective of its adjoint, a
+matmul has one matmul for the gradient of its input and one for that of its weight, anything else
+takes twice its forward. The optimizer starts when all gradients are there, as it does in torch.
+
+timeline.py calls `Events(program, world).run()` and simulates the result; `joinable` and `joint`
+then say which collectives may be fused, and what the fused one takes. graph_events.py calls `link`.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from autopar.ir.program import Program
 from autopar.ir.strategy import Strategy
 from autopar.world import World
 
-ROOTED = ("broadcast", "reduce")  # the panels' collectives
+ROOTED = ("broadcast", "reduce")  # the collectives of SUMMA's panels
 
 
 @lru_cache(maxsize=1 << 12)
 def link(world: World, digits: Pattern) -> int:
-    """What the groups of this pattern share with others: the outermost level of links that they
-    cross.
+    """Return the links that the groups of this pattern share with others: the number of the
+    outermost level that they cross.
     """
     block = 1
     for number, level in enumerate(world.levels):
@@ -44,22 +46,22 @@ def link(world: World, digits: Pattern) -> int:
     return len(world.levels)
 
 
-_JOINED = ("all_gather", "all_reduce", "reduce_scatter")
+_FUSABLE = ("all_gather", "all_reduce", "reduce_scatter")
 
 
-class _Alike(NamedTuple):
-    """What collectives share that may go as one."""
+class _FuseKey(NamedTuple):
+    """The properties that collectives must share to be fused."""
 
     kind: str
     digits: Pattern
     element_bytes: int
     late_s: float  # what ranks lose on coming together
-    copied: bool  # together and apart again (joint.py)
+    copied: bool  # copied together and apart again (passes/overlap/fuse.py)
 
 
 class Events:
-    """Makes the events of a step, in the order in which torch runs them: `run`. Which of these may
-    go as one, and as what, is known then: `joinable`, `joint`.
+    """Makes the events of a step, in the order in which torch runs them: `run`. After that
+    `joinable` says which of them may be fused, and `joint` makes the fused event.
     """
 
     def __init__(self, program: Program, world: World) -> None:
@@ -69,10 +71,10 @@ class Events:
         self.plan, self.notes = program.plan, program.annotations
         self.nodes = [n for n in program.module.graph.nodes if n.op != "output"]
         self.events: list[Event] = []
-        self.products: list[bool] = []  # of every event, whether it is one
-        # The collectives that may go as one, and the bytes of the whole value of each.
-        self.joinable: dict[int, tuple[_Alike, float]] = {}
-        self.made: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value needs
+        self.products: list[bool] = []  # for every event, whether it is a matmul
+        # The collectives that may be fused, and the bytes of the unsharded value of each.
+        self.joinable: dict[int, tuple[_FuseKey, float]] = {}
+        self.made: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value depends on
         self.ahead = stored(program)
         self.last = {n.meta["source"]: n for n in self.nodes if _computes(n)}
         self.entries = {entry.node: entry for entry in program.signature.inputs}
@@ -80,14 +82,15 @@ class Events:
         self.carrying = self._carrying()
         self.moved: dict[fx.Node, list[SentCollective]] = defaultdict(list)
         self.repeated: dict[fx.Node, list[SentCollective]] = defaultdict(list)
-        for move in sent_collectives(program):
-            (self.repeated if move.again else self.moved)[move.node].append(move)
-        self.blocks: dict[str | None, list[fx.Node]] = defaultdict(list)  # that run again
+        for collective in sent_collectives(program):
+            (self.repeated if collective.again else self.moved)[collective.node].append(collective)
+        self.blocks: dict[str | None, list[fx.Node]] = defaultdict(list)  # recomputed nodes
         for node in self.nodes:
             if node.meta.get("again"):
                 self.blocks[node.meta.get("block")].append(node)
 
     def run(self) -> list[Event]:
+        """Return the events of forward, backward and optimizer."""
         for node in self.nodes:
             self._forward(node)
         for node in self.program.module.graph.output_node().all_input_nodes:
@@ -100,9 +103,9 @@ class Events:
         return self.events
 
     def _carrying(self) -> set[fx.Node]:
-        """The nodes whose values carry a gradient."""
+        """Return the nodes whose values carry a gradient."""
         sources = {name for name, _ in self.notes.gradient}
-        found: set[fx.Node] = set()
+        carrying: set[fx.Node] = set()
         for node in self.nodes:
             if node.op == "placeholder":
                 entry = self.entries.get(node.name)
@@ -111,30 +114,33 @@ class Events:
                 carries = node.meta["element"].gradient > 0
             else:
                 carries = node.meta.get("source") in sources
-            if carries and (node.op == "placeholder" or found & set(node.all_input_nodes)):
-                found.add(node)
-        return found
+            if carries and (node.op == "placeholder" or carrying & set(node.all_input_nodes)):
+                carrying.add(node)
+        return carrying
 
     # -- forward -----------------------------------------------------------------------------------
     def _forward(self, node: fx.Node) -> None:
+        """Add the forward of a node."""
         if node.op == "placeholder":
             self.made[node] = ()
             return
-        after = _joined(self.made[n] for n in node.all_input_nodes)
-        found = self.moved[node]
+        after = _union(self.made[n] for n in node.all_input_nodes)
+        collectives = self.moved[node]
         if "step" not in node.meta:
-            self.made[node] = self._work(node, self._seconds(node)[0], found, after, "forward")
+            self.made[node] = self._work(
+                node, self._seconds(node)[0], collectives, after, "forward"
+            )
         else:
-            self.made[node] = self._collectives(node, found, after, "forward")
+            self.made[node] = self._collectives(node, collectives, after, "forward")
 
     def _seconds(self, node: fx.Node) -> tuple[float, float]:
-        """Of the node's computation: forward, backward."""
+        """Return the seconds of the node's computation, forward and backward."""
         source = node.meta.get("source", "")
         choice = self.plan.choices.get(source)
         if choice is None or self.last.get(source) is not node:
             return 0.0, 0.0
         spec = self.notes.specs[source]
-        strategy = Strategy((), choice.operands, choice.results, _parts(self, source))
+        strategy = Strategy((), choice.operands, choice.results, _part_count(self, source))
         dtype = node.meta["dtype"]
         forward = node_seconds(spec, strategy, dtype, False, self.world)
         if (source, 0) not in self.notes.gradient:
@@ -149,13 +155,13 @@ class Events:
         after: tuple[int, ...],
         phase: Any,
     ) -> tuple[int, ...]:
-        """An op with the collectives inside it, which follow it one by one; panels run beside the
-        product, one piece ahead.
+        """Add an op with the collectives inside it, which follow it one by one; SUMMA's panels run
+        while the matmul computes, one piece ahead. Return the events that its value depends on.
         """
-        found = [move for move in found if move.backward == (phase == "backward")]
-        rooted = [move for move in found if move.traffic.collective in ROOTED]
-        if rooted:
-            return self._panels(node, seconds, rooted, after, phase)
+        found = [collective for collective in found if collective.backward == (phase == "backward")]
+        panels = [collective for collective in found if collective.traffic.collective in ROOTED]
+        if panels:
+            return self._panels(node, seconds, panels, after, phase)
         if seconds or (len(after) > 1 and not found):
             after = (self._add(node, "compute", seconds, after, phase),)
         return self._collectives(node, found, after, phase)
@@ -168,23 +174,34 @@ class Events:
         after: tuple[int, ...],
         phase: Any,
     ) -> tuple[int, ...]:
-        pieces = max(self.plan.mesh.sizes[axis] for move in found for axis in move.axes)
-        incoming = [move for move in found if move.traffic.collective == "broadcast"]
-        outgoing = [move for move in found if move.traffic.collective == "reduce"]
-        done: tuple[int, ...] = ()
-        left: tuple[int, ...] = ()
+        """Add the pieces of a SUMMA matmul: each needs its panels, and sends its partial
+        sums on.
+        """
+        pieces = max(self.plan.mesh.sizes[axis] for collective in found for axis in collective.axes)
+        incoming = [
+            collective for collective in found if collective.traffic.collective == "broadcast"
+        ]
+        outgoing = [collective for collective in found if collective.traffic.collective == "reduce"]
+        computed: tuple[int, ...] = ()
+        sent: tuple[int, ...] = ()
         for _ in range(pieces):
-            came = tuple(self._send(node, m, after, phase, pieces) for m in incoming)
-            done = (self._add(node, "compute", seconds / pieces, (*done, *came), phase),)
-            left += tuple(self._send(node, m, done, phase, pieces) for m in outgoing)
-        return left or done
+            received = tuple(
+                self._send(node, collective, after, phase, pieces) for collective in incoming
+            )
+            computed = (
+                self._add(node, "compute", seconds / pieces, (*computed, *received), phase),
+            )
+            sent += tuple(
+                self._send(node, collective, computed, phase, pieces) for collective in outgoing
+            )
+        return sent or computed
 
     def _collectives(
         self, node: fx.Node, found: Iterable[SentCollective], after: tuple[int, ...], phase: Any
     ) -> tuple[int, ...]:
-        for move in found:
-            if move.backward == (phase == "backward"):
-                after = (self._send(node, move, after, phase),)
+        for collective in found:
+            if collective.backward == (phase == "backward"):
+                after = (self._send(node, collective, after, phase),)
         return after
 
     def _send(
@@ -195,15 +212,15 @@ class Events:
         phase: Any,
         pieces: int = 1,
     ) -> int:
-        """A collective; in several levels, an event for each of its stages, which run over groups
-        of their own, as they do in scheduled graphs.
+        """Add a collective and return its event. A hierarchical one has an event for each of its
+        stages, which run over groups of their own, as they do in scheduled graphs.
         """
         digits = pattern(self.plan.mesh, move.axes)
-        late = self.world.meeting_s  # once: who has met goes on together
+        late_s = self.world.meeting_s  # once: ranks that have met go on together
         for stage in stages(move.traffic.collective, digits, move.levels):
-            self._may_join(stage, move, pieces, late)
-            after = (self._stage(node, stage, move, after, phase, pieces, late),)
-            late = 0.0
+            self._may_join(stage, move, pieces, late_s)
+            after = (self._stage(node, stage, move, after, phase, pieces, late_s),)
+            late_s = 0.0
         return after[0]
 
     def _stage(
@@ -216,47 +233,49 @@ class Events:
         pieces: int,
         late_s: float,
     ) -> int:
-        """One of its stages; `late_s`: what ranks lose on coming together for it."""
+        """Add one stage of a collective; `late_s`: what ranks lose on coming together for it."""
         price = flat_price(stage.kind, stage.digits, move.bytes / stage.parts, self.world)
-        held = 0.0
+        held_bytes = 0.0
         if "step" in node.meta:
-            held = node.meta["layout"].local_size * node.meta["element"].bytes / stage.parts
+            held_bytes = node.meta["layout"].local_size * node.meta["element"].bytes / stage.parts
         return self._add(
             node,
             stage.kind,
             (price.seconds + late_s) / pieces,
             after,
             phase,
-            # one process group carries all of its own, as scheduled graphs run
+            # a lane for each process group, as in scheduled graphs
             lane=".".join(move.axes) + (str(stage.digits) if move.levels else ""),
             link=link(self.world, stage.digits),
             bytes=price.bytes / pieces,
             ahead=node in self.ahead and phase == "forward",
-            held_bytes=held,
+            held_bytes=held_bytes,
             takes_s=price.takes_s / pieces,
         )
 
     def _may_join(self, stage: Stage, move: SentCollective, pieces: int, late_s: float) -> None:
-        """The collective that is added next (passes/overlap/bucket.py)."""
+        """Note whether the collective that is added next may be fused
+        (passes/overlap/bucket.py).
+        """
         kind = stage.kind
-        if pieces == 1 and not move.inside and kind in _JOINED:
+        if pieces == 1 and not move.inside and kind in _FUSABLE:
             copied = self.world.backend == "gloo" and move.traffic.collective != "all_reduce"
-            alike = _Alike(kind, stage.digits, move.element_bytes, late_s, copied)
-            self.joinable[len(self.events)] = alike, move.bytes / stage.parts
+            fuse_key = _FuseKey(kind, stage.digits, move.element_bytes, late_s, copied)
+            self.joinable[len(self.events)] = fuse_key, move.bytes / stage.parts
 
     def joint(self, members: Bucket) -> Event:
-        """What stands for several collectives."""
+        """Return the event that stands for several collectives as one."""
         parts = tuple(self.events[index] for index in members)
-        kind, digits, _, late, copied = self.joinable[members[0]][0]
-        whole = sum(self.joinable[index][1] for index in members)
-        price = flat_price(kind, digits, whole, self.world)
-        copying = copied * 2 * whole / op_bytes_per_s(self.world.device)
+        kind, digits, _, late_s, copied = self.joinable[members[0]][0]
+        unsharded_bytes = sum(self.joinable[index][1] for index in members)
+        price = flat_price(kind, digits, unsharded_bytes, self.world)
+        copying = copied * 2 * unsharded_bytes / op_bytes_per_s(self.world.device)
         return parts[0]._replace(
             name=f"{parts[0].name} and {len(parts) - 1} more",
-            seconds=price.seconds + late + copying,
+            seconds=price.seconds + late_s + copying,
             bytes=price.bytes,
             held_bytes=sum(part.held_bytes for part in parts),
-            takes_s=price.takes_s + copying,  # by the thread that computes
+            takes_s=price.takes_s + copying,  # the computing thread copies
             parts=parts,
         )
 
@@ -269,6 +288,7 @@ class Events:
         phase: Any,
         **more: Any,
     ) -> int:
+        """Add an event and return its index."""
         source = str(node.meta.get("source", ""))
         spec = self.notes.specs.get(source) if kind == "compute" else None
         self.products.append(spec is not None and spec.flops > 0)
@@ -279,48 +299,51 @@ class Events:
 
     # -- backward ----------------------------------------------------------------------------------
     def _again(self, block: str | None, after: tuple[int, ...]) -> None:
-        """The forward of a recomputed block, once more, when the backward comes to it."""
+        """Add the forward of a recomputed block once more, when the backward comes to it."""
         nodes = self.blocks.pop(block, [])
-        done: dict[fx.Node, tuple[int, ...]] = {}
+        events_of: dict[fx.Node, tuple[int, ...]] = {}
         for node in nodes:
-            ready = _joined(done.get(n, after) for n in node.all_input_nodes) or after
+            inputs = _union(events_of.get(n, after) for n in node.all_input_nodes) or after
             seconds = 0.0 if "step" in node.meta else self._seconds(node)[0]
-            done[node] = self._work(node, seconds, self.repeated[node], ready, "backward")
-        everything = _joined([after, *done.values()])
+            events_of[node] = self._work(node, seconds, self.repeated[node], inputs, "backward")
+        block_events = _union([after, *events_of.values()])
         for node in nodes:
             if self.gradients[node]:
-                self.gradients[node] = _joined([self.gradients[node], everything])
+                self.gradients[node] = _union([self.gradients[node], block_events])
 
     def _backward(self, node: fx.Node) -> None:
+        """Add the backward of a node, once the gradient of its value is there."""
         inputs = [n for n in node.all_input_nodes if n in self.carrying]
-        after, found = self.gradients[node], self.moved[node]
+        after, collectives = self.gradients[node], self.moved[node]
         if node.op == "placeholder" or not inputs:
             return
         if "step" in node.meta:
-            self._credit(inputs, self._collectives(node, found, after, "backward"))
+            self._credit(inputs, self._collectives(node, collectives, after, "backward"))
             return
         seconds = self._seconds(node)[1]
         source = node.meta.get("source")
         weights = [n for n in inputs if n in self.ahead]
         others = [n for n in inputs if n not in self.ahead]
-        product = source in self.notes.specs and self.notes.specs[source].product is not None
-        if product and seconds and weights and others and not node.meta.get("inside"):
+        is_matmul = source in self.notes.specs and self.notes.specs[source].product is not None
+        if is_matmul and seconds and weights and others and not node.meta.get("inside"):
             self._credit(others, (self._add(node, "compute", seconds / 2, after, "backward"),))
             self._credit(weights, (self._add(node, "compute", seconds / 2, after, "backward"),))
         else:
-            self._credit(inputs, self._work(node, seconds, found, after, "backward"))
+            self._credit(inputs, self._work(node, seconds, collectives, after, "backward"))
 
     def _credit(self, nodes: Iterable[fx.Node], events: tuple[int, ...]) -> None:
+        """Add the events to those that the gradients of the nodes depend on."""
         for node in nodes:
             self.gradients[node] = tuple(dict.fromkeys((*self.gradients[node], *events)))
 
     def _optimizer(self) -> None:
-        stored = [n for n in self.nodes if n.op == "placeholder" and self.gradients.get(n)]
-        gradients = _joined(self.gradients[n] for n in stored)
+        """Add the optimizer's step on every parameter, after all gradients."""
+        placeholders = [n for n in self.nodes if n.op == "placeholder" and self.gradients.get(n)]
+        gradients = _union(self.gradients[n] for n in placeholders)
         if not gradients:
             return
-        arrived = (self._add(stored[0], "compute", 0.0, gradients, "optimizer"),)
-        for node in stored:
+        arrived = (self._add(placeholders[0], "compute", 0.0, gradients, "optimizer"),)
+        for node in placeholders:
             if self.entries[node.name].kind == "parameter":
                 layout = self.program.layouts[node.name]
                 width = self.program.dtypes[node.name].itemsize
@@ -332,13 +355,14 @@ def _computes(node: fx.Node) -> bool:
     return "source" in node.meta and "step" not in node.meta and node.op == "call_function"
 
 
-def _parts(step: Events, source: str) -> int:
-    """Among how many ranks a node's work is divided."""
+def _part_count(step: Events, source: str) -> int:
+    """Return among how many ranks a node's work is divided."""
     parts, sizes = 1, step.notes.specs[source].sizes
     for axis, split in zip(step.plan.mesh.axes, step.plan.choices[source].splits, strict=True):
         parts *= axis.size if split in sizes else 1
     return parts
 
 
-def _joined(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def _union(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the union of the events, in their order."""
     return tuple(dict.fromkeys(i for events in found for i in events))

@@ -31,12 +31,7 @@ from autopar.ir.program import Program
 from autopar.world import World
 
 COMPUTE, WAITS = "compute", "waits"  # the tracks that are not lanes
-_NOT_COLLECTIVES = (
-    "compute",
-    "issue",
-    "wait",
-    "skew",
-)  # the kinds of span that are not collectives
+_NOT_COLLECTIVES = ("compute", "issue", "wait", "skew")  # kinds of span
 
 
 class Span(NamedTuple):
@@ -189,6 +184,8 @@ class Seen(ABC):
 
 
 def _total(kind: str, spans: Sequence[Span]) -> Total:
+    """Return the sum over spans of one kind."""
+
     def summed(values: Iterable[float]) -> float:
         return float(sum(values))
 
@@ -207,6 +204,7 @@ def _entry(phase: str, row: int, **more: Any) -> dict[str, Any]:
 
 
 def _trace_event(span: Span, row: int) -> dict[str, Any]:
+    """Return a span as an event of Chrome's trace format."""
     facts: dict[str, Any] = {"node": span.name, "module": span.module, "phase": span.phase}
     facts["seconds"] = span.seconds
     if span.kind not in _NOT_COLLECTIVES:
