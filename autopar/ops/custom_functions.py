@@ -175,7 +175,7 @@ class Place:
 
 def is_inner(filename: str) -> bool:
     """Whether a file is torch's, autopar's or generated, and not the user's."""
-    inner = (Path(torch.__file__).parent, Path(__file__).parent)
+    inner = (Path(torch.__file__).parent, Path(__file__).parents[1])
     return filename.startswith("<") or any(Path(filename).is_relative_to(p) for p in inner)
 
 

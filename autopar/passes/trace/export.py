@@ -379,7 +379,7 @@ def trail(error: Exception) -> str:
 def _is_inner(filename: str) -> bool:
     """Whether a file belongs to torch, autopar or the standard library."""
     path = Path(filename)
-    if filename.startswith("<") or path.is_relative_to(Path(__file__).parent):
+    if filename.startswith("<") or path.is_relative_to(Path(__file__).parents[2]):
         return True
     if "site-packages" in path.parts:  # may lie inside the standard library's folder
         return path.is_relative_to(Path(torch.__file__).parent)
