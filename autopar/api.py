@@ -19,7 +19,6 @@ from autopar.ir.plan import reduce_dtype as read_reduce_dtype
 from autopar.ops import devices
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import choose, edit, world_size
-from autopar.planner.edit import _ready, _same_graph
 from autopar.planner.named_layouts import Layouts
 from autopar.planner.planner import (
     Inputs,
@@ -37,7 +36,9 @@ from autopar.runtime.apply import (
     agree_on_request,
     build_runner,
     current_tensors,
+    plan_context,
     plan_on_rank_0,
+    require_same_graph,
     tensors_by_name,
 )
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
@@ -158,7 +159,7 @@ def _applied(
     place: torch.device,
 ) -> ParallelModule:
     check_together("apply", model=model, plan=plan, backend=backend, overlap=overlap)
-    ready = ranks.together("reading the plan", lambda: _ready(model, plan, inputs))
+    ready = ranks.together("reading the plan", lambda: plan_context(model, plan, inputs))
     ranks.agree(
         "plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
     )
@@ -275,7 +276,7 @@ def verify(
     assert program.annotations is not None
     flops = sum(spec.flops for spec in program.annotations.specs.values())
     if isinstance(layout, Plan):
-        _same_graph(layout, source)
+        require_same_graph(layout, source)
         program = dataclasses.replace(program, plan=edit.check_edits(program, layout))
     else:
         budget = Budget.of(found, "auto", "adamw", recompute)

@@ -479,13 +479,13 @@ def test_code_can_be_told_that_it_is_exported() -> None:
     assert not any(ask() for ask in asked)
 
 
-@covers("changes_in_place")
+@covers("version_of")
 def test_a_distributed_tensor_counts_its_changes(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,))
     for x in (torch.ones(3), distribute_tensor(torch.ones(3), mesh, [Shard(0)])):
-        before = _compat.changes_in_place(x)
+        before = _compat.version_of(x)
         x.add_(1)
-        assert _compat.changes_in_place(x) > before
+        assert _compat.version_of(x) > before
 
 
 class _Halved(torch.autograd.Function):
@@ -591,7 +591,7 @@ def test_writes_of_a_composite_op_are_counted() -> None:
         torch.randn(4, 6, 8), None, None, mean, var, True, 0.1, 1e-5, False
     )
     assert result.shape == (4, 6, 8) and bool(mean.any())
-    assert _compat.changes_in_place(mean) == 1 and _compat.changes_in_place(torch.zeros(2)) == 0
+    assert _compat.version_of(mean) == 1 and _compat.version_of(torch.zeros(2)) == 0
 
 
 @covers("masks_as_given")

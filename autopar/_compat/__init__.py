@@ -29,7 +29,6 @@ from autopar._compat.running import (
     apply_function,
     autograd_step,
     backend_name,
-    changes_in_place,
     checkpoints_inlined,
     default_store,
     exporting,
@@ -52,6 +51,7 @@ from autopar._compat.running import (
     taken_apart,
     timeout_of,
     unregister_process_group,
+    version_of,
 )
 
 __all__ = [
@@ -65,7 +65,6 @@ __all__ = [
     "autograd_step",
     "backend_name",
     "below_autograd",
-    "changes_in_place",
     "checkpoints_inlined",
     "compile_in_order",
     "compiled_for",
@@ -99,6 +98,7 @@ __all__ = [
     "takes_a_list",
     "timeout_of",
     "unregister_process_group",
+    "version_of",
     "without_modes",
     "without_torch_functions",
 ]

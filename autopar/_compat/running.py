@@ -202,7 +202,7 @@ def local_of(x: DTensor) -> torch.Tensor:
     return x._local_tensor
 
 
-def changes_in_place(x: torch.Tensor) -> int:
+def version_of(x: torch.Tensor) -> int:
     """How often x was written into so far: what autograd holds saved tensors against."""
     return x._version
 

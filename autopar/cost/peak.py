@@ -354,11 +354,11 @@ def highest(lives: Sequence[_Lifetime]) -> tuple[int, int]:
     for life in lives:
         changes[life.born] = changes.get(life.born, 0) + life.size
         changes[life.died] = changes.get(life.died, 0) - life.size
-    moment, peak_bytes, live_bytes = 0, 0, 0
+    moment, peak_bytes, graph_peak_bytes = 0, 0, 0
     for when in sorted(changes):
-        live_bytes += changes[when]
-        if live_bytes > peak_bytes:
-            moment, peak_bytes = when, live_bytes
+        graph_peak_bytes += changes[when]
+        if graph_peak_bytes > peak_bytes:
+            moment, peak_bytes = when, graph_peak_bytes
     return moment, peak_bytes
 
 

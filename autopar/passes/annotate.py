@@ -72,7 +72,7 @@ def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
     return dataclasses.replace(program, annotations=notes)
 
 
-def kept_whole(program: Program) -> Program:
+def replicate_stored(program: Program) -> Program:
     """Return the annotated program with its parameters stored, and its results returned, replicated
     on all ranks. Only what happens in between is sharded.
     """

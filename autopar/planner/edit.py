@@ -7,14 +7,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from autopar.cost.memory import Budget
-from autopar.errors import InputError, PlanError
+from autopar.errors import PlanError
 from autopar.ir.dim_roles import loop_dim_of
 from autopar.ir.graph import blocks, carries_gradient, producer, where
 from autopar.ir.layout import I, Layout, R, State
@@ -31,17 +29,6 @@ from autopar.ir.strategy import (
     rule_look,
     split_of,
     strategies,
-)
-from autopar.passes.pass_manager import PassManager
-from autopar.planner.objective import cost_terms
-from autopar.planner.planner import (
-    Inputs,
-    PlanContext,
-    PlanRequest,
-    analyse,
-    fingerprint,
-    finish_plan,
-    trace_model,
 )
 
 _SHOWN = 12  # strategies that a refusal lists
@@ -370,50 +357,3 @@ def _ways_text(ways: list[Strategy]) -> str:
 
 def _shapes_text(layouts: Iterable[Layout | None]) -> str:
     return ", ".join("None" if x is None else str(x.shape) for x in layouts)
-
-
-def _ready(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:
-    """Return the plan's context, made anew where it is missing or outdated."""
-    context: PlanContext | None = plan.ready
-    if context is not None and is_unchanged(plan, context.program):
-        return context
-    if inputs is None:
-        what = "from a file" if context is None else "that was changed since it was made"
-        raise InputError(
-            f"a plan {what} holds no graph: give apply the inputs too, so that it can trace the "
-            "model again"
-        )
-    renewed = renew_plan(model, plan, inputs)
-    for line in renewed.told:
-        warnings.warn(line, stacklevel=2)
-    assert isinstance(renewed.ready, PlanContext)
-    return renewed.ready
-
-
-def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
-    """Return a plan from a file for this model on the plan's world: edits are checked against the
-    rules and every figure is computed anew; `told` says which differ. Raises PlanError for another
-    model, and with the node for a choice that cannot be.
-
-    Example: renew_plan(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
-    """
-    pipeline = PassManager()
-    source = trace_model(model, inputs, pipeline)
-    _same_graph(plan, source)
-    program = analyse(pipeline, source, plan.reduce_dtype)
-    edited = check_edits(program, plan)
-    seconds = sum(cost_terms(program, edited, plan.world).values())
-    edited = dataclasses.replace(edited, seconds=seconds, memory=None)
-    program = dataclasses.replace(program, plan=edited)
-    budget = Budget(None, plan.optimizer, "none")
-    request = PlanRequest(None, budget, overlap=plan.overlapped is not None)
-    renewed = finish_plan(pipeline, source, program, plan.world, request)
-    return compare_figures(plan, renewed)
-
-
-def _same_graph(plan: Plan, source: Program) -> None:
-    if fingerprint(source) != plan.fingerprint:
-        raise PlanError(
-            f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives "
-            f"{fingerprint(source)}: plan again"
-        )

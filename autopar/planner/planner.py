@@ -184,7 +184,7 @@ def analyse(
     """
     program = pipeline.run("annotate", program, annotate.annotate, annotate.check)
     program = annotate.reduced_in(program, reduce_dtype)
-    program = annotate.kept_whole(program) if whole else program
+    program = annotate.replicate_stored(program) if whole else program
     return pipeline.run("chains", program, chains.chains, chains.check)
 
 

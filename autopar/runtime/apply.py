@@ -9,6 +9,7 @@ and the graph gets what runs it (`build_runner`); layouts become DTensor placeme
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from autopar._compat import changes_in_place, from_part, local_of, placing_of
+from autopar._compat import from_part, local_of, placing_of, version_of
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
-from autopar.errors import PlanError, WorldError
+from autopar.errors import InputError, PlanError, WorldError
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.plan import reduce_dtype as read_reduce_dtype
@@ -29,7 +30,9 @@ from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.passes.pass_manager import PassManager
+from autopar.planner.edit import check_edits, compare_figures, is_unchanged
 from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.objective import cost_terms
 from autopar.planner.planner import (
     Inputs,
     PlanContext,
@@ -226,7 +229,7 @@ class _LocalParts(Function):
     @staticmethod
     def forward(ctx: Any, held: Sequence[DTensor], *xs: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.held = [(x, changes_in_place(x)) for x in held]
+        ctx.held = [(x, version_of(x)) for x in held]
         ctx.placings = [placing_of(x) for x in xs]
         parts = [local_of(x) for x in xs]
         # autograd marks the tensors that a forward returns
@@ -236,7 +239,7 @@ class _LocalParts(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         for x, before in ctx.held:
-            if changes_in_place(x) != before:
+            if version_of(x) != before:
                 raise _changed_error(x)
         gradients = (
             None if grad is None else from_part(grad.contiguous(), placing)
@@ -252,3 +255,50 @@ def _changed_error(x: DTensor) -> RuntimeError:
         "forward and the backward of the parallel model, which computes with its new values: take "
         "the optimizer's step after backward(), or change a clone of it"
     )
+
+
+def plan_context(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:
+    """Return the plan's context, made anew where it is missing or outdated."""
+    context: PlanContext | None = plan.ready
+    if context is not None and is_unchanged(plan, context.program):
+        return context
+    if inputs is None:
+        what = "from a file" if context is None else "that was changed since it was made"
+        raise InputError(
+            f"a plan {what} holds no graph: give apply the inputs too, so that it can trace the "
+            "model again"
+        )
+    renewed = renew_plan(model, plan, inputs)
+    for line in renewed.told:
+        warnings.warn(line, stacklevel=2)
+    assert isinstance(renewed.ready, PlanContext)
+    return renewed.ready
+
+
+def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
+    """Return a plan from a file for this model on the plan's world: edits are checked against the
+    rules and every figure is computed anew; `told` says which differ. Raises PlanError for another
+    model, and with the node for a choice that cannot be.
+
+    Example: renew_plan(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
+    """
+    pipeline = PassManager()
+    source = trace_model(model, inputs, pipeline)
+    require_same_graph(plan, source)
+    program = analyse(pipeline, source, plan.reduce_dtype)
+    edited = check_edits(program, plan)
+    seconds = sum(cost_terms(program, edited, plan.world).values())
+    edited = dataclasses.replace(edited, seconds=seconds, memory=None)
+    program = dataclasses.replace(program, plan=edited)
+    budget = Budget(None, plan.optimizer, "none")
+    request = PlanRequest(None, budget, overlap=plan.overlapped is not None)
+    renewed = finish_plan(pipeline, source, program, plan.world, request)
+    return compare_figures(plan, renewed)
+
+
+def require_same_graph(plan: Plan, source: Program) -> None:
+    if fingerprint(source) != plan.fingerprint:
+        raise PlanError(
+            f"the plan is for the graph {plan.fingerprint}, this model with these inputs gives "
+            f"{fingerprint(source)}: plan again"
+        )

@@ -41,7 +41,7 @@ from autopar._compat import (
 from autopar.cost.memory import no_room
 from autopar.cost.simulator.engine import Run
 from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given, writes
-from autopar.cost.simulator.liveness import StepMemory, live_bytes, saved_by
+from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
 from autopar.errors import PlanError
 from autopar.ir.graph import copied, reorder
 from autopar.ir.program import Program
@@ -54,7 +54,7 @@ from autopar.passes.overlap.aux_outputs import (
     Gradients,
     Late,
     as_constants,
-    beside_the_loss,
+    aux_output_places,
     through,
 )
 from autopar.world import World, ranks
@@ -129,7 +129,7 @@ class Scheduled:
         self._there: dict[Phase, frozenset[str]] = {"forward": self.stored}
         assert program.plan is not None
         self.mesh = program.plan.mesh
-        self._constant = beside_the_loss(program)
+        self._constant = aux_output_places(program)
         self._late: set[int] = set()  # the auxiliary outputs that would have a gradient
         inputs = enumerate(program.signature.inputs)
         self._given = [place for place, entry in inputs if entry.kind == "user"]
@@ -300,7 +300,7 @@ class Scheduled:
             if filled or schedule.limit_memory(ordered, resident, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
-                return ordered, math.inf if filled else bound - live_bytes(ordered, step)
+                return ordered, math.inf if filled else bound - graph_peak_bytes(ordered, step)
             reorder(base, [node for node, _ in before])
             for node, args in before:  # undo the lanes
                 node.args = args
@@ -315,7 +315,7 @@ class Scheduled:
             return False
         filled = copied(graph)
         reinplace.fill_buckets(filled)
-        return live_bytes(filled, step) <= bound
+        return graph_peak_bytes(filled, step) <= bound
 
     def _bound(self, graph: fx.Graph, step: StepMemory) -> float:
         """Return the bytes that a graph may need besides the optimizer's states: what was planned;
@@ -326,7 +326,7 @@ class Scheduled:
         if plan is None or plan.memory is None:
             return math.inf
         memory, limit = plan.memory, plan.device_limit or math.inf
-        usual = live_bytes(graph, step) + memory.in_flight
+        usual = graph_peak_bytes(graph, step) + memory.in_flight
         return min(max(memory.peak - memory.optimizer, usual), limit - memory.optimizer)
 
     def _above_limit(self, graph: fx.Graph, step: StepMemory) -> float:
@@ -334,7 +334,7 @@ class Scheduled:
         plan = self._plan
         if plan is None or plan.memory is None or plan.device_limit is None:
             return 0.0
-        needed_bytes = live_bytes(graph, step) + plan.memory.optimizer
+        needed_bytes = graph_peak_bytes(graph, step) + plan.memory.optimizer
         return max(0.0, needed_bytes - plan.device_limit)
 
     def _attempt(

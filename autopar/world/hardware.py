@@ -85,12 +85,12 @@ FORM_GAIN = 0.05  # a copy has to gain more than this share of a matmul's time
 
 
 @dataclass(frozen=True)
-class Forms:
+class KernelTimes:
     """The measured seconds of one rank's matmul (m, k) · (k, n): with its operands as they come in
     the `form`, and with the left or the right one copied into the other memory order first. "N"
     is row-major, "T" column-major.
 
-    >>> Forms("float32", 64, 64, 64, "NT", 2e-3, 3e-3, 1e-3).fastest
+    >>> KernelTimes("float32", 64, 64, 64, "NT", 2e-3, 3e-3, 1e-3).fastest
     'right'
     """
 
@@ -107,8 +107,8 @@ class Forms:
     def __post_init__(self) -> None:
         positive(self, "m", "n", "k")
         for name in ("as_it_is_s", "left_copied_s", "right_copied_s"):
-            check_number(f"Forms.{name}", getattr(self, name), above=True, most=MOST_SECONDS)
-        check_dtype("Forms.dtype", self.dtype)
+            check_number(f"KernelTimes.{name}", getattr(self, name), above=True, most=MOST_SECONDS)
+        check_dtype("KernelTimes.dtype", self.dtype)
 
     @property
     def fastest(self) -> Copied:
@@ -166,7 +166,7 @@ class Device:
         default_factory=dict, hash=False
     )
     launch_s: float = 0.0
-    forms: tuple[Forms, ...] = field(default=(), hash=False)
+    forms: tuple[KernelTimes, ...] = field(default=(), hash=False)
     attention: tuple[Attention, ...] = field(default=(), hash=False)
     op_bytes_per_s: float = 0.0
 
@@ -229,7 +229,7 @@ class Device:
         return timing.fastest if timing else ""
 
     @cached_property
-    def _forms(self) -> dict[tuple[str, int, int, int, str], Forms]:
+    def _forms(self) -> dict[tuple[str, int, int, int, str], KernelTimes]:
         return {(f.dtype, f.m, f.n, f.k, f.form): f for f in self.forms}
 
     @cached_property

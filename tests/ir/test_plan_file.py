@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.planner.edit import renew_plan
 from autopar.planner.objective import cost_terms
+from autopar.runtime.apply import renew_plan
 from models import Example, gpt, mlp
 
 Json = dict[str, Any]

@@ -9,14 +9,14 @@ import pytest
 
 import autopar
 import models
-from autopar.passes.overlap.aux_outputs import beside_the_loss
+from autopar.passes.overlap.aux_outputs import aux_output_places
 from launch import launched
 
 
 def test_what_is_beside_the_loss() -> None:
     model, args, _ = models.gpt()  # returns logits and the loss
     program = autopar.plan(model, 2, args, layout="ddp", smaller=False).ready.program
-    assert beside_the_loss(program) == {0}
+    assert aux_output_places(program) == {0}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.ops import sharded
 from autopar.ops.sharded.matmul import other_order
 from autopar.runtime.calibrate_on_ranks import unsharded_work
-from autopar.world import Copied, Forms, World
+from autopar.world import Copied, KernelTimes, World
 
 NOTHING: tuple[Copied, Copied, Copied] = ("", "", "")
 
@@ -60,11 +60,11 @@ def test_under_autocast_it_is_an_ordinary_linear() -> None:
 
 
 def test_a_copy_has_to_gain_enough() -> None:
-    one = Forms("float32", 2, 3, 4, "NT", 1.0, 0.9, 0.8)
+    one = KernelTimes("float32", 2, 3, 4, "NT", 1.0, 0.9, 0.8)
     assert one.fastest == "right"
     assert replace(one, right_copied_s=0.96, left_copied_s=0.96).fastest == ""
     assert replace(one, right_copied_s=0.94, left_copied_s=0.90).fastest == "left"
-    with pytest.raises(WorldError, match=r"Forms.as_it_is_s is 0: give a finite number above 0"):
+    with pytest.raises(WorldError, match=r"KernelTimes.as_it_is_s is 0: give a finite number above 0"):
         replace(one, as_it_is_s=0)
 
 
@@ -76,7 +76,7 @@ def forged(ranks: int, right: float) -> World:
     shapes = local_matmuls(unsharded_work(model, args).products, ranks)
     forms = {(str(p.dtype).removeprefix("torch."), p.m, p.n, p.k, p.form) for p in shapes}
     world = World.of(ranks)
-    timed = tuple(Forms(*one, 1.0, 2.0, right) for one in sorted(forms))
+    timed = tuple(KernelTimes(*one, 1.0, 2.0, right) for one in sorted(forms))
     return replace(world, device=replace(world.device, forms=timed))
 
 

@@ -13,7 +13,7 @@ import autopar
 import models
 from autopar import _compat
 from autopar.cost.simulator.graph_events import bytes_of, collective_of, is_wait
-from autopar.cost.simulator.liveness import StepMemory, live_bytes, saved_by
+from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
 from autopar.passes.overlap.schedule import limit_memory
 from autopar.runtime.backends import Scheduled
 from derived import called, placed, value_of
@@ -35,7 +35,7 @@ def held(run: Scheduled) -> dict[str, float]:
     given = run.forward.graph.find_nodes(op="placeholder")
     step = StepMemory(float(sum(map(bytes_of, given))), saved_by(run.forward.graph), True)
     graphs = {"forward": run.forward.graph, "backward": run.backward.graph}
-    return {name: live_bytes(graph, step) for name, graph in graphs.items()}
+    return {name: graph_peak_bytes(graph, step) for name, graph in graphs.items()}
 
 
 @pytest.mark.parametrize("recompute", ["none", "gathers"])
@@ -128,7 +128,7 @@ def test_sums_are_waited_for_where_there_is_no_room() -> None:
     for product, one in zip(products, sent, strict=True):  # as a schedule would have it
         product.append(one)
     step, size = StepMemory(0.0, {}), 64 * 64 * 4.0
-    assert live_bytes(graph, step) > 4 * size
+    assert graph_peak_bytes(graph, step) > 4 * size
     assert limit_memory(graph, frozenset(), 2 * size + 6 * size / 4 + 1e4, step)
     place = {node: number for number, node in enumerate(graph.nodes)}
     assert place[waits[0]] < place[products[3]]

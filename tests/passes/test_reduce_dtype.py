@@ -140,7 +140,7 @@ def test_such_plans_are_verified(layout: str) -> None:
 
 # -- files and mistakes ----------------------------------------------------------------------------
 def test_a_file_keeps_it(tmp_path: Path) -> None:
-    from autopar.planner.edit import renew_plan
+    from autopar.runtime.apply import renew_plan
 
     model, inputs = gpt()
     plan = planned("fsdp", **WIDE)

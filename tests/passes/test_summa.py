@@ -17,7 +17,7 @@ import models
 from autopar import _compat
 from autopar.cost.simulator.graph_events import collective_of, graph_events, is_wait
 from autopar.ir.graph import ordered
-from autopar.passes.overlap import bucket, fuse, summa_panels
+from autopar.passes.overlap import bucket, fuse, summa_fusion
 from autopar.runtime import backends
 from autopar.runtime.backends import Scheduled
 from derived import called, placed, ran, value_of
@@ -101,7 +101,7 @@ def reduces(ranks: int = 2) -> fx.Graph:
 
 
 def forms(graph: fx.Graph, most: float = float("inf")) -> list[fx.Graph]:
-    found = list(summa_panels.panel_choices(graph, WORLD, frozenset({"x0"}), "backward", most))
+    found = list(summa_fusion.panel_choices(graph, WORLD, frozenset({"x0"}), "backward", most))
     for form in found:
         form.lint()
     return found

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import main
-from autopar.planner.edit import renew_plan
 from autopar.planner.objective import cost_terms
 from autopar.planner.why import Why
+from autopar.runtime.apply import renew_plan
 from models import gpt, mlp
 
 WORLD = autopar.World.preset("dgx-h100", 16)

@@ -31,9 +31,10 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import main as cli_main
 from autopar.cli import options
-from autopar.planner import edit
+from autopar.runtime import apply
+from autopar.runtime import apply as applying
 from autopar.world import World
-from autopar.world.hardware import Attention, Device, Forms, Level, Link, Measured
+from autopar.world.hardware import Attention, Device, KernelTimes, Level, Link, Measured
 
 if __package__:  # python -m tests.mutate_files
     from tests.json_mutations import mutated
@@ -82,7 +83,7 @@ def star(ranks: int) -> World:
 
 def calibrated() -> World:
     """A world with every field that calibration fills in."""
-    forms = Forms("float32", 8, 16, 32, "NT", 2e-3, 3e-3, 1e-3)
+    forms = KernelTimes("float32", 8, 16, 32, "NT", 2e-3, 3e-3, 1e-3)
     attention = tuple(
         Attention("float32", True, keys, size, 0.5, 0.25) for keys in (64, 256) for size in (16, 64)
     )
@@ -138,7 +139,7 @@ class Trial:
         assert shown.exit_code == 0, "show refuses what load takes"
         assert autopar.Plan.from_json(plan.to_json()) == plan
         try:
-            made = edit.renew_plan(self.model, plan, self.inputs)
+            made = apply.renew_plan(self.model, plan, self.inputs)
         except autopar.AutoparError as error:
             return refusal(error)
         _assert_finite(made.seconds, made.comm_bytes, made.peak_bytes)
@@ -222,14 +223,14 @@ def run(plans: int, worlds: int, seed: int) -> tuple[list[str], dict[str, int]]:
 def traced_once() -> Any:
     """Tracing takes most of the time, and gives the same each time."""
     known: dict[bool, Any] = {}
-    trace = edit.trace_model
+    trace = applying.trace_model
 
     def traced(model: nn.Module, inputs: Any, pipeline: Any = None) -> Any:
         if not known:
             known[True] = trace(model, inputs)
         return replace(known[True])
 
-    return mock.patch.object(edit, "trace_model", traced)
+    return mock.patch.object(applying, "trace_model", traced)
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli.main import app
-from autopar.planner.edit import renew_plan
+from autopar.runtime.apply import renew_plan
 from autopar.world import World, json_file
 from models import mlp
 

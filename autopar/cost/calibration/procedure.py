@@ -22,18 +22,10 @@ from autopar.cost.algorithms import summing_s_per_byte
 from autopar.cost.calibration import fit, measure
 from autopar.cost.calibration.contention import measure_meeting_seconds, measure_slowing
 from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fitted, six
-from autopar.cost.calibration.measure import (
-    Case,
-    Matmul,
-    Progress,
-    after_warming,
-    in_rounds,
-    part,
-    warmed,
-)
+from autopar.cost.calibration.measure import Case, Matmul, Progress, after_warming, in_rounds, part, warmed
 from autopar.cost.network import Pattern, size
 from autopar.errors import WorldError
-from autopar.world import KINDS, Device, Form, Forms, Measured, World, ranks
+from autopar.world import KINDS, Device, Form, KernelTimes, Measured, World, ranks
 
 # Bytes of the unsharded value; each four times the one before, as a line gives what lies between.
 CPU_SIZES = tuple(2**power for power in (8, 12, 14, 16, 18, 20, 22, 24))
@@ -269,7 +261,7 @@ def time_computing(
 
 def time_kernel_choices(
     wanted: Sequence[Matmul], device: torch.device, seconds: float, progress: Progress
-) -> tuple[Forms, ...]:
+) -> tuple[KernelTimes, ...]:
     """Return the seconds of each of these matmuls as it comes and with either operand copied, over
     rounds and ranks. The lower quartile as it comes stands against the upper ones with a copy, so
     that noise is no gain.
@@ -290,7 +282,7 @@ def time_kernel_choices(
         for variant, s in zip(variants, samples, strict=True)
     ]
     return tuple(
-        Forms(_name(mm.dtype), mm.m, mm.n, mm.k, mm.form, *quartiles[3 * index : 3 * index + 3])
+        KernelTimes(_name(mm.dtype), mm.m, mm.n, mm.k, mm.form, *quartiles[3 * index : 3 * index + 3])
         for index, mm in enumerate(wanted)
     )
 

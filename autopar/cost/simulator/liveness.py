@@ -1,6 +1,6 @@
 """Liveness: the most bytes that a derived graph holds at once when its nodes run in their order.
 
-A graph that AOTAutograd derived and a `StepMemory` enter `live_bytes`, bytes leave.
+A graph that AOTAutograd derived and a `StepMemory` enter `graph_peak_bytes`, bytes leave.
 passes/overlap/schedule.py asks it whether an order fits the limit, runtime/backends.py passes the
 saved values of a forward on to its backward (`saved_by`).
 """
@@ -14,15 +14,7 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar._compat import OpOverload
-from autopar.cost.simulator.graph_events import (
-    KINDS,
-    bytes_of,
-    carries_on,
-    collective_of,
-    group_of,
-    is_wait,
-    writes,
-)
+from autopar.cost.simulator.graph_events import KINDS, bytes_of, carries_on, collective_of, group_of, is_wait, writes
 
 _STAGED = 2  # gathers that gloo works on at once: the threads of a group
 
@@ -118,7 +110,7 @@ class Staging:
         return sum(sum(sorted(sizes.values())[-_STAGED:]) for sizes in groups)
 
 
-def live_bytes(graph: fx.Graph, step: StepMemory) -> float:
+def graph_peak_bytes(graph: fx.Graph, step: StepMemory) -> float:
     """Return the bytes of the graph at its peak.
 
     The inputs of the forward are there throughout; a tensor lives until its last use, a saved value

@@ -24,7 +24,7 @@ Gradients = tuple[Tensor | None, ...]
 Asked = Callable[[int, Tensor, Sequence[Tensor]], Gradients]
 
 
-def beside_the_loss(program: Program) -> frozenset[int]:
+def aux_output_places(program: Program) -> frozenset[int]:
     """Return the places of the auxiliary outputs among the graph's results: what a user gets
     besides a scalar. Empty where no result is a scalar.
     """

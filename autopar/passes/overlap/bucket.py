@@ -2,7 +2,7 @@
 
 cost/simulator/buckets.py says which collectives go together, and the simulation of the whole graph
 chooses the bucket size, or no buckets. fuse.py writes the fused collectives. The panels of SUMMA
-may first be turned into gathers and scatters (summa_panels.py), which are then fused as others are.
+may first be turned into gathers and scatters (summa_fusion.py), which are then fused as others are.
 On more than two ranks a sum may add in another order within a bucket: nothing else here changes
 bits.
 
@@ -21,7 +21,7 @@ from autopar.cost.simulator import buckets
 from autopar.cost.simulator.engine import simulate_overlap
 from autopar.cost.simulator.graph_events import Listed, Phase, collective_of, graph_events, graph_seconds, lead_to_matmuls, listed_seconds
 from autopar.ir.graph import copied, ordered
-from autopar.passes.overlap import summa_panels
+from autopar.passes.overlap import summa_fusion
 from autopar.passes.overlap.fuse import fuse, can_fuse
 from autopar.world import World
 
@@ -58,7 +58,7 @@ def _fastest_panels(
     graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
 ) -> tuple[fx.Graph, Listed]:
     """Return the graph with its panels in the form that is modelled the fastest, and its events."""
-    forms = [graph, *summa_panels.panel_choices(graph, world, stored, phase, most)]
+    forms = [graph, *summa_fusion.panel_choices(graph, world, stored, phase, most)]
     candidates = [(form, graph_events(form, world, stored, phase)) for form in forms]
     if len(candidates) == 1:
         return candidates[0]

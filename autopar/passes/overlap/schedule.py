@@ -28,7 +28,7 @@ from torch import fx
 from autopar.cost.simulator.engine import Run, simulate_overlap
 from autopar.cost.simulator.graph_events import Phase, collective_of, fetchable, graph_events, group_of, is_wait, keeps_place
 from autopar.cost.simulator.links import Event
-from autopar.cost.simulator.liveness import Lives, Staging, StepMemory, live_bytes
+from autopar.cost.simulator.liveness import Lives, Staging, StepMemory, graph_peak_bytes
 from autopar.ir.graph import reorder
 from autopar.world import World
 
@@ -154,7 +154,7 @@ def limit_memory(graph: fx.Graph, stored: frozenset[str], bound: float, step: St
     """Reorder the graph in place; return whether it holds no more than `bound` bytes then. `stored`
     names the placeholders that are there before the step begins.
     """
-    if live_bytes(graph, step) <= bound:
+    if graph_peak_bytes(graph, step) <= bound:
         return True
     scheduled = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     early = fetchable(graph, stored)
@@ -162,7 +162,7 @@ def limit_memory(graph: fx.Graph, stored: frozenset[str], bound: float, step: St
     late.place(scheduled)
     placeholders = graph.find_nodes(op="placeholder")
     reorder(graph, [*placeholders, *_move_fetches_ahead(late, scheduled, early)])
-    return live_bytes(graph, step) <= bound
+    return graph_peak_bytes(graph, step) <= bound
 
 
 class _LateOrder:

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, FakeTensorMode, fake_mode, masks_as_given, pytree, taken_apart
 from autopar.errors import TraceError
 from autopar.ops.custom_functions import Refused, honoured
-from autopar.passes.trace.hooks import Watch, refuse_held
+from autopar.passes.trace.hooks import Watch, refuse_registered
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
 from autopar.passes.trace.snapshot import snapshot
 
@@ -105,7 +105,7 @@ def stand_ins(
 def _name_model_in_refusals(model: nn.Module) -> Iterator[None]:
     """Refuse hooks on the model, and turn every Refused into a TraceError that names the model."""
     try:
-        refuse_held(model)
+        refuse_registered(model)
         yield
     except Refused as error:
         raise refusal(model, *error.args) from None

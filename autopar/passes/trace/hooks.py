@@ -4,7 +4,7 @@
 
 A hook may change a gradient, and a parallel model would silently lose that change. Each is refused
 with the name of its module. What does not change a gradient is fine: `save_on_cpu`, which packs
-saved activations, is ignored. export.py calls `refuse_held` before it traces and traces the model
+saved activations, is ignored. export.py calls `refuse_registered` before it traces and traces the model
 under `Watch`.
 """
 
@@ -26,7 +26,7 @@ _GET_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _REGISTER_ON_TENSOR = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
-def refuse_held(model: nn.Module) -> None:
+def refuse_registered(model: nn.Module) -> None:
     """Raise Refused for hooks that the model's parameters have before it runs, and for backward
     hooks of the oldest kind on modules.
     """

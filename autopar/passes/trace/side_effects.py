@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensor, changes_in_place, exporting, pytree, without_modes
+from autopar._compat import FakeTensor, version_of, exporting, pytree, without_modes
 from autopar.errors import TraceError
 from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
 from autopar.passes.trace.snapshot import Snapshot, snapshot
@@ -89,12 +89,12 @@ def _call_twice(
     inputs = [v for v in pytree.tree_leaves((fakes.args, fakes.kwargs)) if _is_tensor(v)]
     by_id = {id(value): value for value in (*dict(named).values(), *inputs)}
     buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-    changes = {name: (value, changes_in_place(value)) for name, value in model.named_buffers()}
+    changes = {name: (value, version_of(value)) for name, value in model.named_buffers()}
     try:
         first = _Calls(by_id)
         if not _called(model, fakes, first):
             return [], set()
-        written = {n for n, (value, count) in changes.items() if changes_in_place(value) > count}
+        written = {n for n, (value, count) in changes.items() if version_of(value) > count}
         after = snapshot(model, lambda value: id(value) in before.tensors)
         _refuse_gradients(model, flags)
         for registry, content in buffers:  # what is assigned to a buffer is its new value

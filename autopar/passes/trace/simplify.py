@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from autopar._compat import OpOverload, changes_in_place, pytree, strict_fake_mode
+from autopar._compat import OpOverload, version_of, pytree, strict_fake_mode
 
 aten = torch.ops.aten
 GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -323,4 +323,4 @@ def _writes(op: OpOverload, node: fx.Node) -> bool:
         except Exception:  # a shape that depends on the data: refused later on, by its line
             return False
     leaves = pytree.tree_leaves(operands)
-    return any(isinstance(x, torch.Tensor) and changes_in_place(x) > 0 for x in leaves)
+    return any(isinstance(x, torch.Tensor) and version_of(x) > 0 for x in leaves)

@@ -17,16 +17,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
-
 import torch
 from torch import fx
-
 from autopar.cost.network import size
 from autopar.cost.simulator.graph_events import Phase, bytes_of, carries_on, collective_of, graph_events, group_of, group_pattern, is_wait, off_path
 from autopar.cost.simulator.step_events import ROOTED
 from autopar.ir.graph import computed, copied, ordered
 from autopar.passes.overlap import fuse
 from autopar.world import World
+
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
