@@ -202,7 +202,7 @@ def test_the_listing_shows_what_runs_twice() -> None:
     model, inputs = example("gpt")
     plan = autopar.plan(model, 2, inputs, "megatron", recompute="full")
     text = report.listing(plan.ready.program.module)
-    assert "= recomputed(" in text and "\n    >> all_reduce" in text
+    assert "= recompute_in_backward(" in text and "\n    >> all_reduce" in text
     plain = autopar.plan(model, 2, inputs, "megatron", recompute="none").ready.program.module
     names = [n.target for n, _ in every_node(plan.ready.program.module) if "source" in n.meta]
     assert names == [n.target for n in plain.graph.nodes if "source" in n.meta]
