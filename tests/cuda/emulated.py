@@ -74,8 +74,8 @@ def open_group(rank: int) -> None:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from autopar import api
     from autopar.ops import process_groups
-    from autopar.runtime import apply
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(DEVICES))
     dist.init_process_group("cuda:fake", rank=rank, world_size=DEVICES, store=FakeStore())
@@ -89,7 +89,7 @@ def open_group(rank: int) -> None:
 
     # a mesh reads the numbers of its ranks, and a trace makes fakes of its own
     process_groups._connection = outside_of_fakes(process_groups._connection)
-    apply.plan_on_rank_0 = outside_of_fakes(apply.plan_on_rank_0)
+    api.plan_on_rank_0 = outside_of_fakes(api.plan_on_rank_0)
 
 
 def main() -> None:

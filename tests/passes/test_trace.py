@@ -409,7 +409,7 @@ def test_an_error_of_export_is_chained() -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_large_models_on_the_meta_device_take_seconds() -> None:
+def test_large_models_are_traced_on_the_meta_device() -> None:
     """Llama-3-8B widths, 4 of 32 layers: 4.0 GB of weights, none of which exist."""
     with torch.device("meta"):
         model, _, _ = models.llama(
@@ -422,9 +422,7 @@ def test_large_models_on_the_meta_device_take_seconds() -> None:
             head_dim=128,
         )
     ids = torch.zeros(64, 4096, dtype=torch.int64, device="meta")
-    start = time.perf_counter()
     program = trace(model, (), {"input_ids": ids, "labels": ids})
-    assert time.perf_counter() - start < 15
     assert program.tensors["lm_head.weight"].is_meta
     devices = {n.kwargs["device"].type for n in program.module.graph.nodes if "device" in n.kwargs}
     assert devices == {"cpu"}

@@ -1,0 +1,87 @@
+"""Through how many rooms planning goes: the calls between modules while gpt2 is planned on 8 ranks.
+
+    python -m benchmarks.planning.calls [--ranks 8] [--model gpt2]
+
+Two numbers: the modules of autopar that are entered, and how often control goes from one module of
+autopar/planner back to one that it came from, that is, calls a function of a module that waits
+further down the stack. A callback counts, a plain return does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.cli.targets import Batch, resolve
+
+AUTOPAR = Path(autopar.__file__).parent
+
+
+class Calls:
+    """What a profile function counts: `entered` modules, and `back`, calls into a module of
+    planner/ that waits further down the stack of modules.
+    """
+
+    def __init__(self) -> None:
+        self.entered: Counter[str] = Counter()
+        self.back: Counter[tuple[str, str]] = Counter()
+        self._stack: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event not in ("call", "return"):
+            return
+        module = _module(frame.f_code.co_filename)
+        if not module:
+            return
+        if event == "return":
+            if self._stack:
+                self._stack.pop()
+            return
+        caller = self._stack[-1] if self._stack else ""
+        if module != caller:
+            self.entered[module] += 1
+            if _searches(module) and _searches(caller) and module in self._stack:
+                self.back[caller, module] += 1
+        self._stack.append(module)
+
+
+def _module(path: str) -> str:
+    """The module of autopar that a file is, as "planner/search"; "" for others."""
+    if not path.startswith(str(AUTOPAR)):
+        return ""
+    return str(Path(path).relative_to(AUTOPAR).with_suffix(""))
+
+
+def _searches(module: str) -> bool:
+    return module.startswith("planner/")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="gpt2")
+    parser.add_argument("--ranks", type=int, default=8)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    target = resolve(options.model, Batch.parse("16x1024"), options.ranks, False)
+    calls = Calls()
+    sys.setprofile(calls)
+    try:
+        autopar.plan(target.model, options.ranks, target.inputs, smaller=False)
+    finally:
+        sys.setprofile(None)
+    planner = [name for name in calls.entered if _searches(name)]
+    print(f"{len(calls.entered)} modules are entered, {len(planner)} of them in planner/")
+    print(f"{sum(calls.back.values())} times back, between {len(calls.back)} pairs of modules:")
+    for (caller, module), count in calls.back.most_common(15):
+        print(f"  {count:7} {caller} -> {module}")
+
+
+if __name__ == "__main__":
+    main()
