@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,16 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     names: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks(page.read_text())):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_pages_build_and_their_links_lead_somewhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(
+        command, cwd=DOCS.parent, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert built.returncode == 0, built.stderr[-4000:]
+    assert (tmp_path / "api.html").is_file()
 
 
 def test_blocks_are_found() -> None:
