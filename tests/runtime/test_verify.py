@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar import VerificationError, World
+from autopar import VerificationError, World, passes
 from autopar.ir.layout import Layout
 from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, local
+from autopar.planner import planner
 from autopar.planner.bounds.option_costs import OptionCosts
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
@@ -166,10 +167,10 @@ def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch)
     """A detach that is lost on the way."""
     model, inputs, _ = ODD["a_branch_that_is_detached"]()
 
-    emit = autopar.passes.finalize.finalize
+    *before, last = passes.PIPELINE
 
-    def only_several(program: Any) -> Any:
-        made = emit(program)
+    def only_several(program: Any, world: Any) -> Any:
+        made = last.run(program, world)
         if program.plan.mesh.axes:
             for node in made.module.graph.nodes:
                 if node.target is aten.detach.default:
@@ -177,7 +178,7 @@ def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch)
             made.module.recompile()
         return made
 
-    monkeypatch.setattr(autopar.passes.finalize, "finalize", only_several)
+    monkeypatch.setattr(planner, "PIPELINE", (*before, last._replace(run=only_several)))
     assert refused(model, 2, inputs, "ddp").startswith("grad_error is ")
 
 
