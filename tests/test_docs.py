@@ -1,8 +1,11 @@
-"""Every block of Python in docs/ runs as it stands, page by page."""
+"""Every block of Python in docs/ runs as it stands, page by page; so does every doctest."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -10,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import autopar
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [path for path in sorted(DOCS.glob("*.md")) if "```python" in path.read_text()]
@@ -25,6 +30,18 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     names: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks(page.read_text())):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_examples_in_docstrings_give_what_they_say() -> None:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    names = [m.name for m in pkgutil.walk_packages(autopar.__path__, "autopar.")]
+    tried = 0
+    for name in names:
+        if not name.endswith("__main__"):
+            results = doctest.testmod(importlib.import_module(name), optionflags=flags)
+            assert not results.failed, name
+            tried += results.attempted
+    assert tried > 40
 
 
 def test_pages_build_and_their_links_lead_somewhere(tmp_path: Path) -> None:

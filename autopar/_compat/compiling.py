@@ -11,21 +11,20 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo as not_compiled
+from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from autopar.errors import PlanError
 
-__all__ = ["not_compiled"]
 Function = TypeVar("Function", bound=Callable[..., Any])
+not_compiled = _disable_dynamo  # `torch.compiler.disable` without the import of dynamo
 
 
 def constant_result(function: Function) -> Function:
     """Marks a function whose result dynamo takes as a constant, by calling it while it compiles:
-    `torch.compiler.assume_constant_result` without the import of dynamo. (`not_compiled` is
-    `torch.compiler.disable` without it.)
+    `torch.compiler.assume_constant_result` without the import of dynamo.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True

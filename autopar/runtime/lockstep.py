@@ -39,6 +39,7 @@ def run(mesh: Mesh, rank_fn: Callable[[int], T], groups: frozenset[str] | None =
     not open, where a rank ends while others wait for it, for meshes above 64 ranks, and inside
     another run.
 
+    >>> from autopar.ops import collectives
     >>> ones = torch.ones(1)
     >>> run(Mesh.parse("x2"), lambda rank: collectives.all_reduce(ones + rank, "x", "x2").item())
     [3.0, 3.0]
