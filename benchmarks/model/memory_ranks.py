@@ -164,7 +164,7 @@ class Counter:
         self.device = device
         self.hook = None if device.type == "cuda" else ctypes.CDLL(None)
         if self.hook is not None:
-            for name in ("graph_peak_bytes", "peak_bytes", "lost_blocks"):
+            for name in ("live_bytes", "peak_bytes", "lost_blocks"):
                 getattr(self.hook, name).restype = ctypes.c_long
 
     def live(self) -> int:
@@ -172,7 +172,7 @@ class Counter:
         if self.hook is None:
             return torch.cuda.memory_allocated(self.device)
         assert not self.hook.lost_blocks(), "the hook's table is full"
-        return int(self.hook.graph_peak_bytes())
+        return int(self.hook.live_bytes())
 
     def peak(self) -> int:
         if self.hook is None:
