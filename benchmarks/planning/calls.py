@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning.calls [--ranks 8] [--model gpt2]
 
-Two numbers: the modules of autopar that are entered, and how often control goes from one module of
+Two numbers, counted once the model is traced: the modules of autopar that are entered, and how often control goes from one module of
 autopar/planner back to one that it came from, that is, calls a function of a module that waits
 further down the stack. A callback counts, a plain return does not.
 """
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +21,9 @@ from typing import Any
 import torch
 
 import autopar
+from autopar import api
 from autopar.cli.targets import Batch, resolve
+from autopar.ir.program import Program
 
 AUTOPAR = Path(autopar.__file__).parent
 
@@ -63,6 +67,24 @@ def _searches(module: str) -> bool:
     return module.startswith("planner/")
 
 
+@contextmanager
+def profiled_after_tracing(calls: Calls) -> Iterator[None]:
+    """Count calls from the moment at which the model is traced: tracing is torch's own work."""
+    trace_model = api.trace_model
+
+    def trace(*args: Any) -> Program:
+        program = trace_model(*args)
+        sys.setprofile(calls)
+        return program
+
+    api.trace_model = trace
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        api.trace_model = trace_model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="gpt2")
@@ -71,11 +93,8 @@ def main() -> None:
     torch.set_num_threads(1)
     target = resolve(options.model, Batch.parse("16x1024"), options.ranks, False)
     calls = Calls()
-    sys.setprofile(calls)
-    try:
+    with profiled_after_tracing(calls):
         autopar.plan(target.model, options.ranks, target.inputs, smaller=False)
-    finally:
-        sys.setprofile(None)
     planner = [name for name in calls.entered if _searches(name)]
     print(f"{len(calls.entered)} modules are entered, {len(planner)} of them in planner/")
     print(f"{sum(calls.back.values())} times back, between {len(calls.back)} pairs of modules:")
