@@ -32,7 +32,6 @@ from autopar.cli.options import (
     RanksOption,
     RecomputeOption,
     ReduceOption,
-    RedundantOption,
     RunOption,
     SaveOption,
     TargetArgument,
@@ -92,7 +91,6 @@ def plan(
     memory: MemoryOption = "auto",
     optimizer: OptimizerOption = "adamw",
     recompute: RecomputeOption = "auto",
-    redundant: RedundantOption = False,
     reduce_dtype: ReduceOption = None,
     overlap: OverlapOption = bool(OVERLAP),
     why: WhyOption = None,
@@ -113,7 +111,7 @@ def plan(
         built = _build_target(target, batch, machines.ranks)
         limits = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
         planning = partial(
-            api.plan, built.model, machines, built.inputs, layouts, *limits, redundant,
+            api.plan, built.model, machines, built.inputs, layouts, *limits,
             reduce_dtype=reduce_dtype, overlap=overlap,
         )  # fmt: skip
         start = time.perf_counter()
@@ -142,7 +140,6 @@ def verify(
     ranks: RanksOption = None,
     batch: BatchOption = None,
     layout: LayoutOption = "auto",
-    redundant: RedundantOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prove a layout of TARGET: every rank in this one process, in float64, against the original.
@@ -159,7 +156,7 @@ def verify(
         check = watch_progress(
             doing,
             lambda report: api.verify(
-                built.model, machines, built.inputs, layouts, redundant=redundant, progress=report
+                built.model, machines, built.inputs, layouts, progress=report
             ),
             as_json,
         )

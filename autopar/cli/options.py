@@ -61,10 +61,6 @@ RecomputeOption = Annotated[
     str,
     typer.Option(metavar="HOW", help="What runs again in the backward: auto, none, gathers, full."),
 ]
-RedundantOption = Annotated[
-    bool,
-    typer.Option("--redundant", help="Products may be computed whole on several ranks at once."),
-]
 ReduceOption = Annotated[
     str | None,
     typer.Option(

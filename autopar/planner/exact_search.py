@@ -67,7 +67,6 @@ def search(
     mesh: Mesh,
     world: World,
     constraint: Constraint,
-    redundant: bool = False,
     among: Near | None = None,
     price: Price | None = None,
 ) -> Plan:
@@ -75,7 +74,7 @@ def search(
     choices to search, by node and stored tensor; None for all. With a `price`, the bytes that a
     plan holds count as time too. Raises PlanError where tables outgrow memory.
     """
-    return Search(program, mesh, world, constraint, redundant, among, price).solve()
+    return Search(program, mesh, world, constraint, among, price).solve()
 
 
 Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # by node and stored tensor
@@ -90,13 +89,12 @@ class Search:
         mesh: Mesh,
         world: World,
         constraint: Constraint,
-        redundant: bool,
         among: Near | None = None,
         price: Price | None = None,
     ) -> None:
         assert program.annotations is not None
         self.program, self.mesh, self.world = program, mesh, world
-        self.constraint, self.redundant, self.among = constraint, redundant, among
+        self.constraint, self.among = constraint, among
         self.price = price
         self.notes: Annotations = program.annotations
         self.known = Known()
@@ -215,7 +213,7 @@ class Search:
         shapes = operand_shapes, result_shapes
 
         def make() -> tuple[list[Strategy], list[float]]:
-            legal = offered.legal(spec, factors, self.mesh, *shapes, self.redundant)
+            legal = offered.legal(spec, factors, self.mesh, *shapes)
             legal = self.constraint.joint(module_path(node), spec, legal)
             return legal, [self._node_seconds(node, spec, s, dtype, gradient) for s in legal]
 

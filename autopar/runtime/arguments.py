@@ -182,7 +182,6 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "backend": _backend,
     "plan": _plan,
     "tolerance": _tolerance,
-    "redundant": _yes_or_no,
     "smaller": _yes_or_no,
     "progress": _progress,
     "layout_or_plan": _layout_or_plan,

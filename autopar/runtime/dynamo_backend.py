@@ -53,7 +53,6 @@ def backend(
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
     overlap: Overlap = OVERLAP,
-    redundant: bool = False,
     reduce_dtype: torch.dtype | str | None = None,
 ) -> Compiler:
     """Return a backend for torch.compile that runs a model on all ranks. Every rank runs the same
@@ -71,7 +70,7 @@ def backend(
 
     def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
         limits = memory, optimizer, recompute
-        settings, others = (limits, redundant, reduce_dtype, overlap), {"backend": backend}
+        settings, others = (limits, reduce_dtype, overlap), {"backend": backend}
         common_world, request = agree_on_request(
             world, layout, *settings, whole=True, inputs=inputs, options=others
         )

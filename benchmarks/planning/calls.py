@@ -2,9 +2,10 @@
 
     python -m benchmarks.planning.calls [--ranks 8] [--model gpt2]
 
-Two numbers, counted once the model is traced: the modules of autopar that are entered, and how often control goes from one module of
-autopar/planner back to one that it came from, that is, calls a function of a module that waits
-further down the stack. A callback counts, a plain return does not.
+Two numbers, counted once the model is traced: the modules of autopar that are entered, and how
+often control goes from one module of autopar/planner back to one that it came from, that is, calls
+a function of a module that waits further down the stack. A callback counts, a plain return does
+not.
 """
 
 from __future__ import annotations

@@ -28,10 +28,11 @@ from autopar.cost.simulator.timeline import timeline
 from autopar.ir.program import Program
 from autopar.passes import annotate, chains, emit_program
 from autopar.passes.trace import trace
-from autopar.planner import choose
+from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel
 from autopar.planner.overlap_search import simulate_plan
 from autopar.planner.rematerialize import Estimated, RematerializationSteps, Rematerialized
+from autopar.planner.request import PlanRequest
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0}
@@ -50,7 +51,7 @@ class Row:
 
 
 def rows(program: Program, world: World, layout: str) -> Iterator[Row]:
-    chosen = choose.choose(program, world, layout)
+    chosen = mesh_search.search_meshes(program, world, PlanRequest(layout))
     assert chosen.plan is not None
     deep, budget = DeepModel(chosen), Budget(None, "adamw", "auto")
     made = emit_program(chosen, world)

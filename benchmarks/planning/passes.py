@@ -32,7 +32,8 @@ from autopar.cost.memory import Budget
 from autopar.cost.simulator.graph_events import Phase
 from autopar.ir.program import Input, Program
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.planner import PlanRequest, analyse, choose_plan, finish_plan, trace_model
+from autopar.planner.planner import analyse, choose_plan, finish_plan, trace_model
+from autopar.planner.request import PlanRequest
 from autopar.runtime.backends import PASSES, Scheduled
 from benchmarks.planning.__main__ import named
 from benchmarks.step_time import cells

@@ -64,7 +64,7 @@ class Objective:
         operands = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
         results = tuple(shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor))
         several = itertools.product(*choices) if joint is None else joint
-        return strategies(spec, factors, self.mesh, operands, results, several, redundant=False)
+        return strategies(spec, factors, self.mesh, operands, results, several, may_idle=False)
 
     def node_seconds(self, node: fx.Node, strategy: Strategy) -> float:
         gradient = carries_gradient(self.notes, node)
