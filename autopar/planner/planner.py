@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -51,6 +51,9 @@ from autopar.planner.request import PlanRequest
 from autopar.planner.why import Why, why
 from autopar.planner.world_size import larger_world
 from autopar.world import World
+
+if TYPE_CHECKING:
+    from autopar.cost.formula import Formula
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,7 @@ class PlanContext:
         """Answer `Plan.timeline`."""
         return timeline(self.program, self.world, overlap)
 
-    def formula(self, pattern: str) -> Any:
+    def formula(self, pattern: str) -> Formula:
         """Answer `Plan.formula`."""
         from autopar.cost.formula import formula  # sympy: only where it is asked for
 
