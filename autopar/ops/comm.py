@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from autopar import _compat
 from autopar.ir.mesh import Mesh, Within, axes_of_group, group_name
-from autopar.ops import failures
+from autopar.ops import process_groups
 
 Axes = str | Sequence[str]
 Hierarchy = int | Sequence[int]  # ranks of the inner levels, innermost first; () is flat
@@ -125,7 +125,7 @@ def _wait(x: Tensor, kind: str, group: str = "") -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(x)
     except RuntimeError as error:
         over = f" over {axes_of_group(group)}" if group.startswith("autopar/") else ""
-        failures.explain(error, f"{kind}{over}")
+        process_groups.explain(error, f"{kind}{over}")
 
 
 def _as_reals(x: Tensor) -> Tensor:
