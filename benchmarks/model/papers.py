@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import Grid2D, Grid25D, World
-from autopar.cli.models import Sizes
+from autopar.cli.targets import Sizes
 from autopar.cost.formula import ELEMENT
 from autopar.ir.mesh import Axis, Mesh
 from benchmarks.model.steps import (

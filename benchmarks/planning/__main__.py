@@ -30,8 +30,7 @@ from rich.table import Table
 from torch import nn
 
 from autopar import World
-from autopar.cli.models import NAMED, Sizes
-from autopar.cli.targets import Batch, resolve
+from autopar.cli.targets import NAMED, Batch, Sizes, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.mesh import Mesh

@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import World
-from autopar.cli.models import NAMED
-from autopar.cli.targets import Batch, resolve
+from autopar.cli.targets import NAMED, Batch, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import timeline
 from autopar.ir.program import Program
