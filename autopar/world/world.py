@@ -24,8 +24,7 @@ import networkx as nx
 from pydantic import TypeAdapter
 
 from autopar.errors import WorldError
-from autopar.world import detect as detection
-from autopar.world import json_file
+from autopar.world import json_file, machines
 from autopar.world.hardware import (
     MOST_RANKS,
     MOST_SHARE,
@@ -40,7 +39,6 @@ from autopar.world.hardware import (
     check_seconds,
 )
 from autopar.world.json_file import shown
-from autopar.world.presets import preset
 
 T = TypeVar("T")
 
@@ -206,7 +204,7 @@ class World:
         if isinstance(given, int) and not isinstance(given, bool):
             if given < 1:
                 raise WorldError(f"a world of {given} ranks: at least 1 is needed")
-            return World(*_world_fields(detection.like_here(given)))
+            return World(*_world_fields(machines.like_here(given)))
         if hasattr(given, "mesh") and hasattr(given, "mesh_dim_names"):
             return World.of(given.mesh.numel())
         raise WorldError(
@@ -221,7 +219,7 @@ class World:
         another. What cannot be seen (the network between nodes) is nominal: `save`, edit and `load`
         it, or calibrate.
         """
-        return World(*_world_fields(detection.like_here(*detection.running())))
+        return World(*_world_fields(machines.like_here(*machines.running_ranks())))
 
     @staticmethod
     def preset(name: str, ranks: int | None = None) -> World:
@@ -231,7 +229,7 @@ class World:
         >>> World.preset("dgx-h100", ranks=1024).levels[1].ranks
         128
         """
-        machine = preset(name)
+        machine = machines.preset(name)
         levels = machine.levels(name, machine.ranks if ranks is None else ranks)
         return World(levels, machine.device, machine.backend, name, machine.launch_s)
 
@@ -273,7 +271,7 @@ class World:
         return parsed_inside(World, data, where)
 
 
-def _world_fields(found: detection.Found) -> tuple[Any, ...]:
+def _world_fields(found: machines.Found) -> tuple[Any, ...]:
     return found.levels, found.device, found.backend, "", found.launch_s
 
 

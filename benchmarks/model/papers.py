@@ -2,7 +2,7 @@
 
     python -m benchmarks.model.papers [--only WORD] [--json papers.json] [--markdown]
 
-One set of constants a machine for all rows (steps.py, autopar/world/presets.py); nothing is fitted
+One set of constants a machine for all rows (steps.py, autopar/world/machines.py); nothing is fitted
 to a row. Rows that miss by more than 25 % are listed again with the reason.
 """
 

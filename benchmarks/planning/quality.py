@@ -51,7 +51,7 @@ from autopar.passes.trace import trace
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.overlap_search import plans_by_step, simulate_plan
 from autopar.world import Device, Level, Measured
-from autopar.world.presets import (
+from autopar.world.machines import (
     CPU_BYTES_PER_S,
     CPU_FLOP_PER_S,
     GLOO_BYTES_PER_S,

@@ -15,7 +15,7 @@ import torch
 from autopar.errors import WorldError
 from autopar.runtime import apply
 from autopar.world import PRESETS, Device, Level, Link, World
-from autopar.world.presets import GPUS, known
+from autopar.world.machines import GPUS, known
 from autopar.world.world import running_world
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
