@@ -35,8 +35,7 @@ from autopar.cost.memory import Budget
 from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program, recompute
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, emit_program, recompute, trace
 from autopar.planner import choose
 from autopar.planner.constraint import Constraint
 from autopar.planner.memory_search import search_within_memory

@@ -46,8 +46,7 @@ from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
-from autopar.passes import annotate, chains, emit_program
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, emit_program, trace
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.overlap_search import plans_by_step, simulate_plan
 from autopar.world import Device, Level, Measured

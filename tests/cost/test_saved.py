@@ -20,7 +20,7 @@ from autopar.ir.program import Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
 from autopar.ir.strategy import Strategy
 from autopar.passes.pass_manager import PassManager
-from autopar.passes.trace import trace
+from autopar.passes import trace
 from autopar.planner.planner import analyse, trace_model
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.ops.custom_functions import is_custom
 from autopar.passes import annotate
-from autopar.passes.trace import trace
+from autopar.passes import trace
 from autopar.runtime import dynamo_backend
 
 

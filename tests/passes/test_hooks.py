@@ -20,7 +20,7 @@ from torch.autograd.graph import (
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from autopar import TraceError
-from autopar.passes.trace import trace
+from autopar.passes import trace
 
 
 class Act(nn.Module):

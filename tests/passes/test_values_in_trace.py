@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import TraceError
 from autopar.ops import sharded
-from autopar.passes.trace.trace import bind, run, trace
+from autopar.passes.trace import bind, run, trace
 
 
 class Wrapped(nn.Module):

@@ -25,7 +25,7 @@ import models
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.trace import trace
+from autopar.passes import trace
 from autopar.planner import exact_search
 from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 from launch import launched

@@ -30,8 +30,7 @@ import autopar
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ops.process_groups import connect
-from autopar.passes import annotate
-from autopar.passes.trace import trace
+from autopar.passes import annotate, trace
 from autopar.planner.exact_search import Search
 from autopar.planner.named_layouts import candidates
 from autopar.runtime.apply import placements

@@ -15,8 +15,8 @@ from autopar import LayoutError
 from autopar._compat import pytree
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.passes import trace
 from autopar.passes.pass_manager import PassManager
-from autopar.passes.trace import trace
 from autopar.planner import choose, exact_search, planner
 from autopar.planner.constraint import Constraint
 from autopar.planner.regions import ReshardCosts

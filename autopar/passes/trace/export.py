@@ -4,7 +4,7 @@ explained.
 A model and the arguments of a call enter `capture`; the decomposed program leaves, with the model's
 own tensors. No memory is allocated for values, and the model is restored afterwards. What a graph
 could not repeat (writes into parameters, padded samples that are packed, gradients that get lost)
-raises a TraceError that names the line and a remedy. trace.py calls `capture`; side_effects.py runs
+raises a TraceError that names the line and a remedy. `trace` calls `capture`; side_effects.py runs
 the model on the same `stand_ins`, and runtime/original.py uses `borrowed`.
 """
 

@@ -1,4 +1,4 @@
-"""Finds what forward does besides computing its result; trace.py calls `refuse_side_effects` first.
+"""Finds what forward does besides computing its result; `trace` calls `refuse_side_effects` first.
 
 The graph repeats one call for ever. So forward is called twice on fake tensors, the second time on
 the model as the first call left it, under another clock. Both calls must do the same to what hangs
