@@ -1,6 +1,6 @@
 """Run by test_stored_layouts.py on gloo ranks: torch's own tools on parameters as they are stored.
 
-    STORED_AT=FOLDER torchrun --standalone --nproc-per-node 4 tests/stored_ranks.py OUT TASK...
+    STORED_AT=FOLDER torchrun --standalone --nproc-per-node 4 stored_ranks.py OUT TASK...
 
 Checkpoints are left in FOLDER by four ranks ("trained models") and read by two ("other world").
 """
