@@ -5,8 +5,8 @@ scaled dot product attention, cross entropy) left intact, then simplified. What 
 silently lose is refused first: the model is called twice to find side effects.
 
 export.py calls torch.export and explains its failures, simplify.py removes ops that compute
-nothing, signature.py binds calls to the planned arguments, and side_effects.py, hooks.py and
-snapshot.py find what a call of the model does besides computing its result. planner/planner.py and
+nothing, signature.py binds calls to the planned arguments, and side_effects.py and model_state.py
+find what a call of the model does besides computing its result. planner/planner.py and
 runtime/calibrate_on_ranks.py call `trace`; runtime/original.py calls `bind`, and tests call `run`.
 """
 
