@@ -202,17 +202,6 @@ def all_reduce_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Te
     return [_wait(x, "all-reduce", group) for x in pending]
 
 
-def all_gather_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
-    """Return for each of several tensors of one dtype the x (n, ...) of every rank, one after the
-    other, (size·n, ...), as one operation.
-    """
-    flat = all_gather(torch.cat([x.reshape(-1) for x in xs]), size, group).view(size, -1)
-    parts = flat.split([x.numel() for x in xs], 1)
-    return [
-        part.reshape(size * x.shape[0], *x.shape[1:]) for x, part in zip(xs, parts, strict=True)
-    ]
-
-
 # A root is a rank's place within the group. Each issued collective must be waited for, and all
 # ranks must issue the same ones in the same order.
 

@@ -15,7 +15,6 @@ from autopar import LayoutError
 from autopar._compat import pytree
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import trace
 from autopar.passes.pass_manager import PassManager
 from autopar.planner import choose, exact_search, planner
 from autopar.planner.constraint import Constraint
@@ -23,6 +22,7 @@ from autopar.planner.regions import ReshardCosts
 from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import Check, compare
 from autopar.world import World
+from traced import run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def assert_equal_to_eager(subject: Subject) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         wanted = model(*args, **kwargs)
-        found = trace.run(subject.program, args, kwargs, held)
+        found = run(subject.program, args, kwargs, held)
     finally:
         torch.set_default_dtype(default)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)

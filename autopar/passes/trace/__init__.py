@@ -7,7 +7,7 @@ silently lose is refused first: the model is called twice to find side effects.
 export.py calls torch.export and explains its failures, simplify.py removes ops that compute
 nothing, signature.py binds calls to the planned arguments, and side_effects.py and model_state.py
 find what a call of the model does besides computing its result. planner/planner.py and
-runtime/calibrate_on_ranks.py call `trace`; runtime/original.py calls `bind`, and tests call `run`.
+runtime/calibrate_on_ranks.py call `trace`; runtime/original.py calls `bind`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def trace(
     exported, originals = capture(model, args, kwargs)
     graph = exported.graph_module.graph
     _give_lasting_names(graph)
-    results = _read_outputs(model, exported)
+    results = _read_outputs(exported)
     _refuse_lost_writes(model, written, {o.target for o in results if o.kind == "mutation"})
     nodes, fixed, tensors = _read_inputs(model, exported, originals, args, kwargs)
     simplify(
@@ -104,36 +104,17 @@ def _refuse_lost_writes(model: nn.Module, written: set[str], kept: set[str]) -> 
         raise refusal(model, reason, "", advice)
 
 
-def run(
-    program: Program,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-) -> Any:
-    """Run the traced graph on one device and return what the model returns.
-
-    Mutated buffers keep their old values. `tensors` replaces values of parameters, buffers and
-    constants by their target. Raises InputError if the inputs are not structured as those that were
-    traced, or if one that is no tensor has another value.
-    """
-    values = bind(program, args, kwargs, tensors)
-    results = iter(program.module(*values))
-    leaves = []
-    for output in program.signature.outputs:
-        value = output.constant if output.node is None else next(results)
-        if output.kind == "user":
-            leaves.append(value)
-    return pytree.tree_unflatten(leaves, program.signature.out_spec)
-
-
 def bind(
     program: Program,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the tensor of every Input of the program, in order. Raises InputError as `run`
-    does.
+    """Return the tensor of every Input of the program, in order. `tensors` replaces values of
+    parameters, buffers and constants by their target.
+
+    Raises InputError if the inputs are not structured as those that were traced, or if one that is
+    no tensor has another value.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     if spec != program.signature.in_spec:
@@ -265,7 +246,7 @@ def _held_inputs(
     return entries
 
 
-def _read_outputs(model: nn.Module, exported: ExportedProgram) -> list[Output]:
+def _read_outputs(exported: ExportedProgram) -> list[Output]:
     """Return the graph's outputs, in order. The output node is changed to return tensors only,
     flat.
     """
