@@ -208,8 +208,8 @@ class World:
         if hasattr(given, "mesh") and hasattr(given, "mesh_dim_names"):
             return World.of(given.mesh.numel())
         raise WorldError(
-            f"a world is a World, a number of ranks or a DeviceMesh, not {type(given).__name__} "
-            f"{given!r}"
+            "a world is a World, a number of ranks or a DeviceMesh; this is of type "
+            f"{type(given).__name__}: {shown(given)}"
         )
 
     @staticmethod
