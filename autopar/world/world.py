@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import networkx as nx
 from pydantic import TypeAdapter
 
 from autopar.errors import WorldError
@@ -39,6 +38,9 @@ from autopar.world.hardware import (
     check_seconds,
 )
 from autopar.world.json_file import shown
+
+if TYPE_CHECKING:
+    import networkx as nx  # imported where it is used: few worlds have an irregular network
 
 T = TypeVar("T")
 
@@ -155,6 +157,8 @@ class World:
         """The irregular network as a graph, empty without `links`. Nodes are ranks (numbers) and
         switches (names); edges have `bytes_per_s` each way and `latency_s`.
         """
+        import networkx as nx
+
         graph = nx.Graph()
         for link in self.links:
             if graph.has_edge(link.a, link.b):
@@ -284,6 +288,8 @@ def _describe_level(level: Level) -> str:
 
 
 def _check_network(graph: nx.Graph) -> None:
+    import networkx as nx
+
     ranks = sorted(node for node in graph if isinstance(node, int))
     if ranks != list(range(len(ranks))) or not ranks:
         raise WorldError(f"links join the ranks {ranks}: they must be 0, 1, … without a gap")
