@@ -21,7 +21,7 @@ PASSES = ("annotate", "chains", "finalize", "hierarchy", "kernel_choice", "recom
 
 # What talks to other ranks, and who may.
 TALKS = ("world.ranks", "world.store", "ops.process_groups")
-MAY_TALK = ("world", "ops.process_groups", "ops.devices", "ops.failures", "cost.calibration",
+MAY_TALK = ("world", "ops.process_groups", "ops.devices", "ops.comm", "cost.calibration",
             "runtime", "api", "cli")  # fmt: skip
 
 

@@ -60,7 +60,7 @@ from autopar.cli.terminal import (
 from autopar.cost.memory import Recompute
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.plan import Plan
-from autopar.ir.show import format_bytes
+from autopar.ir.plan_table import format_bytes
 from autopar.planner.why import Why
 from autopar.runtime import calibrate_on_ranks
 from autopar.runtime.backends import OVERLAP

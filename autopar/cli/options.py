@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from autopar.cli.models import NAMED
+from autopar.cli.targets import NAMED
 from autopar.cli.terminal import console
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError

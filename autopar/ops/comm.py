@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from autopar import _compat
 from autopar.ir.mesh import Mesh, Within, axes_of_group, group_name
-from autopar.ops import failures
+from autopar.ops import process_groups
 
 Axes = str | Sequence[str]
 Hierarchy = int | Sequence[int]  # ranks of the inner levels, innermost first; () is flat
@@ -125,7 +125,7 @@ def _wait(x: Tensor, kind: str, group: str = "") -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(x)
     except RuntimeError as error:
         over = f" over {axes_of_group(group)}" if group.startswith("autopar/") else ""
-        failures.explain(error, f"{kind}{over}")
+        process_groups.explain(error, f"{kind}{over}")
 
 
 def _as_reals(x: Tensor) -> Tensor:
@@ -200,17 +200,6 @@ def all_reduce_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Te
         [x.contiguous() for x in xs], "sum", group
     )
     return [_wait(x, "all-reduce", group) for x in pending]
-
-
-def all_gather_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
-    """Return for each of several tensors of one dtype the x (n, ...) of every rank, one after the
-    other, (size·n, ...), as one operation.
-    """
-    flat = all_gather(torch.cat([x.reshape(-1) for x in xs]), size, group).view(size, -1)
-    parts = flat.split([x.numel() for x in xs], 1)
-    return [
-        part.reshape(size * x.shape[0], *x.shape[1:]) for x, part in zip(xs, parts, strict=True)
-    ]
 
 
 # A root is a rank's place within the group. Each issued collective must be waited for, and all

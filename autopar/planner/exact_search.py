@@ -29,7 +29,7 @@ from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import IDLE, Strategy, axis_choices, placements, rule_look, split_of
 from autopar.ir.strategy import Choice as AxisChoice
-from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES
+from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.constraint import Constraint, Offered
 from autopar.planner.elimination import Memo, Table, minimise
 from autopar.planner.objective import node_costs

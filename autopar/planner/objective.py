@@ -23,7 +23,7 @@ from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, value_of
 from autopar.ir.strategy import Strategy
-from autopar.ops.sharded.inner_collectives import inner_collectives
+from autopar.ops.sharded import inner_collectives
 from autopar.planner.regions import Known, Region, Regions
 from autopar.world import World
 

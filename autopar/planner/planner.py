@@ -36,10 +36,9 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
 from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
-from autopar.passes import PIPELINE, annotate, chains
+from autopar.passes import PIPELINE, annotate, chains, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.pass_manager import PassManager
-from autopar.passes.trace import trace
 from autopar.passes.trace.signature import without_cache
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.memory_search import search_within_memory

@@ -25,8 +25,8 @@ from autopar.cost.summary import letter_of
 from autopar.errors import PlanError
 from autopar.ir.graph import module_path, where
 from autopar.ir.plan import Plan
+from autopar.ir.plan_table import format_bytes, format_seconds
 from autopar.ir.program import Program
-from autopar.ir.show import format_bytes, format_seconds
 from autopar.ir.strategy import Choice, split_of
 from autopar.passes import emit_program, recompute
 from autopar.planner.bounds.message_passing import Bound

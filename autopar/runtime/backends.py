@@ -45,8 +45,7 @@ from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_
 from autopar.errors import PlanError
 from autopar.ir.graph import copied, reorder
 from autopar.ir.program import Program
-from autopar.ops.failures import guarded
-from autopar.ops.process_groups import connect, undone_on_failure
+from autopar.ops.process_groups import connect, guarded, undone_on_failure
 from autopar.ops.recomputation import spread, tagged
 from autopar.ops.sharded.dropout import FORMULAS
 from autopar.passes.overlap import bucket, chunk, lanes, reinplace, schedule, views

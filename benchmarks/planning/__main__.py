@@ -30,14 +30,12 @@ from rich.table import Table
 from torch import nn
 
 from autopar import World
-from autopar.cli.models import NAMED, Sizes
-from autopar.cli.targets import Batch, resolve
+from autopar.cli.targets import NAMED, Batch, Sizes, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program, recompute
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, emit_program, recompute, trace
 from autopar.planner import mesh_search
 from autopar.planner.constraint import Constraint
 from autopar.planner.mesh_search import best

@@ -21,13 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import World
-from autopar.cli.models import NAMED
-from autopar.cli.targets import Batch, resolve
+from autopar.cli.targets import NAMED, Batch, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import timeline
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, emit_program, trace
 from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel
 from autopar.planner.overlap_search import simulate_plan

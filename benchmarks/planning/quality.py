@@ -46,14 +46,13 @@ from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
-from autopar.passes import annotate, chains, emit_program
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, emit_program, trace
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.overlap_search import simulate_plan
 from autopar.planner.planner import fastest_plans
 from autopar.planner.request import PlanRequest
 from autopar.world import Device, Level, Measured
-from autopar.world.presets import (
+from autopar.world.machines import (
     CPU_BYTES_PER_S,
     CPU_FLOP_PER_S,
     GLOO_BYTES_PER_S,

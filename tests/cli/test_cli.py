@@ -17,8 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autopar.cli import main, options, terminal
-from autopar.cli.models import NAMED
-from autopar.cli.targets import Batch, TargetError, resolve
+from autopar.cli.targets import NAMED, Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
 from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.world import World

@@ -16,8 +16,7 @@ from autopar.cost.simulator.timeline import timeline
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, emit_program, trace
 from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel
 from autopar.planner.memory_search import _LimitedSearch

@@ -14,8 +14,7 @@ from autopar import Plan
 from autopar.cost.activations import Middle, activation_bytes
 from autopar.cost.memory import Budget
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, trace
 from autopar.planner import mesh_search, overlap_search
 from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.exact_search import search

@@ -45,7 +45,7 @@ def example(name: str, **changes: Any) -> tuple[nn.Module, Any]:
 
 
 def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
-    """(loss, logits) of a model of tests/models.py, or of the parallel one."""
+    """(loss, logits) of a model of models.py, or of the parallel one."""
     found = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
     return (found[1], found[0]) if isinstance(found, tuple) else (found.loss, found.logits)
 

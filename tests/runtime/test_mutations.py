@@ -23,7 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, sharded
 from autopar.ops import collectives as c
-from autopar.ops.rules import pointwise
+from autopar.ops.rules.pointwise import pointwise
 from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
 from autopar.planner.request import PlanRequest

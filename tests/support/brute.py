@@ -28,7 +28,7 @@ from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Choice as AxisChoice
 from autopar.ir.strategy import Strategy, axis_choices, placements, split_of, strategies
-from autopar.ops.sharded.inner_collectives import inner_collectives
+from autopar.ops.sharded import inner_collectives
 from autopar.planner.bounds.factor_graph import carries_gradient
 from autopar.world import World
 

@@ -16,7 +16,6 @@ from autopar._compat import pytree
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
-from autopar.passes.trace import trace
 from autopar.planner import exact_search, mesh_search, planner
 from autopar.planner.constraint import Constraint, strategies
 from autopar.planner.regions import ReshardCosts
@@ -24,6 +23,7 @@ from autopar.planner.request import PlanRequest
 from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import Check, compare
 from autopar.world import World
+from traced import run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def assert_equal_to_eager(subject: Subject) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         wanted = model(*args, **kwargs)
-        found = trace.run(subject.program, args, kwargs, held)
+        found = run(subject.program, args, kwargs, held)
     finally:
         torch.set_default_dtype(default)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)

@@ -33,7 +33,7 @@ from autopar.ir.sharding_rule import (
     value_of,
 )
 from autopar.ir.strategy import Choice, PartialPassThrough, Slot, free_choices, rule_look
-from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES
+from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.regions import Known, Region, Regions
 
 WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots follow
