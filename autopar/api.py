@@ -121,9 +121,8 @@ def apply(
 
     `inputs` are needed for a plan that was loaded from a file: the model is traced again.
     `backend`: None runs the graph, or the scheduled ones; else the name of a torch.compile backend
-    or a callable. `overlap=False`: nothing is scheduled, every collective
-    is waited for at once; True joins and schedules them; a tuple of "chunk", "bucket", "lanes"
-    and "schedule" picks.
+    or a callable. `overlap=False`: nothing is scheduled, every collective is waited for at once;
+    True joins and schedules them; a tuple of "chunk", "bucket" and "schedule" picks.
     `sync_parameters`: where ranks hold other parameters or buffers than rank 0, as they do after
     another seed, rank 0's are written into the model, as DistributedDataParallel does, and a
     warning says so; False raises a RankError instead.

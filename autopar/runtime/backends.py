@@ -46,10 +46,9 @@ from autopar.errors import PlanError
 from autopar.ir.graph import copied, reorder
 from autopar.ir.program import Program
 from autopar.ops.failures import guarded
-from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.ops.recomputation import spread, tagged
 from autopar.ops.sharded.dropout import FORMULAS
-from autopar.passes.overlap import bucket, chunk, lanes, reinplace, schedule, views
+from autopar.passes.overlap import bucket, chunk, reinplace, schedule, views
 from autopar.passes.overlap.aux_outputs import (
     Gradients,
     Late,
@@ -63,8 +62,7 @@ Backend = str | Callable[..., Any] | None
 
 
 Overlap = bool | Sequence[str]
-PASSES = ("chunk", "bucket", "schedule")  # the passes of overlap=True
-BY_NAME = ("chunk", "bucket", "lanes", "schedule")
+PASSES = ("chunk", "bucket", "schedule")  # the passes of overlap=True; a tuple picks from them
 OVERLAP: Overlap = True  # the default
 
 # Bytes of the largest bucket and how freely ops move: the first pair that fits the memory is taken.
@@ -82,13 +80,13 @@ def runner(
     program: Program, world: World, backend: Backend, overlap: Overlap
 ) -> Callable[..., Any]:
     """Return what a ParallelModule calls with the values of the graph's placeholders. `overlap`:
-    True for PASSES, False for none, or names of BY_NAME. Raises PlanError for the name of an
+    True for PASSES, False for none, or names of these. Raises PlanError for the name of an
     unknown pass or backend.
     """
     passes = (PASSES if overlap else ()) if isinstance(overlap, bool) else tuple(overlap)
-    unknown = [name for name in passes if name not in BY_NAME]
+    unknown = [name for name in passes if name not in PASSES]
     if unknown:
-        raise PlanError(f"overlap names {unknown[0]!r}; the passes are {', '.join(BY_NAME)}")
+        raise PlanError(f"overlap names {unknown[0]!r}; the passes are {', '.join(PASSES)}")
     if isinstance(backend, str):
         named_backend(backend)
     assert program.plan is not None
@@ -127,8 +125,6 @@ class Scheduled:
         )
         # By graph, the placeholders that exist before it runs: their gathers may run at any time.
         self._there: dict[Phase, frozenset[str]] = {"forward": self.stored}
-        assert program.plan is not None
-        self.mesh = program.plan.mesh
         self._constant = aux_output_places(program)
         self._late: set[int] = set()  # the auxiliary outputs that would have a gradient
         inputs = enumerate(program.signature.inputs)
@@ -154,7 +150,6 @@ class Scheduled:
                     warnings.warn(no_room(self._above), stacklevel=2)
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
-            self._open(values[0].device.type)
         outputs = list(self._run(*ordered))
         for place in self._late:
             outputs[place] = Late.apply(self._asked, place, outputs[place], *ordered)
@@ -183,16 +178,6 @@ class Scheduled:
         """
         self._run, self._constant = None, frozenset()
         return through(self.module, place, gradient, values)
-
-    def _open(self, device_type: str) -> None:
-        """Open the process groups of lane 1: all ranks are here, with the same names."""
-        assert self.forward is not None and self.backward is not None
-        names = lanes.opened(self.forward.graph, self.backward.graph)
-        if names:
-            with undone_on_failure():
-                ranks.together(
-                    "opening process groups", lambda: connect(self.mesh, device_type, names)
-                )
 
     def order(self) -> str:
         """Return a hash of the order of all collectives, forward and backward."""
@@ -294,16 +279,14 @@ class Scheduled:
         if in_pieces is not graph:
             tries = [(in_pieces, *attempt) for attempt in _ATTEMPTS[:2]] + tries
         for base, bucket_bytes, freedom in tries:
-            before = [(node, node.args) for node in base.nodes]
+            before = list(base.nodes)
             ordered, run = self._attempt(base, phase, bucket_bytes, freedom)
             filled = self._filled_fits(ordered, bound, step)
             if filled or schedule.limit_memory(ordered, resident, bound, step):
                 if run is not None:
                     self.modelled[phase] = run
                 return ordered, math.inf if filled else bound - graph_peak_bytes(ordered, step)
-            reorder(base, [node for node, _ in before])
-            for node, args in before:  # undo the lanes
-                node.args = args
+            reorder(base, before)
         schedule.limit_memory(graph, resident, bound, step)
         return graph, 0.0
 
@@ -343,8 +326,6 @@ class Scheduled:
         resident = self._there[phase]
         if "bucket" in self.passes:
             graph = bucket.bucket(graph, self.world, resident, phase, most)
-        if "lanes" in self.passes:
-            lanes.lanes(graph, self.world, resident, phase)
         if "schedule" not in self.passes:
             return graph, None
         before = list(graph.nodes)

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.planner.named_layouts import Layouts
-from autopar.runtime.backends import BY_NAME, Overlap
+from autopar.runtime.backends import PASSES, Overlap
 from benchmarks.models import Llama
 from benchmarks.step_time.forced import FORCED
 
@@ -222,7 +222,7 @@ def wanted(text: str) -> tuple[Layouts, Overlap]:
     or "waiting" if every collective is to be waited for at once.
     """
     layout, _, alone = text.partition("+")
-    return FORCED.get(layout, layout), (alone,) if alone in BY_NAME else alone != "waiting"
+    return FORCED.get(layout, layout), (alone,) if alone in PASSES else alone != "waiting"
 
 
 def parallel(

@@ -167,10 +167,10 @@ def test_scheduling_pays_and_repeats_itself(layout: Any) -> None:
         module.graph.lint()
 
 
-def test_groups_of_parts_and_lanes_have_the_pattern_of_their_ranks() -> None:
+def test_groups_of_parts_have_the_pattern_of_their_ranks() -> None:
     assert group_pattern("autopar/data4.x2/data") == ((4, 2),)
     assert group_pattern("autopar/data4.x2/data/2@1") == ((2, 2),)
-    assert group_pattern("autopar/data4.x2/data/2@2/lane1") == ((2, 4),)
+    assert group_pattern("autopar/data4.x2/data/2@2") == ((2, 4),)
     assert group_pattern("autopar/data2.x2.y2/data.x") == ((4, 2),)
     assert group_pattern("autopar/data2.x2.y2/data.y") == ((2, 4), (2, 1))
 
