@@ -303,11 +303,12 @@ def _groups_of_reshard(node: fx.Node) -> set[str]:
     if node.target in _LOCAL or node.kwargs.get("of") == "R":
         return set()  # nothing is sent in either direction
     parameters = inspect.signature(node.target).parameters
-    where: Any = (node.kwargs["axis"], node.kwargs["mesh"])
+    axis: Any = node.kwargs["axis"]
+    mesh: Any = node.kwargs["mesh"]
     has_backward = node.kwargs.get("to") != "I"
     keys = [key for key in _HIERARCHY_KWARGS[: 1 + has_backward] if key in parameters] or [""]
     hierarchies: list[Any] = [node.kwargs.get(key, ()) for key in keys]
-    return {group for inside in hierarchies for _, group in comm.route(*where, inside)}
+    return {group for inside in hierarchies for _, group in comm.route(axis, mesh, inside)}
 
 
 def _groups_of_sharded_op(node: fx.Node) -> set[str]:
