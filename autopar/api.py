@@ -42,7 +42,7 @@ from autopar.runtime.apply import (
     tensors_by_name,
 )
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
-from autopar.runtime.backends import OVERLAP, Backend, Overlap
+from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, Deferred, ParallelModule
 from autopar.runtime.original import compare_original
 from autopar.runtime.reference import to_float64
@@ -62,7 +62,7 @@ def plan(
     progress: Progress | None = None,
     smaller: bool = True,
     reduce_dtype: torch.dtype | str | None = None,
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = True,
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
     for the parameters.
@@ -112,7 +112,7 @@ def apply(
     plan: Plan,
     inputs: Inputs | None = None,
     backend: Backend = None,
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = True,
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
 ) -> ParallelModule:
@@ -190,7 +190,7 @@ def parallelize(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = True,
     redundant: bool = False,
     reduce_dtype: torch.dtype | str | None = None,
     sync_parameters: bool = True,

@@ -64,7 +64,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.show import format_bytes
 from autopar.planner.why import Why
 from autopar.runtime import calibrate_on_ranks
-from autopar.runtime.backends import OVERLAP
 from autopar.world import World
 from autopar.world import ranks as running
 from autopar.world.world import CALIBRATED
@@ -94,7 +93,7 @@ def plan(
     recompute: RecomputeOption = "auto",
     redundant: RedundantOption = False,
     reduce_dtype: ReduceOption = None,
-    overlap: OverlapOption = bool(OVERLAP),
+    overlap: OverlapOption = True,
     why: WhyOption = None,
     save: SaveOption = None,
     timeline: TimelineOption = None,

@@ -14,9 +14,9 @@ import models
 from autopar import _compat
 from autopar.cost.simulator.graph_events import bytes_of, collective_of, is_wait
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
-from autopar.passes.overlap.schedule import limit_memory
+from autopar.passes.overlap import DerivedGraph
 from autopar.runtime.backends import Scheduled
-from derived import called, placed, value_of
+from derived import called, passed, placed, value_of
 from examples.gpt import GPT, Config
 
 STORED: frozenset[str] = frozenset({"x0", "x1", "x2", "x3"})
@@ -103,8 +103,9 @@ def gathers() -> tuple[fx.Graph, list[fx.Node]]:
 def test_as_many_gathers_ahead_as_there_is_room_for(room: int, ahead: int) -> None:
     graph, sent = gathers()
     step, size = StepMemory(0.0, {}), 4096.0
-    assert limit_memory(graph, STORED, room * size + 4 * 1024 + size + 100, step)
-    graph.lint()
+    bound = room * size + 4 * 1024 + size + 100
+    limited = passed("limit_memory", DerivedGraph(graph, "forward", STORED, step, bound))
+    assert limited.graph is graph and limited.room >= 0
     under_way = most = 0
     for node in graph.nodes:
         under_way += node in sent
@@ -129,9 +130,13 @@ def test_sums_are_waited_for_where_there_is_no_room() -> None:
         product.append(one)
     step, size = StepMemory(0.0, {}), 64 * 64 * 4.0
     assert graph_peak_bytes(graph, step) > 4 * size
-    assert limit_memory(graph, frozenset(), 2 * size + 6 * size / 4 + 1e4, step)
+
+    def room(bound: float) -> float:
+        derived = DerivedGraph(graph, "backward", step=step, bound=bound)
+        return passed("limit_memory", derived).room
+
+    assert room(2 * size + 6 * size / 4 + 1e4) >= 0
     place = {node: number for number, node in enumerate(graph.nodes)}
     assert place[waits[0]] < place[products[3]]
-    graph.lint()
-    assert not limit_memory(graph, frozenset(), size, step)  # less than one product with its result
-    assert limit_memory(graph, frozenset(), math.inf, step)
+    assert room(size) < 0  # less than one product with its result
+    assert room(math.inf) == math.inf
