@@ -115,6 +115,26 @@ def test_as_many_gathers_ahead_as_there_is_room_for(room: int, ahead: int) -> No
     assert [n for n in graph.nodes if collective_of(n)] == sent
 
 
+@pytest.mark.parametrize("kib", range(12, 26))
+def test_a_view_that_several_gathers_send_stays_before_the_first(kib: int) -> None:
+    """Also where the first gather stays at its place and a later one moves ahead."""
+    graph = fx.Graph()
+    x, total = placed(graph, [(256,), (1024,)])
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    with _compat.fake_mode():
+        rows = called(graph, torch.ops.aten.view.default, (x, [16, 16]))
+        sent = [called(graph, gather, (rows, 4, "autopar/data4/data")) for _ in range(4)]
+        for one in sent:
+            done = called(graph, wait, (one,))
+            flat = called(graph, torch.ops.aten.view.default, (done, [1024]))
+            total = called(graph, torch.ops.aten.add.Tensor, (total, flat))
+    graph.output(total)
+    step, bound = StepMemory(0.0, {}), 1024.0 * kib
+    limited = passed("limit_memory", DerivedGraph(graph, "forward", frozenset({"x0"}), step, bound))
+    assert (limited.room >= 0) == (kib >= 13)
+
+
 def test_sums_are_waited_for_where_there_is_no_room() -> None:
     """Four products whose sums are scattered: an operand is free once that is waited for."""
     graph = fx.Graph()
