@@ -42,7 +42,7 @@ from autopar.runtime.apply import (
     tensors_by_name,
 )
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
-from autopar.runtime.backends import OVERLAP, Backend, Overlap
+from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, Deferred, ParallelModule
 from autopar.runtime.original import compare_original
 from autopar.runtime.reference import to_float64
@@ -61,7 +61,7 @@ def plan(
     progress: Progress | None = None,
     smaller: bool = True,
     reduce_dtype: torch.dtype | str | None = None,
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = True,
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
     for the parameters.
@@ -107,7 +107,7 @@ def apply(
     plan: Plan,
     inputs: Inputs | None = None,
     backend: Backend = None,
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = True,
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
 ) -> ParallelModule:
@@ -116,9 +116,8 @@ def apply(
 
     `inputs` are needed for a plan that was loaded from a file: the model is traced again.
     `backend`: None runs the graph, or the scheduled ones; else the name of a torch.compile backend
-    or a callable. `overlap=False`: nothing is scheduled, every collective
-    is waited for at once; True joins and schedules them; a tuple of "chunk", "bucket", "lanes"
-    and "schedule" picks.
+    or a callable. `overlap=False`: nothing is scheduled, every collective is waited for at once;
+    True joins and schedules them; a tuple of "chunk", "bucket" and "schedule" picks.
     `sync_parameters`: where ranks hold other parameters or buffers than rank 0, as they do after
     another seed, rank 0's are written into the model, as DistributedDataParallel does, and a
     warning says so; False raises a RankError instead.
@@ -186,7 +185,7 @@ def parallelize(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = True,
     reduce_dtype: torch.dtype | str | None = None,
     sync_parameters: bool = True,
     device: torch.device | str | None = None,

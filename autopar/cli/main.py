@@ -63,7 +63,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes
 from autopar.planner.why import Why
 from autopar.runtime import calibrate_on_ranks
-from autopar.runtime.backends import OVERLAP
 from autopar.world import World
 from autopar.world import ranks as running
 from autopar.world.world import CALIBRATED
@@ -92,7 +91,7 @@ def plan(
     optimizer: OptimizerOption = "adamw",
     recompute: RecomputeOption = "auto",
     reduce_dtype: ReduceOption = None,
-    overlap: OverlapOption = bool(OVERLAP),
+    overlap: OverlapOption = True,
     why: WhyOption = None,
     save: SaveOption = None,
     timeline: TimelineOption = None,

@@ -68,7 +68,7 @@ def group_of(axis: Axes, mesh: str) -> str:
 
 
 @_compat.constant_result
-def route(axis: Axes, mesh: str, inside: Hierarchy = (), lane: int = 0) -> Route:
+def route(axis: Axes, mesh: str, inside: Hierarchy = ()) -> Route:
     """Return the (ranks, group) of every level that a collective over `axis` goes through,
     innermost first; a flat collective has one.
 
@@ -76,23 +76,23 @@ def route(axis: Axes, mesh: str, inside: Hierarchy = (), lane: int = 0) -> Route
     ((2, 'autopar/data8.x2/data/2@1'), (4, 'autopar/data8.x2/data/4@2'))
     """
     names = (axis,) if isinstance(axis, str) else tuple(axis)
-    return _route(names, mesh, (inside,) if isinstance(inside, int) else tuple(inside), lane)
+    return _route(names, mesh, (inside,) if isinstance(inside, int) else tuple(inside))
 
 
 @cache
-def _route(axis: tuple[str, ...], mesh: str, inside: tuple[int, ...], lane: int) -> Route:
+def _route(axis: tuple[str, ...], mesh: str, inside: tuple[int, ...]) -> Route:
     parsed = Mesh.parse(mesh)
     axes = parsed.ordered(axis)
     ranks = math.prod(parsed.sizes[name] for name in axes)
     if not inside:
-        return ((ranks, group_name(mesh, axes, lane=lane)),)
+        return ((ranks, group_name(mesh, axes)),)
     inner_ranks = math.prod(inside)
     assert ranks % inner_ranks == 0 and ranks > inner_ranks, (
         f"{inside} inside of {ranks} ranks of {mesh}"
     )
     levels, stride = [], 1
     for size in (*inside, ranks // inner_ranks):
-        levels.append((size, group_name(mesh, axes, Within(size, stride), lane)))
+        levels.append((size, group_name(mesh, axes, Within(size, stride))))
         stride *= size
     return tuple(levels)
 

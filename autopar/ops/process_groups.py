@@ -34,20 +34,20 @@ from autopar import _compat
 from autopar._compat import OpOverload, takes_a_list
 from autopar.errors import RankError, WorldError
 from autopar.ir.graph import module_path
-from autopar.ir.mesh import Mesh, axes_of_group, group_name, group_ranks, parse_group_name
+from autopar.ir.mesh import Mesh, axes_of_group, group_name, group_ranks
 from autopar.world import ranks
 from autopar.world.store import FAILED, Pulse, missing, positions, pulse
 
 
 @dataclass(frozen=True)
 class _Connection:
-    """The open groups of one mesh, by (the ranks of every group of the name, lane), and the names
-    registered for them.
+    """The open groups of one mesh, by the ranks of all groups of a name, and the names registered
+    for them.
     """
 
     world: dist.ProcessGroup
     device_mesh: DeviceMesh
-    groups: dict[tuple[tuple[tuple[int, ...], ...], str], dist.ProcessGroup]
+    groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]
     names: set[str]
 
 
@@ -188,9 +188,9 @@ def _find_open_groups(mesh: Mesh, connection: _Connection) -> None:
     DeviceMesh.
     """
     for axis in mesh.names:
-        key = _partition(mesh, group_name(str(mesh), (axis,))), "0"
-        connection.groups[key] = connection.device_mesh.get_group(axis)
-    connection.groups[(tuple(range(mesh.size)),), "0"] = connection.world
+        partition = _partition(mesh, group_name(str(mesh), (axis,)))
+        connection.groups[partition] = connection.device_mesh.get_group(axis)
+    connection.groups[(tuple(range(mesh.size)),)] = connection.world
 
 
 def _open_group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessGroup:
@@ -198,13 +198,12 @@ def _open_group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessG
     of two levels, share it.
     """
     partition = _partition(mesh, name)
-    key = partition, parse_group_name(name)[-1] or "0"
-    if key not in connection.groups:
+    if partition not in connection.groups:
         group, _ = dist.new_subgroups_by_enumeration(
             [list(members) for members in partition], timeout=_compat.timeout_of(connection.world)
         )
-        connection.groups[key] = group
-    return connection.groups[key]
+        connection.groups[partition] = group
+    return connection.groups[partition]
 
 
 # -- errors of failed collectives ------------------------------------------------------------------

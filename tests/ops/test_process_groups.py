@@ -50,14 +50,14 @@ def test_a_step_communicates_over_the_groups_of_its_plan(
     assert {f"autopar/{plan.mesh}/{group}" for group in plan.groups} == seen
 
 
-def test_levels_and_lanes_are_groups_of_their_own() -> None:
+def test_levels_are_groups_of_their_own() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    where = {"axis": ("data", "x"), "mesh": "data2.x4", "inside": 2, "lane": 1}
+    where = {"axis": ("data", "x"), "mesh": "data2.x4", "inside": 2}
     graph.output(graph.call_function(collectives.all_reduce, (x,), where))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    there = comm.route(("data", "x"), "data2.x4", 2, 1)
-    back = comm.route(("data", "x"), "data2.x4", (), 1)
+    there = comm.route(("data", "x"), "data2.x4", 2)
+    back = comm.route(("data", "x"), "data2.x4")
     assert groups_of(module) == {group for _, group in (*there, *back)}
 
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 import autopar
 import models
 from autopar.ir.layout import Layout
-from autopar.passes.overlap import schedule
 from autopar.planner.named_layouts import Grid2D, Grid4D, Grid25D, Layouts
+from autopar.runtime import backends
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
@@ -293,7 +293,7 @@ def scheduled() -> Facts:
             "without gradients": torch.equal(unrecorded, found[0][0]),
         }
     if dist.get_rank() == 1:  # as a world that was measured on each rank by itself would
-        schedule.collectives_in_order = lambda graph: ["another"]
+        backends.collectives_in_order = lambda graph: ["another"]
     facts["orders differ"] = everywhere(
         caught(lambda: called(autopar.apply(model, plan, overlap=True), inputs)[0].backward())
     )

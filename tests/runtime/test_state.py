@@ -13,7 +13,7 @@ import torch
 import autopar
 from autopar import InputError
 from autopar.ir import program as ir_program
-from autopar.passes.trace import trace
+from autopar.passes import trace
 from launch import launched
 from state_ranks import Net, batch
 from traced import run
