@@ -40,7 +40,7 @@ class LayoutError(AutoparError):
     >>> import autopar, torch
     >>> autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), autopar.Grid4D(x=3))
     Traceback (most recent call last):
-    autopar.errors.LayoutError: Grid4D(x=3, y=1, z=1, data=1) is for 1 · 1 · 3 · 1 = 3 ranks, the ...
+    autopar.errors.LayoutError: Grid4D(x=3, y=1, z=1, data=1) is for 1 · 1 · 3 · 1 = 3 ranks, ...
     """
 
 

@@ -20,7 +20,8 @@ from autopar._compat import named_backend
 from autopar.cost.memory import STATES, Budget, limit_text, text_of
 from autopar.errors import AutoparError, InputError, LayoutError, PlanError
 from autopar.ir.plan import Plan
-from autopar.planner.named_layouts import NAMES, Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.named_layouts import NAMES
 from autopar.runtime.backends import BY_NAME
 from autopar.runtime.module import Deferred, ParallelModule
 from autopar.world import World, ranks

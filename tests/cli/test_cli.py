@@ -20,7 +20,7 @@ from autopar.cli import main, options, terminal
 from autopar.cli.models import NAMED
 from autopar.cli.targets import Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
-from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.world import Level, World
 from models import Mlp as MseMlp
 

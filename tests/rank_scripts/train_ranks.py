@@ -24,7 +24,8 @@ import autopar
 import models
 from autopar.ir.layout import Layout
 from autopar.passes.overlap import schedule
-from autopar.planner.named_layouts import Grid2D, Grid4D, Grid25D, Layouts
+from autopar.planner.grids import Grid2D, Grid4D, Grid25D
+from autopar.planner.named_layouts import Layouts
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
