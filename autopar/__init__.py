@@ -13,7 +13,7 @@ from autopar.errors import (
     WorldError,
 )
 from autopar.ir.plan import Plan
-from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.runtime.dynamo_backend import backend
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.verify import Check

@@ -65,8 +65,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A chosen layout for a model on a world. `seconds`, `comm_bytes` and `peak_bytes` are
-    modelled, per rank and training step.
+    """A chosen layout for a model on a world. `seconds`, `comm_bytes` (sent) and `peak_bytes`
+    (held) are modelled, of one rank in one training step.
+
+    >>> import autopar
+    >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
+    >>> print(plan.mesh, plan.stored["p_weight"], plan.stored["p_weight"].local_shape)
+    tp4 tp:S(0) (4, 8)
 
     `fingerprint` names the traced graph that the plan is for; `apply` refuses another one.
     """
@@ -116,7 +121,13 @@ class Plan:
     ready: PlanContext | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Table:
-        """Return the plan as a table for people, one line a subgraph. Print it with rich."""
+        """Return the plan as a table for people, one line a subgraph. Print it with rich.
+
+        >>> import autopar
+        >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
+        >>> [column.header for column in plan.table().columns[:3]]
+        ['subgraph', 'layout', 'collectives']
+        """
         title = (
             f"mesh {str(self.mesh) or 'of one rank'}, {self._hidden()}{self.seconds * 1e3:.1f} ms "
             f"{'a step modelled' if self.overlapped is None else 'summed'}{self._certificate()}"
@@ -162,7 +173,8 @@ class Plan:
     @property
     def gap(self) -> float:
         """The largest part of `seconds` that another plan of this layout could save: 0 where the
-        plan is proven to be the fastest. It counts collectives that are not hidden.
+        plan is proven to be the fastest, 0.1 where another may take a tenth less. It counts
+        collectives that are not hidden.
         """
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds and self.bound else 0.0
 
@@ -236,7 +248,10 @@ class Plan:
         `pattern` names subgraphs as `table` does: "blocks.*.mlp"; what lies below counts too.
         Raises PlanError where it names none, and for a plan from a file, which holds no graph.
 
-        Example: print(plan.formula("blocks.*.mlp")); plan.formula().bytes(Gx=[1, 2, 4])
+        >>> import autopar
+        >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "ddp")
+        >>> plan.formula().bytes(Gdata=[1, 2, 4])  # the all-reduce of 144 float32 gradients
+        array([  0., 576., 864.])
         """
         if self.ready is None:
             raise PlanError(
@@ -249,6 +264,11 @@ class Plan:
         """Return the modelled step event by event: a `cost.simulator.timeline.Timeline` with its
         `seconds`, exposed and hidden ones, and `save(path)` for Perfetto. `overlap=False`: the step
         waits for every collective at once. Raises PlanError for a plan from a file.
+
+        >>> import autopar
+        >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
+        >>> plan.timeline().seconds <= plan.timeline(overlap=False).seconds
+        True
         """
         if self.ready is None:
             raise PlanError("a plan from a file holds no graph: plan again to see its timeline")
@@ -262,7 +282,10 @@ class Plan:
         alike; what lies below counts too. Raises PlanError where it names nothing, and for a plan
         from a file.
 
-        Example: rich.print(plan.why("blocks.0.mlp"))
+        >>> import autopar
+        >>> why = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),)).why("linear")
+        >>> why.chosen, [runner.layout for runner in why.runners]
+        ('linear x→n', ['linear x→k', 'linear x→m'])
         """
         if self.ready is None:
             raise PlanError(
@@ -272,11 +295,24 @@ class Plan:
         return self.ready.why(pattern)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, in one step: a save that fails leaves the file that was there."""
+        """Write the plan as JSON, in one step: a save that fails leaves the file that was there.
+
+        >>> import autopar, tempfile
+        >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
+        >>> plan.save(path := f"{tempfile.mkdtemp()}/plan.json")
+        >>> autopar.Plan.load(path) == plan
+        True
+        """
         json_file.write(path, json.dumps(self.to_json(), indent=1))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as dicts, lists and numbers, for `from_json` and as `save` writes it."""
+        """Return the plan as dicts, lists and numbers, for `from_json` and as `save` writes it.
+
+        >>> import autopar
+        >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
+        >>> Plan.from_json(plan.to_json()).to_json()["mesh"]
+        'tp4'
+        """
 
         def layouts(found: dict[str, Layout]) -> dict[str, Any]:
             return {name: write(layout) for name, layout in found.items()}
@@ -314,7 +350,12 @@ class Plan:
 
     @staticmethod
     def from_json(data: Any, where: str = "the plan") -> Plan:
-        """Return the plan that `to_json` gave. Raises as `load` does, and calls it `where`."""
+        """Return the plan that `to_json` gave. Raises as `load` does, and calls it `where`.
+
+        >>> Plan.from_json({"version": 0}, where="my plan")
+        Traceback (most recent call last):
+        autopar.errors.PlanError: my plan ...
+        """
         return _plan_of_file(plan_file.inside(data, where))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 from autopar.ir.dim_roles import (
@@ -24,59 +23,8 @@ from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
 from autopar.planner.constraint import Constraint, Role, fits
+from autopar.planner.grids import Grid, Grid2D, Grid3D, Grid4D, Grid25D
 
-
-@dataclass(frozen=True)
-class Grid2D:
-    """ATP's mesh of d1 × d2 ranks (arXiv 2301.08658): one axis on n, the other on k, swapped at the
-    next matmul.
-
-    `first`: "column" puts d1 on n at the first matmul of a chain, "row" puts it on k.
-    """
-
-    d1: int
-    d2: int
-    first: str = "column"
-
-
-@dataclass(frozen=True)
-class Grid3D:
-    """A mesh of x · y · z ranks: three axes on m, n and k; X, W and Y are each spread over all
-    three (Agarwal et al. 1995).
-    """
-
-    x: int
-    y: int
-    z: int
-
-
-@dataclass(frozen=True)
-class Grid4D:
-    """AxoNN's grid (arXiv 2305.13525): x on k and y on n, swapped at the next matmul; z and data on
-    m; z splits stored weights too.
-    """
-
-    x: int = 1
-    y: int = 1
-    z: int = 1
-    data: int = 1
-
-
-@dataclass(frozen=True)
-class Grid25D:
-    """A mesh of d layers of q × q ranks (SUMMA-2.5, arXiv 2105.14500): depth and row on m, col on
-    n; q at least d.
-
-    `panels`: SUMMA broadcasts operands in q panels, again in the backward, and no rank holds more
-    than two; else operands are gathered in full and saved. The numbers are equal.
-    """
-
-    q: int
-    d: int = 1
-    panels: bool = True
-
-
-Grid = Grid2D | Grid3D | Grid4D | Grid25D
 Layouts = str | Grid | Mapping[str, "str | Grid"]
 
 _DATA = Role("m", "batch", stored="whole")

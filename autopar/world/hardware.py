@@ -151,7 +151,8 @@ class Device:
     orders. `attention`: for a dtype and a causal mask or none, every number of keys with every head
     size; without any, attention is as efficient as matmuls of as many FLOPs. `op_bytes_per_s`:
     bandwidth of all other ops, exponentials and fresh memory included; 0 stands for
-    memory_bytes_per_s.
+    memory_bytes_per_s. Raises WorldError for a figure that no machine has, and for a dtype that
+    torch does not have.
 
     >>> Device("H100", {"bfloat16": 989e12, "float32": 67e12}, 80e9, 3.35e12).rate(torch.float32)
     67000000000000.0
@@ -264,16 +265,18 @@ def _stand_in(known: Mapping[str, T], dtype: torch.dtype) -> T | None:
 @dataclass(frozen=True)
 class Level:
     """One level of links. It joins `ranks` members: single ranks at the innermost level, groups of
-    the level below further out. `latency_s` is the seconds of one hop.
+    the level below further out. Two levels are 4 nodes of 8, where a node's cards carry 400 GB/s:
 
-    `bytes_per_s`, each way, is with `per` "uplink" the bandwidth of the one link that all ranks of
-    a member share (a node's network cards together), with `per` "rank" that of each rank's own link
-    (its card), which the ranks of a member pool. `direct`: there is no switch, and a member's
-    bytes/s are those of its wires to all the other members together, one wire each (four A100 or
-    GH200 in a node).
+    >>> inner, outer = Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank")
+    >>> outer.uplink(inner.ranks)
+    400000000000.0
 
-    Example: Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank"): 4 nodes of 8, a node's cards
-    carry 400 GB/s.
+    `latency_s`: seconds of one hop. `bytes_per_s`, each way, is with `per` "uplink" the bandwidth
+    of the one link that all ranks of a member share (a node's network cards together), with `per`
+    "rank" that of each rank's own link (its card), which the ranks of a member pool. `direct`:
+    there is no switch, and a member's bytes/s are those of its wires to all the other members
+    together, one wire each (four A100 or GH200 in a node). Raises WorldError for fewer than 1 rank
+    and for a rate that is not above 0.
     """
 
     __pydantic_config__ = STRICT

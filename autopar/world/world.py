@@ -98,16 +98,19 @@ _adapters: dict[type[Any], TypeAdapter[Any]] = {}
 class World:
     """A cluster: one device a rank, joined either by `levels` of links, innermost first, or by the
     `links` of an irregular network. Ranks are numbered from the inside out: neighbours share a
-    node.
+    node. These are 4 nodes of 8 GPUs:
 
-    `launch_s`: seconds to start any collective; `meeting_s`: seconds that ranks which compute lose
-    beyond that in waiting for one another. `factors`: how much longer than modelled each kind of
-    collective takes on this `backend`, where calibration measured it; `measured`: calibrated
-    timings of single patterns, which replace the formulas. `version`: the file's format. Raises
-    WorldError where the parts contradict one another.
+    >>> device = Device("H100", {"bfloat16": 989e12}, memory_bytes=80e9, memory_bytes_per_s=3.35e12)
+    >>> links = Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank")
+    >>> World(links, device, "nccl").ranks
+    32
 
-    Example: World((Level(8, 450e9, 1e-6), Level(4, 50e9, 5e-6, per="rank")), device, "nccl") is 4
-    nodes of 8 GPUs. World.preset, World.load, World.detect and World.from_graph make one for you.
+    World.preset, World.load, World.detect and World.from_graph make one for you. `launch_s`:
+    seconds to start any collective; `meeting_s`: seconds that ranks which compute lose beyond that
+    in waiting for one another. `factors`: how much longer than modelled each kind of collective
+    takes on this `backend`, where calibration measured it; `measured`: calibrated timings of single
+    patterns, which replace the formulas. `version`: the file's format. Raises WorldError where the
+    parts contradict one another.
     """
 
     __pydantic_config__ = STRICT
@@ -167,13 +170,22 @@ class World:
         return graph
 
     def factor(self, kind: str) -> float:
-        """Return how many times longer than modelled such a collective takes; 1 if unknown."""
+        """Return how many times longer than modelled this kind of collective takes; 1.0 if unknown.
+
+        >>> World.preset("dgx-h100").factor("all_reduce")
+        1.0
+        """
         return self.factors.get(kind, 1.0)
 
     def found(
         self, kind: str, pattern: tuple[tuple[int, int], ...], together: bool = True
     ) -> Measured | None:
-        """Return the timing of a collective over the groups of a pattern; None if not measured."""
+        """Return the timing of a collective over the groups of a pattern; None if not measured.
+        `pattern` is of (size, stride) pairs, outer first; `together`: all its groups ran at once.
+
+        >>> World.preset("dgx-h100").found("all_reduce", ((8, 1),)) is None
+        True
+        """
         return self._found.get((kind, pattern, together))
 
     @cached_property
@@ -200,6 +212,9 @@ class World:
     def of(given: World | int | Any | None) -> World:
         """Return a world from what a user may give: a World, a number of ranks on nodes like this
         one, a DeviceMesh, or None for what runs. Raises WorldError for anything else.
+
+        >>> World.of(4).ranks
+        4
         """
         if isinstance(given, World):
             return given
@@ -222,6 +237,9 @@ class World:
         environment, else this process alone; the GPU by its name; NVLink where the GPUs reach one
         another. What cannot be seen (the network between nodes) is nominal: `save`, edit and `load`
         it, or calibrate.
+
+        >>> World.detect().ranks
+        1
         """
         return World(*_world_fields(machines.like_here(*machines.running_ranks())))
 
@@ -243,7 +261,14 @@ class World:
     ) -> World:
         """Return a world with an irregular network. Nodes 0 to ranks-1 of the graph are ranks, the
         others are switches, named by strings; every edge has `bytes_per_s`, its capacity each way,
-        and may have `latency_s`. Raises WorldError for an edge without capacity.
+        and may have `latency_s`, in seconds. Raises WorldError for an edge without capacity, for
+        ranks with a gap in their numbers, and for a rank that no links reach.
+
+        >>> import networkx as nx
+        >>> star, device = nx.Graph(), World.preset("dgx-h100").device
+        >>> star.add_edges_from([(rank, "switch") for rank in range(3)], bytes_per_s=25e9)
+        >>> World.from_graph(star, device).ranks
+        3
         """
         links = []
         for a, b, facts in graph.edges(data=True):
@@ -260,17 +285,32 @@ class World:
         return read(World, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the world as JSON, for `load`, and to edit by hand."""
+        """Write the world as JSON, for `load`, and to edit by hand.
+
+        >>> import tempfile
+        >>> world, path = World.preset("dgx-h100"), f"{tempfile.mkdtemp()}/world.json"
+        >>> world.save(path)
+        >>> World.load(path) == world
+        True
+        """
         write(World, self, path)
 
     def to_json(self) -> Any:
-        """Return the world as dicts, lists and numbers, for `from_json` or for another file."""
+        """Return the world as dicts, lists and numbers, for `from_json` or for another file.
+
+        >>> World.preset("dgx-h100").to_json()["levels"][0]["ranks"]
+        8
+        """
         return to_json(World, self)
 
     @staticmethod
     def from_json(data: Any, where: str) -> World:
         """Return the world that `to_json` gave. Raises WorldError with `where` it stands, and the
         fields that are wrong.
+
+        >>> World.from_json({"levels": []}, "my.json")
+        Traceback (most recent call last):
+        autopar.errors.WorldError: my.json describes no world: ...
         """
         return parsed_inside(World, data, where)
 

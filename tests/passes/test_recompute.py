@@ -17,7 +17,7 @@ from autopar._compat import pytree
 from autopar.ir.graph import every_node
 from autopar.ops import collectives, comm
 from autopar.ops.recomputation import recompute_in_backward, regather_in_backward
-from autopar.planner.named_layouts import Grid4D
+from autopar.planner.grids import Grid4D
 from autopar.runtime import lockstep
 from autopar.runtime.verify import _Rank
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.planner.named_layouts import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.named_layouts import Layouts
 
 BATCH, SEQUENCE = 16, 32
 m, h, i, v = BATCH * SEQUENCE, 64, 128, 1024

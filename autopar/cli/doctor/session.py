@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from autopar import _compat, api
 from autopar.cli.targets import Gpt, GptAttention, Sizes
 from autopar.ops import process_groups
-from autopar.planner.named_layouts import Grid, Grid4D
+from autopar.planner.grids import Grid, Grid4D
 from autopar.world import ranks
 from autopar.world.ranks import named
 

@@ -26,7 +26,7 @@ from autopar.cli.doctor.session import Absent, Finding, Session, grid_4d, parall
 from autopar.cost.calibration import measure
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Plan
-from autopar.planner.named_layouts import Grid, Grid25D
+from autopar.planner.grids import Grid, Grid25D
 from autopar.runtime.module import ParallelModule
 from autopar.world import ranks
 
