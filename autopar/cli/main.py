@@ -202,7 +202,10 @@ def calibrate(
 
     Example: torchrun --nproc-per-node 4 -m autopar calibrate
     """
-    with calibrate_on_ranks.joined_work(), _report_errors(as_json=False, quiet=running.rank() > 0):
+    with (
+        calibrate_on_ranks.open_process_group(),
+        _report_errors(as_json=False, quiet=running.rank() > 0),
+    ):
         running.together("looking for the folder", lambda: _require_folder(save, "--save"))
 
         def build() -> tuple[nn.Module, Any]:

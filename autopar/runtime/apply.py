@@ -209,6 +209,34 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
     return tuple(axis_placements) or (Replicate(),)
 
 
+def to_dtensor(local: torch.Tensor, layout: Layout, device_mesh: DeviceMesh | None) -> torch.Tensor:
+    """Return this rank's part of a tensor as a DTensor; the part itself without a mesh."""
+    if device_mesh is None:
+        return local
+    shape = torch.Size(layout.shape)
+    strides = _contiguous_strides(layout.shape)
+    return DTensor.from_local(
+        local, device_mesh, placements(layout), run_check=False, shape=shape, stride=strides
+    )
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor: (6, 2, 1) for the shape (4, 3, 2)."""
+    strides, unit = [], 1
+    for size in reversed(shape):
+        strides.append(unit)
+        unit *= size
+    return tuple(reversed(strides))
+
+
+def to_local(values: list[Any]) -> list[Any]:
+    """Return the values with the rank's local tensors in place of DTensors."""
+    places = [place for place, value in enumerate(values) if isinstance(value, DTensor)]
+    for place, part in zip(places, local_parts([values[place] for place in places]), strict=True):
+        values[place] = part
+    return values
+
+
 def local_parts(xs: Sequence[DTensor]) -> list[torch.Tensor]:
     """Return `to_local` of each DTensor, differentiably: the gradients are DTensors with the same
     placements.

@@ -66,7 +66,7 @@ def _value_text(value: Any) -> str:
 # -- one check an argument: it returns what is wrong, or "" ----------------------------------------
 def _model(value: Any) -> str:
     if isinstance(value, ParallelModule | Deferred):
-        module: Any = value.made if isinstance(value, Deferred) else value
+        module: Any = value.module if isinstance(value, Deferred) else value
         details = ""
         if module is not None:
             details = f", on mesh {str(module.plan.mesh) or 'of one rank'} as {module.plan.layout}"

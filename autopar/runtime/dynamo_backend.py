@@ -231,7 +231,7 @@ class _PlannedGraph:
         exact = [
             x for x in input_values if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)
         ]
-        self.watch.called(exact)
+        self.watch.count_call(exact)
         signature = self.program.signature
         with without_autocast(signature.autocast):
             results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))

@@ -214,7 +214,7 @@ def test_shares_are_what_was_measured_of_the_rate() -> None:
 def test_a_models_own_attention() -> None:
     """Every block has the same."""
     model, args, _ = models.gpt()
-    assert calibrate_on_ranks.unsharded_work(model, args).attended == [(FLOAT, Attends(16, 8.0, True))]
+    assert calibrate_on_ranks.unsharded_work(model, args).attentions == [(FLOAT, Attends(16, 8.0, True))]
 
 
 # -- files -----------------------------------------------------------------------------------------

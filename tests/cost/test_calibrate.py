@@ -346,7 +346,7 @@ def test_a_models_own_products() -> None:
     with torch.device("meta"):
         model, tokens = GPT(), torch.zeros(2, 8, dtype=torch.int64)
     found = {
-        (m, n, k) for _, m, n, k in calibrate_on_ranks.unsharded_work(model, (tokens, tokens)).products
+        (m, n, k) for _, m, n, k in calibrate_on_ranks.unsharded_work(model, (tokens, tokens)).matmuls
     }
     width = model.head.in_features
     assert (16, 3 * width, width) in found and (16, width, 4 * width) in found

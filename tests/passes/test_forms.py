@@ -73,7 +73,7 @@ def forged(ranks: int, right: float) -> World:
     its right operand copied.
     """
     model, args, _ = models.gpt()
-    shapes = local_matmuls(unsharded_work(model, args).products, ranks)
+    shapes = local_matmuls(unsharded_work(model, args).matmuls, ranks)
     forms = {(str(p.dtype).removeprefix("torch."), p.m, p.n, p.k, p.form) for p in shapes}
     world = World.of(ranks)
     timed = tuple(KernelTimes(*one, 1.0, 2.0, right) for one in sorted(forms))
