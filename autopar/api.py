@@ -18,11 +18,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan import reduce_dtype as read_reduce_dtype
 from autopar.ops import devices
 from autopar.passes.pass_manager import PassManager, Progress
-from autopar.planner import choose, edit, world_size
+from autopar.planner import edit, mesh_search, world_size
 from autopar.planner.named_layouts import Layouts
 from autopar.planner.planner import (
     Inputs,
-    PlanRequest,
     analyse,
     call_arguments,
     choose_plan,
@@ -30,6 +29,7 @@ from autopar.planner.planner import (
     rewrite_for_ranks,
     trace_model,
 )
+from autopar.planner.request import PlanRequest
 from autopar.runtime import agreement
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (
@@ -42,7 +42,7 @@ from autopar.runtime.apply import (
     tensors_by_name,
 )
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
-from autopar.runtime.backends import OVERLAP, Backend, Overlap
+from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, Deferred, ParallelModule
 from autopar.runtime.original import compare_original
 from autopar.runtime.reference import to_float64
@@ -58,11 +58,10 @@ def plan(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
-    redundant: bool = False,
     progress: Progress | None = None,
     smaller: bool = True,
     reduce_dtype: torch.dtype | str | None = None,
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = True,
 ) -> Plan:
     """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
     for the parameters.
@@ -74,8 +73,7 @@ def plan(
     `optimizer`: whose states are among them, a name of autopar.cost.memory.STATES or bytes for
     every trained number. `recompute`: "full" computes every repeated block again in the backward,
     "gathers" only gathers the weights of their products again, "none" does neither, "auto" as
-    little as makes it fit. `redundant`: a matrix product may be computed whole
-    on several ranks of an axis that could split it, which on slow links can be the fastest.
+    little as makes it fit.
     `reduce_dtype`: torch.float32 adds up the gradients of parameters across ranks in float32, where
     they are of a narrower dtype (as FSDP's MixedPrecisionPolicy does); None: in their own dtype.
     `overlap`: as `apply` will be told: with it, plans are compared by a step in which communication
@@ -88,22 +86,19 @@ def plan(
     """
     check(
         "plan", model=model, layout=layout, memory=memory, optimizer=optimizer, overlap=overlap,
-        redundant=redundant, progress=progress, smaller=smaller,
+        progress=progress, smaller=smaller,
     )  # fmt: skip
     found, summed = World.of(world), read_reduce_dtype(reduce_dtype)
     budget = Budget.of(found, memory, optimizer, recompute)
     check_room(model, found, budget)
-    asked, pipeline = (
-        PlanRequest(layout, budget, redundant, summed, bool(overlap)),
-        PassManager(progress),
-    )
+    asked, pipeline = PlanRequest(layout, budget, summed, bool(overlap)), PassManager(progress)
     source = trace_model(model, inputs, pipeline)
     program = choose_plan(pipeline, analyse(pipeline, source, summed), found, asked)
     made = finish_plan(pipeline, source, program, found, asked)
     if not smaller:
         return made
     pipeline.progress("smaller worlds")
-    fewer = world_size.smaller_world(program, made, layout, redundant, budget)
+    fewer = world_size.smaller_world(program, made, asked)
     return dataclasses.replace(made, smaller=fewer)
 
 
@@ -112,7 +107,7 @@ def apply(
     plan: Plan,
     inputs: Inputs | None = None,
     backend: Backend = None,
-    overlap: Overlap = OVERLAP,
+    overlap: Overlap = True,
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
 ) -> ParallelModule:
@@ -121,9 +116,8 @@ def apply(
 
     `inputs` are needed for a plan that was loaded from a file: the model is traced again.
     `backend`: None runs the graph, or the scheduled ones; else the name of a torch.compile backend
-    or a callable. `overlap=False`: nothing is scheduled, every collective
-    is waited for at once; True joins and schedules them; a tuple of "chunk", "bucket", "lanes"
-    and "schedule" picks.
+    or a callable. `overlap=False`: nothing is scheduled, every collective is waited for at once;
+    True joins and schedules them; a tuple of "chunk", "bucket" and "schedule" picks.
     `sync_parameters`: where ranks hold other parameters or buffers than rank 0, as they do after
     another seed, rank 0's are written into the model, as DistributedDataParallel does, and a
     warning says so; False raises a RankError instead.
@@ -191,8 +185,7 @@ def parallelize(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
-    overlap: Overlap = OVERLAP,
-    redundant: bool = False,
+    overlap: Overlap = True,
     reduce_dtype: torch.dtype | str | None = None,
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
@@ -209,9 +202,9 @@ def parallelize(
     with on_own_device(model, device) as place:
         check_together(
             "parallelize", model=model, layout=layout, memory=memory, optimizer=optimizer,
-            overlap=overlap, redundant=redundant, backend=backend,
+            overlap=overlap, backend=backend,
         )  # fmt: skip
-        wanted = layout, backend, memory, optimizer, recompute, overlap, redundant, reduce_dtype
+        wanted = layout, backend, memory, optimizer, recompute, overlap, reduce_dtype
         last = sync_parameters, place
         if inputs is None:
             return Deferred(lambda given: parallelize(model, world, given, *wanted, *last))
@@ -228,14 +221,13 @@ def _planned_and_applied(
     optimizer: Optimizer,
     recompute: Recompute,
     overlap: Overlap,
-    redundant: bool,
     reduce_dtype: torch.dtype | str | None,
     sync_parameters: bool,
     place: torch.device,
 ) -> ParallelModule:
     warn_alone(world)
     limits = memory, optimizer, recompute
-    own = layout, limits, redundant, reduce_dtype, overlap
+    own = layout, limits, reduce_dtype, overlap
     options = {"backend": backend, "sync_parameters": sync_parameters}
     found, asked = agree_on_request(world, *own, inputs=inputs, options=options)
     ranks.together("reading the limits", lambda: check_room(model, found, asked.budget))
@@ -250,7 +242,6 @@ def verify(
     layout: Layouts | Plan = "auto",
     tolerance: float = 1e-9,
     recompute: Recompute = "none",
-    redundant: bool = False,
     progress: Progress | None = None,
 ) -> Check:
     """Prove a layout on this model: every rank in lockstep in one process, in float64, against the
@@ -265,8 +256,7 @@ def verify(
     Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
     """
     check(
-        "verify", model=model, layout_or_plan=layout, tolerance=tolerance, redundant=redundant,
-        progress=progress,
+        "verify", model=model, layout_or_plan=layout, tolerance=tolerance, progress=progress,
     )  # fmt: skip
     found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = PassManager(progress)
@@ -280,10 +270,11 @@ def verify(
         program = dataclasses.replace(program, plan=edit.check_edits(program, layout))
     else:
         budget = Budget.of(found, "auto", "adamw", recompute)
-        program = choose_plan(pipeline, program, found, PlanRequest(layout, budget, redundant))
+        program = choose_plan(pipeline, program, found, PlanRequest(layout, budget))
     several = rewrite_for_ranks(pipeline, program, found)
     pipeline.progress("compare")
-    one = rewrite_for_ranks(PassManager(), choose.choose(program, World.of(1), "auto"), found)
+    single = mesh_search.search_meshes(program, World.of(1), PlanRequest())
+    one = rewrite_for_ranks(PassManager(), single, found)
     check_of_ranks = compare(several, one, pytree.tree_leaves(call_arguments(inputs)), tolerance)
     pipeline.progress("compare with the model")
     compare_original(model, source, call_arguments(inputs), flops)

@@ -1,7 +1,7 @@
 """What each named layout is, as data: the matrices of its product or two, kept and in use.
 
-The pictures of docs/layouts.md are drawn from this, and tests/test_words.py counts the words of
-benchmarks/model/formulas.py again with it.
+The pictures of docs/layouts.md are drawn from this, and tests/benchmarks/test_words.py counts
+the words of benchmarks/model/formulas.py again with it.
 """
 
 from __future__ import annotations

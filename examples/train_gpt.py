@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.show import listing
+from autopar.ir.graph import listing
 from gpt import GPT
 
 LIMIT = 1e-4  # largest relative difference of a loss from the single device's

@@ -15,7 +15,7 @@ from sizes import too_long
 ROOT = Path(__file__).parent.parent
 AUTOPAR = ROOT / "autopar"
 FILES = sorted(AUTOPAR.rglob("*.py"))
-MOST_FILES, MOST_NAMES = 160, 15  # 140 files is where this shall go
+MOST_FILES, MOST_NAMES = 146, 15  # 140 files is where this shall go
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 
 

@@ -1,13 +1,30 @@
 """Every private torch API that autopar touches, in one folder; tests/test_compat.py calls each.
 
-running.py has what tracing and running need, compiling.py what compiles derived graphs.
+This file has what tracing and running need: process groups, modes, autograd's steps, parts of
+DTensors. compiling.py has what compiles derived graphs, and imports that where it is used.
 """
 
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed
+import torch.utils.checkpoint as _checkpointing
 from torch._C import DisableTorchFunction as without_torch_functions
 from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
+from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.nn.modules import transformer
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,34 +42,223 @@ from autopar._compat.compiling import (
     partition,
     takes_a_list,
 )
-from autopar._compat.running import (
-    apply_function,
-    autograd_step,
-    backend_name,
-    checkpoints_inlined,
-    default_store,
-    exporting,
-    fake_mode,
-    forget_groups,
-    from_part,
-    functions_applied,
-    in_backward,
-    local_of,
-    masks_as_given,
-    next_autograd_step,
-    placing_of,
-    process_group,
-    recording_again,
-    register_process_group,
-    register_work,
-    safe_gathers,
-    set_timeout,
-    strict_fake_mode,
-    taken_apart,
-    timeout_of,
-    unregister_process_group,
-    version_of,
-)
+
+
+def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
+    """Lets functional collectives find `group` by a name of our choice, the same on every rank."""
+    torch._C._distributed_c10d._register_process_group(GroupName(name), group)
+
+
+def unregister_process_group(name: str) -> None:
+    """Frees a name; one that is not registered (any more) is no error."""
+    torch._C._distributed_c10d._unregister_process_group(GroupName(name))
+
+
+def process_group(name: str) -> torch.distributed.ProcessGroup:
+    """The group that is registered as `name`. Raises RuntimeError where none is."""
+    return torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+
+
+def default_store() -> Any:
+    """The store over which the default process group was set up."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
+    """How long a collective of this group may take, as the user said when it was made; None where
+    its backend knows no limit.
+    """
+    backend = group._get_backend(group._device_types[0])
+    found: timedelta | None = getattr(backend.options, "_timeout", None)
+    return found
+
+
+def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta | None) -> None:
+    """How long a collective of this group may take from now on; None changes nothing."""
+    if timeout is not None:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def register_work(x: torch.Tensor, work: torch.distributed.Work) -> None:
+    """Lets `_c10d_functional.wait_tensor(x)` wait for `work`, which x is kept alive for."""
+    torch._C._distributed_c10d._register_work(x, work)
+
+
+def forget_groups(device_mesh: torch.distributed.DeviceMesh) -> None:
+    """Lets go of a mesh's process groups: DTensors hold their mesh for as long as they live, and so
+    the groups' threads. The mesh can communicate no more.
+    """
+    getattr(device_mesh, "_pg_registry", {}).clear()
+
+
+def backend_name(name: str, device_type: str) -> str:
+    """The backend, such as "gloo", of the group that is registered as `name`; "" where none is."""
+    try:
+        return process_group(name)._get_backend(torch.device(device_type)).name()
+    except RuntimeError:
+        return ""
+
+
+@cache
+def safe_gathers() -> torch.library.Library:
+    """Sends `all_gather_into_tensor` of tensors on a CPU another way on gloo.
+
+    A group has two threads there (torch 2.11 to 2.13), and each writes the name of the collective
+    that it has run into a string that both share, without a lock. A name of up to 15 letters lies
+    in the string itself; "ALLGATHER_COALESCED", which that op is called too, on the heap, where two
+    threads that are done at once free one memory twice: a rank dies in `malloc`, sooner or later.
+    The form that is given its result is called "ALLGATHER", and does the same.
+    """
+    kernels = torch.library.Library("_c10d_functional", "IMPL")  # which forgets them with itself
+    kernels.impl("all_gather_into_tensor", _gathered, "CPU")
+    return kernels
+
+
+def _gathered(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    out = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
+    gather = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+    gathered: torch.Tensor = gather(x.contiguous(), group_size, group_name, out=out)
+    return gathered
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have a shape, a dtype and a device, but no storage; `item()` gives a
+    symbol.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # imports sympy
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """What `function.apply` does, also while `functions_applied` has it do something else."""
+    return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+
+
+@contextmanager
+def functions_applied(apply: Callable[..., Any]) -> Iterator[None]:
+    """Custom autograd functions call `apply(function, *args)`, by whichever name: an `apply` that
+    was kept (`quantise = Quantise.apply`) too.
+    """
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+@contextmanager
+def checkpoints_inlined() -> Iterator[None]:
+    """What is checkpointed by saved tensors' hooks (use_reentrant=False) is just run."""
+
+    def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    before = _checkpointing._checkpoint_without_reentrant_generator
+    _checkpointing._checkpoint_without_reentrant_generator = nothing
+    try:
+        yield
+    finally:
+        _checkpointing._checkpoint_without_reentrant_generator = before
+
+
+def strict_fake_mode() -> FakeTensorMode:
+    """A mode in which an op without an implementation for fake tensors fails, where torch would run
+    its kernel on zeros to see what comes out; so does asking for a value.
+    """
+    return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Code that asks `torch.compiler.is_exporting()` or `is_compiling()` is told that it is so."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, value)
+
+
+def taken_apart(op: OpOverload) -> Callable[..., Any]:
+    """A composite op as the ops that it is made of, in C++, whatever was registered for it in
+    Python: `op.decompose` would call a table's entry, which this is, again.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def masks_as_given() -> Iterator[None]:
+    """Within it torch.nn's transformers take an attention mask as it is. They would look at the
+    values of one that comes without a hint, and take the kernel for causal masks if it is that: the
+    same numbers, but a branch that is right for this one mask alone.
+    """
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+
+
+def next_autograd_step() -> int:
+    """The number that the next function gets that autograd records."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def autograd_step() -> int:
+    """The number of the function whose backward runs; -1 outside of a backward."""
+    running = torch._C._current_autograd_node()
+    return -1 if running is None else int(running._sequence_nr())
+
+
+def local_of(x: DTensor) -> torch.Tensor:
+    """The rank's own part, the tensor itself, without an autograd function."""
+    return x._local_tensor
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often x was written into so far: what autograd holds saved tensors against."""
+    return x._version
+
+
+def placing_of(x: DTensor) -> DTensorSpec:
+    """Where the parts of x lie: what `from_part` makes others like it of."""
+    return x._spec
+
+
+def from_part(part: torch.Tensor, placing: DTensorSpec) -> DTensor:
+    """A DTensor that lies so, with this own part; without an autograd function."""
+    return DTensor(part, copy.copy(placing), requires_grad=False)
+
+
+def in_backward() -> bool:
+    """Whether this runs within a backward: what `torch.utils.checkpoint` runs again does."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+@contextmanager
+def recording_again() -> Iterator[None]:
+    """Records gradients within the implementation of an op, where torch has turned that off."""
+    keys = torch._C.DispatchKey
+    every = [keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor]
+    excluded = [key for key in every if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in excluded:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for key in excluded:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
+
 
 __all__ = [
     "BackwardHookFunction",

@@ -32,7 +32,6 @@ from autopar.cli.options import (
     RanksOption,
     RecomputeOption,
     ReduceOption,
-    RedundantOption,
     RunOption,
     SaveOption,
     TargetArgument,
@@ -61,10 +60,9 @@ from autopar.cli.terminal import (
 from autopar.cost.memory import Recompute
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.plan import Plan
-from autopar.ir.show import format_bytes
+from autopar.ir.plan_table import format_bytes
 from autopar.planner.why import Why
 from autopar.runtime import calibrate_on_ranks
-from autopar.runtime.backends import OVERLAP
 from autopar.world import World
 from autopar.world import ranks as running
 from autopar.world.world import CALIBRATED
@@ -92,9 +90,8 @@ def plan(
     memory: MemoryOption = "auto",
     optimizer: OptimizerOption = "adamw",
     recompute: RecomputeOption = "auto",
-    redundant: RedundantOption = False,
     reduce_dtype: ReduceOption = None,
-    overlap: OverlapOption = bool(OVERLAP),
+    overlap: OverlapOption = True,
     why: WhyOption = None,
     save: SaveOption = None,
     timeline: TimelineOption = None,
@@ -113,7 +110,7 @@ def plan(
         built = _build_target(target, batch, machines.ranks)
         limits = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
         planning = partial(
-            api.plan, built.model, machines, built.inputs, layouts, *limits, redundant,
+            api.plan, built.model, machines, built.inputs, layouts, *limits,
             reduce_dtype=reduce_dtype, overlap=overlap,
         )  # fmt: skip
         start = time.perf_counter()
@@ -142,7 +139,6 @@ def verify(
     ranks: RanksOption = None,
     batch: BatchOption = None,
     layout: LayoutOption = "auto",
-    redundant: RedundantOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Prove a layout of TARGET: every rank in this one process, in float64, against the original.
@@ -159,7 +155,7 @@ def verify(
         check = watch_progress(
             doing,
             lambda report: api.verify(
-                built.model, machines, built.inputs, layouts, redundant=redundant, progress=report
+                built.model, machines, built.inputs, layouts, progress=report
             ),
             as_json,
         )

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from autopar.cli.models import NAMED
+from autopar.cli.targets import NAMED
 from autopar.cli.terminal import console
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError
@@ -61,10 +61,6 @@ OptimizerOption = Annotated[
 RecomputeOption = Annotated[
     str,
     typer.Option(metavar="HOW", help="What runs again in the backward: auto, none, gathers, full."),
-]
-RedundantOption = Annotated[
-    bool,
-    typer.Option("--redundant", help="Products may be computed whole on several ranks at once."),
 ]
 ReduceOption = Annotated[
     str | None,

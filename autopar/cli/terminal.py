@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from autopar.cli.targets import Target
 from autopar.cost.memory import limit_text
 from autopar.ir.plan import Plan
-from autopar.ir.show import format_amount, format_bytes, format_count, format_seconds
+from autopar.ir.plan_table import format_amount, format_bytes, format_count, format_seconds
 from autopar.planner.why import Why
 from autopar.world import World
 

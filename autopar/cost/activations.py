@@ -56,28 +56,6 @@ class SavedActivations:
     result_element_bytes: tuple[int, ...] = ()
 
 
-def operand_bytes(found: SavedActivations, strategy: Strategy, index: int) -> float:
-    """Return the bytes on one rank of an operand, in the layout that the strategy wants it in."""
-    layout = strategy.operands[index]
-    return 0.0 if layout is None else layout.local_size * float(found.operand_element_bytes[index])
-
-
-def result_bytes(found: SavedActivations, strategy: Strategy, index: int) -> float:
-    """Return the bytes on one rank of a result, in the layout in which the strategy makes it."""
-    return strategy.results[index].local_size * float(found.result_element_bytes[index])
-
-
-def inner_bytes(found: SavedActivations, strategy: Strategy) -> float:
-    """Return the bytes on one rank of what the node saves that is neither operand nor result. It is
-    divided as the largest tensor of the node is.
-    """
-    layouts = [x for x in (*strategy.operands, *strategy.results) if x is not None]
-    if not layouts or not found.inside_bytes:
-        return 0.0
-    largest = max(layouts, key=lambda layout: math.prod(layout.shape))
-    return found.inside_bytes * largest.local_size / math.prod(largest.shape)
-
-
 class SavedActivationsByNode:
     """`saved_activations` with a cache: nodes that look alike are run once."""
 

@@ -27,7 +27,7 @@ from autopar.ir.layout import Element, Layout, Step, Traffic
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Atom, Program
 from autopar.ops.collectives import hierarchy_of
-from autopar.ops.sharded.inner_collectives import InnerCollective
+from autopar.ops.sharded import InnerCollective
 from autopar.world import World
 
 

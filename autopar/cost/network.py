@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.world import Level, World
+
+if TYPE_CHECKING:
+    import networkx as nx  # imported where it is used: few worlds have an irregular network
 
 Pattern = tuple[tuple[int, int], ...]
 
@@ -107,6 +109,8 @@ def _shortest_paths(world: World, source: int) -> tuple[dict, dict]:
     """Return (previous nodes on the shortest paths, weights of these) to every node, nearest
     first.
     """
+    import networkx as nx
+
     return nx.dijkstra_predecessor_and_distance(_weighted(world), source)
 
 

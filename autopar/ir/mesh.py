@@ -155,19 +155,18 @@ class Within(NamedTuple):
     stride: int
 
 
-def group_name(mesh: str, axes: Sequence[str], digit: Within | None = None, lane: int = 0) -> str:
+def group_name(mesh: str, axes: Sequence[str], digit: Within | None = None) -> str:
     """Return the name of the process group over `axes` (in mesh order), or of the parts of it that
-    `digit` says. The name is the same on every rank, so all ranks have the same graph. Groups of
-    two lanes have the same ranks, but do not wait for one another.
+    `digit` says. The name is the same on every rank, so all ranks have the same graph.
 
-    >>> group_name("data4.x2", ["data"], Within(2, 1), lane=1)
-    'autopar/data4.x2/data/2@1/lane1'
+    >>> group_name("data4.x2", ["data"], Within(2, 1))
+    'autopar/data4.x2/data/2@1'
     """
     part = f"/{digit.size}@{digit.stride}" if digit else ""
-    return f"autopar/{mesh}/{'.'.join(axes)}{part}" + (f"/lane{lane}" if lane else "")
+    return f"autopar/{mesh}/{'.'.join(axes)}{part}"
 
 
-_GROUP = re.compile(r"autopar/([\w.]*)/([\w.]*)(?:/(\d+)@(\d+))?(?:/lane(\d+))?")
+_GROUP = re.compile(r"autopar/([\w.]*)/([\w.]*)(?:/(\d+)@(\d+))?")
 
 
 def group_ranks(name: str, rank: int) -> list[int]:
@@ -176,7 +175,7 @@ def group_ranks(name: str, rank: int) -> list[int]:
     >>> group_ranks("autopar/data4.x2/data/2@1", 5)
     [5, 7]
     """
-    mesh, axes, size, stride, _ = parse_group_name(name)
+    mesh, axes, size, stride = _parse_group_name(name)
     group = Mesh.parse(mesh).group(axes.split(".") if axes else (), rank)
     if size is None or stride is None:
         return group
@@ -192,12 +191,12 @@ def axes_of_group(name: str) -> str:
     >>> axes_of_group("autopar/data4.x2/data/2@1"), axes_of_group("autopar/data4.x2/data.x")
     ('data', 'data.x')
     """
-    return parse_group_name(name)[1]
+    return _parse_group_name(name)[1]
 
 
-def parse_group_name(name: str) -> tuple[str, str, str | None, str | None, str | None]:
-    """Return the mesh, the axes, the digit's size and stride, and the lane in a group's name."""
+def _parse_group_name(name: str) -> tuple[str, str, str | None, str | None]:
+    """Return the mesh, the axes, and the digit's size and stride in a group's name."""
     match = _GROUP.fullmatch(name)
     assert match is not None, f"{name} is no name that group_name gives"
-    mesh, axes, size, stride, lane = match.groups()
-    return mesh, axes, size, stride, lane
+    mesh, axes, size, stride = match.groups()
+    return mesh, axes, size, stride

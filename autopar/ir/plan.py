@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.markup import escape
@@ -25,6 +25,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
 from autopar.ir.plan_table import Collective, Memory, Row, summed_rows
 from autopar.world import World, json_file
+
+if TYPE_CHECKING:  # what a plan answers with stands above it
+    from autopar.cost.formula import Formula
+    from autopar.cost.simulator.timeline import Timeline
+    from autopar.planner.planner import PlanContext
+    from autopar.planner.why import Why
 
 REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # their names in files
 # The parts of a step that overlaps, with headings that are short to leave room for collectives.
@@ -112,7 +118,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=(), compare=False)  # other costs of this layout
     seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # of planning
     # the PlanContext that `apply` needs; only in the process that planned
-    ready: Any = field(default=None, compare=False, repr=False)
+    ready: PlanContext | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Table:
         """Return the plan as a table for people, one line a subgraph. Print it with rich.
@@ -235,7 +241,7 @@ class Plan:
             name for name, digest_now, digest_planned in pairs if digest_now != digest_planned
         )
 
-    def formula(self, pattern: str = "*") -> Any:
+    def formula(self, pattern: str = "*") -> Formula:
         """Return the bytes that subgraphs move as a closed form in the sizes of the model and of
         the axes: a `cost.formula.Formula`, to print and to evaluate at arrays of sizes.
 
@@ -254,7 +260,7 @@ class Plan:
             )
         return self.ready.formula(pattern)
 
-    def timeline(self, overlap: bool = True) -> Any:
+    def timeline(self, overlap: bool = True) -> Timeline:
         """Return the modelled step event by event: a `cost.simulator.timeline.Timeline` with its
         `seconds`, exposed and hidden ones, and `save(path)` for Perfetto. `overlap=False`: the step
         waits for every collective at once. Raises PlanError for a plan from a file.
@@ -268,7 +274,7 @@ class Plan:
             raise PlanError("a plan from a file holds no graph: plan again to see its timeline")
         return self.ready.timeline(overlap)
 
-    def why(self, pattern: str) -> Any:
+    def why(self, pattern: str) -> Why:
         """Return why these nodes have this choice: a `planner.why.Why`, to print with rich, with up
         to five runners-up and what each would add to the cost of the plan, by term.
 

@@ -1,8 +1,9 @@
-"""The modelled step as a plan shows it: its collectives, a line a subgraph, and its memory.
+"""The modelled step as a plan shows it: its collectives, a line a subgraph, and its memory; and
+amounts, bytes and seconds as people read them.
 
 Example: Row("blocks.0-3.mlp", "x→n k", …) is a line of `Plan.table`, for four layers alike.
 cost/summary.py and cost/memory.py make these figures, plan_file.py reads them, the planner's memory
-search compares the `Memory` of plans.
+search compares the `Memory` of plans. The command line and planner/why.py print units.
 """
 
 from __future__ import annotations
@@ -107,3 +108,27 @@ def summed_rows(rows: Sequence[Row]) -> Row:
     """Return the sum of all rows, as a row named "all"."""
     names = ("bytes", "seconds", "computation", "communication", "exposed")
     return Row("all", "", "", *(sum(getattr(row, name) or 0.0 for row in rows) for name in names))
+
+
+# -- units -----------------------------------------------------------------------------------------
+def format_count(things: int) -> str:
+    """Return a number of things, such as parameters, with B for billions: "8.03 B"."""
+    return format_amount(things).replace("G", "B").strip()
+
+
+def format_amount(value: float) -> str:
+    """Return a number with a metric prefix, and a space for the unit to follow: "8.03 G"."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.0f} "
+
+
+def format_bytes(size: float) -> str:
+    """Return bytes in GiB or MiB: "80.00 GiB"."""
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds in s or ms: "12.50 ms"."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

@@ -77,12 +77,12 @@ def strategies(
     operand_shapes: Shapes,
     result_shapes: tuple[tuple[int, ...], ...],
     joint: Iterable[tuple[Choice, ...]],
-    redundant: bool,
+    may_idle: bool,
     all_orders: bool = False,
 ) -> list[Strategy]:
     """Return every legal strategy of a node on a mesh, in a fixed order.
 
-    `joint` lists the joint choices of the axes, one each (see `axis_choices`). Unless `redundant`,
+    `joint` lists the joint choices of the axes, one each (see `axis_choices`). Unless `may_idle`,
     no matmul is replicated over an axis that could split it. `all_orders`: axes that share an atom
     come in every order; else only on meshes of up to two axes.
     """
@@ -94,7 +94,7 @@ def strategies(
             continue
         if (
             spec.product
-            and not redundant
+            and not may_idle
             and _is_wasteful(spec, choices, axes_by_slot, factors, mesh)
         ):
             continue

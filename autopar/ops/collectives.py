@@ -32,7 +32,6 @@ These arguments mean the same in every function:
     inside      sizes of the inner levels of a hierarchical collective, innermost first: see
                 autopar/ops/comm.py. `backward_inside` says the same for the backward collective
     reduce_dtype  the dtype that the gradient is summed in, if it is wider than the gradient's own
-    lane        which set of process groups carries the collective: lanes do not wait for each other
 
 Every communication goes through `autopar.ops.comm`.
 
@@ -69,7 +68,6 @@ def all_gather(
     to: Literal["R", "I"] = "R",
     inside: Hierarchy = (),
     backward_inside: Hierarchy = (),
-    lane: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """S → R or I: the dim grows by the axis size. `coordinate` is needed for I, whose backward
@@ -78,7 +76,7 @@ def all_gather(
     On "x2", rank 0 with [0, 1] and rank 1 with [2, 3]: both get [0, 1, 2, 3]; with inner=1 both get
     [0, 2, 1, 3].
     """
-    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside, lane)
+    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside)
     dim = dim % x.dim()
     inner = x.shape[dim] if inner is None else inner
     if to == "R":
@@ -98,14 +96,13 @@ def reduce_scatter(
     inner: int | None = None,
     inside: Hierarchy = (),
     backward_inside: Hierarchy = (),
-    lane: int = 0,
 ) -> Tensor:
     """P → S: the values are summed over the axis and the dim shrinks by the axis size. The dim is
     read as (outer, axis, inner), so `inner` counts AFTER the scatter.
 
     On "x2", rank 0 with [0, 1] and rank 1 with [2, 3]: rank 0 gets [2], rank 1 gets [4].
     """
-    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside, lane)
+    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside)
     dim = dim % x.dim()
     inner = x.shape[dim] // comm.size_of(axis, mesh) if inner is None else inner
     return autograd.ReduceScatter.apply(x, dim, inner, forward_route, backward_route)
@@ -118,13 +115,12 @@ def all_reduce(
     to: Literal["R", "I"] = "R",
     inside: Hierarchy = (),
     backward_inside: Hierarchy = (),
-    lane: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """P → R or I: the sum over the ranks of the axis, or of several axes at once where `axis` is a
     tuple.
     """
-    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside, lane)
+    forward_route, backward_route = _routes(axis, mesh, inside, backward_inside)
     if to == "R":
         return autograd.AllReduce.apply(x, forward_route, backward_route, reduce_dtype)
     return autograd.AllReduceToInvariant.apply(x, forward_route)
@@ -135,13 +131,12 @@ def replicate(
     axis: Axes,
     mesh: str,
     backward_inside: Hierarchy = (),
-    lane: int = 0,
     reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """I → R: the value stays as it is; the gradients of the ranks are summed in the backward, over
     several axes at once where `axis` is a tuple.
     """
-    return autograd.Replicate.apply(x, comm.route(axis, mesh, backward_inside, lane), reduce_dtype)
+    return autograd.Replicate.apply(x, comm.route(axis, mesh, backward_inside), reduce_dtype)
 
 
 def invariant(x: Tensor, axis: Axes, mesh: str) -> Tensor:
@@ -168,7 +163,6 @@ def take_slice(
     inner: int | None = None,
     of: Literal["I", "R"] = "I",
     backward_inside: Hierarchy = (),
-    lane: int = 0,
 ) -> Tensor:
     """I or R → S: the rank's own slice. The dim is read as (outer, axis, inner), so `inner` counts
     AFTER the slicing.
@@ -177,7 +171,7 @@ def take_slice(
     inner = x.shape[dim] // size if inner is None else inner
     own_coordinate = _joint_coordinate(coordinate, axis, mesh)
     if of == "I":
-        backward_route = comm.route(axis, mesh, backward_inside, lane)
+        backward_route = comm.route(axis, mesh, backward_inside)
         return autograd.SliceOfInvariant.apply(x, own_coordinate, dim, inner, size, backward_route)
     return autograd.SliceOfReplicated.apply(x, own_coordinate, dim, inner, size)
 
@@ -202,14 +196,13 @@ def all_to_all(
     to_dim: int,
     from_inner: int | None = None,
     to_inner: int | None = None,
-    lane: int = 0,
 ) -> Tensor:
     """S(from_dim) → S(to_dim), for two different dims: from_dim grows by the axis size, to_dim
     shrinks by it.
 
     `from_inner` is `inner` as for `all_gather`, `to_inner` as for `reduce_scatter`.
     """
-    ((size, group),) = comm.route(axis, mesh, (), lane)
+    ((size, group),) = comm.route(axis, mesh)
     from_dim, to_dim = from_dim % x.dim(), to_dim % x.dim()
     assert from_dim != to_dim, f"all_to_all within dim {from_dim}"
     from_inner = x.shape[from_dim] if from_inner is None else from_inner
@@ -218,10 +211,10 @@ def all_to_all(
 
 
 def _routes(
-    axis: Axes, mesh: str, inside: Hierarchy, backward_inside: Hierarchy, lane: int
+    axis: Axes, mesh: str, inside: Hierarchy, backward_inside: Hierarchy
 ) -> tuple[Route, Route]:
-    forward_route = comm.route(axis, mesh, inside, lane)
-    return forward_route, comm.route(axis, mesh, backward_inside, lane)
+    forward_route = comm.route(axis, mesh, inside)
+    return forward_route, comm.route(axis, mesh, backward_inside)
 
 
 def _joint_coordinate(coordinate: Coordinate, axis: Axes, mesh: str) -> Tensor:
@@ -302,17 +295,20 @@ def groups_of(module: fx.GraphModule) -> frozenset[str]:
     return frozenset(names)
 
 
+_LOCAL = (invariant, partial, place)
+
+
 def _groups_of_reshard(node: fx.Node) -> set[str]:
     assert callable(node.target)
-    parameters = inspect.signature(node.target).parameters
-    if "lane" not in parameters or node.kwargs.get("of") == "R":
+    if node.target in _LOCAL or node.kwargs.get("of") == "R":
         return set()  # nothing is sent in either direction
-    where: Any = tuple(node.kwargs.get(key, 0) for key in ("axis", "mesh", "lane"))
-    axis, mesh, lane = where
+    parameters = inspect.signature(node.target).parameters
+    axis: Any = node.kwargs["axis"]
+    mesh: Any = node.kwargs["mesh"]
     has_backward = node.kwargs.get("to") != "I"
     keys = [key for key in _HIERARCHY_KWARGS[: 1 + has_backward] if key in parameters] or [""]
     hierarchies: list[Any] = [node.kwargs.get(key, ()) for key in keys]
-    return {group for inside in hierarchies for _, group in comm.route(axis, mesh, inside, lane)}
+    return {group for inside in hierarchies for _, group in comm.route(axis, mesh, inside)}
 
 
 def _groups_of_sharded_op(node: fx.Node) -> set[str]:

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from autopar import _compat
 from autopar.ir.mesh import Mesh, Within, axes_of_group, group_name
-from autopar.ops import failures
+from autopar.ops import process_groups
 
 Axes = str | Sequence[str]
 Hierarchy = int | Sequence[int]  # ranks of the inner levels, innermost first; () is flat
@@ -68,7 +68,7 @@ def group_of(axis: Axes, mesh: str) -> str:
 
 
 @_compat.constant_result
-def route(axis: Axes, mesh: str, inside: Hierarchy = (), lane: int = 0) -> Route:
+def route(axis: Axes, mesh: str, inside: Hierarchy = ()) -> Route:
     """Return the (ranks, group) of every level that a collective over `axis` goes through,
     innermost first; a flat collective has one.
 
@@ -76,23 +76,23 @@ def route(axis: Axes, mesh: str, inside: Hierarchy = (), lane: int = 0) -> Route
     ((2, 'autopar/data8.x2/data/2@1'), (4, 'autopar/data8.x2/data/4@2'))
     """
     names = (axis,) if isinstance(axis, str) else tuple(axis)
-    return _route(names, mesh, (inside,) if isinstance(inside, int) else tuple(inside), lane)
+    return _route(names, mesh, (inside,) if isinstance(inside, int) else tuple(inside))
 
 
 @cache
-def _route(axis: tuple[str, ...], mesh: str, inside: tuple[int, ...], lane: int) -> Route:
+def _route(axis: tuple[str, ...], mesh: str, inside: tuple[int, ...]) -> Route:
     parsed = Mesh.parse(mesh)
     axes = parsed.ordered(axis)
     ranks = math.prod(parsed.sizes[name] for name in axes)
     if not inside:
-        return ((ranks, group_name(mesh, axes, lane=lane)),)
+        return ((ranks, group_name(mesh, axes)),)
     inner_ranks = math.prod(inside)
     assert ranks % inner_ranks == 0 and ranks > inner_ranks, (
         f"{inside} inside of {ranks} ranks of {mesh}"
     )
     levels, stride = [], 1
     for size in (*inside, ranks // inner_ranks):
-        levels.append((size, group_name(mesh, axes, Within(size, stride), lane)))
+        levels.append((size, group_name(mesh, axes, Within(size, stride))))
         stride *= size
     return tuple(levels)
 
@@ -125,7 +125,7 @@ def _wait(x: Tensor, kind: str, group: str = "") -> Tensor:
         return torch.ops._c10d_functional.wait_tensor(x)
     except RuntimeError as error:
         over = f" over {axes_of_group(group)}" if group.startswith("autopar/") else ""
-        failures.explain(error, f"{kind}{over}")
+        process_groups.explain(error, f"{kind}{over}")
 
 
 def _as_reals(x: Tensor) -> Tensor:
@@ -200,17 +200,6 @@ def all_reduce_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Te
         [x.contiguous() for x in xs], "sum", group
     )
     return [_wait(x, "all-reduce", group) for x in pending]
-
-
-def all_gather_coalesced(xs: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
-    """Return for each of several tensors of one dtype the x (n, ...) of every rank, one after the
-    other, (size·n, ...), as one operation.
-    """
-    flat = all_gather(torch.cat([x.reshape(-1) for x in xs]), size, group).view(size, -1)
-    parts = flat.split([x.numel() for x in xs], 1)
-    return [
-        part.reshape(size * x.shape[0], *x.shape[1:]) for x, part in zip(xs, parts, strict=True)
-    ]
 
 
 # A root is a rank's place within the group. Each issued collective must be waited for, and all

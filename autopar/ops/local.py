@@ -20,7 +20,7 @@ from torch import fx
 from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import sharded
-from autopar.ops.rules import FILLS, NEW_FILLS, slice_extent
+from autopar.ops.rules.shapes import FILLS, NEW_FILLS, slice_extent
 
 aten = torch.ops.aten
 

@@ -4,8 +4,9 @@
     program = manager.run_all(PIPELINE, program, world)
     manager.graphs["summa"], manager.seconds["summa"]
 
-api.py, planner/planner.py and planner/edit.py run all passes through it; a parallel module keeps
-the recorded graphs for whoever wants to read them.
+api.py, planner/planner.py and planner/edit.py run all passes over programs through it; a parallel
+module keeps the recorded graphs for whoever wants to read them. runtime/backends.py runs the passes
+over derived graphs through it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import NamedTuple, TypeVar
 from torch import fx
 
 from autopar.ir.program import Program
+from autopar.passes.overlap import DerivedGraph, GraphFacts, facts_of
 from autopar.world import World
 
 Progress = Callable[[str], None]
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Pass(NamedTuple):
@@ -34,11 +37,25 @@ class Pass(NamedTuple):
     check: Callable[[Program], None]
 
 
-class PassManager:
-    """Runs passes and records what each of them produced.
+class OverlapPass(NamedTuple):
+    """A rewrite of a derived graph: `run(derived, world)` returns the one that takes its place, and
+    may change the graph that it was given; `check(before, after)` raises AssertionError where that
+    one breaks the pass's contract, by the facts of the graph before.
 
-    `graphs` and `seconds` hold the graph that a pass returned and the time it took, by the pass's
-    name. `progress` is called with that name as the pass starts.
+    `option`: the name in `overlap=` that switches the pass on; "" where it always runs.
+    """
+
+    name: str
+    run: Callable[[DerivedGraph, World], DerivedGraph]
+    check: Callable[[GraphFacts, DerivedGraph], None]
+    option: str = ""
+
+
+class PassManager:
+    """Runs passes and records what each of them took and produced.
+
+    `seconds` holds the time that a pass took in all its runs, by its name, and `graphs` the graph
+    of the program that it returned last. `progress` is called with that name as the pass starts.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
@@ -50,20 +67,21 @@ class PassManager:
         self,
         name: str,
         given: T,
-        step: Callable[[T], Program],
-        check: Callable[[Program], None],
-    ) -> Program:
+        step: Callable[[T], R],
+        check: Callable[[R], None],
+    ) -> R:
         """Return `step(given)` after `check` has accepted it. `step` is the pass; `given` is its
-        input, a model for `trace` and a Program for every other pass. Raises AssertionError where
-        `check` finds a broken contract.
+        input: a model for `trace`, a Program or a DerivedGraph for every other pass. Raises
+        AssertionError where `check` finds a broken contract.
         """
         self.progress(name)
         start = time.perf_counter()
-        program = step(given)
-        check(program)
-        self.graphs[name] = program.module
-        self.seconds[name] = time.perf_counter() - start
-        return program
+        result = step(given)
+        check(result)
+        if isinstance(result, Program):
+            self.graphs[name] = result.module
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        return result
 
     def run_all(self, passes: Iterable[Pass], program: Program, world: World) -> Program:
         """Return the program after these passes, each with its check."""
@@ -71,6 +89,19 @@ class PassManager:
             program = self.run(step.name, program, partial(_run_on, step, world), step.check)
         return program
 
+    def run_overlap(
+        self, passes: Iterable[OverlapPass], derived: DerivedGraph, world: World
+    ) -> DerivedGraph:
+        """Return the derived graph after these passes, each with its check."""
+        for step in passes:
+            check = partial(step.check, facts_of(derived.graph))
+            derived = self.run(step.name, derived, partial(_run_on_derived, step, world), check)
+        return derived
+
 
 def _run_on(step: Pass, world: World, program: Program) -> Program:
     return step.run(program, world)
+
+
+def _run_on_derived(step: OverlapPass, world: World, derived: DerivedGraph) -> DerivedGraph:
+    return step.run(derived, world)

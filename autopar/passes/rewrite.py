@@ -27,7 +27,7 @@ from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import Dims, OpShardingRule, operands_of, results_of, shape_of, value_of
 from autopar.ops.collectives import emit_step
 from autopar.ops.local import Call, emit_local
-from autopar.ops.sharded.inner_collectives import inner_collectives
+from autopar.ops.sharded import inner_collectives
 from autopar.world import World
 
 Shapes = tuple[tuple[int, ...] | None, ...]

@@ -20,7 +20,7 @@ from autopar.ir.layout import Layout
 from autopar.world import World
 from autopar.ir.program import Program, same_inputs
 from autopar.ops import collectives, sharded
-from autopar.ops.sharded.inner_collectives import Part, moving
+from autopar.ops.sharded import Part, moving
 
 aten = torch.ops.aten
 

@@ -193,17 +193,15 @@ class Offered(NamedTuple):
         mesh: Mesh,
         operand_shapes: Shapes,
         result_shapes: tuple[tuple[int, ...], ...],
-        redundant: bool,
     ) -> list[Strategy]:
         """Return the strategies that fit. Where what the layout asks of the axes does not fit
         together, axes may be idle.
         """
         node_facts = spec, factors, mesh, operand_shapes, result_shapes
         if self.joint is not None:
-            return strategies(*node_facts, self.joint, redundant=True, all_orders=True)
-        redundant = redundant or not self.free
-        legal = strategies(*node_facts, itertools.product(*self.kept), redundant)
-        return legal or strategies(*node_facts, itertools.product(*self._eased()), redundant)
+            return strategies(*node_facts, self.joint, may_idle=True, all_orders=True)
+        legal = strategies(*node_facts, itertools.product(*self.kept), not self.free)
+        return legal or strategies(*node_facts, itertools.product(*self._eased()), not self.free)
 
     def _eased(self) -> list[list[Choice]]:
         return [

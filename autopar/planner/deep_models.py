@@ -19,24 +19,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import fx
 
 from autopar._compat import pytree
 from autopar.cost.activations import Price, activation_bytes
-from autopar.cost.memory import Budget
 from autopar.errors import LayoutError
 from autopar.ir.graph import alike, block_name, blocks, module_path, numbered_block
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planner import choose
 from autopar.planner.bounds.factor_graph import Frame, frame
 from autopar.planner.exact_search import unsplit
 from autopar.planner.mesh_search import (
@@ -50,12 +46,12 @@ from autopar.planner.mesh_search import (
 )
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import cost_terms
+from autopar.planner.request import PlanRequest, with_asked_recomputation
 from autopar.world import World
 
 _EDGE, _MORE = 1, 1
 
 Block = tuple[str, int]
-Figures = NDArray[np.float64]
 
 
 class DeepModel:
@@ -85,15 +81,14 @@ class DeepModel:
         """Return the same program with another plan."""
         return DeepModel(dataclasses.replace(self.program, plan=plan), self)
 
-    def extrapolated(self, figures: Callable[[Program], Sequence[float]]) -> Figures:
-        """Return figures of the chosen program, extrapolated from shorter ones. `figures` returns
-        seconds or bytes of a step, each of which grows linearly with the number of blocks.
+    def samples(self) -> tuple[tuple[float, Program], ...]:
+        """Return shorter programs with weights. A figure that grows linearly with the number of
+        blocks, such as the seconds or the bytes of a step, is for the full program the weighted sum
+        of these programs' figures.
         """
-        total = shortest = np.array(figures(self.shorter()))
-        for index, run in enumerate(self.runs):
-            per_block = (np.array(figures(self.shorter(index))) - shortest) / self._more
-            total = total + per_block * (len(run) - 2 * self._edge)
-        return total
+        weights = [(len(run) - 2 * self._edge) / self._more for run in self.runs]
+        longer = [(weight, self.shorter(index)) for index, weight in enumerate(weights)]
+        return ((1 - sum(weights), self.shorter()), *longer)
 
     def shorter(self, more: int | None = None) -> Program:
         """Return the program without the middle of every run, but with a few blocks more of run
@@ -278,16 +273,15 @@ class ShortenedModel:
         self,
         program: Program,
         world: World,
-        redundant: bool = False,
         known: DeepModel | None = None,
     ) -> None:
         self.program = dataclasses.replace(program, plan=None)
-        self.world, self.redundant, self._same = world, redundant, known
+        self.world, self._same = world, known
         self._named: dict[str, Plan | None] = {}
 
     def annotated(self, program: Program) -> ShortenedModel:
         """Return the same program with other annotations."""
-        return ShortenedModel(program, self.world, self.redundant, self.deep)
+        return ShortenedModel(program, self.world, self.deep)
 
     def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
         """Return a lower bound in seconds of the full program's step for every candidate; 0 for a
@@ -295,7 +289,7 @@ class ShortenedModel:
         """
         if len(given) == 1:
             return [0.0]
-        return meshes_by_bound(self._frame, given, self.world, self.redundant, price)
+        return meshes_by_bound(self._frame, given, self.world, price)
 
     @cached_property
     def deep(self) -> DeepModel:
@@ -346,11 +340,11 @@ class ShortenedModel:
         """Return the plan found on the mesh of another plan among more options of every region."""
         start = dataclasses.replace(plan, seconds=math.inf)  # so any plan found is better
         short = frame(self.deep.longer)
-        return self.deep.whole(again(short, start, given, self.world, self.redundant, price))
+        return self.deep.whole(again(short, start, given, self.world, price))
 
     def _found(self, given: Sequence[Candidate], price: Price | None) -> Best:
         longer = self.deep.longer
-        return best(longer, given, self.world, self.redundant, price, thorough=False)
+        return best(longer, given, self.world, price, thorough=False)
 
     def _paid(self, plan: Plan, price: Price | None) -> float:
         """Return the seconds of the full program under a plan, plus the price of the bytes that it
@@ -359,20 +353,19 @@ class ShortenedModel:
         held_seconds = price.seconds_per_byte * activation_bytes(price.kept, plan) if price else 0.0
         return sum_of_blocks(self.deep.under(plan), self.world) + held_seconds
 
-    def chosen(self, plan: Plan, budget: Budget | None) -> DeepModel:
-        """Return the program with this plan, its seconds (the sum) and what the budget says."""
+    def chosen(self, plan: Plan, request: PlanRequest) -> DeepModel:
+        """Return the program with this plan, the sum of its seconds, and its recomputation."""
         plan = dataclasses.replace(plan, unsplit=unsplit(self.program, plan.mesh, plan.choices))
         seconds = sum_of_blocks(self.deep.under(plan), self.world)
         plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
-        program = choose.unmet_constraints(dataclasses.replace(self.program, plan=plan), budget)
+        program = with_asked_recomputation(dataclasses.replace(self.program, plan=plan), request)
         return DeepModel(program, self.deep)
 
 
 def sum_of_blocks(deep: DeepModel, world: World) -> float:
     """Return the seconds of a chosen program's step as the search adds them up."""
-
-    def seconds(chosen: Program) -> tuple[float]:
-        assert chosen.plan is not None
-        return (sum(cost_terms(chosen, chosen.plan, world).values()),)
-
-    return float(deep.extrapolated(seconds)[0])
+    total = 0.0
+    for weight, program in deep.samples():
+        assert program.plan is not None
+        total += weight * sum(cost_terms(program, program.plan, world).values())
+    return total

@@ -14,26 +14,25 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.cost.activations import Price, bytes_of
-from autopar.cost.communication import inner_costs
-from autopar.cost.compute import node_seconds, optimizer_seconds
+from autopar.cost.compute import optimizer_seconds
 from autopar.ir.dim_roles import goes_with_weight
 from autopar.ir.graph import carries_gradient, module_path, producer, where
 from autopar.ir.layout import I, Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program, Value
-from autopar.ir.sharding_rule import OpShardingRule, operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import IDLE, Strategy, axis_choices, placements, rule_look, split_of
 from autopar.ir.strategy import Choice as AxisChoice
-from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES, inner_collectives
+from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.constraint import Constraint, Offered
 from autopar.planner.elimination import Memo, Table, minimise
+from autopar.planner.objective import node_costs
 from autopar.planner.regions import Known, Options, Region, Regions, ReshardCosts, Want
 from autopar.world import World
 
@@ -67,7 +66,6 @@ def search(
     mesh: Mesh,
     world: World,
     constraint: Constraint,
-    redundant: bool = False,
     among: Near | None = None,
     price: Price | None = None,
 ) -> Plan:
@@ -75,7 +73,7 @@ def search(
     choices to search, by node and stored tensor; None for all. With a `price`, the bytes that a
     plan holds count as time too. Raises PlanError where tables outgrow memory.
     """
-    return Search(program, mesh, world, constraint, redundant, among, price).solve()
+    return Search(program, mesh, world, constraint, among, price).solve()
 
 
 Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # by node and stored tensor
@@ -90,13 +88,12 @@ class Search:
         mesh: Mesh,
         world: World,
         constraint: Constraint,
-        redundant: bool,
         among: Near | None = None,
         price: Price | None = None,
     ) -> None:
         assert program.annotations is not None
         self.program, self.mesh, self.world = program, mesh, world
-        self.constraint, self.redundant, self.among = constraint, redundant, among
+        self.constraint, self.among = constraint, among
         self.price = price
         self.notes: Annotations = program.annotations
         self.known = Known()
@@ -178,19 +175,17 @@ class Search:
 
         joint = None if self.among is None else self.among[node.name]
 
-        def make() -> tuple[list[Layout], list[float]]:
+        key = ("stored", shape, signature, size, gradient, parameter, rules, joint)
+        options = self.known.find(key)
+        if options is None:
             layouts = placements(dims, shape, self.mesh, I if gradient else R, joint)
-            if not parameter:  # the user passes an input, and wants its gradient, unsharded
-                return layouts[:1], [0.0]
-            unsharded = self.notes.whole
-            layouts = (
-                layouts[:1] if unsharded else self.constraint.storage(node.name, path, layouts)
-            )
-            return layouts, [self._stored_seconds(x, size) for x in layouts]
-
-        options = self.known.options(
-            ("stored", shape, signature, size, gradient, parameter, rules, joint), make
-        )
+            # the user passes an input, and wants its gradient, unsharded
+            if not parameter or self.notes.whole:
+                layouts = layouts[:1]
+            else:
+                layouts = self.constraint.storage(node.name, path, layouts)
+            seconds = [self._stored_seconds(x, size) if parameter else 0.0 for x in layouts]
+            options = self.known.add(key, layouts, seconds)
         variable = self._variable(node.name, options)
         self.native[value] = Want(variable, (options.key, 0), options.items)
 
@@ -210,29 +205,24 @@ class Search:
         operand_shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands)
         result_shapes = tuple(shape_of(v) for v in results)
         gradient = carries_gradient(self.notes, node)
-        dtype = results[0].dtype
         offered = self._offered(node, gradient)
         shapes = operand_shapes, result_shapes
-
-        def make() -> tuple[list[Strategy], list[float]]:
-            legal = offered.legal(spec, factors, self.mesh, *shapes, self.redundant)
-            legal = self.constraint.joint(module_path(node), spec, legal)
-            return legal, [self._node_seconds(node, spec, s, dtype, gradient) for s in legal]
-
-        target = node.target if node.target in HAVE_INNER_COLLECTIVES else None
-        return self.known.options(
-            (
-                target,
-                rule_look(spec, factors),
-                *shapes,
-                dtype,
-                gradient,
-                None if self.price is None else self.price.kept.of(node),
-                str(offered.kept) if offered.joint is None else offered.joint,
-                offered.free,
-            ),
-            make,
+        key = (
+            node.target if node.target in HAVE_INNER_COLLECTIVES else None,
+            rule_look(spec, factors),
+            *shapes,
+            results[0].dtype,
+            gradient,
+            None if self.price is None else self.price.kept.of(node),
+            str(offered.kept) if offered.joint is None else offered.joint,
+            offered.free,
         )
+        options = self.known.find(key)
+        if options is None:
+            legal = offered.legal(spec, factors, self.mesh, *shapes)
+            legal = self.constraint.joint(module_path(node), spec, legal)
+            options = self.known.add(key, legal, [self._node_seconds(node, s) for s in legal])
+        return options
 
     def _offered(self, node: fx.Node, gradient: bool) -> Offered:
         """Return what the layout and `among` leave a node."""
@@ -247,22 +237,10 @@ class Search:
         allowed = every if of_weight else self.constraint.narrow(path, spec, factors, every)
         return Offered(free, every, allowed)
 
-    def _node_seconds(
-        self,
-        node: fx.Node,
-        spec: OpShardingRule,
-        strategy: Strategy,
-        dtype: torch.dtype,
-        gradient: bool,
-    ) -> float:
-        collectives = [
-            x
-            for x in inner_collectives(node.target, strategy.operands)
-            if gradient or not x.backward
-        ]
-        seconds = node_seconds(spec, strategy, dtype, gradient, self.world) + sum(
-            cost.seconds for cost in inner_costs(collectives, self.mesh, self.world)
-        )
+    def _node_seconds(self, node: fx.Node, strategy: Strategy) -> float:
+        """Return the seconds of a node under a strategy, with the price of what it saves."""
+        seconds, collectives = node_costs(node, strategy, self.notes, self.mesh, self.world)
+        seconds += sum(cost.seconds for cost in collectives)
         if self.price is not None:
             saved_bytes = bytes_of(self.price.kept.of(node), strategy)
             seconds += self.price.seconds_per_byte * saved_bytes
@@ -277,21 +255,13 @@ class Search:
         variable = self._variable(region.nodes[0], region.options)
         self.members[variable] = region
         items, key = region.options.items, region.options.key
-        for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
+        for position, name in enumerate(region.nodes):
             for index in range(len(items[0][position].results)):
                 layouts = tuple(item[position].results[index] for item in items)
                 self.native[name, index] = Want(variable, (key, position, index), layouts)
-            for index, source in enumerate(sources):
-                if (
-                    source is None
-                    or source[0] not in self.notes.searched
-                    or source[0] in region.nodes
-                ):
-                    continue
-                if source == region.root and (position, index) != region.uses[0]:
-                    continue
-                layouts = tuple(item[position].operands[index] for item in items)
-                self.wants[source].append(Want(variable, (key, position, -1 - index), layouts))
+        for source, position, index in region.outside_uses(self.notes.searched):
+            layouts = tuple(item[position].operands[index] for item in items)
+            self.wants[source].append(Want(variable, (key, position, -1 - index), layouts))
 
     def _outputs(self) -> None:
         nodes = {node.name: node for node in self.program.module.graph.nodes}
@@ -306,13 +276,12 @@ class Search:
             dims = self.notes.dims[value]
             signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
 
-            def make(dims: Any = dims, shape: Any = shape, whole_only: bool = whole_only) -> Any:
+            key = ("output", shape, signature, whole_only)
+            options = self.known.find(key)
+            if options is None:
                 layouts = [x for x in placements(dims, shape, self.mesh) if x.is_plain]
-                if whole_only:
-                    layouts = layouts[:1]
-                return layouts, [0.0] * len(layouts)
-
-            options = self.known.options(("output", shape, signature, whole_only), make)
+                layouts = layouts[:1] if whole_only else layouts
+                options = self.known.add(key, layouts, [0.0] * len(layouts))
             variable = self._variable(f"output {number}", options)
             self.wants[value].append(Want(variable, (options.key, 0), options.items))
 
@@ -336,14 +305,12 @@ class Search:
         """Return a variable for a second layout of the value, one that at least two uses may want;
         its first option is no copy. None where no layout is wanted twice.
         """
-
-        def make() -> tuple[list[Layout | None], list[float]]:
+        key = ("copy", native.key, tuple(want.key for want in wants))
+        options = self.known.find(key)
+        if options is None:
             times = Counter(layout for want in wants for layout in dict.fromkeys(want.layouts))
             shared = [layout for layout, count in times.items() if count > 1]
-            return [None, *shared], [0.0] * (1 + len(shared))
-
-        key = ("copy", native.key, tuple(want.key for want in wants))
-        options = self.known.options(key, make)
+            options = self.known.add(key, [None, *shared], [0.0] * (1 + len(shared)))
         if len(options.items) == 1:
             return None
         self.copies[value] = self._variable(f"copy {value}", options)

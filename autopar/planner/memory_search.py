@@ -8,7 +8,8 @@ gathered again in the backward, plans are searched as if all were: that costs tw
 memory. The most promising plans are then rematerialized as little as fits (rematerialize.py), and
 the fastest wins. "auto" also compares the named layouts' plans.
 
-An annotated program and a Budget enter, a program with a plan leaves. Called by planner.py.
+Programs with the plans of least time and a request enter, the program with the plan that fits
+leaves. Called by planner.py.
 """
 
 from __future__ import annotations
@@ -31,20 +32,18 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import emit_program
-from autopar.planner import choose, proven
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.mesh_search import GAP, Candidate, bounds_of, meshes_by_bound, promising_meshes
 from autopar.planner.named_layouts import NAMES, Layouts, candidates
 from autopar.planner.objective import cost_terms
-from autopar.planner.overlap_search import plans_by_step
 from autopar.planner.rematerialize import (
     Estimated,
     RematerializationSearch,
     RematerializationSteps,
     TriedRematerialization,
 )
-from autopar.world import World
+from autopar.planner.request import PlanRequest
 
 _STEP = 8.0  # factor between the first prices; its square root after a turn
 _TRIES = 4
@@ -72,41 +71,27 @@ class _Priced(NamedTuple):
     """
 
     program: Program
-    kept: float
+    saved_bytes: float
     price: Price
 
     @property
     def paid(self) -> float:
         """Seconds of the step plus the price of the bytes held."""
-        return _plan(self.program).seconds + self.price.seconds_per_byte * self.kept
+        return _plan(self.program).seconds + self.price.seconds_per_byte * self.saved_bytes
 
 
 def search_within_memory(
-    program: Program,
-    world: World,
-    layout: Layouts,
-    redundant: bool = False,
-    budget: Budget | None = None,
-    overlap: bool = False,
+    model: ShortenedModel, several: list[Program], request: PlanRequest
 ) -> Program:
-    """Return the program with the fastest plan found that fits the budget, or that of least memory
-    where none fits. `budget` None or without a limit: the plan of least time. `overlap`: by the
-    step with communication under computation, else by the sum of seconds.
+    """Return the first of several chosen programs that fits the request's budget as it is; else
+    the fastest found that fits, or that of least memory where none does.
     """
-    model = ShortenedModel(program, world, redundant)
-    if overlap and (budget is None or budget.recompute not in ("full", "gathers")):
-        chosen_programs = plans_by_step(model, layout, budget)
-    else:
-        chosen_programs = [choose.choose(program, world, layout, redundant, budget)]
-    if budget is None or budget.memory_bytes is None:
-        return chosen_programs[0]
-    return _search(chosen_programs, _Under(model, layout, budget, budget))
+    assert request.budget is not None
+    return _search(several, _LimitedSearch(model, request, request.budget))
 
 
-def _search(several: list[Program], under: _Under) -> Program:
-    """Return the first of several chosen programs that fits as it is; else the fastest found that
-    fits.
-    """
+def _search(several: list[Program], under: _LimitedSearch) -> Program:
+    """Return what `search_within_memory` does, for the aim of a search."""
     for chosen in several if len(several) > 1 else ():
         if (fitting := under.dropping_nothing(chosen)) is not None:
             return fitting
@@ -120,14 +105,14 @@ def _search(several: list[Program], under: _Under) -> Program:
     return _with_limit_and_bound(fastest, chosen, under)
 
 
-def _with_limit_and_bound(found: _Tried, chosen: Program, under: _Under) -> Program:
+def _with_limit_and_bound(found: _Tried, chosen: Program, under: _LimitedSearch) -> Program:
     """Return the program, its plan with the limit and a bound. `chosen`: the program of
     least time.
     """
     least, limit, bound = _plan(chosen), None, 0.0
     if not _fits_as_chosen(found, chosen, under.budget):
         limit = under.budget.memory_bytes
-        found, bound = under.proven(found, least)
+        bound = under.bound(least)
     bound = min(max(least.bound, bound), found.seconds)  # a named layout's may be below it
     plan = dataclasses.replace(
         _plan(found.program),
@@ -145,22 +130,22 @@ def _fits_as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
     return found.program is chosen and budget.fits(found.memory)
 
 
-def _named_layout_plans(free: _Under, best: _Tried) -> Iterator[_Tried]:
+def _named_layout_plans(free: _LimitedSearch, best: _Tried) -> Iterator[_Tried]:
     """Yield plans of named layouts that could beat the best that fits: those of least time, made to
     fit; while nothing fits, those at prices too. No bound of "auto" excludes a mesh: named layouts
     may replicate what it must split.
     """
     budget = free.aim
-    contenders: list[tuple[_Under, Program]] = []
+    contenders: list[tuple[_LimitedSearch, Program]] = []
     for name in NAMES[1:] if free.world.ranks > 1 else ():
-        if (plan := free.whole.named(name)) is None:
+        if (plan := free.model.named(name)) is None:
             continue
-        chosen = free.whole.chosen(plan, budget).program
+        chosen = free.model.chosen(plan, free.request).program
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
             contenders.append((free.under(name), chosen))
     for under, chosen in sorted(contenders, key=lambda pair: _plan(pair[1]).seconds):
         if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
-            tried = under.made(chosen)
+            tried = under.fitted(chosen)
             best = _best([best, tried], budget)
             yield tried
     for under, chosen in contenders:
@@ -177,38 +162,44 @@ def _best(tried: list[_Tried], budget: Budget) -> _Tried:
     return min(tried, key=lambda candidate: candidate.memory.peak)
 
 
-class _Under:
+class _LimitedSearch:
     """The search under a memory limit for one layout. `budget` is the limit for exact peaks; `aim`
     is the limit for the search and its estimates, lower where estimates turned out too low.
     """
 
-    def __init__(self, whole: ShortenedModel, layout: Layouts, budget: Budget, aim: Budget) -> None:
-        self.whole, self.program, self.world = whole, whole.program, whole.world
-        self.layout, self.budget, self.aim = layout, budget, aim
-        may_regather = budget.recompute == "auto"
+    def __init__(self, model: ShortenedModel, request: PlanRequest, aim: Budget) -> None:
+        assert request.budget is not None and request.layout is not None
+        self.model, self.program, self.world = model, model.program, model.world
+        self.request, self.budget, self.aim = request, request.budget, aim
+        self.layout: Layouts = request.layout
+        may_regather = request.recompute == "auto"
         searched = regathering(self.program) if may_regather else self.program
-        self.kept = ActivationMemory(searched, budget.optimizer)
-        self.given: list[Candidate] = []
-        self.shallow = whole.annotated(searched) if may_regather else whole
-        self._made: dict[int, _Tried] = {}  # by id; _ladders keeps the programs alive
+        self.saved = ActivationMemory(searched, self.budget.optimizer)
+        self.meshes: list[Candidate] = []
+        self.regathering = model.annotated(searched) if may_regather else model
+        self._fitted: dict[int, _Tried] = {}  # by id; _ladders keeps the programs alive
         self._ladders: dict[int, tuple[Program, RematerializationSearch]] = {}
 
-    def under(self, layout: Layouts, aim: Budget | None = None) -> _Under:
-        """Return the search for another layout or aim."""
-        return _Under(self.whole, layout, self.budget, aim or self.aim)
+    def under(self, layout: Layouts) -> _LimitedSearch:
+        """Return the search for another layout."""
+        return _LimitedSearch(self.model, self.request.under(layout), self.aim)
 
-    def lower(self, off: float) -> _Under:
+    def _candidates(self) -> list[Candidate]:
+        return list(candidates(self.layout, self.world.ranks, self.program))
+
+    def lower(self, off: float) -> _LimitedSearch:
         """Return the search with an aim lower by `off`, by which an estimate was too low."""
         assert self.budget.memory_bytes is not None
         limit_bytes = self.budget.memory_bytes * off * _LESS
-        return self.under(self.layout, dataclasses.replace(self.budget, memory_bytes=limit_bytes))
+        aim = dataclasses.replace(self.budget, memory_bytes=limit_bytes)
+        return _LimitedSearch(self.model, self.request, aim)
 
     def best(self, chosen: Program) -> _Tried:
         """Return the best plan found; `chosen` is the program of least time."""
-        least = self.made(chosen)
+        least = self.fitted(chosen)
         if _fits_as_chosen(least, chosen, self.aim):
             return least
-        self.given = list(candidates(self.layout, self.world.ranks, self.program))
+        self.meshes = self._candidates()
         if self.aim.fits(least.memory):
             return self._traded(chosen, least)
         price = least.seconds / max(1.0, least.memory.peak)
@@ -230,7 +221,7 @@ class _Under:
         """
         assert least.ladder is not None
         saved_bytes = least.ladder.planned().memory.peak - least.memory.peak
-        priced = self._at(Price(self.kept, (least.seconds - _plan(chosen).seconds) / saved_bytes))
+        priced = self._at(Price(self.saved, (least.seconds - _plan(chosen).seconds) / saved_bytes))
         return self._settled(priced, [least, *self._better(priced, [least])])
 
     def _settled(self, one: _Priced, tried: list[_Tried]) -> _Tried:
@@ -243,28 +234,28 @@ class _Under:
         chosen, best = self._once(one), _best(tried, self.aim)
         if self.aim.fits(best.memory) and _plan(chosen).seconds >= best.seconds:
             return []
-        return [self.made(chosen)]
+        return [self.fitted(chosen)]
 
     def _besides(self, tried: _Tried) -> float:
         """Return the bytes of a program's peak beside its activations and stored state."""
         assert tried.ladder is not None
         return tried.ladder.counted().memory.peak - activation_bytes(
-            self.kept, _plan(tried.program)
+            self.saved, _plan(tried.program)
         )
 
-    def made(self, chosen: Program) -> _Tried:
+    def fitted(self, chosen: Program) -> _Tried:
         """Return a chosen program with just enough rematerialization to fit, or what comes nearest.
         It is the program itself where it fits as it is.
         """
-        if id(chosen) not in self._made:
+        if id(chosen) not in self._fitted:
             ladder = self._ladder(chosen)
-            self._made[id(chosen)] = self._fit(chosen, ladder, ladder.best())
-        return self._made[id(chosen)]
+            self._fitted[id(chosen)] = self._fit(chosen, ladder, ladder.best())
+        return self._fitted[id(chosen)]
 
     def _ladder(self, chosen: Program) -> RematerializationSearch:
         """Return the rematerialization search of a chosen program."""
         if id(chosen) not in self._ladders:
-            deep = DeepModel(chosen, self.whole.deep)
+            deep = DeepModel(chosen, self.model.deep)
             if deep.runs:
                 ladder: RematerializationSearch = Estimated(deep, self.world, self.aim)
             else:
@@ -278,7 +269,7 @@ class _Under:
         """Return a chosen program with its exact memory if it fits as it is, else None."""
         if not self.aim.fits(self._ladder(chosen).planned().memory):
             return None
-        exact = self.worked_out(self.made(chosen))
+        exact = self.worked_out(self.fitted(chosen))
         if not _fits_as_chosen(exact, chosen, self.budget):
             return None
         plan = dataclasses.replace(_plan(chosen), memory=exact.memory)
@@ -306,23 +297,10 @@ class _Under:
         chosen = dataclasses.replace(chosen, plan=plan)
         return _Tried(chosen, plan.seconds + found.seconds, found.memory)
 
-    def proven(self, best: _Tried, least: Plan) -> tuple[_Tried, float]:
-        """Return the fastest of all plans that fit, if it can be proven, and a bound in seconds.
-        `least`: the plan of least time.
-        """
-        meshes = list(candidates(self.layout, self.world.ranks, self.program))
-        if not proven.is_small(self.program, meshes):
-            return best, self._priced_bound(least, meshes)
-        below = best.seconds if self.budget.fits(best.memory) else math.inf
-        problem = self.program, meshes, self.world, self.whole.redundant, self.budget
-        chosen, tried, bound = proven.fastest(*problem, below)
-        if chosen is None or tried is None:
-            return best, bound if bound < math.inf else 0.0
-        return self._dropped(chosen, tried), bound
-
-    def _priced_bound(self, least: Plan, given: list[Candidate]) -> float:
+    def bound(self, least: Plan) -> float:
         """Return seconds that no plan within the limit is below: at any price of the bytes that
-        every plan holds, the bound less what the limit may cost (Everett, 1963).
+        every plan holds, the bound less what the limit may cost (Everett, 1963). `least`: the plan
+        of least time.
         """
         floor = Middle if self.budget.recompute == "none" else Stored
         held, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
@@ -330,17 +308,16 @@ class _Under:
         assert limit is not None
         if self.layout != "auto" or needs <= limit:  # a price cannot raise the bound there
             return 0.0
-        near = promising_meshes(bounds_of(least), given, _MESHES)
-        free = dict(zip((mesh for mesh, _ in given), (s for _, s in least.meshes), strict=True))
+        meshes = self._candidates()
+        near = promising_meshes(bounds_of(least), meshes, _MESHES)
+        free = dict(zip((mesh for mesh, _ in meshes), (s for _, s in least.meshes), strict=True))
         other_meshes = min(
             (s for mesh, s in free.items() if mesh not in {m for m, _ in near}), default=math.inf
         )
         bound = 0.0
         for factor in _PRICES:
             price = factor * least.seconds / needs
-            paid = meshes_by_bound(
-                frame(self.program), near, self.world, self.whole.redundant, Price(held, price)
-            )
+            paid = meshes_by_bound(frame(self.program), near, self.world, Price(held, price))
             bounds = [
                 max(free[mesh], s - price * limit) for (mesh, _), s in zip(near, paid, strict=True)
             ]
@@ -355,20 +332,20 @@ class _Under:
         plans: list[_Priced] = []
         step, was_enough = _STEP, False
         for _ in range(_TRIES):
-            plans.append(self._at(Price(self.kept, price)))
-            enough = besides + plans[-1].kept <= self.aim.memory_bytes
+            plans.append(self._at(Price(self.saved, price)))
+            enough = besides + plans[-1].saved_bytes <= self.aim.memory_bytes
             step = step**0.5 if enough != was_enough else step
             price, was_enough = (price / step if enough else price * step), enough
         return plans
 
     def _at(self, price: Price) -> _Priced:
-        plan = self.shallow.best(self.given, price, tries=1)  # as there are other prices
-        self.given = promising_meshes(bounds_of(plan), self.given, _MESHES)
+        plan = self.regathering.best(self.meshes, price, tries=1)  # as there are other prices
+        self.meshes = promising_meshes(bounds_of(plan), self.meshes, _MESHES)
         return self._priced(plan, price)
 
     def _priced(self, plan: Plan, price: Price) -> _Priced:
-        chosen = self.shallow.chosen(plan, self.aim).program
-        return _Priced(chosen, activation_bytes(self.kept, _plan(chosen)), price)
+        chosen = self.regathering.chosen(plan, self.request).program
+        return _Priced(chosen, activation_bytes(self.saved, _plan(chosen)), price)
 
     def _once(self, one: _Priced) -> Program:
         """Return the program with the seconds of a step in which nothing runs twice."""
@@ -381,7 +358,7 @@ class _Under:
         missing bytes is recomputed, at a third of their computation.
         """
         assert self.aim.memory_bytes is not None
-        missing = max(0.0, besides + one.kept - self.aim.memory_bytes) / one.kept
+        missing = max(0.0, besides + one.saved_bytes - self.aim.memory_bytes) / one.saved_bytes
         return _plan(one.program).seconds * (1 + missing / 3)
 
     def _refined(self, one: _Priced) -> _Priced | None:
@@ -389,8 +366,8 @@ class _Under:
         plan = _plan(one.program)
         if dict(plan.meshes)[str(plan.mesh)] >= one.paid * (1 - GAP):
             return None
-        meshes = list(candidates(self.layout, self.world.ranks, self.program))
-        refined = self._priced(self.shallow.refined(plan, meshes, one.price), one.price)
+        plan = self.regathering.refined(plan, self._candidates(), one.price)
+        refined = self._priced(plan, one.price)
         return refined if refined.paid < one.paid * (1 - 1e-9) else None
 
 

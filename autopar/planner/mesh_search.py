@@ -6,12 +6,14 @@ more than the best plan found. `near` translates the options that a bound leaves
 choices that the exact search takes.
 
 An annotated program, candidates (mesh, constraint) and a world enter; `Best` leaves: a plan, its
-bound and every candidate's bound. Called by choose.py, memory_search.py, overlap_search.py,
-deep_models.py, world_size.py and why.py.
+bound and every candidate's bound. `search_meshes` is the first search of every plan, for
+planner.py; memory_search.py, overlap_search.py, deep_models.py, world_size.py and why.py call
+the others.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from autopar.ir.layout import I, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.sharding_rule import results_of, shape_of
 from autopar.ir.strategy import Choice, Slot
 from autopar.planner.bounds.arrays import Meshes
 from autopar.planner.bounds.factor_graph import (
@@ -38,6 +41,8 @@ from autopar.planner.bounds.message_passing import Bound, Joint
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
+from autopar.planner.named_layouts import candidates
+from autopar.planner.request import PlanRequest, with_asked_recomputation
 from autopar.world import World
 
 Choices = tuple[tuple[Choice, ...], ...]
@@ -119,12 +124,24 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def search_meshes(program: Program, world: World, request: PlanRequest) -> Program:
+    """Return the annotated program with the plan of least summed seconds over every mesh that the
+    request's layout allows on the ranks of `world`, and a proven bound; ties go to fewer axes, then
+    to the first mesh.
+    """
+    assert request.layout is not None
+    meshes = list(candidates(request.layout, world.ranks, program))
+    found = best(program, meshes, world)
+    bounds = with_bounds(meshes, found.bounds)
+    plan = dataclasses.replace(found.plan, bound=found.bound, meshes=bounds)
+    return with_asked_recomputation(dataclasses.replace(program, plan=plan), request)
+
+
 @_without_garbage_collection()
 def best(
     program: Program,
     given: Sequence[Candidate],
     world: World,
-    redundant: bool = False,
     price: Price | None = None,
     thorough: bool = True,
 ) -> Best:
@@ -135,17 +152,13 @@ def best(
     full_frame = frame(program)
     if not given[0][0].axes:  # one rank: nothing to choose
         mesh, rules = given[0]
-        plan = search(program, mesh, world, rules, redundant, None, price)
+        plan = search(program, mesh, world, rules, None, price)
         return Best(plan, plan.seconds, (plan.seconds,) * len(given))
     if all(not constraint.free for _, constraint in given) and len(given) <= _FEW:
-        plans = [
-            search(program, mesh, world, rules, redundant, None, price) for mesh, rules in given
-        ]
+        plans = [search(program, mesh, world, rules, None, price) for mesh, rules in given]
         fastest = min(plans, key=lambda plan: plan.seconds)
         return Best(fastest, fastest.seconds, tuple(plan.seconds for plan in plans))
-    bounds = (
-        meshes_by_bound(full_frame, given, world, redundant, price) if len(given) > 1 else [0.0]
-    )
+    bounds = meshes_by_bound(full_frame, given, world, price) if len(given) > 1 else [0.0]
     order = sorted(
         range(len(given)), key=lambda i: (_round_seconds(bounds[i]), len(given[i][0].axes), i)
     )
@@ -153,14 +166,14 @@ def best(
     for index in order[: _TRIES if thorough else _QUICK]:
         if plan_found is not None and bounds[index] >= plan_found.seconds * (1 - GAP):
             break
-        plan, bound = exact(full_frame, *given[index], world, redundant, price, thorough)
+        plan, bound = exact(full_frame, *given[index], world, price, thorough)
         bounds[index] = max(bounds[index], bound)
         if plan_found is None or plan.seconds < plan_found.seconds * (1 - 1e-9):
             plan_found = plan
     assert plan_found is not None
     near_bound = min(bounds) >= plan_found.seconds * (1 - _SETTLED)
     if thorough and not near_bound and price is None:  # prices are tried one after the other
-        plan_found = again(full_frame, plan_found, given, world, redundant)
+        plan_found = again(full_frame, plan_found, given, world)
     return Best(plan_found, min(*bounds, plan_found.seconds), tuple(bounds))
 
 
@@ -198,7 +211,6 @@ def meshes_by_bound(
     whole: Frame,
     given: Sequence[Candidate],
     world: World,
-    redundant: bool = False,
     price: Price | None = None,
 ) -> list[float]:
     """Return a lower bound of the step in seconds for every candidate."""
@@ -208,7 +220,7 @@ def meshes_by_bound(
         chunks.extend(same_axes[i : i + _TOGETHER] for i in range(0, len(same_axes), _TOGETHER))
     bounds = [0.0] * len(given)
     for chunk in chunks:  # not in threads: numpy's calls are short, and they would wait for Python
-        bound = _pass_messages(whole, [given[i] for i in chunk], world, redundant, price)
+        bound = _pass_messages(whole, [given[i] for i in chunk], world, price)
         for index, seconds in zip(chunk, bound.run(), strict=True):
             bounds[index] = max(0.0, float(seconds))  # messages round
     return bounds
@@ -218,23 +230,20 @@ def _pass_messages(
     whole: Frame,
     given: Sequence[Candidate],
     world: World,
-    redundant: bool,
     price: Price | None,
 ) -> Bound:
     """Return a bound whose messages have converged on a shorter frame first."""
     meshes = Meshes([mesh for mesh, _ in given], world)
-    costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], redundant, price)
+    costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], price)
     short, twins = shorten_frame(whole)
     start = Bound(short, costs)
     start.run(_ROUNDS)
     return start if short is whole else Bound(whole, costs, start, twins)
 
 
-def bound_on(
-    program: Program, mesh: Mesh, constraint: Constraint, world: World, redundant: bool
-) -> Bound:
+def bound_on(program: Program, mesh: Mesh, constraint: Constraint, world: World) -> Bound:
     """Return the bound of every option of every node on one mesh; read it with `near`."""
-    bound = _pass_messages(frame(program), [(mesh, constraint)], world, redundant, None)
+    bound = _pass_messages(frame(program), [(mesh, constraint)], world, None)
     bound.run(2)
     return bound
 
@@ -244,7 +253,6 @@ def exact(
     mesh: Mesh,
     constraint: Constraint,
     world: World,
-    redundant: bool = False,
     price: Price | None = None,
     thorough: bool = True,
 ) -> tuple[Plan, float]:
@@ -252,14 +260,12 @@ def exact(
     and the bound in seconds. Not `thorough`: among fewer options, and the bound is not tightened.
     """
     if not mesh.axes or not constraint.free:  # rules leave little to search
-        plan = search(whole.program, mesh, world, constraint, redundant, None, price)
+        plan = search(whole.program, mesh, world, constraint, None, price)
         return plan, plan.seconds
-    bound = _pass_messages(whole, [(mesh, constraint)], world, redundant, price)
+    bound = _pass_messages(whole, [(mesh, constraint)], world, price)
     bound_seconds = float(bound.run()[0])
     counts = _LEFT if thorough else _LEFT[1:]
-    plan = _search_among(
-        bound, _MARGIN * bound_seconds, counts, (mesh, constraint), world, redundant, price
-    )
+    plan = _search_among(bound, _MARGIN * bound_seconds, counts, (mesh, constraint), world, price)
     if thorough and plan.seconds * (1 - GAP) > bound_seconds:
         bound_seconds = max(bound_seconds, float(bound.run(2)[0]))
     return plan, min(bound_seconds, plan.seconds)
@@ -270,7 +276,6 @@ def again(
     found: Plan,
     given: Sequence[Candidate],
     world: World,
-    redundant: bool,
     price: Price | None = None,
 ) -> Plan:
     """Return the plan, or a better one on its mesh found among more options per region, those
@@ -281,11 +286,11 @@ def again(
     )
     if not found.mesh.axes or not candidate[1].free:
         return found
-    bound = _pass_messages(whole, [candidate], world, redundant, price)
+    bound = _pass_messages(whole, [candidate], world, price)
     bound.run(2)
     largest_count = _AGAIN[len(found.mesh.axes)]
     counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
-    improved = _search_among(bound, math.inf, counts, candidate, world, redundant, price)
+    improved = _search_among(bound, math.inf, counts, candidate, world, price)
     return improved if improved.seconds < found.seconds * (1 - 1e-9) else found
 
 
@@ -295,7 +300,6 @@ def _search_among(
     counts: Sequence[int],
     candidate: Candidate,
     world: World,
-    redundant: bool,
     price: Price | None,
 ) -> Plan:
     """Return the best plan among the lowest options of every region; `counts` are tried in turn
@@ -306,7 +310,33 @@ def _search_among(
     for most in counts:
         try:
             joint_choices = near(bound, margin, most)
-            return search(program, mesh, world, constraint, redundant, joint_choices, price)
+            return search(program, mesh, world, constraint, joint_choices, price)
         except PlanError as error:
             refusal = error
     raise refusal
+
+
+def check_choices(program: Program) -> None:
+    """Check the contract: every searched node has a choice whose layouts have the shapes of its
+    tensors and lie on the plan's mesh.
+    """
+    assert program.plan is not None and program.annotations is not None
+    for name in program.annotations.searched & program.annotations.specs.keys():
+        assert name in program.plan.choices, f"choose left {name} without a layout"
+    for entry in program.signature.inputs:
+        if entry.kind == "parameter":
+            assert entry.node in program.plan.stored, (
+                f"choose left parameter {entry.target} without a stored layout"
+            )
+    for name, choice in program.plan.choices.items():
+        for layout, shape in zip(choice.results, _shapes(program, name), strict=True):
+            assert layout.shape == shape and layout.mesh == program.plan.mesh, (
+                f"{name} of shape {shape} is to lie as ({layout}) of {layout.shape} on mesh "
+                f"{layout.mesh}, the plan's is {program.plan.mesh}"
+            )
+
+
+def _shapes(program: Program, name: str) -> list[tuple[int, ...]]:
+    """Return the shapes of a node's tensor results."""
+    node = next(n for n in program.module.graph.nodes if n.name == name)
+    return [shape_of(v) for v in results_of(node) if hasattr(v, "shape")]

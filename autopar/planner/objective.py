@@ -9,27 +9,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import fx
 
 from autopar.cost.communication import Cost, costs, inner_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
-from autopar.ir.graph import producer
+from autopar.ir.graph import carries_gradient, producer
 from autopar.ir.layout import Element, Layout
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, value_of
 from autopar.ir.strategy import Strategy
-from autopar.ops.sharded.inner_collectives import inner_collectives
+from autopar.ops.sharded import inner_collectives
 from autopar.planner.regions import Known, Region, Regions
 from autopar.world import World
 
 CostTerms = dict[str, float]  # seconds of a training step, by what they are spent on
 
 COMPUTE, OPTIMIZER, SLICES = "compute", "optimizer", "slices in memory"
+
+
+def node_costs(
+    node: fx.Node, strategy: Strategy, notes: Annotations, mesh: Mesh, world: World
+) -> tuple[float, list[Cost]]:
+    """Return what a node costs under a strategy: the seconds of its computation, forward and
+    backward, and the collectives inside its sharded implementation.
+    """
+    gradient = carries_gradient(notes, node)
+    dtype = next(v.dtype for v in results_of(node) if isinstance(v, torch.Tensor))
+    seconds = node_seconds(notes.specs[node.name], strategy, dtype, gradient, world)
+    collectives = inner_collectives(node.target, strategy.operands)
+    sent = [collective for collective in collectives if gradient or not collective.backward]
+    return seconds, list(inner_costs(sent, mesh, world))
 
 
 def cost_terms(program: Program, plan: Plan, world: World) -> CostTerms:
@@ -63,7 +77,7 @@ class _Pricer:
             if node.name not in self.plan.choices:
                 continue
             strategy = self._strategy(node)
-            options = tables.options(node.name, partial(_single_option, strategy))
+            options = tables.add(node.name, [strategy], [0.0])
             sources = [None if n is None else producer(n) for n in operands_of(node)]
             regions.place(node.name, sources, options)
             for index, layout in enumerate(strategy.results):
@@ -92,33 +106,19 @@ class _Pricer:
         for axis, split in zip(self.plan.mesh.axes, choice.splits, strict=True):
             parts *= axis.size if split in spec.sizes else 1
         strategy = Strategy((), choice.operands, choice.results, parts)
-        tensors = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        values = [(node.name, i) for i in range(len(tensors))]
-        values += [producer(n) for n in operands_of(node) if n is not None]
-        gradient = any(value in self.notes.gradient for value in values)
-        seconds = node_seconds(spec, strategy, tensors[0].dtype, gradient, self.world)
+        seconds, collectives = node_costs(node, strategy, self.notes, self.plan.mesh, self.world)
         self.spent[COMPUTE] += seconds
-        collectives = [
-            x
-            for x in inner_collectives(node.target, strategy.operands)
-            if gradient or not x.backward
-        ]
-        self._pay(inner_costs(collectives, self.plan.mesh, self.world))
+        self._pay(collectives)
         return strategy
 
     def _enter(self, region: Region) -> None:
         """Record the layouts that a region wants of values made outside; several uses of its root
         count once.
         """
-        for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
-            for index, source in enumerate(sources):
-                if source is None or source not in self.native or source[0] in region.nodes:
-                    continue
-                if source == region.root and (position, index) != region.uses[0]:
-                    continue
-                layout = self.plan.choices[name].operands[index]
-                assert layout is not None
-                self.wants[source].append(layout)
+        for source, position, index in region.outside_uses(self.notes.searched):
+            layout = self.plan.choices[region.nodes[position]].operands[index]
+            assert layout is not None
+            self.wants[source].append(layout)
 
     def _outputs(self) -> None:
         for number, output in enumerate(self.program.signature.outputs):
@@ -162,8 +162,3 @@ class _Pricer:
             self.spent[f"{cost.kind.replace('_', '-')} {direction}"] += cost.seconds
             total += cost.seconds
         return total
-
-
-def _single_option(strategy: Strategy) -> tuple[list[Strategy], list[float]]:
-    """Return a strategy as the only option of a variable."""
-    return [strategy], [0.0]

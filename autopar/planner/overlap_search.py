@@ -9,7 +9,8 @@ ones, at least one per name, are emitted and run through the simulation that the
 (cost/simulator/engine.py). The shortest simulated step comes first. So the proven gap is one of the
 summed seconds, not of the simulated ones.
 
-A ShortenedModel enters, chosen programs leave in order of their steps. Called by memory_search.py.
+A ShortenedModel and its plan of the least sum enter, chosen programs leave in order of their
+steps. Called by planner.py.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost.activations import Middle, activation_bytes
-from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import bucket_seconds
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import emit_program
-from autopar.planner import choose
 from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks
 from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
-from autopar.planner.named_layouts import NAMES, Layouts, candidates
+from autopar.planner.named_layouts import NAMES, candidates
+from autopar.planner.request import PlanRequest
 from autopar.world import World
 
 SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
@@ -42,18 +42,18 @@ _BLOCKS = 4  # at either end of a run, and more: enough to fill buckets as the f
 _RUN = 6  # plans simulated by either measure: about a second each for a deep model
 
 
-def plans_by_step(shallow: ShortenedModel, layout: Layouts, budget: Budget | None) -> list[Program]:
-    """Return chosen programs for the program and world of `shallow`, in order of their simulated
-    steps.
+def plans_by_step(model: ShortenedModel, best: Program, request: PlanRequest) -> list[Program]:
+    """Return chosen programs for the program and world of `model` in order of their simulated
+    steps. `best`: the program with the plan of the least sum.
     """
-    world = shallow.world
-    best = choose.choose(shallow.program, world, layout, shallow.redundant, budget)
+    world = model.world
     if not _plan(best).mesh.axes:
         return [best]
-    contenders = _Others(best, shallow, budget)
-    layout_candidates = list(candidates(layout, world.ranks, best))
+    assert request.layout is not None
+    contenders = _Others(best, model, request)
+    layout_candidates = list(candidates(request.layout, world.ranks, best))
     contenders.take(layout_candidates, bounds_of(_plan(best)))
-    for name in NAMES[1:] if layout == "auto" else ():
+    for name in NAMES[1:] if request.layout == "auto" else ():
         contenders.take_named(name)
     promising = contenders.near()
     if len(promising) > 1:
@@ -74,11 +74,11 @@ class _Rated(NamedTuple):
 class _Others:
     """Plans that compete with the best plan of the sum."""
 
-    def __init__(self, best: Program, shallow: ShortenedModel, budget: Budget | None) -> None:
-        self.best, self.world, self.budget = best, shallow.world, budget
-        self.deep, self.shallow = DeepModel(best, shallow.deep), shallow
-        self.lighter = [shallow.annotated(_counted(best, share)) for share in shares(self.world)]
-        self.kept = Middle(best, "adamw" if budget is None else budget.optimizer)
+    def __init__(self, best: Program, model: ShortenedModel, request: PlanRequest) -> None:
+        self.best, self.world, self.request = best, model.world, request
+        self.deep, self.model = DeepModel(best, model.deep), model
+        self.lighter = [model.annotated(_counted(best, share)) for share in shares(self.world)]
+        self.saved = Middle(best, "adamw" if request.budget is None else request.budget.optimizer)
         self.found: dict[Hashable, _Rated] = {}
         self.names: dict[str, dict[Hashable, _Rated]] = defaultdict(dict)
         self._enter(self.deep)
@@ -108,13 +108,12 @@ class _Others:
         """Whether the bytes that a plan holds without rematerialization are within the limit; its
         peak is higher.
         """
-        if self.budget is None or self.budget.memory_bytes is None:
-            return True
-        return activation_bytes(self.kept, _plan(deep.program)) <= self.budget.memory_bytes
+        limit = self.request.memory_bytes
+        return limit is None or activation_bytes(self.saved, _plan(deep.program)) <= limit
 
     def take_named(self, name: str) -> None:
         """Enter a named layout's plan of the sum and its plans at the shares."""
-        plan = self.shallow.named(name)
+        plan = self.model.named(name)
         if plan is not None:
             self._enter(self._beside(plan), name)
             layout_candidates = list(candidates(name, self.world.ranks, self.best))
@@ -134,7 +133,7 @@ class _Others:
         """Return another plan for the same program at its full price, with the bound proven for the
         sum.
         """
-        deep, best_plan = self.shallow.chosen(plan, self.budget), _plan(self.best)
+        deep, best_plan = self.model.chosen(plan, self.request), _plan(self.best)
         plan = dataclasses.replace(
             _plan(deep.program), bound=best_plan.bound, meshes=best_plan.meshes
         )
@@ -184,12 +183,11 @@ def simulate_plan(chosen: Program, world: World) -> float:
 
 def _step(deep: DeepModel, world: World) -> float:
     """Return the simulated seconds of a step, extrapolated from shorter programs."""
-
-    def seconds(chosen: Program) -> tuple[float, ...]:
-        return bucket_seconds(emit_program(chosen, world), world)
-
     blocks = DeepModel(deep.program, deep, edge=_BLOCKS, more=_BLOCKS)
-    return float(blocks.extrapolated(seconds).min())
+    total = np.zeros(())
+    for weight, program in blocks.samples():
+        total = total + weight * np.array(bucket_seconds(emit_program(program, world), world))
+    return float(total.min())
 
 
 def _plan_look(plan: Plan) -> Hashable:

@@ -1,9 +1,12 @@
-"""From a model to a plan: `PlanRequest` says what is asked for, and the functions below are the
-steps in reading order.
+"""From a model and a request to a plan, in reading order.
 
-`trace_model` → `analyse` (annotate, chains) → `choose_plan` (the search) → `fit_to_memory`
-(rewrite, hierarchical collectives, SUMMA, matmul kernels, finalize, recompute) → `finish_plan` (the
-figures). A model, its inputs and a world enter, a `Plan` leaves. Every pass runs through a
+`trace_model` → `analyse` (annotate, chains) → `choose_plan` → `fit_to_memory` (rewrite,
+hierarchical collectives, SUMMA, matmul kernels, finalize, recompute) → `finish_plan` (the figures).
+What `choose_plan` runs is `search_plan`: candidates, bounds and exact search (mesh_search.py), then
+the plans that compete by their overlapped step (overlap_search.py), then what fits the memory
+(memory_search.py).
+
+A model, its inputs, a `PlanRequest` and a world enter, a `Plan` leaves. Every pass runs through a
 `PassManager`, which checks its contract.
 
 `PlanContext` is what a plan made in this process carries along: the programs and graphs that `why`,
@@ -15,36 +18,41 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from autopar._compat import pytree
-from autopar.cost.memory import Budget, with_flight
+from autopar.cost.memory import with_flight
 from autopar.cost.simulator.timeline import Timeline, timeline
 from autopar.cost.summary import summary_rows
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
 from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
-from autopar.passes import PIPELINE, annotate, chains
+from autopar.passes import PIPELINE, annotate, chains, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.pass_manager import PassManager
-from autopar.passes.trace import trace
 from autopar.passes.trace.signature import without_cache
-from autopar.planner import choose, world_size
+from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.memory_search import search_within_memory
+from autopar.planner.mesh_search import check_choices, search_meshes
 from autopar.planner.named_layouts import Layouts
-from autopar.planner.rematerialize import rematerialize_to_fit as made_to_fit
+from autopar.planner.overlap_search import plans_by_step
+from autopar.planner.rematerialize import rematerialize_to_fit
+from autopar.planner.request import PlanRequest
 from autopar.planner.why import Why, why
+from autopar.planner.world_size import larger_world
 from autopar.world import World
+
+if TYPE_CHECKING:
+    from autopar.cost.formula import Formula
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +66,6 @@ class PlanContext:
     world: World
     source: Program
     layout: Layouts | None = None  # that was asked for; None for a plan from a file
-    redundant: bool = False
 
     def kept(self) -> Plan:
         """Return the plan as a parallel module holds it: it answers every question and holds no
@@ -86,13 +93,13 @@ class PlanContext:
                 "a plan from a file does not know what it was chosen from: plan again in this "
                 "process, with autopar.plan(model, world, inputs, layout)"
             )
-        return why(self.source, plan, self.layout, self.redundant, pattern)
+        return why(self.source, plan, self.layout, pattern)
 
     def timeline(self, overlap: bool) -> Timeline:
         """Answer `Plan.timeline`."""
         return timeline(self.program, self.world, overlap)
 
-    def formula(self, pattern: str) -> Any:
+    def formula(self, pattern: str) -> Formula:
         """Answer `Plan.formula`."""
         from autopar.cost.formula import formula  # sympy: only where it is asked for
 
@@ -128,20 +135,6 @@ def fingerprint(program: Program) -> str:
 Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What the caller of `autopar.plan` asks for. `layout` None: the layout of a plan from a file.
-    `budget` None: no memory limit applies, because the plan was made to fit before.
-    """
-
-    layout: Layouts | None = "auto"
-    budget: Budget | None = None
-    redundant: bool = False
-    reduce_dtype: torch.dtype | None = None
-    overlap: bool = False
-    whole: bool = False  # parameters and results stay unsharded
-
-
 def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) of the model call from what a user passes: a tuple of positional
     arguments, a dict of keyword arguments, or one tensor. Raises InputError for anything else.
@@ -158,23 +151,23 @@ def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def trace_model(model: nn.Module, inputs: Inputs, pipeline: PassManager | None = None) -> Program:
+def trace_model(model: nn.Module, inputs: Inputs, manager: PassManager | None = None) -> Program:
     """Return the program that exporting and simplifying the model on these inputs gives."""
     args, kwargs = call_arguments(inputs)
     with without_cache(model, kwargs):
-        return _traced(model, args, kwargs, pipeline)
+        return _traced(model, args, kwargs, manager)
 
 
 def _traced(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: PassManager | None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], manager: PassManager | None
 ) -> Program:
     """Run the trace pass."""
-    run = (pipeline or PassManager()).run
+    run = (manager or PassManager()).run
     return run("trace", model, lambda module: trace.trace(module, args, kwargs), trace.check)
 
 
 def analyse(
-    pipeline: PassManager,
+    manager: PassManager,
     program: Program,
     reduce_dtype: torch.dtype | None = None,
     whole: bool = False,
@@ -182,85 +175,99 @@ def analyse(
     """Return the program with its annotations (sharding rules, dims, factors) and its chains.
     `whole`: parameters and results stay unsharded.
     """
-    program = pipeline.run("annotate", program, annotate.annotate, annotate.check)
+    program = manager.run("annotate", program, annotate.annotate, annotate.check)
     program = annotate.reduced_in(program, reduce_dtype)
     program = annotate.replicate_stored(program) if whole else program
-    return pipeline.run("chains", program, chains.chains, chains.check)
+    return manager.run("chains", program, chains.chains, chains.check)
 
 
 def choose_plan(
-    pipeline: PassManager, program: Program, world: World, asked: PlanRequest
+    manager: PassManager, program: Program, world: World, request: PlanRequest
 ) -> Program:
-    """Return the program with the plan that the search finds for this world within the memory
-    budget.
+    """Return the program with the plan that the search finds for this world, within the memory
+    budget, after a check of its layouts.
     """
-
-    def step(program: Program) -> Program:
-        assert asked.layout is not None
-        options = asked.layout, asked.redundant, asked.budget, asked.overlap
-        return search_within_memory(program, world, *options)
-
-    return pipeline.run("choose", program, step, choose.check)
+    step = partial(search_plan, world=world, request=request)
+    return manager.run("choose", program, step, check_choices)
 
 
-def rewrite_for_ranks(pipeline: PassManager, program: Program, world: World) -> Program:
+def search_plan(program: Program, world: World, request: PlanRequest) -> Program:
+    """Return the annotated program with the fastest plan found that fits the request's budget, or
+    that of least memory where none fits; without a limit, the plan of least time.
+    """
+    model = ShortenedModel(program, world)
+    plans = fastest_plans(model, request)
+    if request.memory_bytes is None:
+        return plans[0]
+    return search_within_memory(model, plans, request)
+
+
+def fastest_plans(model: ShortenedModel, request: PlanRequest) -> list[Program]:
+    """Return the program with the plan of the least sum of seconds; with overlap, the plans that
+    compete by their simulated step, the fastest first.
+    """
+    least = search_meshes(model.program, model.world, request)
+    if request.overlap and request.recompute not in ("full", "gathers"):
+        return plans_by_step(model, least, request)
+    return [least]
+
+
+def rewrite_for_ranks(manager: PassManager, program: Program, world: World) -> Program:
     """Return the rank-local program that the plan describes, recomputed blocks included."""
-    program = pipeline.run_all(PIPELINE, program, world)
-    return pipeline.run("recompute", program, recomputing.recompute, recomputing.check)
+    program = manager.run_all(PIPELINE, program, world)
+    return manager.run("recompute", program, recomputing.recompute, recomputing.check)
 
 
 def fit_to_memory(
-    pipeline: PassManager, source: Program, chosen: Program, world: World, asked: PlanRequest
+    manager: PassManager, source: Program, chosen: Program, world: World, request: PlanRequest
 ) -> Program:
     """Return the rank-local program, with just enough blocks recomputed to fit the budget. Raises
     PlanError, naming the smallest world that would do, where no amount is enough.
     """
-    program = _keep_traced_on_one_rank(source, pipeline.run_all(PIPELINE, chosen, world))
-
-    def larger(needs: Memory) -> str:
-        assert asked.budget is not None and chosen.plan is not None
-        options = asked.layout or "auto", asked.redundant, asked.budget
-        return world_size.larger_world(chosen, chosen.plan, *options, needs)
-
-    def step(program: Program) -> Program:
-        return made_to_fit(program, world, asked.budget, larger)
-
-    program = pipeline.run("recompute", program, step, recomputing.check)
+    assert chosen.plan is not None
+    program = _keep_traced_on_one_rank(source, manager.run_all(PIPELINE, chosen, world))
+    step = partial(
+        rematerialize_to_fit,
+        world=world,
+        budget=request.budget,
+        larger=partial(larger_world, chosen, chosen.plan, request),
+    )
+    program = manager.run("recompute", program, step, recomputing.check)
     assert program.plan is not None
-    return dataclasses.replace(program, plan=_reserve_flight_bytes(program.plan, asked))
+    return dataclasses.replace(program, plan=_reserve_flight_bytes(program.plan, request))
 
 
 def finish_plan(
-    pipeline: PassManager, source: Program, chosen: Program, world: World, asked: PlanRequest
+    manager: PassManager, source: Program, chosen: Program, world: World, request: PlanRequest
 ) -> Plan:
     """Return the plan with its figures and the context that `apply` needs. Without a budget in
-    `asked` no limit applies: the plan was made to fit before.
+    the request no limit applies: the plan was made to fit before.
     """
-    program = fit_to_memory(pipeline, source, chosen, world, asked)
+    program = fit_to_memory(manager, source, chosen, world, request)
     assert program.plan is not None
     plan = dataclasses.replace(
         summary_rows(
-            program, world, _overlapped_timeline(program, world) if asked.overlap else None
+            program, world, _overlapped_timeline(program, world) if request.overlap else None
         ),
         fingerprint=fingerprint(source),
         groups=tuple(sorted(group.split("/", 2)[2] for group in groups_of(program.module))),
-        seconds_by_pass=dict(pipeline.seconds),
+        seconds_by_pass=dict(manager.seconds),
     )
     planned = dataclasses.replace(program, plan=plan)
     # under a limit of memory "auto" may have been a named layout
-    layout = plan.layout if asked.layout == "auto" else asked.layout
-    context = PlanContext(planned, pipeline.graphs, world, chosen, layout, asked.redundant)
+    layout = plan.layout if request.layout == "auto" else request.layout
+    context = PlanContext(planned, manager.graphs, world, chosen, layout)
     return dataclasses.replace(plan, ready=context)
 
 
-def _reserve_flight_bytes(plan: Plan, asked: PlanRequest) -> Plan:
+def _reserve_flight_bytes(plan: Plan, request: PlanRequest) -> Plan:
     """Return the plan with the device's limit, and with the bytes that collectives in flight may
     hold below it.
     """
-    if asked.budget is None:  # the plan has both already
+    if request.budget is None:  # the plan has both already
         return plan
-    limit, memory = asked.budget.memory_bytes or plan.device_limit, plan.memory
-    if memory is not None and asked.overlap and plan.mesh.axes:
+    limit, memory = request.budget.memory_bytes or plan.device_limit, plan.memory
+    if memory is not None and request.overlap and plan.mesh.axes:
         memory = with_flight(memory, limit)
         plan = dataclasses.replace(plan, memory=memory, peak_bytes=memory.peak)
     return dataclasses.replace(plan, device_limit=limit)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -46,8 +46,6 @@ class Options(NamedTuple):
 
 _EMPTY = Options(-1, ((),), np.zeros(1))  # of a region without nodes: one empty option
 
-Make = Callable[[], tuple[list[Any], list[float]]]
-
 
 class Known:
     """Options and arrays that were built before, by what they were built of."""
@@ -56,12 +54,14 @@ class Known:
         self._options: dict[Hashable, Options] = {}
         self._arrays: dict[Hashable, Array] = {}
 
-    def options(self, key: Hashable, make: Make) -> Options:
-        """Return the options under `key`, made at the first call."""
-        if key not in self._options:
-            items, costs = make()
-            array = np.array(costs, dtype=np.float64)
-            self._options[key] = Options(len(self._options), tuple(items), array)
+    def find(self, key: Hashable) -> Options | None:
+        """Return the options under `key`, None where there are none yet."""
+        return self._options.get(key)
+
+    def add(self, key: Hashable, items: Sequence[Any], costs: Sequence[float]) -> Options:
+        """Return options of these items and seconds, kept under `key`."""
+        array = np.array(costs, dtype=np.float64)
+        self._options[key] = Options(len(self._options), tuple(items), array)
         return self._options[key]
 
     def array(self, key: Hashable, make: Callable[[], Array]) -> Array:
@@ -84,6 +84,17 @@ class Region:
     sources: list[list[Value | None]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
     options: Options = _EMPTY
+
+    def outside_uses(self, searched: Container[str]) -> Iterator[tuple[Value, int, int]]:
+        """Yield (value, position of the node, operand) for every use of a value that is made
+        outside; several uses of the root count once.
+        """
+        for position, sources in enumerate(self.sources):
+            for index, source in enumerate(sources):
+                if source is None or source[0] not in searched or source[0] in self.nodes:
+                    continue
+                if source != self.root or (position, index) == self.uses[0]:
+                    yield source, position, index
 
 
 class Regions:
@@ -144,9 +155,10 @@ class Regions:
         """
         wiring = tuple(_wire(region, source) for source in sources)
         key = ("region", region.options.key, options.key, wiring, tuple(region.uses))
-        options_joined = self._known.options(
-            key, lambda: _join_options(region.options, options, wiring, region.uses)
-        )
+        options_joined = self._known.find(key)
+        if options_joined is None:
+            joined = _join_options(region.options, options, wiring, region.uses)
+            options_joined = self._known.add(key, *joined)
         if not options_joined.items:
             return False
         region.nodes.append(name)

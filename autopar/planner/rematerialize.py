@@ -275,7 +275,10 @@ class Estimated(RematerializationSearch):
 
     def _corner(self, drops: str) -> NDArray[np.float64]:
         if drops not in self._corners:
-            self._corners[drops] = self.deep.extrapolated(lambda short: self._at(short, drops))
+            weighted = [
+                weight * np.array(self._at(short, drops)) for weight, short in self.deep.samples()
+            ]
+            self._corners[drops] = np.sum(weighted, axis=0)
         return self._corners[drops]
 
     def _at(self, short: Program, drops: str) -> tuple[float, ...]:

@@ -25,8 +25,8 @@ from autopar.cost.summary import letter_of
 from autopar.errors import PlanError
 from autopar.ir.graph import module_path, where
 from autopar.ir.plan import Plan
+from autopar.ir.plan_table import format_bytes, format_seconds
 from autopar.ir.program import Program
-from autopar.ir.show import format_bytes, format_seconds
 from autopar.ir.strategy import Choice, split_of
 from autopar.passes import emit_program, recompute
 from autopar.planner.bounds.message_passing import Bound
@@ -102,20 +102,18 @@ class Why:
         return f"each fixed here, everything else searched again around it; modelled{faster}"
 
 
-def why(program: Program, plan: Plan, layout: Layouts, redundant: bool, pattern: str) -> Why:
+def why(program: Program, plan: Plan, layout: Layouts, pattern: str) -> Why:
     """Return the choice at the nodes that the pattern names, by module path or by name, and up to
     five runners-up. `program`: annotated. Raises PlanError where the pattern names nothing.
     """
-    return _Question(program, plan, layout, redundant, pattern).answer()
+    return _Question(program, plan, layout, pattern).answer()
 
 
 class _Question:
     """One question to a plan: the groups of nodes asked about, and the searches around them."""
 
-    def __init__(
-        self, program: Program, plan: Plan, layout: Layouts, redundant: bool, pattern: str
-    ) -> None:
-        self.program, self.plan, self.redundant = program, plan, redundant
+    def __init__(self, program: Program, plan: Plan, layout: Layouts, pattern: str) -> None:
+        self.program, self.plan = program, plan
         self.pattern, self.world = pattern, plan.world
         self.groups = _groups(program, plan, pattern)
         self.spent = cost_terms(program, plan, plan.world)
@@ -125,9 +123,7 @@ class _Question:
         """Return the choice and its runners-up, the cheapest first."""
         plans: dict[str, Plan] = {}
         if self.plan.mesh.axes:
-            bound = bound_on(
-                self.program, self.plan.mesh, self.constraint, self.world, self.redundant
-            )
+            bound = bound_on(self.program, self.plan.mesh, self.constraint, self.world)
             for names in self.groups:
                 for choice in self._others(bound, names):
                     plan = self._around(bound, names, choice)
@@ -152,7 +148,7 @@ class _Question:
         seconds = sum(self.spent.values())
 
         def off(rules: Constraint) -> float:
-            plan = search(self.program, self.plan.mesh, self.world, rules, self.redundant)
+            plan = search(self.program, self.plan.mesh, self.world, rules)
             return abs(plan.seconds - seconds)
 
         return min(constraints, key=off)
@@ -182,7 +178,6 @@ class _Question:
                     self.plan.mesh,
                     self.world,
                     self.constraint,
-                    self.redundant,
                     among,
                 )
             except PlanError:

@@ -22,8 +22,9 @@ from autopar.ir.program import Program
 from autopar.passes import emit_program
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.mesh_search import Candidate, best, exact, meshes_by_bound
-from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.named_layouts import candidates
 from autopar.planner.rematerialize import effort
+from autopar.planner.request import PlanRequest
 from autopar.world import World
 
 _AS_FAST = 1.01  # times the plan's seconds
@@ -32,9 +33,7 @@ _TRIES = 3  # larger worlds that are tried
 _FRUGAL = 64.0  # price of a byte, in steps per peak: so high that memory decides nearly alone
 
 
-def smaller_world(
-    program: Program, plan: Plan, layout: Layouts, redundant: bool, budget: Budget
-) -> tuple[int, float] | None:
+def smaller_world(program: Program, plan: Plan, request: PlanRequest) -> tuple[int, float] | None:
     """Return (ranks, modelled seconds of a step) of the smallest world that fits the model and is
     within 1 % as fast as `plan`; None where not even half of its world is. Worlds are halved, whole
     nodes first.
@@ -44,9 +43,7 @@ def smaller_world(
     """
     smallest = None
     for world in _halves(plan.world):
-        seconds = _seconds_if_as_fast(
-            program, world, layout, redundant, budget, plan.seconds * _AS_FAST
-        )
+        seconds = _seconds_if_as_fast(program, world, request, plan.seconds * _AS_FAST)
         if seconds is None:
             break
         smallest = world.ranks, seconds
@@ -54,50 +51,45 @@ def smaller_world(
 
 
 def _seconds_if_as_fast(
-    program: Program,
-    world: World,
-    layout: Layouts,
-    redundant: bool,
-    budget: Budget,
-    seconds: float,
+    program: Program, world: World, request: PlanRequest, seconds: float
 ) -> float | None:
     """Return the seconds of a step on this world, if it fits and takes at most `seconds`; else
     None.
     """
-    layout_candidates = _small_candidates(program, world, layout)
+    assert request.budget is not None
+    layout_candidates = _small_candidates(program, world, request)
     if not layout_candidates:
         return None
     full_frame = frame(program)
-    bounds = meshes_by_bound(full_frame, layout_candidates, world, redundant)
+    bounds = meshes_by_bound(full_frame, layout_candidates, world)
     most_promising = min(range(len(layout_candidates)), key=bounds.__getitem__)
     if bounds[most_promising] > seconds:
         return None
-    plan, _ = exact(full_frame, *layout_candidates[most_promising], world, redundant)
+    plan, _ = exact(full_frame, *layout_candidates[most_promising], world)
     if plan.seconds > seconds:
         return None
-    budget_without_recompute = dataclasses.replace(budget, recompute="none")
+    budget_without_recompute = dataclasses.replace(request.budget, recompute="none")
     emitted, memory = _emit_to_fit(program, plan, world, budget_without_recompute)
     total = summary_rows(emitted, world).seconds
-    return total if budget.fits(memory) and total <= seconds else None
+    return total if request.budget.fits(memory) and total <= seconds else None
 
 
-def larger_world(
-    program: Program, plan: Plan, layout: Layouts, redundant: bool, budget: Budget, needs: Memory
-) -> str:
+def larger_world(program: Program, plan: Plan, request: PlanRequest, needs: Memory) -> str:
     """Return the smallest world that the model would fit, as "16 devices"; "" where three doublings
     that could do are not enough. `needs`: the memory of the most frugal plan found on the plan's
     world.
     """
-    assert budget.memory_bytes is not None
+    budget = request.budget
+    assert budget is not None and budget.memory_bytes is not None
     doublings = max(1, math.ceil(math.log2(needs.peak / budget.memory_bytes)))
     price = Price(ActivationMemory(program, budget.optimizer), _FRUGAL * plan.seconds / needs.peak)
     for exponent in range(doublings, doublings + _TRIES):
         world = _times(plan.world, 2**exponent)
-        layout_candidates = [] if world is None else _small_candidates(program, world, layout)
+        layout_candidates = [] if world is None else _small_candidates(program, world, request)
         if world is None or not layout_candidates:
             continue
         try:
-            best_plan = best(program, layout_candidates, world, redundant, price).plan
+            best_plan = best(program, layout_candidates, world, price).plan
             _, memory = _emit_to_fit(program, best_plan, world, budget)
         except PlanError:
             continue
@@ -114,12 +106,12 @@ def _emit_to_fit(
     return effort(emit_program(planned, world), world, budget)
 
 
-def _small_candidates(program: Program, world: World, layout: Layouts) -> list[Candidate]:
+def _small_candidates(program: Program, world: World, request: PlanRequest) -> list[Candidate]:
     """Return the candidates of at most two axes, or the first one; none where the layout has no
     mesh.
     """
     try:
-        all_candidates = list(candidates(layout, world.ranks, program))
+        all_candidates = list(candidates(request.layout or "auto", world.ranks, program))
     except LayoutError:
         return []
     return [

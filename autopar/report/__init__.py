@@ -1,5 +1,5 @@
 """What people read: the table of a plan, the listing of a graph."""
 
-from autopar.ir.show import listing
+from autopar.ir.graph import listing
 
 __all__ = ["listing"]

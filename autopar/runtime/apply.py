@@ -36,7 +36,6 @@ from autopar.planner.objective import cost_terms
 from autopar.planner.planner import (
     Inputs,
     PlanContext,
-    PlanRequest,
     analyse,
     choose_plan,
     fingerprint,
@@ -44,6 +43,7 @@ from autopar.planner.planner import (
     fit_to_memory,
     trace_model,
 )
+from autopar.planner.request import PlanRequest
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
 from autopar.world import World, ranks, store
@@ -132,7 +132,6 @@ def agree_on_request(
     world: World | int | Any | None,
     layout: Layouts,
     limits: tuple[Limit, Optimizer, Recompute],
-    redundant: bool,
     reduce_dtype: torch.dtype | str | None,
     overlap: Overlap,
     whole: bool = False,
@@ -145,7 +144,7 @@ def agree_on_request(
     ranks.together("reading the world", lambda: World.of(world))  # each rank's own, or it says why
     memory, optimizer, recompute = limits
     request: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
-    request |= {"recompute": recompute, "redundant": redundant, "overlap": overlap}
+    request |= {"recompute": recompute, "overlap": overlap}
     require_same_request(world, inputs, reduce_dtype=reduce_dtype, **request, **(options or {}))
     common_world = ranks.together(
         "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
@@ -154,7 +153,7 @@ def agree_on_request(
     common_world = dataclasses.replace(ranks.from_rank_0(common_world))
     budget = ranks.together("reading the limits", lambda: Budget.of(common_world, *limits))
     sum_dtype = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    return common_world, PlanRequest(layout, budget, redundant, sum_dtype, bool(overlap), whole)
+    return common_world, PlanRequest(layout, budget, sum_dtype, bool(overlap), whole)
 
 
 def _named_or_running(world: World | int | Any | None) -> World:

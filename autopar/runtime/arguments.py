@@ -20,9 +20,9 @@ from autopar._compat import named_backend
 from autopar.cost.memory import STATES, Budget, limit_text, text_of
 from autopar.errors import AutoparError, InputError, LayoutError, PlanError
 from autopar.ir.plan import Plan
+from autopar.passes import OPTIONS
 from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.planner.named_layouts import NAMES
-from autopar.runtime.backends import BY_NAME
 from autopar.runtime.module import Deferred, ParallelModule
 from autopar.world import World, ranks
 
@@ -134,11 +134,11 @@ def _is_number(value: Any) -> bool:
 def _overlap(value: Any) -> str:
     if isinstance(value, bool):
         return ""
-    names = f"True, False, or a tuple of {', '.join(BY_NAME)}"
+    names = f"True, False, or a tuple of {', '.join(OPTIONS)}"
     if isinstance(value, str) or not isinstance(value, Sequence):
         return f"it is to be {names}"
-    wrong = [name for name in value if name not in BY_NAME]
-    return f"overlap names {wrong[0]!r}; the passes are {', '.join(BY_NAME)}" if wrong else ""
+    wrong = [name for name in value if name not in OPTIONS]
+    return f"overlap names {wrong[0]!r}; the passes are {', '.join(OPTIONS)}" if wrong else ""
 
 
 def _backend(value: Any) -> str:
@@ -183,7 +183,6 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "backend": _backend,
     "plan": _plan,
     "tolerance": _tolerance,
-    "redundant": _yes_or_no,
     "smaller": _yes_or_no,
     "progress": _progress,
     "layout_or_plan": _layout_or_plan,

@@ -43,58 +43,43 @@ from autopar.cost.simulator.engine import Run
 from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given, writes
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
 from autopar.errors import PlanError
-from autopar.ir.graph import copied, reorder
 from autopar.ir.program import Program
-from autopar.ops.failures import guarded
-from autopar.ops.process_groups import connect, undone_on_failure
+from autopar.ops.process_groups import guarded
 from autopar.ops.recomputation import spread, tagged
 from autopar.ops.sharded.dropout import FORMULAS
-from autopar.passes.overlap import bucket, chunk, lanes, reinplace, schedule, views
-from autopar.passes.overlap.aux_outputs import (
+from autopar.passes import OPTIONS, overlap_derived
+from autopar.passes.overlap import DerivedGraph, collectives_in_order
+from autopar.passes.overlap.assumptions import (
     Gradients,
     Late,
     as_constants,
     aux_output_places,
     through,
 )
+from autopar.passes.pass_manager import PassManager
 from autopar.world import World, ranks
 
 Backend = str | Callable[..., Any] | None
-
-
 Overlap = bool | Sequence[str]
-PASSES = ("chunk", "bucket", "schedule")  # the passes of overlap=True
-BY_NAME = ("chunk", "bucket", "lanes", "schedule")
-OVERLAP: Overlap = True  # the default
-
-# Bytes of the largest bucket and how freely ops move: the first pair that fits the memory is taken.
-_ATTEMPTS: tuple[tuple[float, schedule.Freedom], ...] = (
-    (math.inf, schedule.USUAL),
-    (math.inf, schedule.PUNCTUAL),
-    (1 << 20, schedule.PUNCTUAL),
-    (1 << 16, schedule.PUNCTUAL),
-    (0, schedule.PUNCTUAL),
-    (0, schedule.LEAST),
-)
 
 
 def runner(
     program: Program, world: World, backend: Backend, overlap: Overlap
 ) -> Callable[..., Any]:
     """Return what a ParallelModule calls with the values of the graph's placeholders. `overlap`:
-    True for PASSES, False for none, or names of BY_NAME. Raises PlanError for the name of an
-    unknown pass or backend.
+    True for all OPTIONS, False for none, or some of them. Raises PlanError for an unknown option or
+    backend.
     """
-    passes = (PASSES if overlap else ()) if isinstance(overlap, bool) else tuple(overlap)
-    unknown = [name for name in passes if name not in BY_NAME]
+    options = (OPTIONS if overlap else ()) if isinstance(overlap, bool) else tuple(overlap)
+    unknown = [name for name in options if name not in OPTIONS]
     if unknown:
-        raise PlanError(f"overlap names {unknown[0]!r}; the passes are {', '.join(BY_NAME)}")
+        raise PlanError(f"overlap names {unknown[0]!r}; the passes are {', '.join(OPTIONS)}")
     if isinstance(backend, str):
         named_backend(backend)
     assert program.plan is not None
     if not program.plan.mesh.axes or overlap is False:
         return _plain(program.module, backend)
-    return Scheduled(program, world, passes, backend)
+    return Scheduled(program, world, options, backend)
 
 
 def _plain(module: fx.GraphModule, backend: Backend) -> Callable[..., Any]:
@@ -107,17 +92,18 @@ class Scheduled:
     it runs the graph as it is.
 
     `forward` and `backward`: the scheduled graphs, once they are derived; `modelled`: their
-    simulated runs.
+    simulated runs; `manager`: ran the passes, and knows the seconds of each.
     """
 
     def __init__(
         self,
         program: Program,
         world: World,
-        passes: Sequence[str] = PASSES,
+        options: Sequence[str] = OPTIONS,
         backend: Backend = None,
     ) -> None:
-        self.module, self.world, self.passes = program.module, world, passes
+        self.module, self.world, self.options = program.module, world, options
+        self.manager = PassManager()
         self._plain, self.backend = _plain(program.module, backend), backend
         self._plan = program.plan
         self.stored = frozenset(
@@ -127,8 +113,6 @@ class Scheduled:
         )
         # By graph, the placeholders that exist before it runs: their gathers may run at any time.
         self._there: dict[Phase, frozenset[str]] = {"forward": self.stored}
-        assert program.plan is not None
-        self.mesh = program.plan.mesh
         self._constant = aux_output_places(program)
         self._late: set[int] = set()  # the auxiliary outputs that would have a gradient
         inputs = enumerate(program.signature.inputs)
@@ -154,7 +138,6 @@ class Scheduled:
                     warnings.warn(no_room(self._above), stacklevel=2)
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
-            self._open(values[0].device.type)
         outputs = list(self._run(*ordered))
         for place in self._late:
             outputs[place] = Late.apply(self._asked, place, outputs[place], *ordered)
@@ -184,23 +167,13 @@ class Scheduled:
         self._run, self._constant = None, frozenset()
         return through(self.module, place, gradient, values)
 
-    def _open(self, device_type: str) -> None:
-        """Open the process groups of lane 1: all ranks are here, with the same names."""
-        assert self.forward is not None and self.backward is not None
-        names = lanes.opened(self.forward.graph, self.backward.graph)
-        if names:
-            with undone_on_failure():
-                ranks.together(
-                    "opening process groups", lambda: connect(self.mesh, device_type, names)
-                )
-
     def order(self) -> str:
         """Return a hash of the order of all collectives, forward and backward."""
         assert self.forward is not None and self.backward is not None
         lines = [
             line
             for module in (self.forward, self.backward)
-            for line in schedule.collectives_in_order(module.graph)
+            for line in collectives_in_order(module.graph)
         ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -270,52 +243,17 @@ class Scheduled:
         return self.forward, self.backward
 
     def _finish(self, module: fx.GraphModule, phase: Phase, step: StepMemory) -> None:
-        """Run the overlap passes over one of the derived graphs."""
+        """Run the passes of OVERLAP over one of the derived graphs."""
         _erase_unused(module.graph)
-        graph, spare_bytes = self._ordered(module.graph, phase, step)
-        if self.backend is None:  # compilers take functional graphs
-            reinplace.reinplace(graph)
-            reinplace.check(graph)
-        views.views(graph, operands=self.backend != "inductor")
-        views.check(graph)
-        if self.backend is None:
-            reinplace.fill_buckets(graph, spare_bytes)
-        self._above = max(self._above, self._above_limit(graph, step))
-        module.graph = graph  # recompiles
-
-    def _ordered(self, graph: fx.Graph, phase: Phase, step: StepMemory) -> tuple[fx.Graph, float]:
-        """Return the graph with as much freedom as the memory allows, and the bytes that it
-        leaves.
-        """
-        bound, in_pieces, resident = self._bound(graph, step), graph, self._there[phase]
-        if "chunk" in self.passes:
-            in_pieces = chunk.chunk(graph, self.world, resident, phase)
-        tries = [(graph, *attempt) for attempt in _ATTEMPTS]
-        if in_pieces is not graph:
-            tries = [(in_pieces, *attempt) for attempt in _ATTEMPTS[:2]] + tries
-        for base, bucket_bytes, freedom in tries:
-            before = [(node, node.args) for node in base.nodes]
-            ordered, run = self._attempt(base, phase, bucket_bytes, freedom)
-            filled = self._filled_fits(ordered, bound, step)
-            if filled or schedule.limit_memory(ordered, resident, bound, step):
-                if run is not None:
-                    self.modelled[phase] = run
-                return ordered, math.inf if filled else bound - graph_peak_bytes(ordered, step)
-            reorder(base, [node for node, _ in before])
-            for node, args in before:  # undo the lanes
-                node.args = args
-        schedule.limit_memory(graph, resident, bound, step)
-        return graph, 0.0
-
-    def _filled_fits(self, graph: fx.Graph, bound: float, step: StepMemory) -> bool:
-        """Whether the graph needs no more than `bound` bytes once matmuls write into their
-        buckets.
-        """
-        if self.backend is not None:
-            return False
-        filled = copied(graph)
-        reinplace.fill_buckets(filled)
-        return graph_peak_bytes(filled, step) <= bound
+        bound = self._bound(module.graph, step)
+        compiler = self.backend if isinstance(self.backend, str) else "callable"
+        compiler = "" if self.backend is None else compiler
+        derived = DerivedGraph(module.graph, phase, self._there[phase], step, bound, compiler)
+        derived = overlap_derived(derived, self.world, self.options, self.manager)
+        if derived.run is not None:
+            self.modelled[phase] = derived.run
+        self._above = max(self._above, self._above_limit(derived))
+        module.graph = derived.graph  # recompiles
 
     def _bound(self, graph: fx.Graph, step: StepMemory) -> float:
         """Return the bytes that a graph may need besides the optimizer's states: what was planned;
@@ -329,28 +267,13 @@ class Scheduled:
         usual = graph_peak_bytes(graph, step) + memory.in_flight
         return min(max(memory.peak - memory.optimizer, usual), limit - memory.optimizer)
 
-    def _above_limit(self, graph: fx.Graph, step: StepMemory) -> float:
+    def _above_limit(self, derived: DerivedGraph) -> float:
         """Return the bytes that a graph, at its leanest, needs above the limit."""
         plan = self._plan
         if plan is None or plan.memory is None or plan.device_limit is None:
             return 0.0
-        needed_bytes = graph_peak_bytes(graph, step) + plan.memory.optimizer
+        needed_bytes = derived.peak_bytes + plan.memory.optimizer
         return max(0.0, needed_bytes - plan.device_limit)
-
-    def _attempt(
-        self, graph: fx.Graph, phase: Phase, most: float, freedom: schedule.Freedom
-    ) -> tuple[fx.Graph, Run | None]:
-        resident = self._there[phase]
-        if "bucket" in self.passes:
-            graph = bucket.bucket(graph, self.world, resident, phase, most)
-        if "lanes" in self.passes:
-            lanes.lanes(graph, self.world, resident, phase)
-        if "schedule" not in self.passes:
-            return graph, None
-        before = list(graph.nodes)
-        run = schedule.schedule(graph, self.world, resident, phase, freedom)
-        schedule.check(graph, before)
-        return graph, run
 
 
 def _overlaps(value: torch.Tensor) -> bool:

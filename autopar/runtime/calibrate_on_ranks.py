@@ -21,8 +21,7 @@ from autopar.cost.calibration.fit import Attended
 from autopar.cost.calibration.measure import Progress
 from autopar.cost.calibration.procedure import calibrate, local_matmuls
 from autopar.ir.sharding_rule import OpShardingRule, results_of
-from autopar.passes import annotate
-from autopar.passes.trace import trace
+from autopar.passes import annotate, trace
 from autopar.planner.planner import Inputs, call_arguments
 from autopar.world import World, ranks
 

@@ -33,7 +33,7 @@ from autopar.planner.named_layouts import Layouts
 from autopar.planner.planner import PlanContext
 from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import agree_on_request, build_runner, plan_on_rank_0
-from autopar.runtime.backends import OVERLAP, Backend, Overlap
+from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS
 from autopar.world import World, ranks
 
@@ -52,8 +52,7 @@ def backend(
     memory: Limit = "auto",
     optimizer: Optimizer = "adamw",
     recompute: Recompute = "auto",
-    overlap: Overlap = OVERLAP,
-    redundant: bool = False,
+    overlap: Overlap = True,
     reduce_dtype: torch.dtype | str | None = None,
 ) -> Compiler:
     """Return a backend for torch.compile that runs a model on all ranks. Every rank runs the same
@@ -71,7 +70,7 @@ def backend(
 
     def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
         limits = memory, optimizer, recompute
-        settings, others = (limits, redundant, reduce_dtype, overlap), {"backend": backend}
+        settings, others = (limits, reduce_dtype, overlap), {"backend": backend}
         common_world, request = agree_on_request(
             world, layout, *settings, whole=True, inputs=inputs, options=others
         )

@@ -19,8 +19,8 @@ from autopar._compat import FakeTensor, TorchDispatchMode, pytree
 from autopar.errors import VerificationError
 from autopar.ir.program import Program
 from autopar.ops.devices import CPU, on_device
+from autopar.passes.trace import bind
 from autopar.passes.trace.export import borrowed
-from autopar.passes.trace.trace import bind
 
 FLOPS = 1e11  # a model whose step takes more is not run on one device
 _SEED = 40_009

@@ -1,8 +1,8 @@
 """The hardware that a plan is for: how many ranks, what a device computes, what links carry.
 
 A `World` (world.py) holds a `Device` and its `Level`s or `Link`s (hardware.py). It comes from a
-preset (presets.py), from what this process sees (detect.py), or from a file that calibration wrote
-or a person edited (json_file.py). Running ranks talk to one another by collectives (ranks.py) or
+preset or from what this process sees (machines.py), or from a file that calibration wrote or a
+person edited (json_file.py). Running ranks talk to one another by collectives (ranks.py) or
 through the store of torch.distributed (store.py).
 """
 
@@ -17,7 +17,7 @@ from autopar.world.hardware import (
     Link,
     Measured,
 )
-from autopar.world.presets import PRESETS
+from autopar.world.machines import PRESETS
 from autopar.world.world import World
 
 __all__ = [

@@ -94,7 +94,10 @@ def _validated(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
     except ValidationError as error:
         inside = {str(fault["loc"][0]) for fault in error.errors() if fault["loc"]}
         part = inside.pop() if len(inside) == 1 else ""
-        raise kind.parts.get(part, kind.error)(f"{where} {kind.none}: {sentences(error)}") from None
+        incomplete = any(fault["type"] == "missing" for fault in error.errors())
+        remedy = f". {kind.remedy[0].upper()}{kind.remedy[1:]}" if incomplete else ""
+        message = f"{where} {kind.none}: {sentences(error)}{remedy}"
+        raise kind.parts.get(part, kind.error)(message) from None
 
 
 def _check_version(data: Any, where: str, kind: Kind) -> None:
@@ -152,7 +155,9 @@ def sentences(error: ValidationError) -> str:
 def _sentence(fault: Any) -> str:
     where = ".".join(_path_part(part) for part in fault["loc"])
     if fault["type"] == "missing":
-        return f"{where}: it is missing, the file is cut short or of another kind"
+        return (
+            f"{where}: it is missing, the file is cut short, of another kind or of an old autopar"
+        )
     if fault["type"] == "unexpected_keyword_argument":
         return f"{where}: there is no field of this name"
     message = fault["msg"].removeprefix("Value error, ")
@@ -179,6 +184,7 @@ def shown(value: Any) -> str:
     try:
         plain = not isinstance(value, str) or value.isprintable()
         text = repr(value) if plain else ascii(value)
+        text = text if isinstance(value, str) else " ".join(text.split())
     except ValueError:  # Python prints no integer of more than 4,300 digits
         return "a number of thousands of digits"
     short = len(text) <= _SHOWN_CHARACTERS

@@ -6,7 +6,8 @@ and where it is. A step pays nothing for that.
 
 Example: positions(pulse().signs()) is "rank 0 has made 4 calls (in the forward), rank 1 has made 3
 calls (after it)". From two readings of the signs `all_of` and `done_on_rank_0` tell a rank that is
-late from one that is gone. Called by runtime, ops/devices.py, ops/failures.py and `autopar doctor`.
+late from one that is gone. runtime, ops/devices.py, ops/process_groups.py and `autopar doctor` call
+this file.
 """
 
 from __future__ import annotations

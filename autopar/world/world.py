@@ -18,14 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import networkx as nx
 from pydantic import TypeAdapter
 
 from autopar.errors import WorldError
-from autopar.world import detect as detection
-from autopar.world import json_file
+from autopar.world import json_file, machines
 from autopar.world.hardware import (
     MOST_RANKS,
     MOST_SHARE,
@@ -40,7 +38,9 @@ from autopar.world.hardware import (
     check_seconds,
 )
 from autopar.world.json_file import shown
-from autopar.world.presets import preset
+
+if TYPE_CHECKING:
+    import networkx as nx  # imported where it is used: few worlds have an irregular network
 
 T = TypeVar("T")
 
@@ -160,6 +160,8 @@ class World:
         """The irregular network as a graph, empty without `links`. Nodes are ranks (numbers) and
         switches (names); edges have `bytes_per_s` each way and `latency_s`.
         """
+        import networkx as nx
+
         graph = nx.Graph()
         for link in self.links:
             if graph.has_edge(link.a, link.b):
@@ -221,12 +223,12 @@ class World:
         if isinstance(given, int) and not isinstance(given, bool):
             if given < 1:
                 raise WorldError(f"a world of {given} ranks: at least 1 is needed")
-            return World(*_world_fields(detection.like_here(given)))
+            return World(*_world_fields(machines.like_here(given)))
         if hasattr(given, "mesh") and hasattr(given, "mesh_dim_names"):
             return World.of(given.mesh.numel())
         raise WorldError(
-            f"a world is a World, a number of ranks or a DeviceMesh, not {type(given).__name__} "
-            f"{given!r}"
+            "a world is a World, a number of ranks or a DeviceMesh; this is of type "
+            f"{type(given).__name__}: {shown(given)}"
         )
 
     @staticmethod
@@ -239,7 +241,7 @@ class World:
         >>> World.detect().ranks
         1
         """
-        return World(*_world_fields(detection.like_here(*detection.running())))
+        return World(*_world_fields(machines.like_here(*machines.running_ranks())))
 
     @staticmethod
     def preset(name: str, ranks: int | None = None) -> World:
@@ -249,7 +251,7 @@ class World:
         >>> World.preset("dgx-h100", ranks=1024).levels[1].ranks
         128
         """
-        machine = preset(name)
+        machine = machines.preset(name)
         levels = machine.levels(name, machine.ranks if ranks is None else ranks)
         return World(levels, machine.device, machine.backend, name, machine.launch_s)
 
@@ -313,7 +315,7 @@ class World:
         return parsed_inside(World, data, where)
 
 
-def _world_fields(found: detection.Found) -> tuple[Any, ...]:
+def _world_fields(found: machines.Found) -> tuple[Any, ...]:
     return found.levels, found.device, found.backend, "", found.launch_s
 
 
@@ -326,6 +328,8 @@ def _describe_level(level: Level) -> str:
 
 
 def _check_network(graph: nx.Graph) -> None:
+    import networkx as nx
+
     ranks = sorted(node for node in graph if isinstance(node, int))
     if ranks != list(range(len(ranks))) or not ranks:
         raise WorldError(f"links join the ranks {ranks}: they must be 0, 1, … without a gap")

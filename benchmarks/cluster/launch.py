@@ -51,7 +51,7 @@ def environment(shape: Shape, rank: int, port: int, loopback: bool) -> dict[str,
     """What a rank finds in its environment, beside what this process has.
 
     Every node has one interface; what a rank sends to its own node's address the kernel takes over
-    loopback, past the limiter (seen by `tests/test_cluster.py`), so gloo is told of the one.
+    loopback, past the limiter (seen by test_cluster.py), so gloo is told of the one.
     """
     node, local = divmod(rank, shape.ranks_per_node)
     return {

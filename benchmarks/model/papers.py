@@ -2,7 +2,7 @@
 
     python -m benchmarks.model.papers [--only WORD] [--json papers.json] [--markdown]
 
-One set of constants a machine for all rows (steps.py, autopar/world/presets.py); nothing is fitted
+One set of constants a machine for all rows (steps.py, autopar/world/machines.py); nothing is fitted
 to a row. Rows that miss by more than 25 % are listed again with the reason.
 """
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import Grid2D, Grid25D, World
-from autopar.cli.models import Sizes
+from autopar.cli.targets import Sizes
 from autopar.cost.formula import ELEMENT
 from autopar.ir.mesh import Axis, Mesh
 from benchmarks.model.steps import (

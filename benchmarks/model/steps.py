@@ -25,7 +25,7 @@ import torch
 
 import autopar
 from autopar import Grid2D, Grid4D, Plan, World
-from autopar.cli.models import NAMED, Gpt, Sizes
+from autopar.cli.targets import NAMED, Gpt, Sizes
 from autopar.cost.communication import collective_cost
 from autopar.cost.formula import Formula, Term
 from autopar.ir.layout import Traffic

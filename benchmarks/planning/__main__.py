@@ -30,18 +30,17 @@ from rich.table import Table
 from torch import nn
 
 from autopar import World
-from autopar.cli.models import NAMED, Sizes
-from autopar.cli.targets import Batch, resolve
+from autopar.cli.targets import NAMED, Batch, Sizes, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program, recompute
-from autopar.passes.trace import trace
-from autopar.planner import choose
+from autopar.passes import annotate, chains, emit_program, recompute, trace
+from autopar.planner import mesh_search
 from autopar.planner.constraint import Constraint
-from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import best
+from autopar.planner.planner import search_plan
+from autopar.planner.request import PlanRequest
 from benchmarks.step_time import cells
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
@@ -148,7 +147,7 @@ def peak() -> float:
 def chosen(program: Program, world: World, mesh: str | None) -> Program:
     """With its plan."""
     if mesh is None:
-        return choose.choose(program, world, "auto")
+        return mesh_search.search_meshes(program, world, PlanRequest("auto"))
     found = best(program, [(Mesh.parse(mesh), Constraint("auto"))], world)
     return replace(program, plan=replace(found.plan, bound=found.bound))
 
@@ -156,7 +155,7 @@ def chosen(program: Program, world: World, mesh: str | None) -> Program:
 def fitting(program: Program, world: World) -> Program:
     """With the plan that `autopar plan` gives for the devices' own memory."""
     budget = Budget.of(world, "auto", "adamw", "auto")
-    return search_within_memory(program, world, "auto", budget=budget, overlap=True)
+    return search_plan(program, world, PlanRequest("auto", budget=budget, overlap=True))
 
 
 def twice(program: Program, world: World) -> float:

@@ -21,17 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import World
-from autopar.cli.models import NAMED
-from autopar.cli.targets import Batch, resolve
+from autopar.cli.targets import NAMED, Batch, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.timeline import timeline
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program
-from autopar.passes.trace import trace
-from autopar.planner import choose
+from autopar.passes import annotate, chains, emit_program, trace
+from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel
 from autopar.planner.overlap_search import simulate_plan
 from autopar.planner.rematerialize import Estimated, RematerializationSteps, Rematerialized
+from autopar.planner.request import PlanRequest
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0}
@@ -50,7 +49,7 @@ class Row:
 
 
 def rows(program: Program, world: World, layout: str) -> Iterator[Row]:
-    chosen = choose.choose(program, world, layout)
+    chosen = mesh_search.search_meshes(program, world, PlanRequest(layout))
     assert chosen.plan is not None
     deep, budget = DeepModel(chosen), Budget(None, "adamw", "auto")
     made = emit_program(chosen, world)

@@ -31,9 +31,11 @@ from autopar import _compat
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.graph_events import Phase
 from autopar.ir.program import Input, Program
+from autopar.passes import OPTIONS
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.planner import PlanRequest, analyse, choose_plan, finish_plan, trace_model
-from autopar.runtime.backends import PASSES, Scheduled
+from autopar.planner.planner import analyse, choose_plan, finish_plan, trace_model
+from autopar.planner.request import PlanRequest
+from autopar.runtime.backends import Scheduled
 from benchmarks.planning.__main__ import named
 from benchmarks.step_time import cells
 
@@ -77,7 +79,7 @@ def measured(layers: int, layout: str, ranks: int) -> dict[str, float]:
     source = trace_model(model, inputs, pipeline)
     chose = choose_plan(pipeline, analyse(pipeline, source), world, asked)
     program = finish_plan(pipeline, source, chose, world, asked).ready.program
-    run = Timed(program, world, PASSES)
+    run = Timed(program, world, OPTIONS)
     started = time.process_time()
     with _compat.fake_mode():
         run.derived([stand_in(entry, program) for entry in program.signature.inputs])

@@ -46,12 +46,13 @@ from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
-from autopar.passes import annotate, chains, emit_program
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, emit_program, trace
 from autopar.planner.deep_models import ShortenedModel
-from autopar.planner.overlap_search import plans_by_step, simulate_plan
+from autopar.planner.overlap_search import simulate_plan
+from autopar.planner.planner import fastest_plans
+from autopar.planner.request import PlanRequest
 from autopar.world import Device, Level, Measured
-from autopar.world.presets import (
+from autopar.world.machines import (
     CPU_BYTES_PER_S,
     CPU_FLOP_PER_S,
     GLOO_BYTES_PER_S,
@@ -259,13 +260,13 @@ def hidden() -> dict[str, dict[str, float]]:
     """The GPT's plans, the shortest simulated step first; one of them has the least sum."""
     model, inputs = small_gpt()
     program = chains.chains(annotate.annotate(trace.trace(model, inputs, {})))
-    world = cluster()
+    model = ShortenedModel(program, world := cluster())
     return {
         f"plan {number}": {
             "step, ms": 1e3 * simulate_plan(one, world),
             "sum, ms": 1e3 * one.plan.seconds,
         }
-        for number, one in enumerate(plans_by_step(ShortenedModel(program, world), "auto", None), 1)
+        for number, one in enumerate(fastest_plans(model, PlanRequest(overlap=True)), 1)
         if one.plan is not None
     }
 

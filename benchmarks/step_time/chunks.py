@@ -44,7 +44,7 @@ from autopar.cost.simulator.graph_events import (
 from autopar.ir.graph import computed, copied
 from autopar.ir.mesh import Mesh, group_name
 from autopar.ops.process_groups import connect
-from autopar.passes.overlap import chunk, reinplace, schedule
+from autopar.passes.overlap import DerivedGraph, chunk, reinplace, schedule
 from benchmarks.cluster import Shape, launch, network, stop_on_signals
 from benchmarks.cluster.shape import read_rate
 from benchmarks.step_time import cells, worlds
@@ -153,10 +153,9 @@ def sized(kind: str, ratio: float, world: World, group: str) -> Case:
 
 def prepared(graph: fx.Graph, world: World) -> Callable[..., Any]:
     """Scheduled, what can be in place, ready to be called."""
-    graph = copied(graph)
-    schedule.schedule(graph, world, frozenset(), "forward")
-    reinplace.reinplace(graph)
-    return fx.GraphModule(torch.nn.Module(), graph).forward
+    derived = schedule.schedule(DerivedGraph(copied(graph), "forward"), world)
+    derived = reinplace.reinplace(derived, world)
+    return fx.GraphModule(torch.nn.Module(), derived.graph).forward
 
 
 # -- on a rank -------------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ def with_products(world: World, group: str) -> World:
 def raced(case: Case, world: World, group: str, pairs: int) -> dict[str, Any]:
     """Whole and in pieces in turns; who begins changes."""
     graph = row_of_products(case, world.ranks, group)
-    cut = chunk.chunk(graph, world, frozenset(), "forward")
+    cut = chunk.chunk(DerivedGraph(graph, "forward"), world).graph
     counts = [sum(collective_of(node) is not None for node in g.nodes) for g in (graph, cut)]
     torch.manual_seed(dist.get_rank())
     given = [

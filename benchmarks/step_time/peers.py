@@ -28,8 +28,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.passes import OPTIONS
 from autopar.planner.named_layouts import Layouts
-from autopar.runtime.backends import BY_NAME, Overlap
+from autopar.runtime.backends import Overlap
 from benchmarks.models import Llama
 from benchmarks.step_time.forced import FORCED
 
@@ -222,7 +223,7 @@ def wanted(text: str) -> tuple[Layouts, Overlap]:
     or "waiting" if every collective is to be waited for at once.
     """
     layout, _, alone = text.partition("+")
-    return FORCED.get(layout, layout), (alone,) if alone in BY_NAME else alone != "waiting"
+    return FORCED.get(layout, layout), (alone,) if alone in OPTIONS else alone != "waiting"
 
 
 def parallel(

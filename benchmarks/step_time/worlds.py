@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from autopar import World
 from autopar.world import Device, Level
-from autopar.world.presets import (
+from autopar.world.machines import (
     CPU_BYTES_PER_S,
     GLOO_BYTES_PER_S,
     GLOO_LAUNCH_S,

@@ -17,11 +17,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autopar.cli import main, options, terminal
-from autopar.cli.models import NAMED
-from autopar.cli.targets import Batch, TargetError, resolve
+from autopar.cli.targets import NAMED, Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
 from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
-from autopar.world import Level, World
+from autopar.world import World
 from models import Mlp as MseMlp
 
 RED = "\x1b[31m"
@@ -335,17 +334,6 @@ def test_progress_after_two_seconds(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "counting: first … 0 s\ncounting: second … 0 s\n"
-
-
-def test_redundant_products(tmp_path: Path) -> None:
-    """Where links are so slow that it is the fastest, all may repeat the same work."""
-    far = World((Level(4, 1e5, 1e-3),), World.of(4).device)
-    far.save(tmp_path / "far.json")
-    command = ("plan", "test_cli:tiny", "--world", str(tmp_path / "far.json"), "--json")
-    split, whole = (json.loads(run(*command, *more).stdout) for more in ((), ("--redundant",)))
-    assert whole["seconds"] < split["seconds"] / 2
-    assert whole["comm_bytes"] < split["comm_bytes"]
-    assert "equal" in run("verify", "test_cli:tiny", "--ranks", "2", "--redundant").stdout
 
 
 def test_python_m_autopar() -> None:

@@ -17,7 +17,7 @@ from autopar.cost.network import Pattern, load, pattern, size
 from autopar.ir.layout import Element, I, Layout, P, R, S, Traffic
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import reshard_steps
-from autopar.ops.sharded.inner_collectives import Part, inner_collectives, moving
+from autopar.ops.sharded import Part, inner_collectives, moving
 from autopar.world import KINDS, Level, World
 from priced import CORE, EMULATED, FAR, GPU, NEAR, START, price
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import models
 from autopar import PlanError
-from autopar.cost.activations import SavedActivations, SavedActivationsByNode, inner_bytes, operand_bytes, result_bytes
+from autopar.cost.activations import SavedActivationsByNode, Share, bytes_of
 from autopar.cost.memory import optimizer_bytes
 from autopar.ir.graph import producer
 from autopar.ir.layout import I, Layout, S
@@ -20,8 +20,8 @@ from autopar.ir.program import Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
 from autopar.ir.strategy import Strategy
 from autopar.passes.pass_manager import PassManager
-from autopar.passes.trace import trace
 from autopar.planner.planner import analyse, trace_model
+from traced import run
 
 
 def modelled(program: Program) -> float:
@@ -64,7 +64,7 @@ def measured(program: Program, args: Any, kwargs: Any) -> float:
         return t
 
     with saved_tensors_hooks(keep, keep):
-        trace.run(program, args, kwargs, held)
+        run(program, args, kwargs, held)
     given = [*held.values(), *args, *kwargs.values()]
     outside = {t.untyped_storage().data_ptr() for t in given}
     inside = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
@@ -83,10 +83,8 @@ def test_strategies_divide_what_is_kept() -> None:
     x, weight = Layout(mesh, (8, 6), (S(0, 4), I)), Layout(mesh, (4, 6), (I, S(0, 2)))
     result = Layout(mesh, (8, 4), (S(0, 4), S(1, 2)))
     strategy = Strategy((), (x, weight, None), (result,), 4)
-    found = SavedActivations(frozenset({0, 1}), frozenset({0}), 64.0, (None,), (4, 4, 0), (2,))
-    assert inner_bytes(found, strategy) == 32  # as x is divided
-    assert [operand_bytes(found, strategy, index) for index in (0, 1)] == [4 * 24, 4 * 12]
-    assert result_bytes(found, strategy, 0) == 2 * 8
+    share = Share(((0, 4.0), (1, 4.0)), ((0, 2.0),), 64.0)
+    assert bytes_of(share, strategy) == (4 * 24 + 4 * 12) + 2 * 8 + 64 / 4
 
 
 def test_states_of_stored_parameters() -> None:

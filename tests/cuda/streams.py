@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar import _compat
-from autopar.passes.overlap import fuse
+from autopar.passes.overlap import bucket
 
 When = Literal["early", "late"]
 
@@ -152,7 +152,7 @@ def as_nccl() -> None:
     """Graphs are written as for NCCL, though their tensors are on the CPU."""
     _compat.backend_name = lambda name, device_type: "nccl"
     _compat.register_work = lambda x, work: work.wait()
-    fuse.on_cpu = lambda node: False
+    bucket.on_cpu = lambda node: False
 
 
 def _name(kind: str, xs: Sequence[Tensor]) -> str:

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from autopar import WorldError
 from autopar.ops import devices
-from autopar.passes.trace import trace
+from autopar.passes import trace
 from autopar.planner.planner import fingerprint
 from autopar.world import ranks, store
 

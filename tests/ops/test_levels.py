@@ -50,9 +50,9 @@ ROUTES: list[tuple[str, Any, Any]] = [
 # -- routes ----------------------------------------------------------------------------------------
 def test_a_route_leads_through_neighbours_first() -> None:
     assert comm.route("x", "x8.y2") == ((8, "autopar/x8.y2/x"),)
-    assert comm.route("x", "x8.y2", 2, lane=1) == (
-        (2, "autopar/x8.y2/x/2@1/lane1"),
-        (4, "autopar/x8.y2/x/4@2/lane1"),
+    assert comm.route("x", "x8.y2", 2) == (
+        (2, "autopar/x8.y2/x/2@1"),
+        (4, "autopar/x8.y2/x/4@2"),
     )
     assert [ranks for ranks, _ in comm.route(["y", "x"], "x8.y2", (2, 4))] == [2, 4, 2]
     with pytest.raises(AssertionError, match="inside of 8 ranks"):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import OpShardingRule
-from autopar.ops.rules import rule_of
-from autopar.ops.rules.probe import probe
+from autopar.ops.rules.probe import probe, rule_of
 from shards import (
     Case,
     call,

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 import models
-from autopar.passes.overlap.aux_outputs import aux_output_places
+from autopar.passes.overlap.assumptions import aux_output_places
 from launch import launched
 
 

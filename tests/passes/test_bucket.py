@@ -12,8 +12,8 @@ import autopar
 from autopar.cost.simulator import buckets
 from autopar.cost.simulator.graph_events import Phase, collective_of, graph_events
 from autopar.ir.graph import ordered
-from autopar.passes.overlap import bucket
-from derived import arrived, called, derived, placed, ran, scheduled
+from autopar.passes.overlap import DerivedGraph, bucket, facts_of
+from derived import arrived, called, derived, passed, placed, ran, scheduled
 
 aten = torch.ops.aten
 
@@ -39,7 +39,8 @@ def test_small_collectives_are_joined(layout: str, phase: str) -> None:
 def test_large_ones_are_not_joined_where_that_costs_overlap() -> None:
     run = scheduled("ddp")
     assert run.backward is not None
-    found = bucket.bucket(run.backward.graph, run.world, run.stored, "backward")
+    derived = DerivedGraph(run.backward.graph, "backward", run.stored)
+    found = passed("bucket", derived, run.world).graph
     sums = [n for n in found.nodes if collective_of(n)]
     large = [
         n for n in sums if collective_of(n) == "all_reduce" and n.meta["val"].numel() >= 1 << 20
@@ -116,7 +117,7 @@ def joined(graph: fx.Graph, world: autopar.World, phase: Phase) -> fx.Graph:
     (several,) = bucket.choices(listed, buckets.SIZES)
     found = bucket.fuse_buckets(graph, several)
     assert found is not None
-    found.lint()
+    bucket.check(facts_of(graph), DerivedGraph(found, phase))
     return found
 
 

@@ -20,15 +20,22 @@ from torch.utils.flop_counter import flop_registry
 import autopar
 import models
 from autopar import _compat
-from autopar.cost.simulator.graph_events import Phase, collective_of, flops, graph_seconds, group_of, is_wait
+from autopar.cost.simulator.graph_events import (
+    Phase,
+    collective_of,
+    flops,
+    graph_seconds,
+    group_of,
+    is_wait,
+)
 from autopar.ir.graph import copied
 from autopar.ir.mesh import group_ranks
 from autopar.ops import comm
-from autopar.passes.overlap import bucket, chunk, reinplace, schedule
+from autopar.passes.overlap import DerivedGraph, chunk, facts_of
 from autopar.passes.overlap.chunk import chunk_units_of
 from autopar.passes.overlap.chunk_units import units
 from autopar.runtime.backends import Scheduled
-from derived import called, value_of
+from derived import called, passed, value_of
 from launch import launched
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -83,6 +90,20 @@ def graph_of(run: Scheduled, phase: Phase) -> fx.Graph:
     module = run.forward if phase == "forward" else run.backward
     assert module is not None
     return module.graph
+
+
+def chunked(
+    graph: fx.Graph,
+    phase: Phase,
+    world: autopar.World = WORLD,
+    pieces: int | None = None,
+    stored: frozenset[str] = frozenset(),
+) -> fx.Graph:
+    """The graph with products in pieces; the pass's contract is checked."""
+    before, derived = facts_of(graph), DerivedGraph(graph, phase, stored)
+    found = chunk.chunk(derived, world, pieces)
+    chunk.check(before, found)
+    return found.graph
 
 
 # -- a wire for derived graphs: every rank of the group at once ------------------------------------
@@ -179,17 +200,21 @@ def test_pieces_give_the_same_numbers(layout: str) -> None:
     run = derived(layout)
     for phase in PHASES:
         graph = graph_of(run, phase)
-        found = chunk.chunk(graph, WORLD, run.stored, phase, pieces=4)
+        found = chunked(graph, phase, pieces=4, stored=run.stored)
         assert found is not graph
-        found = bucket.bucket(found, WORLD, run.stored, phase)
-        before = list(found.nodes)
-        schedule.schedule(found, WORLD, run.stored, phase)
-        schedule.check(found, before)
+        found = ordered(found, run, phase, WORLD)
         assert same(found, graph)
         found = copied(found)
-        assert reinplace.reinplace(found)
-        reinplace.check(found)
+        before = [node.target for node in found.nodes]
+        passed("reinplace", DerivedGraph(found, phase))
+        assert [node.target for node in found.nodes] != before
         assert same(found, graph)
+
+
+def ordered(graph: fx.Graph, run: Scheduled, phase: Phase, world: autopar.World) -> fx.Graph:
+    """In buckets, in the order of the schedule."""
+    derived = DerivedGraph(graph, phase, run.stored)
+    return passed("schedule", passed("bucket", derived, world), world).graph
 
 
 @pytest.mark.slow
@@ -198,7 +223,7 @@ def test_reduce_scatters_are_cut_beside_what_they_scatter(layout: str) -> None:
     run = derived(layout, gloo=False)
     for phase in PHASES:
         graph = graph_of(run, phase)
-        found = chunk.chunk(graph, WORLD, run.stored, phase, pieces=2)
+        found = chunked(graph, phase, pieces=2, stored=run.stored)
         counts = [names(g).count("reduce_scatter_tensor") for g in (graph, found)]
         assert counts[1] >= counts[0] + 2
         assert same(found, graph)
@@ -231,7 +256,7 @@ def test_what_is_cut(layout: str) -> None:
     for phase in PHASES:
         graph = graph_of(run, phase)
         before = names(graph)
-        after = names(chunk.chunk(graph, WORLD, run.stored, phase, pieces=2))
+        after = names(chunked(graph, phase, pieces=2, stored=run.stored))
         more = {str(n): after.count(n) - before.count(n) for n in set(before) - {None}}
         assert {n[:10]: count for n, count in more.items() if count} == CUT[layout, phase]
 
@@ -273,10 +298,8 @@ PRODUCT = frozenset(PRODUCTS)
 
 def scheduled(layout: str, phase: Phase, pieces: int | None) -> fx.Graph:
     run = derived(layout)
-    found = chunk.chunk(graph_of(run, phase), SLOW, run.stored, phase, pieces)
-    found = bucket.bucket(found, SLOW, run.stored, phase)
-    schedule.schedule(found, SLOW, run.stored, phase)
-    return found
+    found = chunked(graph_of(run, phase), phase, SLOW, pieces, run.stored)
+    return ordered(found, run, phase, SLOW)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -313,7 +336,7 @@ def test_the_pass_cuts_by_itself_where_that_gains(monkeypatch: pytest.MonkeyPatc
     assert side_by_side(scheduled("megatron", "forward", pieces=None), SUM, PRODUCT)
     seconds = [
         graph_seconds(g, SLOW, frozenset(), "forward")
-        for g in (chunk.chunk(graph, SLOW, frozenset(), "forward"), graph)
+        for g in (chunked(graph, "forward", SLOW), graph)
     ]
     assert seconds[0] < 0.95 * seconds[1]
 
@@ -338,7 +361,7 @@ def pieces_on(rate: float, rows: int = 8192, latency: float = 1e-6, **more: Any)
     """Into how many pieces a product of 1024 x 1024 is cut over links of so many bytes/s."""
     world = autopar.World((autopar.Level(RANKS, rate, latency),), CORE, backend="nccl", **more)
     graph = product_and_sum(rows)
-    found = chunk.chunk(graph, world, frozenset(), "forward")
+    found = chunked(graph, "forward", world)
     if found is graph:
         return 1
     seconds = [graph_seconds(g, world, frozenset(), "forward") for g in (found, graph)]
@@ -359,10 +382,15 @@ def test_one_piece_is_an_answer() -> None:
 def test_a_lost_collective_is_reported() -> None:
     graph = product_and_sum(64)
     (unit,) = units(graph, 2, set())
-    found = chunk_units_of(graph, [unit])
-    chunk.check(found, graph, [unit])
-    with pytest.raises(AssertionError, match="2 collectives of 1 and 0"):
-        chunk.check(found, graph, [])
+    found = DerivedGraph(chunk_units_of(graph, [unit]), "forward")
+    chunk.check(facts_of(graph), found)
+    (first, _) = [node for node in found.graph.nodes if collective_of(node) is not None]
+    (wait,) = first.users
+    wait.replace_all_uses_with(first.all_input_nodes[0])
+    found.graph.erase_node(wait)
+    found.graph.erase_node(first)
+    with pytest.raises(AssertionError, match="are sent, not"):
+        chunk.check(facts_of(graph), found)
 
 
 def test_products_have_the_flops_that_torch_counts() -> None:

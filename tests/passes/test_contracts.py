@@ -22,22 +22,23 @@ from autopar.ir.program import Program
 from autopar.ops import collectives, sharded
 from autopar.ops.collectives import set_hierarchy
 from autopar.passes import PIPELINE, annotate, chains, finalize, hierarchy, kernel_choice, recompute, rewrite, summa
-from autopar.passes.trace import trace
-from autopar.planner import choose, planner
+from autopar.passes import trace
+from autopar.planner import mesh_search, planner
+from autopar.planner.request import PlanRequest
 from autopar.world import World
 
 aten = torch.ops.aten
-PASSES = {
-    "trace": trace,
-    "annotate": annotate,
-    "chains": chains,
-    "choose": choose,
-    "rewrite": rewrite,
-    "hierarchy": hierarchy,
-    "summa": summa,
-    "kernel_choice": kernel_choice,
-    "finalize": finalize,
-    "recompute": recompute,
+CHECKS = {
+    "trace": trace.check,
+    "annotate": annotate.check,
+    "chains": chains.check,
+    "choose": mesh_search.check_choices,
+    "rewrite": rewrite.check,
+    "hierarchy": hierarchy.check,
+    "summa": summa.check,
+    "kernel_choice": kernel_choice.check,
+    "finalize": finalize.check,
+    "recompute": recompute.check,
 }
 
 
@@ -49,7 +50,8 @@ def programs() -> dict[str, Program]:
     made = {"trace": trace.trace(model, args)}
     made["annotate"] = annotate.annotate(made["trace"])
     made["chains"] = chains.chains(made["annotate"])
-    made["choose"] = choose.choose(made["chains"], world, autopar.Grid25D(q=2, d=1))
+    request = PlanRequest(autopar.Grid25D(q=2, d=1))
+    made["choose"] = mesh_search.search_meshes(made["chains"], world, request)
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
     made["hierarchy"] = hierarchy.hierarchy(made["rewrite"], world)
     made["summa"] = summa.summa(made["hierarchy"], world)
@@ -59,9 +61,9 @@ def programs() -> dict[str, Program]:
     return made
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", CHECKS)
 def test_every_pass_keeps_its_contract(name: str) -> None:
-    PASSES[name].check(programs()[name])
+    CHECKS[name](programs()[name])
 
 
 def changed(program: Program, **changes: Any) -> Program:
@@ -265,7 +267,7 @@ def test_a_broken_contract_is_noticed(
     name: str, breaks: Callable[[Program], Program], says: str
 ) -> None:
     with pytest.raises(AssertionError, match=says):
-        PASSES[name].check(breaks(programs()[name]))
+        CHECKS[name](breaks(programs()[name]))
 
 
 @pytest.mark.parametrize(
@@ -273,13 +275,13 @@ def test_a_broken_contract_is_noticed(
 )
 def test_a_graph_out_of_order_is_noticed(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"gelu.* used before it has been defined"):
-        PASSES[name].check(use_before_it_is_made(programs()[name]))
+        CHECKS[name](use_before_it_is_made(programs()[name]))
 
 
 # -- the runner ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in PASSES if n != "trace"])
+@pytest.mark.parametrize("name", [n for n in CHECKS if n != "trace"])
 def test_the_runner_checks_what_every_pass_makes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,8 +292,11 @@ def test_the_runner_checks_what_every_pass_makes(
         return noted(made, specs={}) if name == "annotate" else spoil(made)
 
     spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
-    honest = getattr(PASSES[name], name)
-    monkeypatch.setattr(PASSES[name], name, broken)
+    module = {"annotate": annotate, "chains": chains, "recompute": recompute}.get(name, planner)
+    function = name if module is not planner else "search_plan"
+    honest = getattr(module, function)
+    if name == "choose" or module is not planner:
+        monkeypatch.setattr(module, function, broken)
     listed = tuple(p._replace(run=broken) if p.name == name else p for p in PIPELINE)
     monkeypatch.setattr(planner, "PIPELINE", listed)
     model, args, _ = models.gpt()
@@ -302,8 +307,8 @@ def test_the_runner_checks_what_every_pass_makes(
 def test_every_graph_is_kept_and_prints() -> None:
     model, args, _ = models.mlp()
     par = autopar.parallelize(model, 1, args)
-    assert list(par.graphs) == list(PASSES)
-    assert set(par.plan.seconds_by_pass) == set(PASSES)
+    assert list(par.graphs) == list(CHECKS)
+    assert set(par.plan.seconds_by_pass) == set(CHECKS)
     for graph in par.graphs.values():
         assert "linear" in str(graph.graph) and "linear" in report.listing(graph)
     ready = autopar.plan(model, 4, args, layout="megatron").ready

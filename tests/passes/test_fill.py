@@ -7,30 +7,33 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.passes.overlap import reinplace
+from autopar.passes.overlap import DerivedGraph, facts_of, reinplace
+from derived import passed
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
 mm = torch.mm
 
 
-def filled(function: Callable[[Tensor], object], room: float = math.inf) -> int:
+def traced(function: Callable[[Tensor], object]) -> fx.GraphModule:
     module = make_fx(function)(X)
     for node in module.graph.nodes:
         if node.op == "placeholder":
             node.meta["val"] = X
         elif node.op == "call_function":
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             node.meta["val"] = node.target(*args, **kwargs)
-    count = reinplace.fill_buckets(module.graph, room)
-    module.graph.lint()
+    return module
+
+
+def filled(function: Callable[[Tensor], object], room: float = math.inf) -> int:
+    module = traced(function)
+    passed("fill_buckets", DerivedGraph(module.graph, "forward", room=room))
     module.recompile()
     torch.testing.assert_close(module(X), function(X), rtol=0, atol=0)
-    names = [str(node.target) for node in module.graph.nodes]
-    assert sum("mm.out" in name for name in names) == count
-    return count
+    return sum("mm.out" in str(node.target) for node in module.graph.nodes)
 
 
 def bucket(x: Tensor) -> Tensor:
@@ -60,3 +63,21 @@ def test_what_others_read_or_what_is_turned_stays() -> None:
     twice = torch.cat
     assert filled(lambda x: twice([part := mm(x, x.t()).reshape(-1), part])) == 0
     assert filled(lambda x: torch.cat([mm(x, x.t()), x], 1)) == 0
+
+
+def test_the_contract_refuses_a_bucket_with_a_gap_or_read_too_early() -> None:
+    graph = traced(bucket).graph
+    before = facts_of(graph)
+    after = passed("fill_buckets", DerivedGraph(graph, "forward"))
+    (buffer,) = graph.find_nodes(op="call_function", target=torch.ops.aten.empty.memory_format)
+    (reader,) = graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+    place = reader.prev
+    buffer.append(reader)
+    with pytest.raises(AssertionError, match=r"not full where .'neg'. read it"):
+        reinplace.check_filled(before, after)
+    place.append(reader)
+    reinplace.check_filled(before, after)
+    (copy,) = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    graph.erase_node(copy)
+    with pytest.raises(AssertionError, match="has a gap"):
+        reinplace.check_filled(before, after)

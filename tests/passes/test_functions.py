@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.ops.custom_functions import is_custom
 from autopar.passes import annotate
-from autopar.passes.trace import trace
+from autopar.passes import trace
+from traced import run
 from autopar.runtime import dynamo_backend
 
 
@@ -182,8 +183,8 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 def test_a_traced_function_has_its_own_gradient(kind: str) -> None:
     model = Net(KINDS[kind])
     program = trace.trace(model, (rows(),))
-    torch.testing.assert_close(trace.run(program, (rows(),)), model(rows()))
-    found = gradients(model, trace.run(program, (rows(),)))
+    torch.testing.assert_close(run(program, (rows(),)), model(rows()))
+    found = gradients(model, run(program, (rows(),)))
     torch.testing.assert_close(found, gradients(model, model(rows())))
 
 
@@ -201,7 +202,7 @@ def test_what_dynamo_captures_has_the_gradient_too(kind: str) -> None:
         names = {i: f"p{i}" for i, v in enumerate(values) if isinstance(v, nn.Parameter)}
         piece = dynamo_backend._Graph(graph, names, values)
         rest = tuple(v for i, v in enumerate(values) if i not in names)
-        (loss,) = trace.run(trace.trace(piece, rest), rest)
+        (loss,) = run(trace.trace(piece, rest), rest)
         loss.backward()
         found.update({id(p): p.grad.clone() for p in model.parameters() if p.grad is not None})
         return graph

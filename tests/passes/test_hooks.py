@@ -20,7 +20,8 @@ from torch.autograd.graph import (
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from autopar import TraceError
-from autopar.passes.trace import trace
+from autopar.passes import trace
+from traced import run
 
 
 class Act(nn.Module):
@@ -187,7 +188,7 @@ def test_what_changes_no_gradient_is_traced(body: Callable[[Tensor], Tensor]) ->
     model.act.register_forward_hook(lambda m, i, o: o * 2)
     model.act.register_full_backward_hook(lambda m, i, o: None).remove()
     program = trace.trace(model, (rows(),))
-    torch.testing.assert_close(trace.run(program, (rows(),)), model(rows()))
+    torch.testing.assert_close(run(program, (rows(),)), model(rows()))
 
 
 def test_a_backward_hook_that_never_runs_is_no_harm() -> None:

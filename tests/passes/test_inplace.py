@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.passes.overlap import reinplace
+from autopar.passes.overlap import DerivedGraph, facts_of, reinplace
+from derived import passed
 
 functional = torch.ops._c10d_functional
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -20,8 +22,7 @@ def replaced(function: Callable[[Tensor], object], x: Tensor = X) -> list[str]:
     module = make_fx(function)(x)
     for node in module.graph.nodes:
         _describe(node, x)
-    reinplace.reinplace(module.graph)
-    reinplace.check(module.graph)
+    passed("reinplace", DerivedGraph(module.graph, "forward"))
     module.recompile()
     given = x.clone()
     torch.testing.assert_close(module(given), function(x), rtol=0, atol=0)
@@ -140,11 +141,12 @@ def test_sums_over_ranks_are_in_place_where_the_operand_is_our_own(own: bool) ->
             torch.ops.aten.mm.default, (x, x))], "sum", "g")
     )  # fmt: skip
     first = graph.call_function(functional.wait_tensor.default, (sent,))
-    graph.output((first, many))
+    parts = [graph.call_function(operator.getitem, (many, place)) for place in range(2)]
+    waited = [graph.call_function(functional.wait_tensor.default, (part,)) for part in parts]
+    graph.output((first, *waited))
     for node in graph.nodes:
         node.meta["val"] = torch.empty(3, 3).t() if node is other else torch.empty(3, 3)
-    reinplace.reinplace(graph)
-    reinplace.check(graph)
+    passed("reinplace", DerivedGraph(graph, "forward"))
     form = functional.all_reduce_ if own else functional.all_reduce
     assert sent.target is form.default
     assert many.target is functional.all_reduce_coalesced_.default
@@ -158,4 +160,4 @@ def test_the_contract_refuses_writing_to_what_comes_in() -> None:
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.ops.aten.exp_.default, (x,)))
     with pytest.raises(AssertionError, match="exp__default writes to x, which is not its own"):
-        reinplace.check(graph)
+        reinplace.check(facts_of(graph), DerivedGraph(graph, "forward"))

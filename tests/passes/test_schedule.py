@@ -12,10 +12,19 @@ import torch
 from torch import fx
 
 import autopar
-from autopar.cost.simulator.graph_events import carries_on, collective_cost, collective_of, graph_events, group_of, group_pattern, is_wait, op_seconds
-from autopar.passes.overlap import schedule
+from autopar.cost.simulator.graph_events import (
+    carries_on,
+    collective_cost,
+    collective_of,
+    graph_events,
+    group_of,
+    group_pattern,
+    is_wait,
+    op_seconds,
+)
+from autopar.passes.overlap import DerivedGraph, collectives_in_order, facts_of, schedule
 from autopar.runtime.backends import Scheduled
-from derived import scheduled
+from derived import passed, scheduled
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -113,7 +122,7 @@ def test_oag_is_as_far_ahead_as_the_link_needs() -> None:
         )
         graph = copy.deepcopy(run.forward.graph)
         slower = dataclasses.replace(run.world, levels=levels)
-        schedule.schedule(graph, slower, run.stored, "forward")
+        passed("schedule", DerivedGraph(graph, "forward", run.stored), slower)
         module = fx.GraphModule(run.forward, graph)
         place = order(module)
         at = [place[node] for node in products(module)]
@@ -161,16 +170,17 @@ def test_scheduling_pays_and_repeats_itself(layout: Any) -> None:
         alone = sum(event.seconds for event in listed.events)
         assert run.modelled[phase].seconds <= alone * (1 + 1e-9)
         before = [node.name for node in module.graph.nodes]
-        schedule.schedule(module.graph, run.world, run.stored, phase)  # type: ignore[arg-type]
+        derived = DerivedGraph(module.graph, phase, run.stored)  # type: ignore[arg-type]
+        passed("schedule", derived, run.world)
         again = [node.name for node in module.graph.nodes]
         assert sorted(again) == sorted(before)
         module.graph.lint()
 
 
-def test_groups_of_parts_and_lanes_have_the_pattern_of_their_ranks() -> None:
+def test_groups_of_parts_have_the_pattern_of_their_ranks() -> None:
     assert group_pattern("autopar/data4.x2/data") == ((4, 2),)
     assert group_pattern("autopar/data4.x2/data/2@1") == ((2, 2),)
-    assert group_pattern("autopar/data4.x2/data/2@2/lane1") == ((2, 4),)
+    assert group_pattern("autopar/data4.x2/data/2@2") == ((2, 4),)
     assert group_pattern("autopar/data2.x2.y2/data.x") == ((4, 2),)
     assert group_pattern("autopar/data2.x2.y2/data.y") == ((2, 4), (2, 1))
 
@@ -182,16 +192,20 @@ def test_a_lost_node_and_a_missing_wait_are_reported() -> None:
     done = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "g"))
     used = graph.call_function(aten.neg.default, (done,))
     graph.output(used)
+    x.meta["val"] = torch.empty(2)
+    before, after = facts_of(graph), DerivedGraph(graph, "forward")
     with pytest.raises(AssertionError, match="nothing waits for all_reduce"):
-        schedule.check(graph, list(graph.nodes))
+        schedule.check(before, after)
+    used.args = (x,)  # nothing needs it
+    schedule.check(before, after)
     with pytest.raises(AssertionError, match="nodes were lost"):
-        schedule.check(graph, list(graph.nodes)[:-1])
+        schedule.check(before._replace(nodes=before.nodes - {done}), after)
 
 
 def test_the_order_names_group_kind_and_shape() -> None:
     run = scheduled("ddp")
     assert run.backward is not None
-    lines = schedule.collectives_in_order(run.backward.graph)
+    lines = collectives_in_order(run.backward.graph)
     assert len(lines) == len(sent(run.backward, "all_reduce"))
     assert lines[0].startswith("autopar/data8/data all_reduce (")
 

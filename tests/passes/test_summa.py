@@ -17,8 +17,8 @@ import models
 from autopar import _compat
 from autopar.cost.simulator.graph_events import collective_of, graph_events, is_wait
 from autopar.ir.graph import ordered
-from autopar.passes.overlap import bucket, fuse, summa_fusion
-from autopar.runtime import backends
+from autopar.passes import OPTIONS
+from autopar.passes.overlap import DerivedGraph, Freedom, bucket, summa_fusion
 from autopar.runtime.backends import Scheduled
 from derived import called, placed, ran, value_of
 
@@ -26,7 +26,7 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 GROUP, WORLD = "autopar/x2/x", autopar.World.of(4)
 
 
-def scheduled(passes: tuple[str, ...] = backends.PASSES) -> Scheduled:
+def scheduled(passes: tuple[str, ...] = OPTIONS) -> Scheduled:
     """The graphs of two layers on 2 × 2, held to the memory that the plan says."""
     model, args, _ = models.gpt()
     world = autopar.World.of(4)
@@ -101,7 +101,9 @@ def reduces(ranks: int = 2) -> fx.Graph:
 
 
 def forms(graph: fx.Graph, most: float = float("inf")) -> list[fx.Graph]:
-    found = list(summa_fusion.panel_choices(graph, WORLD, frozenset({"x0"}), "backward", most))
+    freedom = Freedom(bucket_bytes=most)
+    derived = DerivedGraph(graph, "backward", frozenset({"x0"}), freedom=freedom)
+    found = list(summa_fusion.panel_choices(derived, WORLD))
     for form in found:
         form.lint()
     return found
@@ -129,7 +131,7 @@ def test_the_same_panel_goes_once() -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_the_parts_of_a_gradient_go_as_one(monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
-    monkeypatch.setattr(fuse, "on_cpu", lambda node: on_cpu)
+    monkeypatch.setattr(summa_fusion, "on_cpu", lambda node: on_cpu)
     (found,) = forms(reduces())
     assert sent(found) == ["all_to_all_single" if on_cpu else "reduce_scatter_tensor"]
     assert not any(node.target in (aten.where.self, aten.eq.Scalar) for node in found.nodes)
@@ -155,9 +157,9 @@ def test_panels_from_one_root_are_joined() -> None:
         results.append(waited(graph, functional.broadcast.default, (x, 1, GROUP)))
     graph.output(tuple(results))
     members = [node for node in graph.nodes if collective_of(node) == "broadcast"]
-    assert all(fuse.can_fuse(node) for node in members)
+    assert all(bucket.can_fuse(node) for node in members)
     with _compat.fake_mode():
-        fuse.fuse(graph, members)
+        bucket.fuse(graph, members)
     assert ordered(graph)
     (node,) = [n for n in graph.nodes if collective_of(n)]
     assert node.meta["val"].shape == (10,) and node.args[1:] == (1, GROUP)

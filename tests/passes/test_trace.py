@@ -17,7 +17,8 @@ from torch import nn
 import models
 from autopar.errors import InputError, TraceError
 from autopar.ir.program import Program
-from autopar.passes.trace.trace import run, trace
+from autopar.passes import trace
+from traced import run
 
 aten = torch.ops.aten
 ALL = [

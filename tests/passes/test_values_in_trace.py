@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import TraceError
 from autopar.ops import sharded
-from autopar.passes.trace.trace import bind, run, trace
+from autopar.passes.trace import bind, trace
+from traced import run
 
 
 class Wrapped(nn.Module):

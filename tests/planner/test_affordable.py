@@ -20,15 +20,15 @@ from autopar.cost.peak import peak
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import emit_program
-from autopar.planner import memory_search as affordable_module
-from autopar.planner.ascending import ascending
+from autopar.planner import memory_search
 from autopar.planner.elimination import Table
-from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import best
 from autopar.planner.named_layouts import candidates
-from autopar.planner.ranking import ranked
+from autopar.planner.planner import search_plan
+from autopar.planner.request import PlanRequest
 from autopar.world import World
 from random_nets import analysed, random_problem
+from ranked_plans import ascending, ranked
 
 slow = pytest.mark.slow
 OPTIMIZER = "adamw"
@@ -43,7 +43,7 @@ def peak_of(program: Program, plan: Plan, world: World) -> float:
 def drawn_limit(program: Program, world: World, draw: random.Random) -> float:
     """Between the least that one of many plans needs and what the fastest does."""
     free = Budget(None, OPTIMIZER, "none")
-    fastest = search_within_memory(program, world, "auto", budget=free).plan
+    fastest = search_plan(program, world, PlanRequest("auto", budget=free)).plan
     assert fastest is not None
     several = [
         ascending(program, mesh, world, rules)
@@ -61,8 +61,8 @@ def fits_and_is_the_fastest(seed: int) -> None:
     """
     program, _, world = random_problem(seed)
     limit = drawn_limit(program, world, random.Random(seed))
-    found = search_within_memory(
-        program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")
+    found = search_plan(
+        program, world, PlanRequest("auto", budget=Budget(limit, OPTIMIZER, "none"))
     ).plan
     assert found is not None
     assert peak_of(program, found, world) <= limit, seed
@@ -86,14 +86,16 @@ def test_the_fastest_plan_that_fits_against_trying_everything(first: int) -> Non
 def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     """In larger graphs: above the bound that knows no limit, and above no plan that was found."""
     program, world = analysed(*getattr(models, name)()), World.preset("ethernet-25g", 4)
-    free = search_within_memory(program, world, "auto", budget=Budget(None, OPTIMIZER, "none")).plan
+    free = search_plan(
+        program, world, PlanRequest("auto", budget=Budget(None, OPTIMIZER, "none"))
+    ).plan
     assert free is not None
     given = list(candidates("auto", world.ranks, program))
     frugal = best(program, given, world, price=Price(ActivationMemory(program), 1.0)).plan
     least, most = (peak_of(program, plan, world) for plan in (frugal, free))
     limit = least + part * (most - least)
-    found = search_within_memory(
-        program, world, "auto", budget=Budget(limit, OPTIMIZER, "none")
+    found = search_plan(
+        program, world, PlanRequest("auto", budget=Budget(limit, OPTIMIZER, "none"))
     ).plan
     assert found is not None and found.memory is not None and found.memory.peak <= limit < most
     # equal where the bound that knows no limit is the better one
@@ -105,18 +107,18 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
 def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plan of least time fits by what it drops, one search at the price that it pays."""
     prices: list[float] = []
-    at = affordable_module._Under._at
+    at = memory_search._LimitedSearch._at
 
     def noted(self: Any, price: Price) -> Any:
         prices.append(price.seconds_per_byte)
         return at(self, price)
 
-    monkeypatch.setattr(affordable_module._Under, "_at", noted)
+    monkeypatch.setattr(memory_search._LimitedSearch, "_at", noted)
     program, world = analysed(*models.gpt()), World.preset("ethernet-25g", 4)
-    free = search_within_memory(program, world, "4d").plan
+    free = search_plan(program, world, PlanRequest("4d")).plan
     assert free is not None
     limit = 0.8 * peak_of(program, free, world)
-    found = search_within_memory(program, world, "4d", budget=Budget(limit, OPTIMIZER, "auto"))
+    found = search_plan(program, world, PlanRequest("4d", budget=Budget(limit, OPTIMIZER, "auto")))
     assert found.plan is not None and found.plan.peak_bytes <= limit
     assert found.plan.recompute or found.plan.regather
     assert len(prices) == 1 and prices[0] > 0

@@ -14,10 +14,12 @@ import torch
 import models
 from autopar.errors import LayoutError
 from autopar.ir.program import Program
-from autopar.planner import choose, overlap_search
+from autopar.planner import mesh_search
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.named_layouts import NAMES
 from autopar.planner.overlap_search import simulate_plan
+from autopar.planner.planner import fastest_plans
+from autopar.planner.request import PlanRequest
 from autopar.world import World
 from random_nets import analysed
 
@@ -56,16 +58,15 @@ def slower_than_named(
 
 
 def summed(program: Program, world: World, layout: str) -> float:
-    plan = choose.choose(program, world, layout).plan
+    plan = mesh_search.search_meshes(program, world, PlanRequest(layout)).plan
     assert plan is not None
     return plan.seconds
 
 
 def by_step(program: Program, world: World, layout: str) -> float:
     """With communication under computation."""
-    return simulate_plan(
-        overlap_search.plans_by_step(ShortenedModel(program, world), layout, None)[0], world
-    )
+    model = ShortenedModel(program, world)
+    return simulate_plan(fastest_plans(model, PlanRequest(layout, overlap=True))[0], world)
 
 
 def combinations() -> list[Any]:

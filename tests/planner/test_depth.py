@@ -16,18 +16,19 @@ from autopar.cost.simulator.timeline import timeline
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program
-from autopar.passes.trace import trace
-from autopar.planner import choose
+from autopar.passes import annotate, chains, emit_program, trace
+from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel
-from autopar.planner.memory_search import _Under, search_within_memory
+from autopar.planner.memory_search import _LimitedSearch
 from autopar.planner.overlap_search import simulate_plan
+from autopar.planner.planner import search_plan
 from autopar.planner.rematerialize import (
     Estimated,
     RematerializationSteps,
     Rematerialized,
     rematerialize_to_fit,
 )
+from autopar.planner.request import PlanRequest
 
 LAYERS = 6
 TWO = World.preset("dgx-h100", ranks=2)
@@ -74,7 +75,9 @@ def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
     else:
         model, args, given = models.llama(num_hidden_layers=LAYERS)
     world = World.preset("dgx-h100", ranks=ranks)
-    return choose.choose(program_of(model, args, given), world, layout), world
+    return mesh_search.search_meshes(
+        program_of(model, args, given), world, PlanRequest(layout)
+    ), world
 
 
 @pytest.mark.parametrize(
@@ -109,9 +112,11 @@ def test_steps_and_peaks_are_those_of_the_whole(name, layout):
 def test_only_equal_blocks_are_left_out():
     world = World.of(2)
     x = torch.randn(4, 32)
-    plain = choose.choose(program_of(Deepened(), (x,)), world, "ddp")
-    odd = choose.choose(program_of(Deepened(odd=3), (x,)), world, "ddp")
-    skip = choose.choose(program_of(Deepened(skip=True), (x,)), world, "ddp")
+    plain = mesh_search.search_meshes(program_of(Deepened(), (x,)), world, PlanRequest("ddp"))
+    odd = mesh_search.search_meshes(program_of(Deepened(odd=3), (x,)), world, PlanRequest("ddp"))
+    skip = mesh_search.search_meshes(
+        program_of(Deepened(skip=True), (x,)), world, PlanRequest("ddp")
+    )
     assert [len(run) for run in DeepModel(plain).runs] == [LAYERS - 1]  # the first takes the input
     assert DeepModel(odd).runs == ()  # too few on either side of it
     assert DeepModel(skip).runs == ()  # every block is used at the end
@@ -140,25 +145,25 @@ def too_low(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Estimates of peaks are a tenth too low. What is filled: by how much they were found to be,
     where planning had to aim lower for it.
     """
-    honest, aim_lower, found = Estimated.memory_of, _Under.lower, list[float]()
+    honest, aim_lower, found = Estimated.memory_of, _LimitedSearch.lower, list[float]()
 
     def less(self: Estimated, rung: Rematerialized) -> Memory:
         memory = honest(self, rung)
         return dataclasses.replace(memory, peak=0.9 * memory.peak)
 
-    def lower(self: _Under, off: float) -> _Under:
+    def lower(self: _LimitedSearch, off: float) -> _LimitedSearch:
         found.append(off)
         return aim_lower(self, off)
 
     monkeypatch.setattr(Estimated, "memory_of", less)
-    monkeypatch.setattr(_Under, "lower", lower)
+    monkeypatch.setattr(_LimitedSearch, "lower", lower)
     return found
 
 
 def needs(program: Program, layout: str, recompute: Recompute) -> float:
     """The peak of the plan of least time."""
     fullest = Budget(1e15, "adamw", recompute)
-    free = search_within_memory(program, TWO, layout, budget=fullest).plan
+    free = search_plan(program, TWO, PlanRequest(layout, budget=fullest)).plan
     assert free is not None
     return free.peak_bytes
 
@@ -172,7 +177,7 @@ def test_an_estimate_that_is_too_low_costs_no_memory(too_low):
     """The plan still fits what there is: a block or two more are dropped."""
     program = program_of(models.Gpt(layers=LAYERS).train(), models.gpt()[1])
     limit = 0.7 * needs(program, "fsdp", "auto")
-    plan = search_within_memory(program, TWO, "fsdp", budget=Budget(limit)).plan
+    plan = search_plan(program, TWO, PlanRequest("fsdp", budget=Budget(limit))).plan
     assert plan is not None and plan.memory is not None
     assert plan.memory.peak <= limit == plan.limit
     assert worked_out(program, plan, limit) == plan.memory.peak
@@ -185,7 +190,7 @@ def test_another_plan_is_found_where_blocks_cannot_make_up_for_an_estimate(too_l
     program = program_of(Deepened(), (torch.randn(512, 32),))
     limit = 0.95 * needs(program, "auto", "none")
     budget = Budget(limit, "adamw", "none")
-    plan = search_within_memory(program, TWO, "auto", budget=budget, overlap=overlap).plan
+    plan = search_plan(program, TWO, PlanRequest("auto", budget=budget, overlap=overlap)).plan
     assert plan is not None and plan.memory is not None
     assert worked_out(program, plan, limit) == plan.memory.peak <= limit
     assert (plan.limit, too_low) == ((None, []) if overlap else (limit, [pytest.approx(0.9)]))
@@ -196,7 +201,7 @@ def test_what_fits_by_an_estimate_alone_is_refused(too_low):
     """No layout of so many ranks needs less than with every block recomputed: told, not planned."""
     program = program_of(Deepened(), (torch.randn(512, 32),))
     budget = Budget(0.95 * needs(program, "fsdp", "full"))
-    found = search_within_memory(program, TWO, "fsdp", budget=budget)
+    found = search_plan(program, TWO, PlanRequest("fsdp", budget=budget))
     assert too_low == [pytest.approx(0.9)]
     with pytest.raises(PlanError, match="every block recomputed, needs"):
         rematerialize_to_fit(emit_program(found, TWO), TWO, budget)

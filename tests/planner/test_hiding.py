@@ -14,14 +14,15 @@ from autopar import Plan
 from autopar.cost.activations import Middle, activation_bytes
 from autopar.cost.memory import Budget
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains
-from autopar.passes.trace import trace
-from autopar.planner import choose, overlap_search
+from autopar.passes import annotate, chains, trace
+from autopar.planner import mesh_search, overlap_search
 from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.exact_search import search
 from autopar.planner.mesh_search import best
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import cost_terms
+from autopar.planner.planner import fastest_plans
+from autopar.planner.request import PlanRequest
 from autopar.world import World
 from benchmarks.planning.quality import cluster, small_gpt
 from random_nets import analysed
@@ -37,7 +38,7 @@ def program() -> Program:
 
 @lru_cache
 def several() -> list[Program]:
-    return overlap_search.plans_by_step(ShortenedModel(program(), WORLD), "auto", None)
+    return fastest_plans(ShortenedModel(program(), WORLD), PlanRequest(overlap=True))
 
 
 def test_the_shortest_step_comes_first() -> None:
@@ -64,7 +65,9 @@ def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
     held = Middle(program(), "adamw")
     sizes = [activation_bytes(held, one.plan) for one in several() if one.plan is not None]
     limit, best = (min(sizes) + max(sizes)) / 2, several()[sizes.index(max(sizes))]
-    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), Budget(limit))
+    others = overlap_search._Others(
+        best, ShortenedModel(program(), WORLD), PlanRequest(budget=Budget(limit))
+    )
     for one in several():
         others._enter(DeepModel(one))
     left = {id(deep.program) for deep in others.near()} - {id(best)}
@@ -75,7 +78,7 @@ def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
 def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap_search, "_RUN", 1)
     best = several()[0]
-    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), None)
+    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), PlanRequest())
     for one in several():
         others._enter(DeepModel(one))
     rated = list(others.found.values())
@@ -92,7 +95,7 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap_search, "_RUN", 1)
     monkeypatch.setattr(overlap_search, "_NEAR", 10.0)
     best = several()[0]
-    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), None)
+    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), PlanRequest())
     for one in several():
         others._enter(DeepModel(one), "these")
     others.take_named("megatron")
@@ -110,7 +113,9 @@ def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
     given, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
     others = overlap_search._Others(
-        choose.choose(given, world, "ddp"), ShortenedModel(given, world), None
+        mesh_search.search_meshes(given, world, PlanRequest("ddp")),
+        ShortenedModel(given, world),
+        PlanRequest(),
     )
     others.take_named("3d")
     seconds = [

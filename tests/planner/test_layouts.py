@@ -25,7 +25,7 @@ import models
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.trace import trace
+from autopar.passes import trace
 from autopar.planner import exact_search
 from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.planner.named_layouts import Layouts
@@ -70,7 +70,7 @@ THREES: dict[str, dict[str, int]] = {  # sizes that 2, 3 and 6 divide; the batch
 
 
 def example(name: str) -> tuple[nn.Module, Any]:
-    """(model, inputs) of tests/models.py, or one of those below; one and the same all through this
+    """(model, inputs) of models.py, or one of those below; one and the same all through this
     process. "gpt in threes" has sizes that three divides.
     """
     if name not in _examples:

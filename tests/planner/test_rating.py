@@ -28,7 +28,7 @@ from autopar.ir.layout import I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.reshard import reshard_steps
-from autopar.planner import choose
+from autopar.planner import mesh_search
 from autopar.planner.bounds.arrays import Meshes
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
@@ -45,6 +45,7 @@ from autopar.planner.bounds.reshard_costs import ReshardBounds
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
 from autopar.planner.mesh_search import best, bound_on
+from autopar.planner.request import PlanRequest
 from autopar.world import World
 from random_nets import analysed, random_problem
 
@@ -253,7 +254,7 @@ def pushed(moves: ReshardBounds, source: list[int], target: list[int]) -> float:
 )
 def test_odd_worlds_have_a_plan_or_a_clear_error(name: str, ranks: int) -> None:
     program = traced(name)
-    plan = choose.choose(program, World.of(ranks), "auto").plan
+    plan = mesh_search.search_meshes(program, World.of(ranks), PlanRequest("auto")).plan
     assert plan is not None and plan.mesh.size == ranks and plan.seconds > 0
     assert plan.bound <= plan.seconds
 
@@ -270,8 +271,8 @@ def test_a_batch_of_64_on_256_ranks() -> None:
     program = analysed(models.Mlp(2048, 8192), (torch.randn(64, 2048),) * 2, {})
     world = World.preset("dgx-h100", 256)
     with pytest.raises(LayoutError, match="batch of 64"):
-        choose.choose(program, world, "ddp")
-    plan = choose.choose(program, world, "auto").plan
+        mesh_search.search_meshes(program, world, PlanRequest("ddp"))
+    plan = mesh_search.search_meshes(program, world, PlanRequest("auto")).plan
     assert plan is not None and plan.mesh.size == 256
 
 
@@ -279,7 +280,7 @@ def test_fewer_heads_than_ranks_are_planned() -> None:
     """4 heads of keys and values on 16 ranks."""
     world = World.preset("dgx-h100", 16)
     for layout in ("auto", "megatron", "4d"):
-        plan = choose.choose(traced("llama"), world, layout).plan
+        plan = mesh_search.search_meshes(traced("llama"), world, PlanRequest(layout)).plan
         assert plan is not None and plan.mesh.size == 16
 
 

@@ -10,11 +10,12 @@ import torch
 
 from autopar.ir.program import Program
 from autopar.passes import emit_program
-from autopar.planner import choose
+from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks
 from autopar.planner.mesh_search import promising_meshes
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import cost_terms
+from autopar.planner.request import PlanRequest
 from autopar.world import World
 from models import Gpt
 from random_nets import analysed
@@ -36,9 +37,12 @@ def test_as_good_as_searched_on_the_whole(layout: str) -> None:
         list(program().module.graph.nodes)
     )
     deep = shallow.chosen(shallow.best(given), None)
-    choose.check(deep.program)
+    mesh_search.check_choices(deep.program)
     emit_program(deep.program, WORLD)
-    plan, whole = deep.program.plan, choose.choose(program(), WORLD, layout).plan
+    plan, whole = (
+        deep.program.plan,
+        mesh_search.search_meshes(program(), WORLD, PlanRequest(layout)).plan,
+    )
     assert plan is not None and whole is not None
     assert plan.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert plan.seconds == pytest.approx(sum(cost_terms(program(), plan, WORLD).values()), rel=1e-6)
@@ -56,7 +60,7 @@ def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
 
 def test_a_run_of_blocks_ends_where_layouts_do() -> None:
     """Known structure, another plan: blocks are alike only while their layouts are."""
-    chosen = choose.choose(program(), WORLD, "ddp")
+    chosen = mesh_search.search_meshes(program(), WORLD, PlanRequest("ddp"))
     plan, deep = chosen.plan, DeepModel(replace(chosen, plan=None))
     assert plan is not None
     (run,) = deep.runs

@@ -131,7 +131,6 @@ def requests() -> Facts:
         "optimizer": "sgd",
         "recompute": "full",
         "overlap": False,
-        "redundant": True,
         "reduce_dtype": torch.float32,
         "backend": "aot_eager",
         "sync_parameters": False,

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 import autopar
 import models
-from autopar.passes.overlap import chunk
+from autopar import passes
+from autopar.passes.overlap import DerivedGraph, chunk
 from on_ranks import Facts, caught, everywhere, run_tasks
 from train_ranks import called, example, joined, worst
 
@@ -131,14 +132,14 @@ def matrix(backend: str | None) -> Facts:
 
 def in_pieces(backend: str | None) -> Facts:
     """Every product that can be is cut in two, whatever that costs."""
-    own, cut = chunk.chunk, []
+    own, cut = passes.OVERLAP, []
 
-    def forced(graph: fx.Graph, *given: Any) -> fx.Graph:
-        found = own(graph, *given, pieces=2)
-        cut.append(found is not graph)
+    def forced(derived: DerivedGraph, world: autopar.World) -> DerivedGraph:
+        found = chunk.chunk(derived, world, pieces=2)
+        cut.append(found.graph is not derived.graph)
         return found
 
-    chunk.chunk = forced
+    passes.OVERLAP = tuple(p._replace(run=forced) if p.name == "chunk" else p for p in own)
     facts = {}
     try:
         for layout in PIECES:
@@ -146,7 +147,7 @@ def in_pieces(backend: str | None) -> Facts:
             cut.clear()
             torch._dynamo.reset()
     finally:
-        chunk.chunk = own
+        passes.OVERLAP = own
     return facts
 
 

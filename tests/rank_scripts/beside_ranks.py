@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar.passes.overlap.aux_outputs import through
+from autopar.passes.overlap.assumptions import through
 from autopar.runtime import backends
 from autopar.runtime.backends import Scheduled
 from on_ranks import Facts, run_tasks

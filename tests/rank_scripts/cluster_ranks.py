@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_cluster.py run: `python cluster_ranks.py TASK OUT`."""
+"""What the ranks of tests/benchmarks/test_cluster.py run: `python cluster_ranks.py TASK OUT`."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def whole_step() -> Facts:
 
 
 def checkpointed(module: Any, x: Tensor, target: Tensor) -> Tensor:
-    """tests/models.py's Mlp, its first layer made again in the backward."""
+    """models.py's Mlp, its first layer made again in the backward."""
     up = checkpoint(lambda x: F.gelu(module.up(x)), x, use_reentrant=False)
     return F.mse_loss(module.down(up), target)
 

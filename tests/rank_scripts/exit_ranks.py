@@ -1,6 +1,6 @@
-"""What test_exit.py starts: `python exit_ranks.py RANK STORE END`. A rank that ends while a thread
-of gloo still has a tensor to let go of, for which it needs Python's lock. END: "destroyed" where
-the process groups are destroyed first, as torch asks for.
+"""What test_process_groups.py starts: `python exit_ranks.py RANK STORE END`. A rank that ends while
+a thread of gloo still has a tensor to let go of, for which it needs Python's lock. END: "destroyed"
+where the process groups are destroyed first, as torch asks for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What test_faults.py starts: `python fault_ranks.py OUT TASK...`. Every task has ranks of its own,
-forked from this process, which plans for them; one is killed, stopped, or goes its own way. The
-tasks run at the same time.
+"""What test_process_groups.py starts: `python fault_ranks.py OUT TASK...`. Every task has ranks of
+its own, forked from this process, which plans for them; one is killed, stopped, or goes its own
+way. The tasks run at the same time.
 
 OUT gets {task: [what each rank raised and after how many seconds; None of one that never ended]}.
 """

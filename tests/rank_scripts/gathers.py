@@ -28,7 +28,7 @@ def main() -> None:
         for y in [functional.all_gather_into_tensor(x, 1, name) for _ in range(AT_ONCE)]:
             functional.wait_tensor(y)
     print("done", flush=True)
-    os._exit(0)  # how groups end is tests/test_exit.py's
+    os._exit(0)  # how groups end is test_process_groups.py's
 
 
 if __name__ == "__main__":

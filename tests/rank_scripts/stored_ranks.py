@@ -1,6 +1,6 @@
 """Run by test_stored_layouts.py on gloo ranks: torch's own tools on parameters as they are stored.
 
-    STORED_AT=FOLDER torchrun --standalone --nproc-per-node 4 tests/stored_ranks.py OUT TASK...
+    STORED_AT=FOLDER torchrun --standalone --nproc-per-node 4 stored_ranks.py OUT TASK...
 
 Checkpoints are left in FOLDER by four ranks ("trained models") and read by two ("other world").
 """
@@ -30,8 +30,7 @@ import autopar
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ops.process_groups import connect
-from autopar.passes import annotate
-from autopar.passes.trace import trace
+from autopar.passes import annotate, trace
 from autopar.planner.exact_search import Search
 from autopar.planner.named_layouts import candidates
 from autopar.runtime.apply import placements

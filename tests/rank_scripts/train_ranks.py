@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 import autopar
 import models
 from autopar.ir.layout import Layout
-from autopar.passes.overlap import schedule
 from autopar.planner.grids import Grid2D, Grid4D, Grid25D
 from autopar.planner.named_layouts import Layouts
+from autopar.runtime import backends
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
@@ -46,7 +46,7 @@ def example(name: str, **changes: Any) -> tuple[nn.Module, Any]:
 
 
 def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
-    """(loss, logits) of a model of tests/models.py, or of the parallel one."""
+    """(loss, logits) of a model of models.py, or of the parallel one."""
     found = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
     return (found[1], found[0]) if isinstance(found, tuple) else (found.loss, found.logits)
 
@@ -294,7 +294,7 @@ def scheduled() -> Facts:
             "without gradients": torch.equal(unrecorded, found[0][0]),
         }
     if dist.get_rank() == 1:  # as a world that was measured on each rank by itself would
-        schedule.collectives_in_order = lambda graph: ["another"]
+        backends.collectives_in_order = lambda graph: ["another"]
     facts["orders differ"] = everywhere(
         caught(lambda: called(autopar.apply(model, plan, overlap=True), inputs)[0].backward())
     )

@@ -24,7 +24,7 @@ from autopar import _compat
 from autopar.cost.peak import Lives, highest
 from autopar.cost.simulator.graph_events import carries_on, collective_of, is_wait
 from autopar.ops import process_groups
-from autopar.runtime import backends
+from autopar.passes import OPTIONS
 from autopar.runtime.backends import Scheduled
 from derived import value_of
 from launch import launched
@@ -43,7 +43,7 @@ def groups() -> Iterator[None]:
 
 
 # -- the order in generated code -------------------------------------------------------------------
-def derived(layout: Any, backend: Any, passes: tuple[str, ...] = backends.PASSES) -> Scheduled:
+def derived(layout: Any, backend: Any, passes: tuple[str, ...] = OPTIONS) -> Scheduled:
     """The small GPT's graphs by a backend, on tensors without storage. Four ranks."""
     model, args, _ = models.gpt()
     world = autopar.World.of(RANKS)
@@ -172,7 +172,7 @@ def test_what_the_plan_makes_again_is_not_saved(ranks: int, layout: str, recompu
     assert least < plain_bytes
     states = plan.memory.optimizer
     assert least <= plan.memory.peak - states
-    _, most = held(dataclasses.replace(plan, limit=plan.peak_bytes), backends.PASSES)
+    _, most = held(dataclasses.replace(plan, limit=plan.peak_bytes), OPTIONS)
     assert most <= max(least, plan.memory.peak - states)
 
 

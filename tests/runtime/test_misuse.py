@@ -67,7 +67,7 @@ FACE = [
     ("plan parallelize", "overlap", "chunk", "overlap is 'chunk': it is to be True, False"),
     ("plan parallelize", "overlap", None, "overlap is None"),
     ("plan parallelize", "overlap", ("chunkk",), "overlap names 'chunkk'"),
-    ("plan verify parallelize", "redundant", "no", "redundant is 'no': it is to be True or False"),
+    ("plan", "smaller", "no", "smaller is 'no': it is to be True or False"),
     ("plan verify", "progress", 3, "progress is 3"),
     ("parallelize", "backend", 3, "backend is 3: it is to be None, the name of a torch.compile"),
     ("parallelize", "backend", "nosuch", "knows no backend 'nosuch'"),

@@ -23,9 +23,10 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, sharded
 from autopar.ops import collectives as c
-from autopar.ops.rules import pointwise
+from autopar.ops.rules.pointwise import pointwise
 from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
+from autopar.planner.request import PlanRequest
 from autopar.runtime.verify import Check, compare
 from mutations import (
     Mutation,
@@ -79,7 +80,7 @@ def planned(name: str) -> Program:
     """Under a named layout, or "x2.y2 3": drawn at random on that mesh with that seed."""
     if name in NAMED:
         world = World.of(NAMED[name])
-        asked = planner.PlanRequest(name)
+        asked = PlanRequest(name)
         chosen = planner.choose_plan(PassManager(), gpt().program, world, asked)
     else:
         mesh, seed = name.split()

@@ -17,7 +17,7 @@ import autopar
 import models
 from autopar import VerificationError
 from autopar.ops import custom_functions
-from autopar.passes.trace import trace
+from autopar.passes import trace
 from autopar.runtime import original
 from autopar.runtime.original import compare_original
 

@@ -22,7 +22,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes.trace import trace
+from autopar.passes import trace
 from autopar.planner import choose, exact_search, regions
 from autopar.planner.named_layouts import Constraint
 

@@ -14,6 +14,7 @@ from autopar import VerificationError, World
 from autopar._compat import pytree
 from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
+from autopar.planner.request import PlanRequest
 from autopar.runtime import reference
 from autopar.runtime.reference import (
     Reference,
@@ -114,7 +115,7 @@ def test_a_mistake_next_to_what_cancels_is_found() -> None:
 
     found = subject(simple(body), (rows(),))
     world = World.of(2)
-    chosen = planner.choose_plan(PassManager(), found.program, world, planner.PlanRequest("ddp"))
+    chosen = planner.choose_plan(PassManager(), found.program, world, PlanRequest("ddp"))
     program = planner.rewrite_for_ranks(PassManager(), chosen, world)
     leaves = pytree.tree_leaves(planner.call_arguments(found.inputs))
     compare(program, found.single, leaves, 1e-9)

@@ -13,9 +13,10 @@ import torch
 import autopar
 from autopar import InputError
 from autopar.ir import program as ir_program
-from autopar.passes.trace.trace import run, trace
+from autopar.passes import trace
 from launch import launched
 from state_ranks import Net, batch
+from traced import run
 
 
 @pytest.fixture(scope="module")

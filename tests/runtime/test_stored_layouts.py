@@ -19,8 +19,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.strategy import placements
-from autopar.passes import annotate
-from autopar.passes.trace import trace
+from autopar.passes import annotate, trace
 from autopar.planner.bounds.arrays import HALF, Meshes
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, frame
 from autopar.planner.bounds.option_costs import OptionCosts

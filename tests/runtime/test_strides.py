@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from autopar.passes.overlap import views
+from autopar.passes.overlap import DerivedGraph, assumptions, facts_of
 from autopar.runtime.backends import _overlaps
-from derived import arrived, called, placed, ran
+from derived import arrived, called, passed, placed, ran
 from launch import launched
 
 aten = torch.ops.aten
@@ -51,8 +51,7 @@ def test_a_value_that_lies_otherwise_is_read_in_its_own_order(name: str) -> None
     turned = x.t().contiguous().t()
     module = READS[name](fx.Graph())
     wanted = module(x)
-    views.views(module.graph)
-    views.check(module.graph)
+    passed("views", DerivedGraph(module.graph, "forward"))
     module.recompile()
     torch.testing.assert_close(module(x), wanted, rtol=0, atol=0)
     torch.testing.assert_close(module(turned), wanted, rtol=0, atol=0)
@@ -76,8 +75,7 @@ def test_a_collective_sends_what_is_contiguous(kind: str) -> None:
         (x,) = placed(graph, [(4, 6)])
         graph.output(arrived(graph, kind, (called(graph, aten.neg.default, (x,)), *more)))
         if mended:
-            views.views(graph)
-            views.check(graph)
+            passed("views", DerivedGraph(graph, "forward"))
         ran(graph, {kind: send, "wait_tensor": lambda x: x}, [torch.rand(6, 4).t()])
     assert sent == [False, True]
 
@@ -91,7 +89,7 @@ def test_what_lies_as_predicted_stays_a_view() -> None:
     flat = called(graph, aten.view.default, (gathered, [64]))
     graph.output((shown, flat))
     before = [node.target for node in graph.nodes]
-    views.views(graph)
+    passed("views", DerivedGraph(graph, "forward"))
     assert [node.target for node in graph.nodes] == before
 
 
@@ -100,7 +98,7 @@ def test_the_contract_refuses_a_view_in_doubt() -> None:
     (x,) = placed(graph, [(4, 6)])
     graph.output(called(graph, aten.view.default, (x, [24])))
     with pytest.raises(AssertionError, match="views"):
-        views.check(graph)
+        assumptions.check(facts_of(graph), DerivedGraph(graph, "forward"))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from autopar import VerificationError
 from autopar.ops import local
 from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
+from autopar.planner.request import PlanRequest
 from autopar.runtime import reference
 from autopar.world import World
 from odd_models import Simple, rows
@@ -119,7 +120,7 @@ def test_filling_leaves_the_program_as_it_was() -> None:
     pipeline, one = PassManager(), World.of(1)
     source = planner.trace_model(Simple(inverted), (rows(),))
     program = planner.analyse(pipeline, source)
-    chosen = planner.choose_plan(pipeline, program, one, planner.PlanRequest("ddp"))
+    chosen = planner.choose_plan(pipeline, program, one, PlanRequest("ddp"))
     program = planner.rewrite_for_ranks(pipeline, chosen, one)
     before = str(program.module.graph)
     (node,) = reference.unwritten_memory(program)

@@ -28,7 +28,7 @@ from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Choice as AxisChoice
 from autopar.ir.strategy import Strategy, axis_choices, placements, split_of, strategies
-from autopar.ops.sharded.inner_collectives import inner_collectives
+from autopar.ops.sharded import inner_collectives
 from autopar.planner.bounds.factor_graph import carries_gradient
 from autopar.world import World
 
@@ -64,7 +64,7 @@ class Objective:
         operands = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
         results = tuple(shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor))
         several = itertools.product(*choices) if joint is None else joint
-        return strategies(spec, factors, self.mesh, operands, results, several, redundant=False)
+        return strategies(spec, factors, self.mesh, operands, results, several, may_idle=False)
 
     def node_seconds(self, node: fx.Node, strategy: Strategy) -> float:
         gradient = carries_gradient(self.notes, node)

@@ -13,7 +13,12 @@ from torch import Tensor, fx
 import autopar
 import models
 from autopar import _compat
+from autopar.passes import OVERLAP
+from autopar.passes.overlap import DerivedGraph
+from autopar.passes.pass_manager import PassManager
 from autopar.runtime.backends import Scheduled
+
+FOUR = autopar.World.of(4)
 
 
 @functools.cache
@@ -51,6 +56,11 @@ def value_of(entry: Any, program: Any) -> torch.Tensor:
         return torch.empty((1,) if entry.kind == "coordinate" else (), dtype=torch.int64)
     shape, dtype = program.layouts[entry.node].local_shape, program.dtypes[entry.node]
     return torch.empty(shape, dtype=dtype, requires_grad=entry.trainable)
+
+
+def passed(name: str, derived: DerivedGraph, world: autopar.World = FOUR) -> DerivedGraph:
+    """What the pass of this name makes of a graph; its contract is checked."""
+    return PassManager().run_overlap([p for p in OVERLAP if p.name == name], derived, world)
 
 
 def called(graph: fx.Graph, target: Any, arguments: tuple[Any, ...]) -> fx.Node:

@@ -16,13 +16,14 @@ from autopar._compat import pytree
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
-from autopar.passes.trace import trace
-from autopar.planner import choose, exact_search, planner
-from autopar.planner.constraint import Constraint
+from autopar.planner import exact_search, mesh_search, planner
+from autopar.planner.constraint import Constraint, strategies
 from autopar.planner.regions import ReshardCosts
+from autopar.planner.request import PlanRequest
 from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import Check, compare
 from autopar.world import World
+from traced import run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,7 @@ class Subject:
     def named(self, ranks: int, layout: str) -> Check:
         """Verified under a named layout; raises LayoutError where it does not fit."""
         world = World.of(ranks)
-        chosen = planner.choose_plan(
-            PassManager(), self.program, world, planner.PlanRequest(layout)
-        )
+        chosen = planner.choose_plan(PassManager(), self.program, world, PlanRequest(layout))
         return self._compared(planner.rewrite_for_ranks(PassManager(), chosen, world))
 
     def at_random(self, mesh: str, seed: int) -> Check:
@@ -58,7 +57,9 @@ class Subject:
 def subject(model: nn.Module, inputs: Any) -> Subject:
     program = planner.analyse(PassManager(), to_float64(planner.trace_model(model, inputs)))
     one = World.of(1)
-    single = planner.rewrite_for_ranks(PassManager(), choose.choose(program, one, "auto"), one)
+    single = planner.rewrite_for_ranks(
+        PassManager(), mesh_search.search_meshes(program, one, PlanRequest("auto")), one
+    )
     return Subject(model, inputs, program, single)
 
 
@@ -85,13 +86,15 @@ def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:
     ) -> Any:  # the dice do not look at costs
         return np.zeros((len(sources), len(targets)))
 
+    def idle_too(*facts: Any) -> Any:  # axes may be idle at every node
+        return strategies(*facts[:6], may_idle=True)
+
     with (
         mock.patch.object(exact_search, "minimise", thrown),
         mock.patch.object(ReshardCosts, "_between", free),
+        mock.patch("autopar.planner.constraint.strategies", idle_too),
     ):
-        return exact_search.search(
-            program, Mesh.parse(mesh), world, Constraint("auto"), redundant=True
-        )
+        return exact_search.search(program, Mesh.parse(mesh), world, Constraint("auto"))
 
 
 def assert_equal_to_eager(subject: Subject) -> None:
@@ -104,7 +107,7 @@ def assert_equal_to_eager(subject: Subject) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         wanted = model(*args, **kwargs)
-        found = trace.run(subject.program, args, kwargs, held)
+        found = run(subject.program, args, kwargs, held)
     finally:
         torch.set_default_dtype(default)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)

@@ -10,8 +10,7 @@ from torch import nn
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains
-from autopar.passes.trace import trace
+from autopar.passes import annotate, chains, trace
 from autopar.world import World
 
 

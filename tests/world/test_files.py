@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import autopar
@@ -22,6 +24,7 @@ from autopar.world import World, json_file
 from models import mlp
 
 Json = dict[str, Any]
+EARLIER = Path(__file__).parent / "earlier"  # files as earlier versions wrote them
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,44 @@ def test_files_of_other_versions_say_so(data: Json, world: Json) -> None:
     with pytest.raises(autopar.PlanError, match="names no version, so it is of an older one"):
         autopar.Plan.from_json(data)
     assert World.from_json(world, "world.json") == World.preset("dgx-h100", 8)
+
+
+class UpDown(nn.Module):
+    """What the plans in earlier/ are for, with an input (4, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def test_a_plan_of_version_0_1_0_runs() -> None:
+    """Written by 0.1.0, commit e971077 of 2026-11-23."""
+    plan = autopar.Plan.load(EARLIER / "plan_3.json")
+    assert plan.layout == "megatron" and plan.world == World.preset("laptop", 2)
+    check = autopar.verify(UpDown(), None, (torch.randn(4, 8),), layout=plan)
+    assert check.grad_error < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [  # written before 0.1.0, by the commits 91c86a8, 2cdab50 and 8cc8f89 of 2026-11-21
+        ("plan_1", "is version 1, this autopar reads version 3: plan again"),
+        ("plan_2", "is version 2, this autopar reads version 3: plan again"),
+        ("plan_3_without_limit", "limit: it is missing, .* or of an old autopar. Plan again"),
+    ],
+)
+def test_plans_of_earlier_versions_say_what_to_do(name: str, says: str) -> None:
+    with pytest.raises(autopar.PlanError, match=rf"{name}.json .*{says}$"):
+        autopar.Plan.load(EARLIER / f"{name}.json")
+
+
+def test_a_world_of_an_earlier_version_is_read() -> None:
+    """Written by commit 2cdab50 of 2026-11-21, when worlds had fewer fields."""
+    assert World.load(EARLIER / "world_1.json") == World.preset("laptop", 2)
 
 
 # -- fields ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Files that are broken at random end in a named error, or are harmless (tests/mutate_files.py)."""
+"""Files that are broken at random end in a named error, or are harmless (mutate_files.py)."""
 
 from __future__ import annotations
 

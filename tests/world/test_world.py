@@ -12,10 +12,11 @@ import networkx as nx
 import pytest
 import torch
 
+import autopar
 from autopar.errors import WorldError
 from autopar.runtime import apply
 from autopar.world import PRESETS, Device, Level, Link, World
-from autopar.world.presets import GPUS, known
+from autopar.world.machines import GPUS, known
 from autopar.world.world import running_world
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
@@ -206,6 +207,16 @@ def test_what_a_world_may_be_given_as() -> None:
     for wrong in ("8", True, 0, -1):
         with pytest.raises(WorldError):
             World.of(wrong)
+
+
+def test_what_is_no_world_is_named_in_short() -> None:
+    plan = autopar.plan(torch.nn.Linear(2, 2), 1, (torch.ones(1, 2),))
+    assert len(repr(plan)) > 1000
+    with pytest.raises(WorldError, match=r"of type Plan: Plan\(mesh=.*… of \d+ char") as error:
+        World.of(plan)
+    assert len(str(error.value)) < 200
+    with pytest.raises(WorldError, match=r"of type Sequential: Sequential\( \(0\): Linear\("):
+        World.of(torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
 
 def test_torchruns_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,7 @@ from autopar.cli import terminal
 from autopar.cli.doctor import exchanges, kernels, machine, training
 from autopar.cli.doctor.session import Finding, Result, Session, found_by, merged
 from autopar.errors import RankError
-from autopar.ir import show
-from autopar.ir.show import format_bytes
+from autopar.ir.plan_table import format_bytes
 from autopar.world import json_file, store
 
 _STYLE = """
@@ -354,7 +353,7 @@ def tell(facts: dict[str, Any], out: Console) -> None:
     available = [name for name, is_there in facts["backends"].items() if is_there]
     terminal.print_line(out, "backends", ", ".join(available) or "none")
     shared = where["shared_memory_bytes"]
-    room = "no /dev/shm" if shared is None else f"/dev/shm {show.format_bytes(shared)}"
+    room = "no /dev/shm" if shared is None else f"/dev/shm {format_bytes(shared)}"
     omp = os.environ.get("OMP_NUM_THREADS", "not set")
     terminal.print_line(
         out,
@@ -372,7 +371,7 @@ def tell(facts: dict[str, Any], out: Console) -> None:
 
 def _device_text(device: dict[str, Any]) -> str:
     name = f"{device['index']}: {device['name']}" if "index" in device else device["name"]
-    text = f"{name}, {show.format_bytes(device['memory_bytes'])}"
+    text = f"{name}, {format_bytes(device['memory_bytes'])}"
     if "known_as" in device:
         text += f", capability {device['capability']}, planned as "
         text += device["known_as"] or "an A100, as nothing is known of it"

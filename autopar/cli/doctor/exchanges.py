@@ -34,7 +34,7 @@ from autopar.ir.graph import ordered
 from autopar.ir.mesh import Mesh, group_ranks
 from autopar.ops import comm, devices
 from autopar.ops.process_groups import connect
-from autopar.passes.overlap import fuse
+from autopar.passes.overlap.bucket import can_fuse, fuse
 from autopar.world import ranks, store
 from autopar.world.world import running_world
 
@@ -298,9 +298,9 @@ def _fuse_trials(several: list[Trial], operands: list[Tensor]) -> fx.GraphModule
         return [trial.run(x) for trial, x in zip(several, xs, strict=True)]
 
     module: fx.GraphModule = make_fx(apart, tracing_mode="fake")(*operands)
-    members = [node for node in module.graph.nodes if fuse.can_fuse(node)]
+    members = [node for node in module.graph.nodes if can_fuse(node)]
     assert len(members) == len(several), f"{len(members)} of {len(several)} can be joined"
-    fuse.fuse(module.graph, members)
+    fuse(module.graph, members)
     assert ordered(module.graph)
     module.graph.lint()
     module.recompile()

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from autopar.errors import WorldError
 from autopar.world import Device, World
-from autopar.world.presets import known
+from autopar.world.machines import known
 from autopar.world.world import CALIBRATED, calibrated
 
 LEAST_TORCH = (2, 11)  # as pyproject.toml says

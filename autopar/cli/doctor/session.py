@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar import _compat, api
-from autopar.cli.models import Gpt, GptAttention, Sizes
+from autopar.cli.targets import Gpt, GptAttention, Sizes
 from autopar.ops import process_groups
 from autopar.planner.grids import Grid, Grid4D
 from autopar.world import ranks

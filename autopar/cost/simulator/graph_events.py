@@ -276,7 +276,7 @@ def _unsharded_bytes(kind: str, ranks: int, taken: float, made: float) -> tuple[
 
 @lru_cache(maxsize=1 << 10)
 def group_pattern(name: str) -> Pattern:
-    """Return the pattern of the groups of this name, also of a part of an axis or another lane.
+    """Return the pattern of the groups of this name, also of a part of an axis.
 
     >>> group_pattern("autopar/data4.x2/data/2@1")
     ((2, 2),)

@@ -56,7 +56,7 @@ class _FuseKey(NamedTuple):
     digits: Pattern
     element_bytes: int
     late_s: float  # what ranks lose on coming together
-    copied: bool  # copied together and apart again (passes/overlap/fuse.py)
+    copied: bool  # copied together and apart again (passes/overlap/bucket.py)
 
 
 class Events:

@@ -22,7 +22,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules.registry import aten, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
 
 rule(
     aten.linear.default,

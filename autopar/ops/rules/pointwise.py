@@ -21,7 +21,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules.registry import aten, floating, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, floating, named, operand_shape, spec, unsplit
 
 _JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 

@@ -1,14 +1,14 @@
-"""Op sharding rules by trial, for ops without a rule in the table and for custom autograd
-functions.
+"""The sharding rule of a node: from the table, or by trial for ops that are not in it and for
+custom autograd functions.
 
-The op of a node runs on random operands, unsharded and sliced (see trials.py). A dim is a factor
-where the forward and the backward commute with slicing it. A custom function whose tensors are too
-large to try is tried with smaller dims:
+In a trial the op of the node runs on random operands, unsharded and sliced (see trials.py). A dim
+is a factor where the forward and the backward commute with slicing it. A custom function whose
+tensors are too large to try is tried with smaller dims:
 
     (64, 4096, 4096) -> (64, 4096, 4096)    is tried as    (12, 20, 20) -> (12, 20, 20)
 
 A function whose trial fails, or gives other shapes than the smaller dims should, runs unsplit.
-passes/annotate.py calls `probe`, `function_rule` and `unrepeatable`.
+passes/annotate.py calls `rule_of`, `probe`, `function_rule` and `unrepeatable`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+import autopar.ops.rules.matmul  # this and the next two fill TABLE
+import autopar.ops.rules.reductions
+import autopar.ops.rules.shapes  # noqa: F401
 from autopar.ir.sharding_rule import (
+    TABLE,
     OpShardingRule,
     bound,
     operands_of,
@@ -29,9 +33,33 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
+from autopar.ops.rules import floating
+from autopar.ops.rules.pointwise import pointwise
 from autopar.ops.rules.trials import Call, differing_results, rule_by_trial
 
 _PROBED_ELEMENTS = 1 << 20  # larger tensors are not probed: the op then runs unsplit, and is listed
+
+
+def rule_of(node: fx.Node) -> OpShardingRule | None:
+    """Return the sharding rule of a node, or None where neither the table nor the pointwise tag
+    covers its op.
+    """
+    build = TABLE.get(node.target)
+    if build is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        build = pointwise
+    return None if build is None else _only_floats_partial(node, build(node))
+
+
+def _only_floats_partial(node: fx.Node, made: OpShardingRule) -> OpShardingRule:
+    """Return the rule without the partial pass-through of integers and flags: dividing or reducing
+    them gives another dtype, and an op that makes them of floats would round each part.
+    """
+    if not all(floating(value) for value in results_of(node)):
+        return replace(made, linear=())
+    not_floating = {
+        i for i, n in enumerate(operands_of(node)) if n is not None and not floating(value_of(n))
+    }
+    return replace(made, linear=tuple(group for group in made.linear if not group & not_floating))
 
 
 def probe(node: fx.Node, known: dict[object, OpShardingRule | None]) -> OpShardingRule | None:

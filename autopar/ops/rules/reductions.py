@@ -22,8 +22,8 @@ from autopar.ir.sharding_rule import (
     rule,
     value_of,
 )
+from autopar.ops.rules import aten, floating, named, operand_shape, spec, unsplit
 from autopar.ops.rules.pointwise import pointwise
-from autopar.ops.rules.registry import aten, floating, named, operand_shape, spec, unsplit
 
 
 @spec((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))

@@ -22,8 +22,8 @@ from autopar.ir.sharding_rule import (
     value_of,
     view_factors,
 )
+from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
 from autopar.ops.rules.pointwise import expand_like_identity, pointwise
-from autopar.ops.rules.registry import aten, named, operand_shape, spec, unsplit
 
 
 @spec(

@@ -1,5 +1,5 @@
 """Sharded ops: differentiable functions on the rank's local tensors that emitted graphs call where
-the dim that an op reduces is split.
+the dim that an op reduces is split; and, for the cost model, the collectives that run inside them.
 
 Example: `layer_norm` of x (..., 64) where the last dim of 256 lies on four ranks. ops/local.py
 emits these calls, except `linear` and `summa_linear`, which the passes kernel_choice and summa put
@@ -10,8 +10,22 @@ Where a dim lies on several axes, each holds one digit of its index: `digits` is
 `coordinates` is a sequence of int64 tensors of shape (1,), the rank's own coordinates on those
 axes, in the same order. Digits may come in any order; nothing here takes mesh order for stride
 order.
+
+A layer norm of (512, 768) whose last dim is split runs two all-reduces of 512 numbers forward and
+one of 1024 backward. `inner_collectives` lists them for an op and the layouts of its operands. The
+planner, cost/communication.py and the passes call it; passes/summa.py describes the broadcasts and
+reduces of SUMMA with `Part` and `moving`.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autopar.ir.layout import Layout, Traffic
 from autopar.ops.sharded.attention import attention
 from autopar.ops.sharded.dropout import dropout
 from autopar.ops.sharded.matmul import linear, summa_linear
@@ -19,15 +33,117 @@ from autopar.ops.sharded.norms import layer_norm, log_softmax, rms_norm, softmax
 from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding
 
 __all__ = [
+    "HAVE_INNER_COLLECTIVES",
     "Digit",
+    "InnerCollective",
+    "Part",
     "attention",
     "cross_entropy",
     "dropout",
     "embedding",
+    "inner_collectives",
     "layer_norm",
     "linear",
     "log_softmax",
+    "moving",
     "rms_norm",
     "softmax",
     "summa_linear",
 ]
+
+aten = torch.ops.aten
+
+
+class Part(NamedTuple):
+    """The elements of a collective: `times` · the product of the local sizes of these dims of an
+    operand in this layout; cost formulas are derived from it.
+    """
+
+    operand: int
+    layout: Layout
+    dims: tuple[int, ...]
+    times: int = 1
+
+    @staticmethod
+    def all(operand: int, layout: Layout) -> Part:
+        """Return the part that is a full local operand."""
+        return Part(operand, layout, tuple(range(len(layout.shape))))
+
+    @property
+    def elements(self) -> int:
+        """The number of elements on one rank."""
+        return self.times * math.prod(self.layout.local_shape[dim] for dim in self.dims)
+
+
+class InnerCollective(NamedTuple):
+    """One collective inside an op: its traffic, its axes, forward or backward, and the part of an
+    operand that it sends. Sharded ops compute in float32 (ops/sharded/norms.py): 4 bytes an
+    element.
+    """
+
+    traffic: Traffic
+    axes: tuple[str, ...]
+    backward: bool
+    part: Part
+    element_bytes: int = 4
+
+
+def moving(
+    kind: Any, part: Part, axes: tuple[str, ...], backward: bool, element_bytes: int = 4
+) -> InnerCollective:
+    """Return the collective of this kind that sends this part over these axes."""
+    return InnerCollective(Traffic(kind, part.elements), axes, backward, part, element_bytes)
+
+
+def inner_collectives(target: Any, operands: Sequence[Layout | None]) -> list[InnerCollective]:
+    """Return the collectives that an op runs inside when its operands have these layouts; none
+    where the dim that it reduces is unsharded.
+    """
+    find = _INNER_COLLECTIVES.get(target)
+    layout = operands[0] if operands else None
+    return find(layout) if find is not None and layout is not None else []
+
+
+def _row_all_reduces(
+    layout: Layout, dim: int, forward: Sequence[int], backward: Sequence[int]
+) -> list[InnerCollective]:
+    """Return one all-reduce over the axes of `dim` for each number in `forward` and `backward`, of
+    that many numbers a row.
+    """
+    axes = tuple(digit.axis for digit in layout.digits(dim % len(layout.shape)))
+    rows = tuple(d for d in range(len(layout.shape)) if d != dim % len(layout.shape))
+    return (
+        [
+            moving("all_reduce", Part(0, layout, rows, numbers), axes, late)
+            for late, each in ((False, forward), (True, backward))
+            for numbers in each
+        ]
+        if axes
+        else []
+    )
+
+
+def _cross_entropy(layout: Layout) -> list[InnerCollective]:
+    """Return the all-reduces over the class axes, and that of the mean over the token axes."""
+    class_dim = 1 if len(layout.shape) > 1 else 0
+    over_classes = _row_all_reduces(layout, class_dim, (1, 2), ())
+    classes = {digit.axis for digit in layout.digits(class_dim)}
+    tokens = tuple(axis for axis in layout.axes_of("S") if axis not in classes)
+    over_tokens = moving("all_reduce", Part(0, layout, (), 2), tokens, False)
+    return [*over_classes, over_tokens] if tokens else over_classes
+
+
+def _softmax_all_reduces(layout: Layout) -> list[InnerCollective]:
+    return _row_all_reduces(layout, -1, (1, 1), (1,))
+
+
+_INNER_COLLECTIVES: dict[Any, Callable[[Layout], list[InnerCollective]]] = {
+    aten.layer_norm.default: lambda layout: _row_all_reduces(layout, -1, (1, 1), (2,)),
+    aten.rms_norm.default: lambda layout: _row_all_reduces(layout, -1, (1,), (1,)),
+    aten.softmax.int: _softmax_all_reduces,
+    aten._softmax.default: _softmax_all_reduces,
+    aten.log_softmax.int: _softmax_all_reduces,
+    aten._log_softmax.default: _softmax_all_reduces,
+    aten.cross_entropy_loss.default: _cross_entropy,
+}
+HAVE_INNER_COLLECTIVES = frozenset(_INNER_COLLECTIVES)

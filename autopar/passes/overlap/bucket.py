@@ -1,68 +1,90 @@
 """Fuses small collectives of one kind, group and dtype into buckets where that is modelled faster.
 
 cost/simulator/buckets.py says which collectives go together, and the simulation of the whole graph
-chooses the bucket size, or no buckets. fuse.py writes the fused collectives. The panels of SUMMA
-may first be turned into gathers and scatters (summa_fusion.py), which are then fused as others are.
-On more than two ranks a sum may add in another order within a bucket: nothing else here changes
-bits.
+chooses the bucket size, or no buckets. On more than two ranks a sum may add in another order within
+a bucket: nothing else here changes bits.
 
-A derived graph enters and a new one leaves. runtime/backends.py calls `bucket` before `schedule`.
+On a CPU the members of a bucket are sent as one tensor: gloo copies what is coalesced into one and
+out again, and its coalesced gathers corrupt memory (`_compat.safe_gathers`). Elsewhere they take
+torch's coalesced form, where there is one; broadcasts and reduces, from and to one root, are sent
+as one tensor everywhere. The results are views of what arrives, and the next fused collective takes
+that tensor itself where it would take all of these views: so a hierarchical sum (scatters, sums of
+the parts, gathers) copies its bucket together once and nothing after that.
+
+A derived graph enters and one with buckets leaves. cli/doctor/exchanges.py checks the fused forms.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator, Sequence
+import dataclasses
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from autopar.cost.simulator import buckets
 from autopar.cost.simulator.engine import simulate_overlap
-from autopar.cost.simulator.graph_events import Listed, Phase, collective_of, graph_events, graph_seconds, lead_to_matmuls, listed_seconds
-from autopar.ir.graph import copied, ordered
-from autopar.passes.overlap import summa_fusion
-from autopar.passes.overlap.fuse import fuse, can_fuse
+from autopar.cost.simulator.graph_events import (
+    Listed,
+    carries_on,
+    collective_of,
+    graph_events,
+    graph_seconds,
+    group_of,
+    is_wait,
+    lead_to_matmuls,
+    listed_seconds,
+)
+from autopar.cost.simulator.step_events import ROOTED
+from autopar.ir.graph import computed, copied, made, ordered
+from autopar.passes.overlap import (
+    DerivedGraph,
+    GraphFacts,
+    check_interface,
+    collectives_in_order,
+    cut_of,
+    elements_sent,
+    forget,
+    in_one,
+    on_cpu,
+)
 from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
-def bucket(
-    graph: fx.Graph,
-    world: World,
-    stored: frozenset[str],
-    phase: Phase,
-    most: float = math.inf,
-) -> fx.Graph:
-    """Return the graph with buckets of the size that is modelled to be the fastest, of at most
-    `most` bytes; the graph itself where none is faster. `stored` names the placeholders that are
-    there before the step begins. The result is the same on every rank.
+def bucket(derived: DerivedGraph, world: World) -> DerivedGraph:
+    """Return the derived graph with buckets of the size that is modelled to be the fastest, of at
+    most `freedom.bucket_bytes`; the same where none is faster. The result is the same on every
+    rank.
     """
+    most = derived.freedom.bucket_bytes
     if not most:
-        return graph
+        return derived
     sizes = [size for size in buckets.SIZES if size <= most] or [int(most)]
-    base, listed = _fastest_panels(graph, world, stored, phase, most)
-    best, least = base, listed_seconds(listed, world)
+    graph, setting = derived.graph, (world, derived.resident, derived.phase)
+    listed = graph_events(graph, *setting)
+    best, least = graph, listed_seconds(listed, world)
     for groups in choices(listed, sizes):
-        candidate = fuse_buckets(base, groups)
+        candidate = fuse_buckets(graph, groups)
         if candidate is None:
             continue
-        seconds = graph_seconds(candidate, world, stored, phase)
+        seconds = graph_seconds(candidate, *setting)
         if seconds < least:
             best, least = candidate, seconds
-    return best
+    return dataclasses.replace(derived, graph=best)
 
 
-def _fastest_panels(
-    graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
-) -> tuple[fx.Graph, Listed]:
-    """Return the graph with its panels in the form that is modelled the fastest, and its events."""
-    forms = [graph, *summa_fusion.panel_choices(graph, world, stored, phase, most)]
-    candidates = [(form, graph_events(form, world, stored, phase)) for form in forms]
-    if len(candidates) == 1:
-        return candidates[0]
-    return min(candidates, key=lambda each: listed_seconds(each[1], world))
+def check(before: GraphFacts, after: DerivedGraph) -> None:
+    """The contract: each kind of collective sends the same elements over each group, with no more
+    collectives.
+    """
+    check_interface(before, after.graph)
+    elements, count = elements_sent(after.graph), len(collectives_in_order(after.graph))
+    assert elements == before.elements, f"{elements} are sent, not {before.elements}"
+    assert count <= len(before.collectives), f"{count} collectives of {len(before.collectives)}"
 
 
 def fuse_buckets(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Graph | None:
@@ -101,3 +123,208 @@ def _dtype(node: fx.Node) -> torch.dtype:
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor)
     return value.dtype
+
+
+# -- writing a bucket ------------------------------------------------------------------------------
+_COALESCED = {
+    "all_reduce": functional.all_reduce_coalesced.default,
+    "all_gather_into_tensor": functional.all_gather_into_tensor_coalesced.default,
+    "reduce_scatter_tensor": functional.reduce_scatter_tensor_coalesced.default,
+}
+
+
+def can_fuse(node: fx.Node) -> bool:
+    """Whether a collective can be fused with others. An all-to-all only where its result is summed
+    at once, as in gloo's reduce-scatters: its parts are not contiguous.
+    """
+    if collective_of(node) != "all_to_all_single":
+        return collective_of(node) in (*_COALESCED, *ROOTED)
+    sums = list(_users(_users([node])))
+    return bool(sums) and all(
+        user.target is aten.sum.dim_IntList and user.args[1:] == ([0],) for user in sums
+    )
+
+
+def fuse(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    """Replace these collectives by one, which stands behind the last of them: the graph is to be
+    put in order by `ir.graph.ordered` afterwards.
+    """
+    members, form = _in_cut_order(members), _form(members[0])
+    with graph.inserting_after(members[-1]):
+        parts = form.how(graph, members)
+    for node, part in zip(members, parts, strict=True):
+        part.meta["custom"] = node.meta.get("custom", {})
+        for result in form.results(node):
+            result.replace_all_uses_with(part)
+        forget(graph, node)
+
+
+class _Form(NamedTuple):
+    """How a fused collective is written, and the nodes of a member that its parts replace."""
+
+    how: Callable[[fx.Graph, Sequence[fx.Node]], list[fx.Node]]
+    results: Callable[[fx.Node], list[fx.Node]]
+
+
+def _form(node: fx.Node) -> _Form:
+    """Return the form in which this kind of collective is fused."""
+    name = collective_of(node)
+    if name == "all_to_all_single":
+        return _Form(_summed_all_to_all, lambda n: list(_users(_users([n]))))
+    if name in ROOTED or (name == "all_reduce" and on_cpu(node)):
+        return _Form(_concatenated, lambda n: list(_users([n])))
+    if name == "all_gather_into_tensor" and on_cpu(node):
+        return _Form(_gathered, lambda n: list(_users([n])))
+    return _Form(_coalesced, lambda n: [n])
+
+
+# -- the forms: each returns a part for every member -----------------------------------------------
+def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write torch's coalesced collective."""
+    target = _COALESCED[str(collective_of(members[0]))]
+    values = [node.meta["val"] for node in members]
+    arguments = ([node.args[0] for node in members], *members[0].args[1:])
+    fused = made(graph, target, arguments, values)
+    fused.meta["custom"] = _origins(members)
+    return [made(graph, operator.getitem, (fused, i), v) for i, v in enumerate(values)]
+
+
+def _concatenated(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write one all-reduce, broadcast or reduce of all operands, concatenated."""
+    arrived = _send_and_wait(
+        graph, members, in_one(graph, [node.all_input_nodes[0] for node in members])
+    )
+    return _cut(graph, arrived, [node.meta["val"] for node in members])
+
+
+def _summed_all_to_all(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write one all-to-all of all operands, side by side, and one sum of what arrives. Each operand
+    is (ranks, ...), a slice for each rank.
+    """
+    (first, *_) = sums = [next(_users(_users([node]))) for node in members]
+    inputs = [node.all_input_nodes[0] for node in members]
+    ranks = inputs[0].meta["val"].shape[0]
+    flat = [computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
+    arrived = _send_and_wait(graph, members, computed(graph, aten.cat.default, (flat, 1)))
+    total = computed(graph, aten.sum.dim_IntList, (arrived, [0]), first.kwargs)
+    return _cut(graph, total, [node.meta["val"] for node in sums])
+
+
+def _gathered(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
+    """Write one all-gather of all operands, concatenated. What arrives has a row for each rank; the
+    parts are copied out of it, so that it can be freed. Where the operands come out of a fused
+    scatter, that is changed to scatter other slices, such that the parts arrive one after the
+    other.
+    """
+    ranks: Any = members[0].args[1]
+    values = [node.meta["val"] for node in members]
+    operand = in_one(graph, [node.all_input_nodes[0] for node in members])
+    scattered = _scattered(operand, members)
+    arrived = _send_and_wait(graph, members, operand)
+    if scattered is not None:
+        _slice_anew(graph, scattered)
+        return _cut(graph, arrived, values)
+    rows = computed(graph, aten.view.default, (arrived, [ranks, -1]))
+    contiguous = {"memory_format": torch.contiguous_format}
+    gathered, start = [], 0
+    for value in values:
+        stop = start + value.numel() // ranks
+        view = computed(graph, aten.slice.Tensor, (rows, 1, start, stop))
+        part = computed(graph, aten.clone.default, (view,), contiguous)
+        gathered.append(computed(graph, aten.view.default, (part, list(value.shape))))
+        start = stop
+    return gathered
+
+
+def _send_and_wait(graph: fx.Graph, members: Sequence[fx.Node], one: fx.Node) -> fx.Node:
+    """Return what arrives of a collective that sends `one` in place of the members' operands."""
+    target: Any = members[0].target
+    sent = computed(graph, target, (one, *members[0].args[1:]))
+    sent.meta["custom"] = _origins(members)
+    return computed(graph, functional.wait_tensor.default, (sent,))
+
+
+def _origins(members: Sequence[fx.Node]) -> dict[str, str]:
+    """Return the origin of a fused collective for timelines: its first member and how many more."""
+    origin = members[0].meta.get("custom", {})
+    names = f"{origin.get('node', members[0].name)} and {len(members) - 1} more"
+    return {"node": names, "module": origin.get("module", "")}
+
+
+# -- concatenate and split -------------------------------------------------------------------------
+def _cut(graph: fx.Graph, one: fx.Node, values: Sequence[torch.Tensor]) -> list[fx.Node]:
+    """Return consecutive views of `one` (n,), of the shapes of these values."""
+    views, start = [], 0
+    for value in values:
+        stop = start + value.numel()
+        view = computed(graph, aten.slice.Tensor, (one, 0, start, stop))
+        views.append(computed(graph, aten.view.default, (view, list(value.shape))))
+        start = stop
+    return views
+
+
+def _in_cut_order(members: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """Return the members in the order in which their operands were cut out of one tensor, if they
+    were.
+    """
+    cuts = [cut_of(member.all_input_nodes[0]) for member in members]
+    found_cuts = [cut for cut in cuts if cut is not None]
+    if len(found_cuts) < len(members) or len({source for source, _, _ in found_cuts}) > 1:
+        return members
+    places = sorted(range(len(members)), key=lambda place: found_cuts[place][1])
+    return [members[place] for place in places]
+
+
+# -- scattered, summed and gathered again ----------------------------------------------------------
+def _scattered(one: fx.Node, members: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the concatenation that was scattered over this group to become the operand `one` of an
+    all-gather. None where there is none, or where something else uses a value on the way.
+    """
+    if not _leads_only_to(one, members):
+        return None
+    node, groups = one, [group_of(members[0])]
+    while groups:
+        if node is not one and len(node.users) != 1:
+            return None
+        name = collective_of(node)
+        if name == "all_gather_into_tensor":
+            groups.append(group_of(node))
+        elif name == "all_to_all_single":
+            if groups.pop() != group_of(node):
+                return None
+        elif not (is_wait(node) or name == "all_reduce" or node.target in _ELEMENTWISE):
+            return None
+        node = node.all_input_nodes[0]
+    if node.target is not aten.cat.default or node.args[1:] != (1,) or len(node.users) != 1:
+        return None
+    widths = [part.meta["val"].shape[1] for part in node.all_input_nodes]
+    lengths = [member.all_input_nodes[0].meta["val"].numel() for member in members]
+    return node if widths == lengths else None
+
+
+_ELEMENTWISE = (aten.sum.dim_IntList, aten.view.default)  # behind an all-to-all, and before one
+
+
+def _leads_only_to(node: fx.Node, members: Sequence[fx.Node]) -> bool:
+    """Whether views of this node have no users but these members."""
+    return all(
+        user in members or (carries_on(user) and _leads_only_to(user, members))
+        for user in node.users
+    )
+
+
+def _slice_anew(graph: fx.Graph, beside: fx.Node) -> None:
+    """Give rank r slice r of the concatenation of all parts, in place of slice r of each part."""
+    rows = beside.all_input_nodes
+    shape = list(beside.meta["val"].shape)
+    with graph.inserting_before(beside):
+        flat = in_one(graph, [row.all_input_nodes[0] for row in rows])
+        beside.replace_all_uses_with(computed(graph, aten.view.default, (flat, shape)))
+    graph.erase_node(beside)
+    for row in rows:
+        graph.erase_node(row)
+
+
+def _users(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the users of these nodes."""
+    return (user for node in nodes for user in node.users)

@@ -11,11 +11,12 @@ promises alone, then by the simulation of the whole graph; `chunk_units_of` writ
 Numbers are the same to the bit, with two exceptions: a library may add up a smaller matmul in
 another order, and so may an all-reduce on more than two ranks where an element stands elsewhere in
 what is sent. The choice depends on shapes and the world alone, so it is the same on every rank.
-runtime/backends.py calls `chunk` first of all passes, on both derived graphs.
+A derived graph enters and one with matmuls in pieces leaves.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,16 +26,39 @@ from torch import fx
 
 from autopar.cost.compute import matmul_seconds
 from autopar.cost.simulator.engine import Run, simulate_overlap
-from autopar.cost.simulator.graph_events import Listed, Phase, bytes_of, call_seconds, carries_on, collective_cost, collective_of, flops, graph_events, off_path, op_seconds
+from autopar.cost.simulator.graph_events import (
+    Listed,
+    bytes_of,
+    call_seconds,
+    carries_on,
+    collective_cost,
+    collective_of,
+    flops,
+    graph_events,
+    off_path,
+    op_seconds,
+)
 from autopar.ir.graph import copied, made, ordered
-from autopar.passes.overlap.chunk_units import MATMULS, SHAPED, Cut, Unit, operand, shape_of, units, value_of
+from autopar.passes.overlap import DerivedGraph, GraphFacts, check_interface, elements_sent
+from autopar.passes.overlap.chunk_units import (
+    MATMULS,
+    SHAPED,
+    Cut,
+    Unit,
+    operand,
+    shape_of,
+    units,
+    value_of,
+)
 from autopar.world import World
 
 aten = torch.ops.aten
 
 
 def chunk_units_of(graph: fx.Graph, units: Sequence[Unit]) -> fx.Graph:
-    """Return a copy of the graph with these units of it in pieces."""
+    """Return a copy of the graph with these units of it in pieces; the graph itself without any."""
+    if not units:
+        return graph
     chunked = copied(graph)
     twins = dict(zip(graph.nodes, chunked.nodes, strict=True))
     values: dict[Any, Any] = {}
@@ -190,22 +214,23 @@ class _Choice(NamedTuple):
     gain: float
 
 
-def chunk(
-    graph: fx.Graph,
-    world: World,
-    stored: frozenset[str],
-    phase: Phase,
-    pieces: int | None = None,
-) -> fx.Graph:
-    """Return a copy of the graph with matmuls in pieces; the graph itself where that gains nothing.
-
-    `stored` names the placeholders that are there before the step begins. `pieces` cuts everything
-    that can be cut into that many pieces, whatever it costs.
+def chunk(derived: DerivedGraph, world: World, pieces: int | None = None) -> DerivedGraph:
+    """Return the derived graph with matmuls in pieces; the same where that gains nothing. `pieces`
+    cuts everything that can be cut into that many pieces, whatever it costs.
     """
-    listed = graph_events(graph, world, stored, phase)
+    graph = derived.graph
+    listed = graph_events(graph, world, derived.resident, derived.phase)
     uncut = off_path(listed)  # not cut: it is fetched ahead, or waits for the end
-    if pieces is not None:
-        return _cut(graph, units(graph, pieces, uncut))
+    if pieces is None:
+        chunked = _fastest(derived, listed, uncut, world)
+    else:
+        chunked = chunk_units_of(graph, units(graph, pieces, uncut))
+    return dataclasses.replace(derived, graph=chunked)
+
+
+def _fastest(derived: DerivedGraph, listed: Listed, uncut: set[fx.Node], world: World) -> fx.Graph:
+    """Return the graph in the pieces that are modelled the fastest; itself where none are."""
+    graph = derived.graph
     candidates = units(graph, PIECES[0], uncut)
     if not candidates:
         return graph
@@ -220,8 +245,8 @@ def chunk(
         if names in seen or sum(choice.gain for choice in choices) < WORTH * run.seconds:
             continue
         seen.add(names)
-        chunked = _cut(graph, [choice.unit for choice in choices])
-        events = graph_events(chunked, world, stored, phase).events
+        chunked = chunk_units_of(graph, [choice.unit for choice in choices])
+        events = graph_events(chunked, world, derived.resident, derived.phase).events
         seconds = simulate_overlap(events).seconds + _collective_overhead(chunked, world)
         if seconds < least:
             best, least = chunked, seconds
@@ -242,28 +267,11 @@ def _seconds_per_collective(world: World) -> float:
     return call_seconds(world) + world.meeting_s
 
 
-def check(found: fx.Graph, before: fx.Graph, units: Sequence[Unit]) -> None:
-    """The contract: the outputs are as before, and every collective is there once or, in a unit,
-    once for each piece.
-    """
-    found.lint()
-    outputs = [graph.output_node().all_input_nodes for graph in (found, before)]
-    looks = [[(tuple(v.shape), v.dtype) for v in map(value_of, nodes)] for nodes in outputs]
-    assert looks[0] == looks[1], "what goes out has another shape"
-    added_by_pieces = sum((unit.pieces - 1) * len(unit.collectives) for unit in units)
-    counts = [sum(collective_of(n) is not None for n in graph.nodes) for graph in (found, before)]
-    assert counts[0] == counts[1] + added_by_pieces, (
-        f"{counts[0]} collectives of {counts[1]} and {added_by_pieces}"
-    )
-
-
-def _cut(graph: fx.Graph, chosen: Sequence[Unit]) -> fx.Graph:
-    """Cut these units, and check the result."""
-    if not chosen:
-        return graph
-    chunked = chunk_units_of(graph, chosen)
-    check(chunked, graph, chosen)
-    return chunked
+def check(before: GraphFacts, after: DerivedGraph) -> None:
+    """The contract: all pieces of a collective together send the elements that it sent."""
+    check_interface(before, after.graph)
+    elements = elements_sent(after.graph)
+    assert elements == before.elements, f"{elements} are sent, not {before.elements}"
 
 
 def _choose_units(listed: Listed, run: Run, world: World, tried: Sequence[Unit]) -> list[_Choice]:

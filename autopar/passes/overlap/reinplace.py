@@ -8,14 +8,13 @@ sum in a gloo reduce-scatter is written as in-place adds: torch's reduction of t
 CPU takes up to three times as long, of four half as long again, with the same bits
 (`benchmarks/step_time/rows.py`).
 
-`fill_buckets` lets matmuls write into a bucket (fuse.py) directly. Otherwise its gradients are
-copied together, as many bytes as the model has, into memory that is touched for the first time.
-runtime/backends.py calls `reinplace` after `schedule`, and `fill_buckets` last.
+`fill_buckets` lets matmuls write into a bucket (bucket.py) directly. Otherwise its gradients are
+copied together, as many bytes as the model has, into memory that is touched for the first time. A
+scheduled graph enters both passes; where a compiler takes it, it leaves as it is.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +26,8 @@ from autopar._compat import OpOverload
 from autopar.cost.simulator.buckets import SIZES
 from autopar.cost.simulator.graph_events import collective_of, is_wait, writes
 from autopar.ir.graph import computed, made
+from autopar.passes.overlap import DerivedGraph, GraphFacts, check_interface, collectives_in_order
+from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
@@ -40,21 +41,24 @@ _ROWS, _ROW_BYTES = 4, 1 << 18
 _PLACING = frozenset({aten.scatter_add, aten.index_copy, aten.index_add, aten.masked_fill})
 
 
-def reinplace(graph: fx.Graph) -> int:
-    """Reinplace what can be, and return the number of ops changed. Neither inputs nor outputs of
-    the graph are written to.
+def reinplace(derived: DerivedGraph, world: World) -> DerivedGraph:
+    """Return the derived graph, in which all ops that can write in place do. Neither inputs nor
+    outputs of the graph are written to.
     """
-    count = 0
-    for node in list(graph.nodes):
+    graph = derived.graph
+    for node in [] if derived.compiler else list(graph.nodes):
         if node.op == "call_function" and isinstance(node.target, OpOverload):
-            count += _added(graph, node) or _summed(graph, node) or _pointwise(node)
-    return count
+            _added(graph, node) or _summed(graph, node) or _pointwise(node)
+    return derived
 
 
-def check(graph: fx.Graph) -> None:
-    """The contract: what is written to was made in the graph, and the writer alone reads it."""
-    graph.lint()
-    for node in graph.nodes:
+def check(before: GraphFacts, after: DerivedGraph) -> None:
+    """The contract: what is written to was made in the graph, and the writer alone reads it. The
+    collectives are those that there were.
+    """
+    check_interface(before, after.graph)
+    assert collectives_in_order(after.graph) == before.collectives, "other collectives"
+    for node in after.graph.nodes:
         if node.op == "call_function" and writes(node) and node.target is not aten.copy_.default:
             written = node.args[0]
             for operand in written if isinstance(written, list | tuple) else [written]:
@@ -104,13 +108,13 @@ def _fresh(node: fx.Node) -> bool:
 
 
 # -- collectives -----------------------------------------------------------------------------------
-def _added(graph: fx.Graph, node: fx.Node) -> int:
-    """Replace a sum of a few large rows by adds; return how many were replaced. The rows are added
-    to the first, or to the sum of the first two: where the result goes out of the graph, or where
-    the rows are more than a bucket, which must not stay live for it.
+def _added(graph: fx.Graph, node: fx.Node) -> bool:
+    """Replace a sum of a few large rows by adds; return whether it was. The rows are added to the
+    first, or to the sum of the first two: where the result goes out of the graph, or where the rows
+    are more than a bucket, which must not stay live for it.
     """
     if node.target is not aten.sum.dim_IntList or node.args[1:] != ([0],):
-        return 0
+        return False
     rows: Any = node.args[0]
     value, total = rows.meta["val"], node.meta["val"]
     few_large_rows = 1 < value.shape[0] <= _ROWS and total.nbytes >= _ROW_BYTES
@@ -118,7 +122,7 @@ def _added(graph: fx.Graph, node: fx.Node) -> int:
     if not (
         few_large_rows and exact and value.device.type == "cpu" and _contiguous(rows) and _own(rows)
     ):
-        return 0
+        return False
     add = aten.add.Tensor if _goes_out(node) or value.nbytes > SIZES[-1] else aten.add_.Tensor
     with graph.inserting_before(node):
         running, *others = (
@@ -130,7 +134,7 @@ def _added(graph: fx.Graph, node: fx.Node) -> int:
     running.meta = {**node.meta, "val": total}
     node.replace_all_uses_with(running)
     graph.erase_node(node)
-    return 1
+    return True
 
 
 def _goes_out(node: fx.Node) -> bool:
@@ -142,20 +146,20 @@ def _goes_out(node: fx.Node) -> bool:
     )
 
 
-def _summed(graph: fx.Graph, node: fx.Node) -> int:
-    """Reinplace an all-reduce, coalesced or not; return 1 where that was done, else 0."""
+def _summed(graph: fx.Graph, node: fx.Node) -> bool:
+    """Reinplace an all-reduce, coalesced or not; return whether it was."""
     if node.target is functional.all_reduce.default:
         if not (_own(node.args[0], rows=True) and _contiguous(node.args[0])):
-            return 0
+            return False
         node.target = functional.all_reduce_.default
-        return 1
+        return True
     if node.target is not functional.all_reduce_coalesced.default:
-        return 0
+        return False
     operands = node.args[0]
     assert isinstance(operands, list | tuple)
     writable = [_own(operand, rows=True) and _contiguous(operand) for operand in operands]
     if not any(writable):
-        return 0
+        return False
     with graph.inserting_before(node):
         buffers = [
             o if is_writable else _contiguous_copy(graph, o)
@@ -163,7 +167,7 @@ def _summed(graph: fx.Graph, node: fx.Node) -> int:
         ]
     node.args = (buffers, *node.args[1:])
     node.target = functional.all_reduce_coalesced_.default
-    return 1
+    return True
 
 
 def _contiguous(operand: Any) -> bool:
@@ -179,22 +183,22 @@ def _contiguous_copy(graph: fx.Graph, operand: Any) -> fx.Node:
 
 
 # -- pointwise ops ---------------------------------------------------------------------------------
-def _pointwise(node: fx.Node) -> int:
+def _pointwise(node: fx.Node) -> bool:
     """Write into the first operand; where the op is commutative, alternatively into the second.
-    Return 1 where that was done, else 0.
+    Return whether that was done.
     """
     target = _in_place(node.target)
     if target is None or not node.args:
-        return 0
+        return False
     if _fits(node.args[0], node):
         node.target = target
-        return 1
+        return True
     either = node.target in (aten.add.Tensor, aten.mul.Tensor) and not node.kwargs
     if either and len(node.args) == 2 and _fits(node.args[1], node):
         node.args = (node.args[1], node.args[0])
         node.target = target
-        return 1
-    return 0
+        return True
+    return False
 
 
 def _fits(operand: Any, node: fx.Node) -> bool:
@@ -233,17 +237,18 @@ def _in_place(target: Any) -> OpOverload | None:
     return form if info is not None and info.is_write else None
 
 
+# -- buckets ---------------------------------------------------------------------------------------
 _RESHAPES = (aten.view, aten.reshape, aten._unsafe_view, aten.t, aten.transpose, aten.permute)
 
 
-def fill_buckets(graph: fx.Graph, room: float = math.inf) -> int:
-    """Let matmuls write into the buckets that they are copied into, in a graph whose order is
-    final; return how many do. `room` is how many bytes of buckets may be allocated before they are
+def fill_buckets(derived: DerivedGraph, world: World) -> DerivedGraph:
+    """Return the derived graph, in which matmuls write into the buckets that they were copied into.
+    Its order is final, and `room` is how many bytes of buckets may be allocated before they are
     full. Only matmuls that nothing else reads qualify: a bucket is summed in place.
     """
+    graph, room = derived.graph, derived.room
     place = {node: number for number, node in enumerate(graph.nodes)}
-    count = 0
-    for node in list(place):
+    for node in [] if derived.compiler else list(place):
         value = node.meta.get("val")
         if node.target is not aten.cat.default or value.dim() != 1 or value.nbytes > room:
             continue
@@ -252,8 +257,33 @@ def fill_buckets(graph: fx.Graph, room: float = math.inf) -> int:
         if matmuls and len(matmul_of_part) == len(node.args[0]):  # no part is there twice
             _fill(graph, node, matmul_of_part, min(matmuls, key=place.__getitem__))
             room -= value.nbytes
-            count += len(matmuls)
-    return count
+    return derived
+
+
+def check_filled(before: GraphFacts, after: DerivedGraph) -> None:
+    """The contract: a bucket that was not there before is full before anything reads it. The
+    collectives are those that there were.
+    """
+    check_interface(before, after.graph)
+    assert collectives_in_order(after.graph) == before.collectives, "other collectives"
+    place = {node: number for number, node in enumerate(after.graph.nodes)}
+    for buffer in place:
+        if buffer.target is aten.empty.memory_format and buffer not in before.nodes:
+            writers = {slot: _writer(slot) for slot in buffer.users}
+            slots = sorted(slot.args[2:] for slot, writer in writers.items() if writer is not None)
+            ends = [0, *(stop for _, stop in slots)]
+            is_full = ends == [*(start for start, _ in slots), buffer.meta["val"].numel()]
+            assert is_full, f"{buffer.name} has a gap: {slots}"
+            full = max(place[writer] for writer in writers.values() if writer is not None)
+            early = [r.name for r, writer in writers.items() if writer is None and place[r] < full]
+            assert not early, f"{buffer.name} is not full where {early} read it"
+
+
+def _writer(slot: fx.Node) -> fx.Node | None:
+    """Return what fills a slot of a bucket; None for what reads the bucket."""
+    while slot.target in (aten.slice.Tensor, aten.view.default) and len(slot.users) == 1:
+        (slot,) = slot.users
+    return slot if slot.target in (aten.mm.out, aten.copy_.default) else None
 
 
 def _matmul_of(part: fx.Node) -> fx.Node | None:

@@ -9,64 +9,47 @@
 `limit_memory` then changes this order as little as it takes to hold no more than a bound. It waits
 for a collective before an op that would not fit otherwise, as that frees its operands; it runs a
 deferred op where that frees more than it makes; it issues fetches later, at the latest right before
-their use. runtime/backends.py calls both after `bucket`, before `reinplace`. Only the order
-changes: numbers stay the same to the bit.
+their use. A derived graph enters both and the same nodes in another order leave: numbers stay the
+same to the bit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import operator
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import fx
 
 from autopar.cost.simulator.engine import Run, simulate_overlap
-from autopar.cost.simulator.graph_events import Phase, collective_of, fetchable, graph_events, group_of, is_wait, keeps_place
+from autopar.cost.simulator.graph_events import collective_of, fetchable, graph_events, keeps_place
 from autopar.cost.simulator.links import Event
-from autopar.cost.simulator.liveness import Lives, Staging, StepMemory, graph_peak_bytes
+from autopar.cost.simulator.liveness import Lives, Staging
 from autopar.ir.graph import reorder
+from autopar.passes.overlap import DerivedGraph, Freedom, GraphFacts, check_interface
 from autopar.world import World
 
-
-class Freedom(NamedTuple):
-    """How far an op may move from its place in the graph.
-
-    `ahead`: how much may be fetched before its use, in multiples of the largest fetch. `window`:
-    how many events are considered past the first that is not done. `patience`: how long after its
-    modelled end a collective may be left alone while there is something to compute, in multiples of
-    the mean interval between two collectives; these are tried in order.
-    """
-
-    ahead: int = 4
-    window: int = 256
-    patience: tuple[float, ...] = (2.0, 1.0)
-
-
-USUAL = Freedom()
-PUNCTUAL = Freedom(patience=())
-LEAST = Freedom(1, 8, ())  # peaks hardly higher than the graph's own order
 _PATIENCE_COST = 0.005  # share of the simulated step that patience may cost
 
 
-def schedule(
-    graph: fx.Graph,
-    world: World,
-    stored: frozenset[str],
-    phase: Phase,
-    freedom: Freedom = USUAL,
-) -> Run:
-    """Reorder the graph in place and return its simulated run. `stored` names the placeholders that
-    are there before the step begins. The order is the same on every rank.
+def schedule(derived: DerivedGraph, world: World) -> DerivedGraph:
+    """Return the derived graph, reordered in place, with its simulated run. The order is the same
+    on every rank.
     """
-    listed = graph_events(graph, world, stored, phase)
-    run = _most_patient_run(listed.events, freedom)
-    _arrange(graph, [listed.nodes[action.event] for action in run.order])
-    return run
+    listed = graph_events(derived.graph, world, derived.resident, derived.phase)
+    run = _most_patient_run(listed.events, derived.freedom)
+    _arrange(derived.graph, [listed.nodes[action.event] for action in run.order])
+    return dataclasses.replace(derived, run=run)
+
+
+def check(before: GraphFacts, after: DerivedGraph) -> None:
+    """The contract of both passes: the nodes are those that there were."""
+    check_interface(before, after.graph)
+    assert set(after.graph.nodes) == before.nodes, "nodes were lost or made"
 
 
 def _most_patient_run(events: Sequence[Event], freedom: Freedom) -> Run:
@@ -88,28 +71,6 @@ def _most_ahead(events: Sequence[Event], freedom: Freedom) -> float:
     """Return the bytes that may be fetched before their use."""
     largest = max((event.held_bytes for event in events if event.ahead), default=0.0)
     return freedom.ahead * largest
-
-
-def check(graph: fx.Graph, before: Sequence[fx.Node]) -> None:
-    """The contract: the nodes are those of `before`, each after its operands, and every collective
-    is waited for.
-    """
-    graph.lint()
-    assert set(graph.nodes) == set(before), "nodes were lost or made"
-    for node in graph.nodes:
-        if collective_of(node) is not None:
-            waited = any(is_wait(user) for user in _users(node))
-            assert waited or not node.users, f"nothing waits for {node.name}"
-
-
-def collectives_in_order(graph: fx.Graph) -> list[str]:
-    """Return a line for each collective, as issued: the ranks of a group must agree on them."""
-    return [
-        f"{group_of(node)} {collective_of(node)} "
-        + " ".join(str(tuple(n.meta["val"].shape)) for n in node.all_input_nodes)
-        for node in graph.nodes
-        if collective_of(node) is not None
-    ]
 
 
 def _arrange(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
@@ -139,30 +100,29 @@ def _with_carriers(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
             yield user
 
 
-def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the users of a collective's results."""
-    for user in node.users:
-        yield user
-        if user.target is operator.getitem:
-            yield from user.users
-
-
 _WINDOW = 64  # the next ops of a schedule among which one is sought that frees memory
 
 
-def limit_memory(graph: fx.Graph, stored: frozenset[str], bound: float, step: StepMemory) -> bool:
-    """Reorder the graph in place; return whether it holds no more than `bound` bytes then. `stored`
-    names the placeholders that are there before the step begins.
+def limit_memory(derived: DerivedGraph, world: World) -> DerivedGraph:
+    """Return the derived graph, reordered in place where it held more than its bound, with the room
+    that it leaves: less than none where it does not fit.
     """
-    if graph_peak_bytes(graph, step) <= bound:
-        return True
+    room = derived.bound - derived.peak_bytes
+    if room < 0:
+        _reorder_to_fit(derived)
+        room = derived.bound - derived.peak_bytes
+    return dataclasses.replace(derived, room=room)
+
+
+def _reorder_to_fit(derived: DerivedGraph) -> None:
+    """Wait earlier, issue later and run what frees memory earlier, as far as the bound asks."""
+    graph = derived.graph
     scheduled = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    early = fetchable(graph, stored)
-    late = _LateOrder(graph, Lives(graph, step), early, bound)
+    early = fetchable(graph, derived.resident)
+    late = _LateOrder(graph, Lives(graph, derived.step), early, derived.bound)
     late.place(scheduled)
     placeholders = graph.find_nodes(op="placeholder")
     reorder(graph, [*placeholders, *_move_fetches_ahead(late, scheduled, early)])
-    return graph_peak_bytes(graph, step) <= bound
 
 
 class _LateOrder:
@@ -310,6 +270,7 @@ def _move_fetches_ahead(
         start = first + int(too_full[-1]) + 1 if len(too_full) else first
         if start < last:
             live[start:last] += size
+            nodes = [member for member in nodes if place[member] >= start]  # the others stand before
             before[start] += nodes
             moved.update(dict.fromkeys(nodes, start))
     for number, node in enumerate(late.order):

@@ -8,42 +8,99 @@ longer overlaps the broadcast of panel t + 1, and q panels are held instead of t
 is as many.
 
 Example, q = 2, two matmuls of x: `broadcast(x, 0)`, `broadcast(x, 1)`, and both again for the
-second matmul, become `all_gather(x)`, whose rows both matmuls take. bucket.py calls `panel_choices`
-and takes the choice that the simulation finds the fastest.
+second matmul, become `all_gather(x)`, whose rows both matmuls take. The simulation of the whole
+graph chooses. A derived graph enters, and one whose collectives bucket.py can fuse further leaves.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
+
 import torch
 from torch import fx
+
 from autopar.cost.network import size
-from autopar.cost.simulator.graph_events import Phase, bytes_of, carries_on, collective_of, graph_events, group_of, group_pattern, is_wait, off_path
+from autopar.cost.simulator.graph_events import (
+    bytes_of,
+    carries_on,
+    collective_of,
+    graph_events,
+    graph_seconds,
+    group_of,
+    group_pattern,
+    is_wait,
+    off_path,
+)
 from autopar.cost.simulator.step_events import ROOTED
 from autopar.ir.graph import computed, copied, ordered
-from autopar.passes.overlap import fuse
+from autopar.passes.overlap import (
+    DerivedGraph,
+    GraphFacts,
+    check_interface,
+    collectives_in_order,
+    elements_sent,
+    forget,
+    in_one,
+    on_cpu,
+)
 from autopar.world import World
-
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 _PANELS_HELD = 2  # panels of one operand that SUMMA holds at a time
 
 
-def panel_choices(
-    graph: fx.Graph, world: World, stored: frozenset[str], phase: Phase, most: float
-) -> Iterator[fx.Graph]:
+def summa_fusion(derived: DerivedGraph, world: World) -> DerivedGraph:
+    """Return the derived graph with its panels in the form that is modelled the fastest, in buckets
+    of at most `freedom.bucket_bytes`; the same where it has no panels. The result is the same on
+    every rank.
+    """
+    if not derived.freedom.bucket_bytes:
+        return derived
+    forms = [derived.graph, *panel_choices(derived, world)]
+    if len(forms) == 1:
+        return derived
+    setting = world, derived.resident, derived.phase
+    fastest = min(forms, key=lambda form: graph_seconds(form, *setting))
+    return dataclasses.replace(derived, graph=fastest)
+
+
+def check(before: GraphFacts, after: DerivedGraph) -> None:
+    """The contract: there are no more collectives, and over no group more elements are sent. What
+    is no panel is sent as it was.
+    """
+    check_interface(before, after.graph)
+    count, elements = len(collectives_in_order(after.graph)), elements_sent(after.graph)
+    assert count <= len(before.collectives), f"{count} collectives of {len(before.collectives)}"
+    more = _by_group(elements) - _by_group(before.elements)
+    assert not more, f"more is sent: {more}"
+    less = [key for key in before.elements - elements if key[1] not in ROOTED]
+    assert not less, f"less is sent: {less}"
+
+
+def _by_group(elements: Counter[tuple[str, str]]) -> Counter[str]:
+    """Return the elements that are sent over each group."""
+    by_group: Counter[str] = Counter()
+    for (group, _), count in elements.items():
+        by_group[group] += count
+    return by_group
+
+
+def panel_choices(derived: DerivedGraph, world: World) -> Iterator[fx.Graph]:
     """Yield copies of the graph in which each panel is sent once: with every panel apart; with
     those fused that no matmul waits for; with all fused. A fused collective holds no more panels
-    than SUMMA does, or is of at most `most` bytes. Yields nothing where the graph has no panels or
-    no choice sends fewer collectives.
+    than SUMMA does, or is of at most `freedom.bucket_bytes`. Yields nothing where the graph has no
+    panels or no choice sends fewer collectives.
     """
+    graph, most = derived.graph, derived.freedom.bucket_bytes
     panels = {node for node in graph.nodes if collective_of(node) in ROOTED}
     if not panels:
         return
-    off_critical_path = panels & off_path(graph_events(graph, world, stored, phase))
+    listed = graph_events(graph, world, derived.resident, derived.phase)
+    off_critical_path = panels & off_path(listed)
     fewest = _count_collectives(graph)
     for together in (set[fx.Node](), off_critical_path, panels):
         candidate = copied(graph)
@@ -75,7 +132,7 @@ def _send_once(graph: fx.Graph) -> None:
         if earlier is not node:
             (arrived,), (arrived_again,) = earlier.users, node.users
             arrived_again.replace_all_uses_with(arrived)
-            fuse.forget(graph, node)
+            forget(graph, node)
 
 
 def _view_key(node: fx.Node) -> Hashable:
@@ -181,7 +238,7 @@ def _gather(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     for node, panel in zip(members, panels, strict=True):
         for result in list(node.users):
             result.replace_all_uses_with(panel)
-        fuse.forget(graph, node)
+        forget(graph, node)
 
 
 def _scatter(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
@@ -191,8 +248,8 @@ def _scatter(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     last = members[-1]
     ranks, shape = len(members), list(last.meta["val"].shape)
     with graph.inserting_before(last):
-        flat = fuse.in_one(graph, [node.all_input_nodes[0] for node in members])
-        if fuse.on_cpu(last):
+        flat = in_one(graph, [node.all_input_nodes[0] for node in members])
+        if on_cpu(last):
             rows = computed(graph, aten.view.default, (flat, [ranks, *shape]))
             arguments: tuple[Any, ...] = (rows, [1] * ranks, [1] * ranks, group_of(last))
             parts = _send_and_wait(graph, functional.all_to_all_single.default, arguments, last)
@@ -216,7 +273,7 @@ def _take_own(graph: fx.Graph, members: Sequence[fx.Node], own: fx.Node) -> None
         places.append(selected.all_input_nodes[0])
         selected = _sides(selected)[0]
     for node in members:
-        fuse.forget(graph, node)
+        forget(graph, node)
     for place in places:
         if not place.users:
             graph.erase_node(place)

@@ -4,7 +4,7 @@ explained.
 A model and the arguments of a call enter `capture`; the decomposed program leaves, with the model's
 own tensors. No memory is allocated for values, and the model is restored afterwards. What a graph
 could not repeat (writes into parameters, padded samples that are packed, gradients that get lost)
-raises a TraceError that names the line and a remedy. trace.py calls `capture`; side_effects.py runs
+raises a TraceError that names the line and a remedy. `trace` calls `capture`; side_effects.py runs
 the model on the same `stand_ins`, and runtime/original.py uses `borrowed`.
 """
 
@@ -31,9 +31,9 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, FakeTensorMode, fake_mode, masks_as_given, pytree, taken_apart
 from autopar.errors import TraceError
 from autopar.ops.custom_functions import Refused, honoured
-from autopar.passes.trace.hooks import Watch, refuse_registered
+from autopar.passes.trace.model_state import Watch, refuse_registered
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
-from autopar.passes.trace.snapshot import snapshot
+from autopar.passes.trace.model_state import snapshot
 
 DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "

@@ -1,4 +1,4 @@
-"""Finds what forward does besides computing its result; trace.py calls `refuse_side_effects` first.
+"""Finds what forward does besides computing its result; `trace` calls `refuse_side_effects` first.
 
 The graph repeats one call for ever. So forward is called twice on fake tensors, the second time on
 the model as the first call left it, under another clock. Both calls must do the same to what hangs
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, version_of, exporting, pytree, without_modes
 from autopar.errors import TraceError
 from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
-from autopar.passes.trace.snapshot import Snapshot, snapshot
+from autopar.passes.trace.model_state import Snapshot, snapshot
 
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _DRAWS = ("rand", "normal", "bernoulli", "multinomial", "poisson", "uniform", "exponential",

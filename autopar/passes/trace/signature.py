@@ -5,7 +5,7 @@ nested otherwise is named in an InputError.
 
     planned: model(ids, labels=y)        a call of model(labels=y, ids=ids) gives the same leaves
 
-trace.py checks the example call with `check_call`, runtime/module.py binds every step's call with
+`trace` checks the example call with `check_call`, runtime/module.py binds every step's call with
 `as_planned_call`, and planner/planner.py traces under `without_cache`.
 """
 

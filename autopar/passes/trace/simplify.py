@@ -2,7 +2,7 @@
 
 Casts, copies and expansions that change nothing go, views become reshapes (shards lie otherwise in
 memory than the tensors that export saw), and tensors of one number become `full`. REWRITES lists
-the rewrite of each operator. trace.py calls `simplify` on the graph that export.py made; export.py
+the rewrite of each operator. `trace` calls `simplify` on the graph that export.py made; export.py
 calls `inline_no_grad`, and `secretly_written` to find composite operators that write into an
 operand without saying so in their signatures.
 """

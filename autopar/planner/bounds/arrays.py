@@ -32,7 +32,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Annotations
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import Slot
-from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES, inner_collectives
+from autopar.ops.sharded import HAVE_INNER_COLLECTIVES, inner_collectives
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame
 from autopar.world import World
 

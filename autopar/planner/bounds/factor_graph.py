@@ -33,7 +33,7 @@ from autopar.ir.sharding_rule import (
     value_of,
 )
 from autopar.ir.strategy import Choice, PartialPassThrough, Slot, free_choices, rule_look
-from autopar.ops.sharded.inner_collectives import HAVE_INNER_COLLECTIVES
+from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.regions import Known, Region, Regions
 
 WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots follow
@@ -208,12 +208,12 @@ class _Builder:
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         gradient = carries_gradient(self.notes, node)
         key = (node_look(self.notes, node), gradient)
-
-        def make() -> tuple[list[AxisOption], list[float]]:
-            items = [self._option(spec, factors, c) for c in free_choices(spec, factors, gradient)]
-            return items, [0.0] * len(items)
-
-        return self.known.options(key, make)
+        options = self.known.find(key)
+        if options is None:
+            choices = free_choices(spec, factors, gradient)
+            items = [self._option(spec, factors, choice) for choice in choices]
+            options = self.known.add(key, items, [0.0] * len(items))
+        return options
 
     def _option(
         self, spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]], choice: Choice
@@ -250,20 +250,13 @@ class _Builder:
             region,
         )
         self.variables.append(variable)
-        for position, (name, sources) in enumerate(zip(region.nodes, region.sources, strict=True)):
+        for position, name in enumerate(region.nodes):
             for index in range(len(items[0][position].results)):
                 states = tuple(item[position].results[index] for item in items)
                 self.makers[name, index] = (variable, states)
-            for index, source in enumerate(sources):
-                if (
-                    source is None
-                    or source[0] not in self.notes.searched
-                    or source[0] in region.nodes
-                    or (source == region.root and (position, index) != region.uses[0])
-                ):
-                    continue
-                wanted = tuple(item[position].operands[index] for item in items)
-                self.uses[source].append((variable, wanted))
+        for source, position, index in region.outside_uses(self.notes.searched):
+            wanted = tuple(item[position].operands[index] for item in items)
+            self.uses[source].append((variable, wanted))
 
     # -- edges -------------------------------------------------------------------------------------
     def _connect(self) -> None:

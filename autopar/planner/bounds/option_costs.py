@@ -49,13 +49,12 @@ class OptionCosts:
         frame: Frame,
         meshes: Meshes,
         constraints: Sequence[Constraint],
-        redundant: bool = False,
         price: Price | None = None,
     ) -> None:
         assert frame.program.annotations is not None
         self.frame, self.meshes, self.constraints = frame, meshes, constraints
         self.notes: Annotations = frame.program.annotations
-        self.redundant, self.price = redundant, price
+        self.price = price
         self.nodes = NodeCosts(frame, meshes, price)
         self._known: dict[Hashable, Rated] = {}
         self._asked: dict[str, int] = {}  # by module path; equal numbers: equal roles
@@ -167,7 +166,7 @@ class OptionCosts:
         remaining = options
         for position, name in enumerate(variable.region.nodes):
             node = self.frame.nodes[name]
-            if self.notes.specs[name].product and not self.redundant:
+            if self.notes.specs[name].product:
                 single = [variable.options[i][position] for i in remaining]
                 legal = self._legal(node, single)
                 legal = np.broadcast_to(
@@ -248,7 +247,7 @@ class OptionCosts:
             if slot is not None:
                 atom = factors[slot.factor][slot.position]
                 legal &= atom.size % parts(self.meshes, [slot == other for other in unique]) == 0
-        if spec.product and not self.redundant and None in unique:
+        if spec.product and None in unique:
             legal &= ~(self._wasteful(spec, factors, unique) & self._free(node))
         if has_weight(spec):
             legal = self._kept_apart(node, spec, unique, legal)

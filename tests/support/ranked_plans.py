@@ -1,9 +1,9 @@
-"""Joint values of many variables by their total cost, the least first, without those that exceed a
-cap on other totals.
+"""Every plan on one mesh in ascending order of its modelled seconds: an oracle for searches.
 
-Eliminating the variables one by one (elimination.py) leaves, for each of them, what all that comes
-before it costs at least. Read backwards that is an exact estimate for a best-first search (Hart,
-Nilsson and Raphael's A*, 1968): a branch is entered only for what it holds. Tables of bytes,
+`ranked` gives joint values of many variables by their total cost, the least first, without those
+that exceed a cap on other totals. Eliminating the variables one by one (planner/elimination.py)
+leaves, for each of them, what all that comes before it costs at least. Read backwards that is an
+exact estimate for a best-first search (Hart, Nilsson and Raphael's A*, 1968). Tables of bytes,
 eliminated in the same order, say what a branch needs at least.
 """
 
@@ -18,8 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.activations import ActivationMemory, bytes_of
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.sharding_rule import value_of
+from autopar.planner.constraint import Constraint
 from autopar.planner.elimination import Table, order_of, spread
+from autopar.planner.exact_search import Search
+from autopar.world import World
 
+Cap = tuple[ActivationMemory, float]  # a count of bytes, and the most of them that a plan may need
 Array = NDArray[np.float64]
 _TINY = 1e-9  # of a cap: what rounding may add to a total that meets it
 
@@ -98,3 +107,40 @@ def _estimated(
         held.append(Table(neighbours, lowest))
     least = math.fsum(float(table.costs) for table in held)
     return least, steps[::-1]
+
+
+def ascending(
+    program: Program,
+    mesh: Mesh,
+    world: World,
+    constraint: Constraint,
+    caps: Sequence[Cap] = (),
+) -> Iterator[Plan]:
+    """Every plan of the search on this mesh that is within these caps, in ascending order of its
+    seconds. For small graphs: nothing is left out. Raises PlanError where tables outgrow memory.
+    """
+    found = Search(program, mesh, world, constraint)
+    found.enter()
+    capped = [(_bytes(found, kept), cap) for kept, cap in caps]
+    for seconds, values in ranked(found.sizes, found.tables, capped):
+        yield found.plan(seconds, values)
+
+
+def _bytes(found: Search, kept: ActivationMemory) -> list[Table]:
+    """What every option of the variables keeps."""
+    nodes = {node.name: node for node in found.program.module.graph.nodes}
+    parameters = {e.node for e in found.program.signature.inputs if e.kind == "parameter"}
+    tables = []
+    for name, variable in found.index.items():
+        items = found.variables[variable].items
+        if variable in found.members:
+            shares = [kept.of(nodes[member]) for member in found.members[variable].nodes]
+            each = [sum(map(bytes_of, shares, item)) for item in items]
+        elif name in parameters:
+            size, trained = value_of(nodes[name]).dtype.itemsize, (name, 0) in found.notes.gradient
+            own = kept.stored(size, trained)
+            each = [own * layout.local_size for layout in items]
+        else:
+            continue
+        tables.append(Table((variable,), np.array(each, dtype=np.float64)))
+    return tables
