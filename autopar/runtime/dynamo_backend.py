@@ -157,7 +157,9 @@ class _InliningInterpreter(fx.Interpreter):
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return _InliningInterpreter(args[0]).run(*args[1:])
         if target is torch.ops.higher_order.autograd_function_apply:
-            return Captured(lambda *operands: target(*args[:2], *operands, **kwargs)).apply(*args[2:])
+            return Captured(lambda *operands: target(*args[:2], *operands, **kwargs)).apply(
+                *args[2:]
+            )
         return super().call_function(target, args, kwargs)
 
 

@@ -138,7 +138,7 @@ def _bytes(found: Search, kept: ActivationMemory) -> list[Table]:
             each = [sum(map(bytes_of, shares, item)) for item in items]
         elif name in parameters:
             size, trained = value_of(nodes[name]).dtype.itemsize, (name, 0) in found.notes.gradient
-            own = kept.stored(size, trained)
+            own = kept.bytes_per_element(size, trained)
             each = [own * layout.local_size for layout in items]
         else:
             continue
