@@ -117,8 +117,8 @@ def apply(
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
 ) -> ParallelModule:
-    """Return the model on the running ranks, by a plan. Collective: every rank calls it with the
-    same plan. The model is left as it is; its parameters are copied.
+    """Return `model` on the running ranks, by a plan. Collective: every rank calls it with the same
+    plan. The model itself is left as it is; its parameters are copied.
 
     >>> import autopar
     >>> model, inputs = nn.Linear(8, 16), (torch.ones(4, 8),)
@@ -204,8 +204,8 @@ def parallelize(
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Return the model on the running ranks: plan and apply in one. Collective. Rank 0 searches,
-    the others receive its plan; if a rank fails, all raise.
+    """Return `model` on the running ranks: plan and apply in one. Collective. Rank 0 searches, the
+    others receive its plan; if a rank fails, all raise.
 
     >>> import autopar
     >>> model, inputs = nn.Linear(8, 16), (torch.ones(4, 8),)
@@ -265,7 +265,7 @@ def verify(
     recompute: Recompute = "none",
     progress: Progress | None = None,
 ) -> Check:
-    """Prove a layout on this model: every rank runs in lockstep in one process, in float64, and is
+    """Prove a layout on `model`: every rank runs in lockstep in one process, in float64, and is
     compared with the original on one device.
 
     >>> import autopar

@@ -111,12 +111,12 @@ def _token_dims(source: Program) -> Iterator[tuple[Atom, ...]]:
 
 
 def _attention_roles(
-    spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]]
+    rule: OpShardingRule, factors: dict[str, tuple[Atom, ...]]
 ) -> Iterator[tuple[str, tuple[Atom, ...]]]:
     """Yield the roles in an attention: heads, sequence and head size."""
-    if not spec.sizes.keys() >= _ATTENTION:
+    if not rule.sizes.keys() >= _ATTENTION:
         return
-    grouped = spec.sizes["r"] > 1
+    grouped = rule.sizes["r"] > 1
     yield ("g" if grouped else "heads"), factors["g"]
     for factor, name in (("r", "r"), ("q", "s"), ("k", "s"), ("v", "d"), ("e", "d")):
         yield name, factors[factor]

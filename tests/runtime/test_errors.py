@@ -109,7 +109,7 @@ def test_worlds_that_are_none() -> None:
     model = two_layers()
     with refused(WorldError, "a world of 0 ranks", model=model):
         autopar.plan(model, 0, (rows(),))
-    with refused(WorldError, "not str 'eight'", "a number of ranks", model=model):
+    with refused(WorldError, "type str: 'eight'", "a number of ranks", model=model):
         autopar.plan(model, "eight", (rows(),))
 
 
