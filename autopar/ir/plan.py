@@ -23,7 +23,7 @@ from autopar.ir import plan_file
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
-from autopar.ir.plan_table import Collective, Memory, Row, summed_rows
+from autopar.ir.plan_table import Collective, Memory, Row, blocks_text, summed_rows
 from autopar.world import World, json_file
 
 if TYPE_CHECKING:  # what a plan answers with stands above it
@@ -218,7 +218,7 @@ class Plan:
         gathered".
         """
         pairs = (self.recompute, "computed"), (self.regather, "weights gathered")
-        return tuple((_blocks_text(names), what) for names, what in pairs if names)
+        return tuple((blocks_text(names), what) for names, what in pairs if names)
 
     def _as_fast(self) -> list[str]:
         """Return the line on a smaller world that would be as fast, if there is one."""
@@ -356,12 +356,6 @@ class Plan:
         autopar.errors.PlanError: my plan ...
         """
         return _plan_of_file(plan_file.inside(data, where))
-
-
-def _blocks_text(names: tuple[str, ...]) -> str:
-    """Return blocks in words: "3 blocks, blocks.0 to blocks.2"."""
-    several = f"{len(names)} blocks, " if len(names) > 1 else ""
-    return several + (f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0])
 
 
 def _plan_of_file(reader: plan_file.Reader) -> Plan:
