@@ -25,7 +25,7 @@ from autopar.cost.activations import (
     Price,
     Stored,
     activation_bytes,
-    regathering,
+    regather_weights,
 )
 from autopar.cost.memory import Budget
 from autopar.ir.plan import Plan
@@ -174,7 +174,7 @@ class _LimitedSearch:
         self.request, self.budget, self.aim = request, request.budget, aim
         self.layout: Layouts = request.layout
         may_regather = request.recompute == "auto"
-        searched = regathering(self.program) if may_regather else self.program
+        searched = regather_weights(self.program) if may_regather else self.program
         self.saved = ActivationMemory(searched, self.budget.optimizer)
         self.meshes: list[Candidate] = []
         self.regathering = model.annotated(searched) if may_regather else model

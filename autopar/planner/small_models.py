@@ -61,9 +61,10 @@ def fastest(
     request: PlanRequest,
     below: float,
 ) -> tuple[Program | None, TriedRematerialization | None, float]:
-    """Return the fastest plan that fits of those that take fewer than `below` seconds, as chosen
-    and with what it rematerializes (None where there is none), and a bound: no plan within the limit
-    takes fewer seconds. It is `below` or the seconds of that plan, unless there were too many.
+    """Return the fastest plan that fits of those that take fewer than `below` seconds, as chosen,
+    what it rematerializes (None and None where there is none), and a bound: no plan within the
+    limit takes fewer seconds. It is `below` or the seconds of that plan, unless there were too
+    many.
     """
     budget = request.budget
     assert budget is not None
@@ -112,8 +113,9 @@ def ascending(
     constraint: Constraint,
     caps: Sequence[Cap] = (),
 ) -> Iterator[Plan]:
-    """Yield every plan of the search on this mesh that is within these caps, in ascending order of
-    its seconds. For small graphs: nothing is left out. Raises PlanError where tables outgrow memory.
+    """Yield every plan of the search on this mesh that is within these caps, in ascending order
+    of its seconds. For small graphs: nothing is left out. Raises PlanError where tables outgrow
+    memory.
     """
     problem = Search(program, mesh, world, constraint)
     problem.enter()
@@ -137,7 +139,7 @@ def _bytes(problem: Search, saved: ActivationMemory) -> list[Table]:
                 value_of(nodes[name]).dtype.itemsize,
                 (name, 0) in problem.notes.gradient,
             )
-            own = saved.stored(size, trained)
+            own = saved.bytes_per_element(size, trained)
             each = [own * layout.local_size for layout in items]
         else:
             continue

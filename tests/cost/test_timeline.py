@@ -70,7 +70,9 @@ def test_what_shares_a_link_slows_down_by_its_share_and_never_stops_computing() 
     run = simulate_overlap([*lanes, op(4)])  # they want 1.6 of 0.9 cores
     assert run.end == pytest.approx([16 / 9, 16 / 9, 5.6])
     assert run.exposed == pytest.approx({0: 0.8, 1: 0.8})
-    assert simulate_overlap([*lanes, op(0, 0, 1)]).end == pytest.approx([1.6, 1.6, 1.6])  # of 1 core
+    assert simulate_overlap([*lanes, op(0, 0, 1)]).end == pytest.approx(
+        [1.6, 1.6, 1.6]
+    )  # of 1 core
 
 
 def test_one_lane_is_a_queue_and_lanes_share_their_link() -> None:

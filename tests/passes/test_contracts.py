@@ -21,8 +21,18 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ops import collectives, sharded
 from autopar.ops.collectives import set_hierarchy
-from autopar.passes import PIPELINE, annotate, chains, finalize, hierarchy, kernel_choice, recompute, rewrite, summa
-from autopar.passes import trace
+from autopar.passes import (
+    PIPELINE,
+    annotate,
+    chains,
+    finalize,
+    hierarchy,
+    kernel_choice,
+    recompute,
+    rewrite,
+    summa,
+    trace,
+)
 from autopar.planner import mesh_search, planner
 from autopar.planner.request import PlanRequest
 from autopar.world import World

@@ -22,7 +22,15 @@ from autopar.cost.algorithms import summing_s_per_byte
 from autopar.cost.calibration import fit, measure
 from autopar.cost.calibration.contention import measure_meeting_seconds, measure_slowing
 from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fitted, six
-from autopar.cost.calibration.measure import Case, Matmul, Progress, after_warming, in_rounds, part, warmed
+from autopar.cost.calibration.measure import (
+    Case,
+    Matmul,
+    Progress,
+    after_warming,
+    in_rounds,
+    part,
+    warmed,
+)
 from autopar.cost.network import Pattern, size
 from autopar.errors import WorldError
 from autopar.world import KINDS, Device, Form, KernelTimes, Measured, World, ranks
@@ -282,7 +290,9 @@ def time_kernel_choices(
         for variant, s in zip(variants, samples, strict=True)
     ]
     return tuple(
-        KernelTimes(_name(mm.dtype), mm.m, mm.n, mm.k, mm.form, *quartiles[3 * index : 3 * index + 3])
+        KernelTimes(
+            _name(mm.dtype), mm.m, mm.n, mm.k, mm.form, *quartiles[3 * index : 3 * index + 3]
+        )
         for index, mm in enumerate(wanted)
     )
 

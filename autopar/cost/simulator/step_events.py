@@ -217,7 +217,7 @@ class Events:
         """
         digits = pattern(self.plan.mesh, move.axes)
         late_s = self.world.meeting_s  # once: ranks that have met go on together
-        for stage in stages(move.traffic.collective, digits, move.levels):
+        for stage in stages(move.traffic.collective, digits, move.hierarchy):
             self._may_join(stage, move, pieces, late_s)
             after = (self._stage(node, stage, move, after, phase, pieces, late_s),)
             late_s = 0.0
@@ -245,7 +245,7 @@ class Events:
             after,
             phase,
             # a lane for each process group, as in scheduled graphs
-            lane=".".join(move.axes) + (str(stage.digits) if move.levels else ""),
+            lane=".".join(move.axes) + (str(stage.digits) if move.hierarchy else ""),
             link=link(self.world, stage.digits),
             bytes=price.bytes / pieces,
             ahead=node in self.ahead and phase == "forward",

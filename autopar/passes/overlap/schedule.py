@@ -270,7 +270,9 @@ def _move_fetches_ahead(
         start = first + int(too_full[-1]) + 1 if len(too_full) else first
         if start < last:
             live[start:last] += size
-            nodes = [member for member in nodes if place[member] >= start]  # the others stand before
+            nodes = [
+                member for member in nodes if place[member] >= start
+            ]  # the others stand before
             before[start] += nodes
             moved.update(dict.fromkeys(nodes, start))
     for number, node in enumerate(late.order):
