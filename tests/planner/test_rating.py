@@ -75,7 +75,7 @@ def test_the_bound_is_not_above_the_exact_search(name: str, mesh: str) -> None:
     program, on = traced(name), Mesh.parse(mesh)
     world = World.preset("dgx-h100", on.size)
     exact = search(program, on, world, AUTO).seconds
-    bound = float(bound_on(program, on, AUTO, world, False).run()[0])
+    bound = float(bound_on(program, on, AUTO, world).run()[0])
     assert exact * (1 - 5e-3) < bound <= exact * (1 + 1e-6)
 
 
