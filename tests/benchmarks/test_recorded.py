@@ -31,3 +31,4 @@ def test_the_records_name_worlds_and_models_that_are_there():
         assert cell["model"] in SUBJECTS
         assert worlds[cell["world"]].ranks == cell["nodes"] * cell["ranks_per_node"]
         assert all(timed["modelled"] > 0 and timed["mesh"] for timed in cells.standing(cell))
+    assert all(0 < world.contention < 1 for world in worlds.values())

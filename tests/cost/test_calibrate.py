@@ -19,7 +19,14 @@ from autopar.cli import main, options
 from autopar.cost.algorithms import flat_algorithms, formula
 from autopar.cost.calibration import fit, measure, procedure
 from autopar.cost.calibration.measure import Case, Matmul, actual_bytes
-from autopar.cost.calibration.procedure import Times, cases, lines, local_matmuls, patterns, with_matmuls
+from autopar.cost.calibration.procedure import (
+    Times,
+    cases,
+    lines,
+    local_matmuls,
+    patterns,
+    with_matmuls,
+)
 from autopar.cost.communication import collective_cost
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
@@ -142,7 +149,9 @@ def test_what_was_measured_is_priced_as_measured() -> None:
 
 def test_gloos_scatters_are_exchanges_and_a_sum() -> None:
     exchange = Measured("all_to_all", ((4, 1),), 4, 1e-3, 1e-9, bends=((4096.0, 1e-9),))
-    (found,) = procedure.scatter_of_measures([exchange, replace(exchange, kind="broadcast")], GUESS.device)
+    (found,) = procedure.scatter_of_measures(
+        [exchange, replace(exchange, kind="broadcast")], GUESS.device
+    )
     world = replace(GUESS, measured=(exchange, found))
     (scatter,), (whole,) = (
         flat_algorithms(world, kind, ((4, 1),)) for kind in ("reduce_scatter", "all_to_all")
@@ -326,11 +335,10 @@ def test_two_real_ranks(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     world = World.load(tmp_path / "world.json")
     assert world.ranks == 2 and world.backend == "gloo"
-    assert {m.kind for m in world.measured} == set(KINDS) and 0 <= world.meeting_s < 1
+    assert {m.kind for m in world.measured} == set(KINDS) and 0 <= world.contention <= 1
     assert world.device.forms
     assert all(m.pattern == ((2, 1),) and m.start_s > 0 for m in world.measured)
-    assert all(0 <= m.slows <= 1 for m in world.measured)
-    assert result.stdout.count("saved") == 1 and "beside them … 100%" in result.stderr
+    assert result.stdout.count("saved") == 1 and "contention … 100%" in result.stderr
 
 
 @pytest.mark.slow
@@ -346,7 +354,8 @@ def test_a_models_own_products() -> None:
     with torch.device("meta"):
         model, tokens = GPT(), torch.zeros(2, 8, dtype=torch.int64)
     found = {
-        (m, n, k) for _, m, n, k in calibrate_on_ranks.unsharded_work(model, (tokens, tokens)).products
+        (m, n, k)
+        for _, m, n, k in calibrate_on_ranks.unsharded_work(model, (tokens, tokens)).products
     }
     width = model.head.in_features
     assert (16, 3 * width, width) in found and (16, width, 4 * width) in found

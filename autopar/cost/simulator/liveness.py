@@ -14,7 +14,15 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar._compat import OpOverload
-from autopar.cost.simulator.graph_events import KINDS, bytes_of, carries_on, collective_of, group_of, is_wait, writes
+from autopar.cost.simulator.graph_events import (
+    KINDS,
+    bytes_of,
+    carries_on,
+    collective_of,
+    group_of,
+    is_wait,
+    writes,
+)
 
 _STAGED = 2  # gathers that gloo works on at once: the threads of a group
 

@@ -25,9 +25,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from torch import fx
 
-from autopar.cost.simulator.engine import Run, simulate_overlap
+from autopar.cost.simulator.engine import Event, Run, simulate_overlap
 from autopar.cost.simulator.graph_events import collective_of, fetchable, graph_events, keeps_place
-from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.liveness import Lives, Staging
 from autopar.ir.graph import reorder
 from autopar.passes.overlap import DerivedGraph, Freedom, GraphFacts, check_interface
@@ -270,7 +269,9 @@ def _move_fetches_ahead(
         start = first + int(too_full[-1]) + 1 if len(too_full) else first
         if start < last:
             live[start:last] += size
-            nodes = [member for member in nodes if place[member] >= start]  # the others stand before
+            nodes = [
+                member for member in nodes if place[member] >= start
+            ]  # the others stand before
             before[start] += nodes
             moved.update(dict.fromkeys(nodes, start))
     for number, node in enumerate(late.order):
