@@ -15,7 +15,7 @@ from torch import nn
 from autopar._compat import pytree
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.ir.plan import Plan
-from autopar.ir.plan import reduce_dtype as read_reduce_dtype
+from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ops import devices
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import edit, mesh_search, world_size
@@ -63,43 +63,49 @@ def plan(
     reduce_dtype: torch.dtype | str | None = None,
     overlap: Overlap = True,
 ) -> Plan:
-    """The fastest layout of a model on a world, by model. Needs no process group, no GPU, no memory
-    for the parameters.
+    """Return the fastest layout of `model` on `world`, by modelled seconds. It needs no process
+    group, no GPU, and no memory for the parameters: the model may be on the meta device.
 
-    `inputs`: what the single-device model takes, at the global batch size: a tuple of positional or
-    a dict of keyword arguments; on the meta device if you like. `layout`: "auto" or a name.
-    `memory`: bytes on each device, "auto" is all that the world's devices have. On GPUs 8 % is
-    kept back for the driver and the gaps of a caching allocator, on CPUs 2 % or 1 MiB for kernels.
-    `optimizer`: whose states are among them, a name of autopar.cost.memory.STATES or bytes for
-    every trained number. `recompute`: "full" computes every repeated block again in the backward,
-    "gathers" only gathers the weights of their products again, "none" does neither, "auto" as
-    little as makes it fit.
-    `reduce_dtype`: torch.float32 adds up the gradients of parameters across ranks in float32, where
-    they are of a narrower dtype (as FSDP's MixedPrecisionPolicy does); None: in their own dtype.
-    `overlap`: as `apply` will be told: with it, plans are compared by a step in which communication
-    runs under computation (plan.overlapped), else by the sum of all seconds (plan.seconds).
-    `progress` is called with the name of each pass as it starts. `smaller=False` does not look
-    whether a smaller world would be as fast (plan.smaller), which takes a few bounds on few meshes.
-    Raises TraceError, LayoutError, PlanError (also where nothing fits), WorldError.
+    >>> import autopar
+    >>> model, inputs = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), (torch.ones(4, 8),)
+    >>> [row.layout for row in autopar.plan(model, 4, inputs, layout="megatron").rows[:2]]
+    ['tp→n', 'tp→k']
 
-    Example: plan(model, 8, (tokens, targets)).table()
+    - `world`: a World, a number of ranks on nodes like this one, a DeviceMesh, or None: what runs.
+    - `inputs`: what the model takes at the global batch size, a tuple or a dict by argument name.
+    - `layout`: "auto"; "ddp", "fsdp" (ZeRO, arXiv 1910.02054, section 7), "megatron" (arXiv
+      1909.08053, section 3), "megatron-sp" (arXiv 2205.05198, section 4.2.2); "atp", "3d", "4d",
+      "2.5d" for the best grid of a kind; a Grid2D, Grid3D, Grid4D or Grid25D; a dict from module
+      pattern to these.
+    - `memory`: bytes on each device, of which 8 % on GPUs and at most 1 MiB on CPUs are reserved;
+      "auto" is all that a GPU has, and no limit on CPUs.
+    - `optimizer`: whose states count, a name of cost.memory.STATES or bytes for each trained
+      number.
+    - `recompute`: "full" runs each repeated block again in the backward, "gathers" gathers its
+      weights again, "none" neither, "auto" as little as makes it fit.
+    - `progress` is called with the name of each pass; `smaller` looks for a smaller world as fast.
+    - `reduce_dtype`: torch.float32 sums narrower gradients of parameters in float32 (as FSDP does).
+    - `overlap`: compare plans by a step that hides communication, not by the sum of all seconds.
+
+    Raises TraceError for a model that is no one graph, LayoutError for a layout that does not fit
+    it, PlanError where nothing fits the memory, and WorldError for a `world` that is none.
     """
     check(
         "plan", model=model, layout=layout, memory=memory, optimizer=optimizer, overlap=overlap,
         progress=progress, smaller=smaller,
     )  # fmt: skip
-    found, summed = World.of(world), read_reduce_dtype(reduce_dtype)
-    budget = Budget.of(found, memory, optimizer, recompute)
-    check_room(model, found, budget)
-    asked, pipeline = PlanRequest(layout, budget, summed, bool(overlap)), PassManager(progress)
+    machines, summed = World.of(world), read_reduce_dtype(reduce_dtype)
+    budget = Budget.of(machines, memory, optimizer, recompute)
+    check_room(model, machines, budget)
+    request, pipeline = PlanRequest(layout, budget, summed, bool(overlap)), PassManager(progress)
     source = trace_model(model, inputs, pipeline)
-    program = choose_plan(pipeline, analyse(pipeline, source, summed), found, asked)
-    made = finish_plan(pipeline, source, program, found, asked)
+    program = choose_plan(pipeline, analyse(pipeline, source, summed), machines, request)
+    best = finish_plan(pipeline, source, program, machines, request)
     if not smaller:
-        return made
+        return best
     pipeline.progress("smaller worlds")
-    fewer = world_size.smaller_world(program, made, asked)
-    return dataclasses.replace(made, smaller=fewer)
+    fewer = world_size.smaller_world(program, best, request)
+    return dataclasses.replace(best, smaller=fewer)
 
 
 def apply(
@@ -111,30 +117,38 @@ def apply(
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
 ) -> ParallelModule:
-    """The model on the running ranks, by a plan. Collective: every rank calls it with the same
-    plan.
+    """Return `model` on the running ranks, by a plan. Collective: every rank calls it with the same
+    plan. The model itself is left as it is; its parameters are copied.
 
-    `inputs` are needed for a plan that was loaded from a file: the model is traced again.
-    `backend`: None runs the graph, or the scheduled ones; else the name of a torch.compile backend
-    or a callable. `overlap=False`: nothing is scheduled, every collective is waited for at once;
-    True joins and schedules them; a tuple of "chunk", "bucket" and "schedule" picks.
-    `sync_parameters`: where ranks hold other parameters or buffers than rank 0, as they do after
-    another seed, rank 0's are written into the model, as DistributedDataParallel does, and a
-    warning says so; False raises a RankError instead.
-    `device`: where this rank computes, by default where the parameters are; of a model on the CPU
-    under NCCL, the GPU that LOCAL_RANK numbers. Each parameter is cut where it is and only the
-    rank's part is moved, so a model on the CPU may be larger than any GPU. Inputs are moved too.
-    Else the model is left as it is; the parameters are copied. Raises WorldError where the plan's
-    mesh and the running ranks differ, or two ranks of a node have one accelerator; PlanError where
-    the model is another than planned.
+    >>> import autopar
+    >>> model, inputs = nn.Linear(8, 16), (torch.ones(4, 8),)
+    >>> par = autopar.apply(model, autopar.plan(model, 1, inputs))  # under torchrun: as many ranks
+    >>> par(*inputs).shape
+    torch.Size([4, 16])
+
+    - `inputs`: as for `plan`, for a `plan` that was loaded from a file: the model is traced again.
+    - `backend`: None runs the scheduled graphs as they are; else a torch.compile backend, by name
+      or as a callable.
+    - `overlap`: False waits for every collective at once; a tuple of "chunk", "bucket" and
+      "schedule" picks passes.
+    - `sync_parameters`: where ranks hold other parameters or buffers than rank 0, rank 0's are
+      written into the model, as DistributedDataParallel does, with a warning; False raises
+      RankError.
+    - `device`: where this rank computes; by default where the parameters are, and under NCCL the
+      GPU of LOCAL_RANK. Only the rank's part is moved, so a model on the CPU may be larger than a
+      GPU.
+
+    Raises WorldError where the plan's mesh and the running ranks differ, or two ranks of a node
+    have one accelerator; PlanError where the model is another than planned; InputError where
+    `inputs` are missing; RankError where the ranks disagree.
     """
     with on_own_device(model, device) as place:
-        return _applied(model, plan, inputs, backend, overlap, sync_parameters, place)
+        return _apply(model, plan, inputs, backend, overlap, sync_parameters, place)
 
 
 @contextmanager
 def on_own_device(model: nn.Module, device: torch.device | str | None) -> Iterator[torch.device]:
-    """The device of this rank, which is torch's current one meanwhile. Collective."""
+    """Make this rank's device torch's current one within the block, and give it. Collective."""
     plain = isinstance(model, nn.Module) and not isinstance(model, Deferred | ParallelModule)
     place = devices.agree_on_device(
         model.parameters() if plain else (), device
@@ -143,7 +157,7 @@ def on_own_device(model: nn.Module, device: torch.device | str | None) -> Iterat
         yield place
 
 
-def _applied(
+def _apply(
     model: nn.Module,
     plan: Plan,
     inputs: Inputs | None,
@@ -153,24 +167,24 @@ def _applied(
     place: torch.device,
 ) -> ParallelModule:
     check_together("apply", model=model, plan=plan, backend=backend, overlap=overlap)
-    ready = ranks.together("reading the plan", lambda: plan_context(model, plan, inputs))
+    context = ranks.together("reading the plan", lambda: plan_context(model, plan, inputs))
     ranks.agree(
         "plan", hashlib.sha256(json.dumps(plan.to_json(), sort_keys=True).encode()).hexdigest()[:16]
     )
     require_same_request(
         None, inputs, backend=backend, overlap=overlap, sync_parameters=sync_parameters
     )
-    program = ready.program
+    program = context.program
     tensors = ranks.together("taking the parameters", lambda: current_tensors(model, program))
-    ready = ready.on_device(place)
-    program = ready.program
-    device_mesh, run = build_runner(ready, place.type, backend, overlap)
+    context = context.on_device(place)
+    program = context.program
+    device_mesh, run = build_runner(context, place.type, backend, overlap)
     agreement.require_same_tensors(tensors, sync_parameters)
-    program = dataclasses.replace(program, plan=ready.kept())
+    program = dataclasses.replace(program, plan=context.kept())
     order = list(tensors_by_name(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
-    placed = program, ready.graphs, device_mesh, ranks.rank(), seed, order, run, number
+    placed = program, context.graphs, device_mesh, ranks.rank(), seed, order, run, number
     return ranks.together(
         "placing the parameters", lambda: ParallelModule(*placed, tensors=tensors, device=place)
     )
@@ -190,14 +204,21 @@ def parallelize(
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Plan and apply in one: the model on the running ranks. Collective.
+    """Return `model` on the running ranks: plan and apply in one. Collective. Rank 0 searches, the
+    others receive its plan; if a rank fails, all raise.
 
-    `world` None: what is running, as `autopar calibrate` measured it here (world.json), else by
-    nominal figures, which is said. `inputs` None: those of the first call. Rank 0 searches, the
-    others receive its plan; if a rank fails, all raise. See `plan` and `apply` for the rest.
+    >>> import autopar
+    >>> model, inputs = nn.Linear(8, 16), (torch.ones(4, 8),)
+    >>> par = autopar.parallelize(model, 1, inputs)  # under torchrun, leave the world out
+    >>> par(*inputs).sum().backward()
 
-    Example, under torchrun: par = autopar.parallelize(model, inputs=(tokens, targets)); par(tokens,
-    targets).backward()
+    - `world`: as in `plan`; None is what runs, as `autopar calibrate` measured it here
+      (world.json), else by nominal figures, with a warning.
+    - `inputs`: as in `plan`; None takes those of the first call.
+    - `layout`, `memory`, `optimizer`, `recompute`, `reduce_dtype`: as in `plan`.
+    - `backend`, `overlap`, `sync_parameters`, `device`: as in `apply`.
+
+    Raises what `plan` and `apply` raise.
     """
     with on_own_device(model, device) as place:
         check_together(
@@ -207,11 +228,11 @@ def parallelize(
         wanted = layout, backend, memory, optimizer, recompute, overlap, reduce_dtype
         last = sync_parameters, place
         if inputs is None:
-            return Deferred(lambda given: parallelize(model, world, given, *wanted, *last))
-        return _planned_and_applied(model, world, inputs, *wanted, *last)
+            return Deferred(lambda values: parallelize(model, world, values, *wanted, *last))
+        return _plan_and_apply(model, world, inputs, *wanted, *last)
 
 
-def _planned_and_applied(
+def _plan_and_apply(
     model: nn.Module,
     world: World | int | Any | None,
     inputs: Inputs,
@@ -229,10 +250,10 @@ def _planned_and_applied(
     limits = memory, optimizer, recompute
     own = layout, limits, reduce_dtype, overlap
     options = {"backend": backend, "sync_parameters": sync_parameters}
-    found, asked = agree_on_request(world, *own, inputs=inputs, options=options)
-    ranks.together("reading the limits", lambda: check_room(model, found, asked.budget))
-    plan = plan_on_rank_0(model, found, inputs, asked)
-    return _applied(model, plan, None, backend, overlap, sync_parameters, place)
+    machines, request = agree_on_request(world, *own, inputs=inputs, options=options)
+    ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
+    plan = plan_on_rank_0(model, machines, inputs, request)
+    return _apply(model, plan, None, backend, overlap, sync_parameters, place)
 
 
 def verify(
@@ -244,21 +265,30 @@ def verify(
     recompute: Recompute = "none",
     progress: Progress | None = None,
 ) -> Check:
-    """Prove a layout on this model: every rank in lockstep in one process, in float64, against the
-    original on one device.
+    """Prove a layout on `model`: every rank runs in lockstep in one process, in float64, and is
+    compared with the original on one device.
 
-    Compares every node, the loss, every gradient, and the parameters after three AdamW steps. A
-    model of at most 1e11 FLOP a step, with real tensors, is itself run once as well, on copies:
-    what it returns and every gradient are held against the graph that was traced.
-    Raises VerificationError past `tolerance`. `recompute` "full": with every block recomputed.
-    `layout` may be a plan, one from a file too, which is verified as it is: leave `world` None.
+    >>> import autopar
+    >>> model, inputs = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)), (torch.ones(4, 8),)
+    >>> autopar.verify(model, 4, inputs, layout="megatron").grad_error < 1e-9
+    True
 
-    Example: print(verify(model, 8, (tokens, targets), layout="megatron"))
+    Compared are every node, the loss, every gradient, and the parameters after three AdamW steps. A
+    model of at most 1e11 FLOP a step, with real tensors, runs once itself, on copies: its results
+    and gradients must be those of the graph that was traced.
+
+    - `world`, `inputs`, `progress`: as in `plan`. `tolerance`: the largest relative error
+      (`Check`).
+    - `layout`: as in `plan`, or a plan, from a file too, which is verified as it is: leave `world`
+      None.
+    - `recompute`: "full" recomputes every block in the backward.
+
+    Raises VerificationError past `tolerance`, naming the first wrong node; else as `plan` does.
     """
     check(
         "verify", model=model, layout_or_plan=layout, tolerance=tolerance, progress=progress,
     )  # fmt: skip
-    found = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
+    machines = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = PassManager(progress)
     source = trace_model(model, inputs)
     summed = layout.reduce_dtype if isinstance(layout, Plan) else None  # in float64 all the same
@@ -269,13 +299,13 @@ def verify(
         require_same_graph(layout, source)
         program = dataclasses.replace(program, plan=edit.check_edits(program, layout))
     else:
-        budget = Budget.of(found, "auto", "adamw", recompute)
-        program = choose_plan(pipeline, program, found, PlanRequest(layout, budget))
-    several = rewrite_for_ranks(pipeline, program, found)
+        budget = Budget.of(machines, "auto", "adamw", recompute)
+        program = choose_plan(pipeline, program, machines, PlanRequest(layout, budget))
+    on_ranks = rewrite_for_ranks(pipeline, program, machines)
     pipeline.progress("compare")
     single = mesh_search.search_meshes(program, World.of(1), PlanRequest())
-    one = rewrite_for_ranks(PassManager(), single, found)
-    check_of_ranks = compare(several, one, pytree.tree_leaves(call_arguments(inputs)), tolerance)
+    on_one = rewrite_for_ranks(PassManager(), single, machines)
+    result = compare(on_ranks, on_one, pytree.tree_leaves(call_arguments(inputs)), tolerance)
     pipeline.progress("compare with the model")
     compare_original(model, source, call_arguments(inputs), flops)
-    return check_of_ranks
+    return result

@@ -55,8 +55,8 @@ def main() -> int:
         # 3. Every collective that graphs use, alone, and several joined into one.
         for kind in exchanges.KINDS:
             check(f"{kind} alone", partial(exchanges.alone, kind=kind))
-        for kind in exchanges.JOINED:
-            check(f"{kind} joined", partial(exchanges.joined, kind=kind))
+        for kind in exchanges.FUSED_KINDS:
+            check(f"{kind} joined", partial(exchanges.in_bucket, kind=kind))
 
         # 4. Five layouts against one device: the loss and every gradient of a small GPT.
         for title, layout in training.layouts(examination.session.ranks).items():

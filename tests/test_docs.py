@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -42,6 +43,35 @@ def test_examples_in_docstrings_give_what_they_say() -> None:
             assert not results.failed, name
             tried += results.attempted
     assert tried > 40
+
+
+@pytest.mark.parametrize("name", autopar.__all__)
+def test_what_autopar_exports_says_how_to_use_it(name: str) -> None:
+    """Each has an example, a function also its arguments in backticks and what it raises."""
+    exported = getattr(autopar, name)
+    doc = inspect.getdoc(exported) or ""
+    assert ">>>" in doc
+    if inspect.isfunction(exported):
+        arguments = inspect.signature(exported).parameters
+        assert not [argument for argument in arguments if f"`{argument}`" not in doc]
+        assert "Raises" in doc
+
+
+# Their example is that of `save`; the last says that it raises.
+NO_EXAMPLE = {"Plan.load", "World.load", "ParallelModule.generate"}
+
+
+@pytest.mark.parametrize("owner", [autopar.Plan, autopar.World, autopar.ParallelModule])
+def test_each_public_method_has_an_example(owner: type) -> None:
+    methods = {name: getattr(owner, name) for name in vars(owner) if name[0] != "_"}
+    methods = {name: method for name, method in methods.items() if inspect.isfunction(method)}
+    assert len(methods) > 4
+    missing = {
+        f"{owner.__name__}.{name}"
+        for name, method in methods.items()
+        if ">>>" not in (method.__doc__ or "") and name != "forward"
+    }
+    assert missing <= NO_EXAMPLE
 
 
 def test_pages_build_and_their_links_lead_somewhere(tmp_path: Path) -> None:

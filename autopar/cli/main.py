@@ -198,7 +198,10 @@ def calibrate(
 
     Example: torchrun --nproc-per-node 4 -m autopar calibrate
     """
-    with calibrate_on_ranks.joined_work(), _report_errors(as_json=False, quiet=running.rank() > 0):
+    with (
+        calibrate_on_ranks.open_process_group(),
+        _report_errors(as_json=False, quiet=running.rank() > 0),
+    ):
         running.together("looking for the folder", lambda: _require_folder(save, "--save"))
 
         def build() -> tuple[nn.Module, Any]:
@@ -226,13 +229,13 @@ def doctor(
     doctor
     """
     with _report_errors(as_json):
-        if run or doctoring.started():
+        if run or doctoring.is_started_by_torchrun():
             raise typer.Exit(doctoring.run(out, as_json))
         facts = facts_of_machine()
         if as_json:
             print_json(facts)
         else:
-            doctoring.tell(facts, console())
+            doctoring.print_facts(facts, console())
 
 
 def main() -> None:
@@ -250,10 +253,10 @@ def _build_target(text: str, batch: str | None, samples: int, real: bool = False
     return watch_progress(f"building {text}", lambda report: resolve(text, parsed, samples, real))
 
 
-def _answer_why(made: Plan, why: str | None, as_json: bool) -> Why | None:
+def _answer_why(plan: Plan, why: str | None, as_json: bool) -> Why | None:
     if why is None:
         return None
-    return watch_progress(f"asking why {why}", lambda report: made.why(why), as_json)
+    return watch_progress(f"asking why {why}", lambda report: plan.why(why), as_json)
 
 
 def _refuse_meta(target: Target) -> None:
@@ -264,15 +267,15 @@ def _refuse_meta(target: Target) -> None:
         )
 
 
-def _refuse_absurd(made: Plan, world: World, named: bool) -> None:
+def _refuse_absurd(plan: Plan, world: World, named: bool) -> None:
     """Raise PlanError for a step of hours, or one that does not fit the memory of a device."""
-    step = made.seconds if made.overlapped is None else made.overlapped
+    step = plan.seconds if plan.overlapped is None else plan.overlapped
     available_bytes = world.device.memory_bytes
     faults = []
     if step > ABSURD_S:
         faults.append(f"takes {step:,.0f} s")
-    if made.peak_bytes > available_bytes:
-        needs = format_bytes(made.peak_bytes)
+    if plan.peak_bytes > available_bytes:
+        needs = format_bytes(plan.peak_bytes)
         faults.append(f"needs {needs} on each device, which has {format_bytes(available_bytes)}")
     if faults:
         name = "other machines" if named else "the machines, as --world dgx-h100 does,"

@@ -91,12 +91,12 @@ def watch_progress(
     After two seconds stderr says what is being done, in which pass, and for how long, unless
     `quiet`. What a model prints goes to stderr, too: stdout is for results.
     """
-    done, now = threading.Event(), [doing]
+    stop, now = threading.Event(), [doing]
 
     def report(name: str) -> None:
         now[0] = f"{doing}: {name}"
 
-    arguments = (now, done, console(stderr=True))
+    arguments = (now, stop, console(stderr=True))
     watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
     if not quiet:
         watcher.start()
@@ -104,22 +104,22 @@ def watch_progress(
         with redirect_stdout(sys.stderr):
             return work(report)
     finally:
-        done.set()
+        stop.set()
         if not quiet:
             watcher.join()
 
 
-def _watch(now: list[str], done: threading.Event, console: Console) -> None:
+def _watch(now: list[str], stop: threading.Event, console: Console) -> None:
     start = time.perf_counter()
-    if done.wait(PATIENCE_S):
+    if stop.wait(PATIENCE_S):
         return
     if console.is_terminal:
         with console.status(escape(now[0])) as status:
-            while not done.wait(0.1):
+            while not stop.wait(0.1):
                 status.update(f"{escape(now[0])} … {time.perf_counter() - start:.0f} s")
         return
     reported, reported_at = "", start
-    while not done.wait(0.1):
+    while not stop.wait(0.1):
         seconds = time.perf_counter()
         if now[0] != reported or seconds - reported_at > QUIET_S:
             reported, reported_at = now[0], seconds
@@ -127,11 +127,11 @@ def _watch(now: list[str], done: threading.Event, console: Console) -> None:
 
 
 # -- what is printed -------------------------------------------------------------------------------
-def print_plan(target: Target, world: World, made: Plan, answer: Why | None) -> None:
+def print_plan(target: Target, world: World, plan: Plan, answer: Why | None) -> None:
     """Print the plan, and why, where that was asked."""
     out = console()
     print_line(out, "model", model_text(target))
-    print_summary(out, made, world)
+    print_summary(out, plan, world)
     if answer is not None:
         out.print(answer)
 
@@ -146,27 +146,27 @@ def print_files(seconds: float, save: Path | None, timeline: Path | None) -> Non
         )
 
 
-def print_summary(out: Console, made: Plan, world: World | None) -> None:
+def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     """Print the plan with its world, and a warning where a step does not fit the memory of a
     device.
     """
-    print_line(out, "world", str(made.world if world is None else world))
-    print_line(out, "layout", made.layout)
-    out.print(made.table())
-    sent = f"{format_amount(made.comm_bytes)}B"
-    print_line(out, "modelled", f"{_step(made)}; a rank sends {sent}")
-    if made.groups:
+    print_line(out, "world", str(plan.world if world is None else world))
+    print_line(out, "layout", plan.layout)
+    out.print(plan.table())
+    sent = f"{format_amount(plan.comm_bytes)}B"
+    print_line(out, "modelled", f"{_step(plan)}; a rank sends {sent}")
+    if plan.groups:
         print_line(
-            out, "groups", f"{len(made.groups)} to communicate over: {', '.join(made.groups)}"
+            out, "groups", f"{len(plan.groups)} to communicate over: {', '.join(plan.groups)}"
         )
-    memory = f"{format_bytes(made.peak_bytes)} at the peak on each device"
-    if made.memory is not None:
-        memory = f"{made.memory} at the peak on each device"
-    if made.device_limit is not None:
-        memory += f"; it may take {limit_text(made.device_limit, made.world)}"
-    for names, what in made.dropped:
+    memory = f"{format_bytes(plan.peak_bytes)} at the peak on each device"
+    if plan.memory is not None:
+        memory = f"{plan.memory} at the peak on each device"
+    if plan.device_limit is not None:
+        memory += f"; it may take {limit_text(plan.device_limit, plan.world)}"
+    for names, what in plan.dropped:
         memory += escape(f"; {what} again in the backward: {names}")
-    if world is not None and made.peak_bytes > world.device.memory_bytes:
+    if world is not None and plan.peak_bytes > world.device.memory_bytes:
         memory += f", [red]which has {format_bytes(world.device.memory_bytes)}: too little[/]"
     out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
 
@@ -175,30 +175,30 @@ def model_text(target: Target) -> str:
     return f"{target.name}: {format_count(target.parameters)} parameters"
 
 
-def _step(made: Plan) -> str:
-    summed = format_seconds(made.seconds)
-    if made.overlapped is None:
+def _step(plan: Plan) -> str:
+    summed = format_seconds(plan.seconds)
+    if plan.overlapped is None:
         return f"{summed} a step"
-    return f"{format_seconds(made.overlapped)} a step with communication hidden, {summed} summed"
+    return f"{format_seconds(plan.overlapped)} a step with communication hidden, {summed} summed"
 
 
-def plan_facts(made: Plan) -> dict[str, Any]:
+def plan_facts(plan: Plan) -> dict[str, Any]:
     """Return what a program needs to know of a plan; the file of --save has every layout, too."""
     names = ("layout", "fingerprint", "seconds", "overlapped", "comm_bytes", "peak_bytes")
-    facts = {name: getattr(made, name) for name in names}
+    facts = {name: getattr(plan, name) for name in names}
     return facts | {
-        "world": str(made.world),
-        "memory": None if made.memory is None else dataclasses.asdict(made.memory),
-        "recompute": list(made.recompute),
-        "regather": list(made.regather),
-        "groups": list(made.groups),
-        "mesh": made.mesh.sizes,
-        "ranks": made.mesh.size,
-        "rows": [dataclasses.asdict(row) for row in made.rows],
-        "unsplit": list(made.unsplit),
-        "smaller": made.smaller,
-        "meshes": [{"mesh": mesh, "seconds": seconds} for mesh, seconds in made.meshes],
-        "seconds_by_pass": made.seconds_by_pass,
+        "world": str(plan.world),
+        "memory": None if plan.memory is None else dataclasses.asdict(plan.memory),
+        "recompute": list(plan.recompute),
+        "regather": list(plan.regather),
+        "groups": list(plan.groups),
+        "mesh": plan.mesh.sizes,
+        "ranks": plan.mesh.size,
+        "rows": [dataclasses.asdict(row) for row in plan.rows],
+        "unsplit": list(plan.unsplit),
+        "smaller": plan.smaller,
+        "meshes": [{"mesh": mesh, "seconds": seconds} for mesh, seconds in plan.meshes],
+        "seconds_by_pass": plan.seconds_by_pass,
     }
 
 

@@ -61,13 +61,13 @@ class SavedActivationsByNode:
 
     def __init__(self, gradient: frozenset[Value]) -> None:
         self._gradient = gradient
-        self._known: dict[Hashable, SavedActivations] = {}
+        self._by_key: dict[Hashable, SavedActivations] = {}
 
     def __call__(self, node: fx.Node) -> SavedActivations:
         key = (node.target, _node_key(node, self._gradient))
-        if key not in self._known:
-            self._known[key] = saved_activations(node, self._gradient)
-        return self._known[key]
+        if key not in self._by_key:
+            self._by_key[key] = saved_activations(node, self._gradient)
+        return self._by_key[key]
 
 
 def saved_activations(node: fx.Node, gradient: frozenset[Value]) -> SavedActivations:
@@ -131,21 +131,21 @@ def _stand_in(node: fx.Node | None, gradient: frozenset[Value]) -> Tensor | None
     return tensor.requires_grad_().clone() if needs_gradient else tensor
 
 
-def _run(node: fx.Node, given: list[Tensor | None]) -> list[Tensor]:
+def _run(node: fx.Node, operands: list[Tensor | None]) -> list[Tensor]:
     """Run the node as it is emitted on a mesh without axes, and return the tensors that it
     gives.
     """
     graph, mesh = fx.Graph(), Mesh()
     env: dict[fx.Node, Any] = {}
     placeholders: list[fx.Node | None] = []
-    for index, tensor in enumerate(given):
+    for index, tensor in enumerate(operands):
         placeholder = None if tensor is None else graph.placeholder(f"operand_{index}")
         placeholders.append(placeholder)
         if placeholder is not None:
             env[placeholder] = tensor
     seed = graph.placeholder("seed")
     env[seed] = torch.zeros((), dtype=torch.int64)
-    layouts = [None if t is None else Layout(mesh, tuple(t.shape), ()) for t in given]
+    layouts = [None if t is None else Layout(mesh, tuple(t.shape), ()) for t in operands]
     results = [Layout(mesh, shape_of(v), ()) for v in results_of(node) if isinstance(v, Tensor)]
     call = Call(graph, node, placeholders, layouts, results, _no_axis, lambda: seed)
     last = emit_local(call)
@@ -173,21 +173,23 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 def _classify_saved(
-    given: list[Tensor | None], outputs: list[Tensor], kept: list[Tensor]
+    operands: list[Tensor | None], outputs: list[Tensor], saved_tensors: list[Tensor]
 ) -> SavedActivations:
     """Sort the saved tensors by whose storage it is: an operand's, a result's, or one made
     inside.
     """
-    operands = {_storage_key(t): i for i, t in reversed(list(enumerate(given))) if t is not None}
-    results = {_storage_key(t): i for i, t in reversed(list(enumerate(outputs)))}
-    result_views = tuple(operands.get(_storage_key(t)) for t in outputs)
-    saved_bytes = {_storage_key(t): t.untyped_storage().nbytes() for t in kept}
-    saved_operands = frozenset(operands[key] for key in saved_bytes if key in operands)
+    operand_of = {
+        _storage_key(t): i for i, t in reversed(list(enumerate(operands))) if t is not None
+    }
+    result_of = {_storage_key(t): i for i, t in reversed(list(enumerate(outputs)))}
+    result_views = tuple(operand_of.get(_storage_key(t)) for t in outputs)
+    saved_bytes = {_storage_key(t): t.untyped_storage().nbytes() for t in saved_tensors}
+    saved_operands = frozenset(operand_of[key] for key in saved_bytes if key in operand_of)
     saved_results = frozenset(
-        results[key] for key in saved_bytes if key in results and key not in operands
+        result_of[key] for key in saved_bytes if key in result_of and key not in operand_of
     )
     inside_bytes = sum(
-        size for key, size in saved_bytes.items() if key not in operands and key not in results
+        size for key, size in saved_bytes.items() if key not in operand_of and key not in result_of
     )
     return SavedActivations(saved_operands, saved_results, float(inside_bytes), result_views)
 
@@ -215,7 +217,7 @@ class ActivationMemory:
         """Return the node's share of the saved activations."""
         return self._shares[node.name]
 
-    def stored(self, element_bytes: int, trained: bool) -> float:
+    def bytes_per_element(self, element_bytes: int, trained: bool) -> float:
         """Return the bytes for every element of a parameter that a rank stores: its gradient and
         states. The parameter itself counts as what the matmuls save, or is gathered from it, except
         where weights are gathered again.
@@ -272,7 +274,7 @@ class Stored(ActivationMemory):
     def of(self, node: fx.Node) -> Share:
         return Share((), (), 0.0)
 
-    def stored(self, element_bytes: int, trained: bool) -> float:
+    def bytes_per_element(self, element_bytes: int, trained: bool) -> float:
         return element_bytes * (1.0 + trained) + self._states(element_bytes, trained)
 
 
@@ -282,14 +284,14 @@ class Middle(ActivationMemory):
     activations and the optimizer's states. No peak of such a plan is below that.
     """
 
-    def stored(self, element_bytes: int, trained: bool) -> float:
+    def bytes_per_element(self, element_bytes: int, trained: bool) -> float:
         return self._states(element_bytes, trained)
 
 
 class Price(NamedTuple):
     """The memory that a search counts, and what a byte of it costs a plan, in seconds."""
 
-    kept: ActivationMemory
+    memory: ActivationMemory
     seconds_per_byte: float
 
 
@@ -327,7 +329,7 @@ def _share(
     return Share(tuple(nonzero[0]), tuple(nonzero[1]), saved.inside_bytes)
 
 
-def regathering(program: Program) -> Program:
+def regather_weights(program: Program) -> Program:
     """Return the annotated program with the weights of matmuls in repeated blocks gathered again in
     the backward instead of saved.
     """
@@ -357,19 +359,19 @@ def _elements(layout: Layout | None) -> float:
     return 0.0 if layout is None else float(layout.local_size)
 
 
-def activation_bytes(kept: ActivationMemory, plan: Plan) -> float:
+def activation_bytes(memory: ActivationMemory, plan: Plan) -> float:
     """Return the bytes of a complete plan on one rank."""
     total = 0.0
-    for node in kept.program.module.graph.nodes:
+    for node in memory.program.module.graph.nodes:
         choice = plan.choices.get(node.name)
         if choice is not None:
             pairs = zip(plan.mesh.axes, choice.splits, strict=True)
             parts = math.prod(axis.size for axis, split in pairs if split not in IDLE)
             strategy = Strategy((), choice.operands, choice.results, parts)
-            total += bytes_of(kept.of(node), strategy)
-    parameters = {e.node for e in kept.program.signature.inputs if e.kind == "parameter"}
-    for node in kept.program.module.graph.nodes:
+            total += bytes_of(memory.of(node), strategy)
+    parameters = {e.node for e in memory.program.signature.inputs if e.kind == "parameter"}
+    for node in memory.program.module.graph.nodes:
         if node.name in parameters and node.name in plan.stored:
             size = value_of(node).dtype.itemsize
-            total += kept.stored(size, True) * plan.stored[node.name].local_size
+            total += memory.bytes_per_element(size, True) * plan.stored[node.name].local_size
     return total

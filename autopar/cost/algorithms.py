@@ -31,31 +31,31 @@ class Algorithm(NamedTuple):
     """One algorithm for a collective, and the seconds that it takes by the bytes of the unsharded
     value.
 
-    `algorithm`: "ring", "tree", "exchange", "measured" (whatever the backend does, as calibration
+    `name`: "ring", "tree", "exchange", "measured" (whatever the backend does, as calibration
     found it) or "two-level" (hierarchical). `inside`: for a hierarchical one the ranks of the inner
     level, then those inside what is left across, and so on; else (). `start_s`: seconds for no
     bytes. `bends`: pairs (bytes, how many more seconds a byte takes from there on).
     """
 
-    algorithm: str
+    name: str
     inside: tuple[int, ...]
     start_s: float
     s_per_byte: float
     bends: tuple[tuple[float, float], ...] = ()
 
-    def seconds(self, whole_bytes: float) -> float:
+    def seconds(self, unsharded_bytes: float) -> float:
         """Return the seconds of a collective of so many bytes of the unsharded value."""
-        total = self.start_s + self.s_per_byte * whole_bytes
+        total = self.start_s + self.s_per_byte * unsharded_bytes
         for bend_bytes, bend_s_per_byte in self.bends:
-            if whole_bytes > bend_bytes:
-                total += bend_s_per_byte * (whole_bytes - bend_bytes)
+            if unsharded_bytes > bend_bytes:
+                total += bend_s_per_byte * (unsharded_bytes - bend_bytes)
         return total
 
-    def all_seconds(self, whole_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    def all_seconds(self, unsharded_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return `seconds` elementwise."""
-        total = self.start_s + self.s_per_byte * whole_bytes
+        total = self.start_s + self.s_per_byte * unsharded_bytes
         for bend_bytes, bend_s_per_byte in self.bends:
-            total += bend_s_per_byte * np.maximum(whole_bytes - bend_bytes, 0.0)
+            total += bend_s_per_byte * np.maximum(unsharded_bytes - bend_bytes, 0.0)
         return total
 
     def after(self, other: Algorithm) -> Algorithm:
@@ -216,15 +216,15 @@ def _best(candidates: Iterable[Algorithm]) -> tuple[Algorithm, ...]:
     return tuple(hull)
 
 
-def _beats(one: Algorithm, other: Algorithm) -> bool:
+def _beats(candidate: Algorithm, other: Algorithm) -> bool:
     """Whether one algorithm is as fast as the other or faster at every size, up to rounding."""
-    sizes = (0.0, *(at for at, _ in (*one.bends, *other.bends)))
-    one_rate, other_rate = (
+    sizes = (0.0, *(at for at, _ in (*candidate.bends, *other.bends)))
+    candidate_rate, other_rate = (
         algorithm.s_per_byte + sum(extra for _, extra in algorithm.bends)
-        for algorithm in (one, other)
+        for algorithm in (candidate, other)
     )
-    return one_rate <= other_rate * (1 + 1e-9) and all(
-        one.seconds(size) <= other.seconds(size) * (1 + 1e-9) for size in sizes
+    return candidate_rate <= other_rate * (1 + 1e-9) and all(
+        candidate.seconds(size) <= other.seconds(size) * (1 + 1e-9) for size in sizes
     )
 
 

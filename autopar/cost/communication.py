@@ -36,7 +36,7 @@ class Price(NamedTuple):
 
     bytes: float
     seconds: float
-    way: Algorithm
+    algorithm: Algorithm
 
 
 class Cost(NamedTuple):
@@ -76,7 +76,7 @@ def collective_cost(
     )
 
 
-def flat_price(kind: str, digits: Pattern, whole_bytes: float, world: World) -> Price:
+def flat_price(kind: str, digits: Pattern, unsharded_bytes: float, world: World) -> Price:
     """Return the price of one collective in one level, or of several that are fused, of so many
     bytes of the unsharded value over groups of a pattern.
     """
@@ -84,18 +84,20 @@ def flat_price(kind: str, digits: Pattern, whole_bytes: float, world: World) -> 
     algorithm = (
         choices[0]
         if len(choices) == 1
-        else min(choices, key=lambda algorithm: algorithm.seconds(whole_bytes))
+        else min(choices, key=lambda algorithm: algorithm.seconds(unsharded_bytes))
     )
-    return Price(sent(kind, size(digits)) * whole_bytes, algorithm.seconds(whole_bytes), algorithm)
+    return Price(
+        sent(kind, size(digits)) * unsharded_bytes, algorithm.seconds(unsharded_bytes), algorithm
+    )
 
 
 def fastest_hierarchy(
-    kind: str, axes: tuple[str, ...], mesh: Mesh, whole_bytes: float, world: World
+    kind: str, axes: tuple[str, ...], mesh: Mesh, unsharded_bytes: float, world: World
 ) -> Hierarchy:
     """Return the levels in which a collective of so many bytes of the unsharded value takes the
     least time.
     """
-    return _cheapest_price(world, mesh, axes, kind, whole_bytes, algorithms).way.inside
+    return _cheapest_price(world, mesh, axes, kind, unsharded_bytes, algorithms).algorithm.inside
 
 
 def sent(kind: str, ranks: Any) -> Any:
@@ -113,29 +115,34 @@ def sent(kind: str, ranks: Any) -> Any:
 
 
 def seconds(
-    world: World, digits: Pattern, kind: str, whole_bytes: NDArray[np.float64]
+    world: World, digits: Pattern, kind: str, unsharded_bytes: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return the seconds of `collective_cost` for an array of bytes of the unsharded value at once:
     each in the algorithm that is the fastest for it. `digits` is `pattern(mesh, axes)`.
     """
     first, *others = algorithms(world, kind, digits)
-    fastest = first.all_seconds(whole_bytes)
+    fastest = first.all_seconds(unsharded_bytes)
     for algorithm in others:
-        fastest = np.minimum(fastest, algorithm.all_seconds(whole_bytes))
+        fastest = np.minimum(fastest, algorithm.all_seconds(unsharded_bytes))
     return fastest
 
 
 def _cheapest_price(
-    world: World, mesh: Mesh, axes: tuple[str, ...], kind: str, whole: float, find: _Finder
+    world: World,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    kind: str,
+    unsharded_bytes: float,
+    find: _Finder,
 ) -> Price:
     """Return the price of a collective in the algorithm that is the fastest at these bytes."""
     share, choices = _algorithm_choices(world, mesh, axes, kind, find)
     algorithm = (
         choices[0]
         if len(choices) == 1
-        else min(choices, key=lambda algorithm: algorithm.seconds(whole))
+        else min(choices, key=lambda algorithm: algorithm.seconds(unsharded_bytes))
     )
-    return Price(share * whole, algorithm.seconds(whole), algorithm)
+    return Price(share * unsharded_bytes, algorithm.seconds(unsharded_bytes), algorithm)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -170,7 +177,7 @@ def hierarchies(step: Step, element: Element, world: World) -> tuple[Hierarchy, 
     forward, backward = (
         collective_cost(
             traffic, step.axes, mesh, element.of(traffic.collective, is_backward), world
-        ).way.inside
+        ).algorithm.inside
         if traffic
         else ()
         for is_backward, traffic in zip(
@@ -180,11 +187,13 @@ def hierarchies(step: Step, element: Element, world: World) -> tuple[Hierarchy, 
     return forward, backward
 
 
-def inner_costs(found: Iterable[InnerCollective], mesh: Mesh, world: World) -> Iterator[Cost]:
+def inner_costs(
+    inner_collectives: Iterable[InnerCollective], mesh: Mesh, world: World
+) -> Iterator[Cost]:
     """Yield the cost of every collective inside a sharded implementation; these run in one
     level.
     """
-    for inner in found:
+    for inner in inner_collectives:
         size = inner.element_bytes
         yield _cost(inner.traffic, inner.axes, inner.backward, mesh, size, world, flat_algorithms)
 
@@ -200,7 +209,9 @@ def _cost(
 ) -> Cost:
     """Return the cost of one collective, forward or backward."""
     price = collective_cost(traffic, axes, mesh, element_bytes, world, find)
-    return Cost(traffic.collective, axes, backward, price.bytes, price.seconds, price.way.algorithm)
+    return Cost(
+        traffic.collective, axes, backward, price.bytes, price.seconds, price.algorithm.name
+    )
 
 
 def path_seconds(path: Iterable[Step], element: Element, world: World) -> float:
@@ -243,7 +254,7 @@ class SentCollective(NamedTuple):
         return float(self.traffic.elements * self.element_bytes)
 
     @property
-    def levels(self) -> tuple[int, ...]:
+    def hierarchy(self) -> tuple[int, ...]:
         """The levels in which it runs; one within an implementation always runs in a single
         level.
         """
@@ -289,13 +300,13 @@ def _collectives_of_reshard(
             )
 
 
-def _inner_collective(node: fx.Node, found: InnerCollective, program: Program) -> SentCollective:
+def _inner_collective(node: fx.Node, inner: InnerCollective, program: Program) -> SentCollective:
     """Return a collective of a sharded implementation, with the dims and atoms of its operand."""
     assert program.annotations is not None
-    index, layout, dims, times = found.part
+    index, layout, dims, times = inner.part
     source = node.meta["source"]
     factors = program.annotations.factors[source]
     operand = program.annotations.specs[source].operands[index]
     assert operand is not None
     atoms = tuple(tuple(atom for name in dim for atom in factors[name]) for dim in operand)
-    return SentCollective(node, *found[:3], found.element_bytes, True, layout, dims, atoms, times)
+    return SentCollective(node, *inner[:3], inner.element_bytes, True, layout, dims, atoms, times)

@@ -148,7 +148,7 @@ def _attention_grid(
 
 
 def rule_seconds(
-    spec: OpShardingRule,
+    rule: OpShardingRule,
     flops: Numbers,
     moved_bytes: Numbers,
     dtype: torch.dtype,
@@ -162,18 +162,18 @@ def rule_seconds(
     the FLOPs (`sharding_rule.ATTENTION_BACKWARD`), takes and makes eight tensors where the forward
     has four, and is one op.
     """
-    if spec.attends is None:
+    if rule.attends is None:
         forward_seconds = matmul_seconds(flops, moved_bytes, dtype, device)
         return forward_seconds * (1 + _BACKWARD if gradient else 1)
-    forward = attention_seconds(flops, moved_bytes, spec.attends, False, dtype, device)
+    forward = attention_seconds(flops, moved_bytes, rule.attends, False, dtype, device)
     if not gradient:
         return forward
     flops, moved_bytes = flops * ATTENTION_BACKWARD, moved_bytes * _BACKWARD
-    return forward + attention_seconds(flops, moved_bytes, spec.attends, True, dtype, device)
+    return forward + attention_seconds(flops, moved_bytes, rule.attends, True, dtype, device)
 
 
 def node_seconds(
-    spec: OpShardingRule, strategy: Strategy, dtype: torch.dtype, gradient: bool, world: World
+    rule: OpShardingRule, strategy: Strategy, dtype: torch.dtype, gradient: bool, world: World
 ) -> float:
     """Return the seconds of one node on one rank; with `gradient`, its backward included.
 
@@ -184,8 +184,8 @@ def node_seconds(
         for layout in (*strategy.operands, *strategy.results)
         if layout is not None
     )
-    flops, moved_bytes = float(spec.flops / strategy.parts), float(elements * dtype.itemsize)
-    return rule_seconds(spec, flops, moved_bytes, dtype, gradient, world.device)
+    flops, moved_bytes = float(rule.flops / strategy.parts), float(elements * dtype.itemsize)
+    return rule_seconds(rule, flops, moved_bytes, dtype, gradient, world.device)
 
 
 def optimizer_seconds(layout: Layout, element_bytes: int, world: World) -> float:

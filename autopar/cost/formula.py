@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from sympy import Expr, Integer, Symbol
 
-from autopar.cost.communication import SentCollective, sent_collectives, sent
+from autopar.cost.communication import SentCollective, sent, sent_collectives
 from autopar.cost.symbols import Names, meaning
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
@@ -209,12 +209,12 @@ def _sum_text(parts: Iterable[Expr], order: list[Symbol]) -> str:
     texts = []
     for denominator, numerator in by_denominator.items():
         number, divisor = denominator.as_coeff_Mul()
-        text = _product_text(sympy.factor_terms(numerator / number), order)
+        text = _factors_text(sympy.factor_terms(numerator / number), order)
         texts.append(text if divisor == 1 else f"{text}/{_divisor_text(divisor)}")
     return texts[0] if len(texts) == 1 else f"({' + '.join(texts)})"
 
 
-def _product_text(expression: Expr, order: list[Symbol]) -> str:
+def _factors_text(expression: Expr, order: list[Symbol]) -> str:
     """Return a product as text with its symbols in this order, b*s*h; sympy's order is the
     alphabet's.
     """
@@ -225,9 +225,9 @@ def _product_text(expression: Expr, order: list[Symbol]) -> str:
         return (order.index(base) if in_order else len(order) if base.is_Add else -1), str(factor)
 
     if expression.is_Add:
-        return "(" + " + ".join(_product_text(part, order) for part in expression.args) + ")"
+        return "(" + " + ".join(_factors_text(part, order) for part in expression.args) + ")"
     factors = sorted(sympy.Mul.make_args(expression), key=place)
-    return "*".join(_product_text(f, order) if f.is_Add else str(f) for f in factors)
+    return "*".join(_factors_text(f, order) if f.is_Add else str(f) for f in factors)
 
 
 # -- from a program --------------------------------------------------------------------------------
@@ -287,9 +287,9 @@ def _term(move: SentCollective, names: Names, usual: int) -> Term:
     return Term(move.traffic.collective, move.axes, move.backward, elements, size)
 
 
-def _local(layout: Layout, dim: int, whole: Expr) -> Expr:
+def _local(layout: Layout, dim: int, size: Expr) -> Expr:
     """Return the part of a dim of this size that a rank has."""
-    return whole / group_of(digit.axis for digit in layout.digits(dim))
+    return size / group_of(digit.axis for digit in layout.digits(dim))
 
 
 def _own_sizes(

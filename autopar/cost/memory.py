@@ -119,15 +119,15 @@ def text_of(size: float) -> str:
 
 
 def refusal(
-    memory: Memory, limit: float, world: World, layout: str, recomputed: bool, larger: str = ""
+    memory: Memory, limit: float, world: World, layout: str, all_blocks: bool, larger: str = ""
 ) -> PlanError:
-    """Return the error for a user whose model does not fit. `recomputed`: all blocks are recomputed
+    """Return the error for a user whose model does not fit. `all_blocks`: all are recomputed
     already. `larger`: the smallest world in which it would fit, in words, such as "16 devices".
     """
-    recomputed_note = ", every block recomputed," if recomputed else ""
+    recomputed_note = ", every block recomputed," if all_blocks else ""
     remedies = [
         larger or "more devices",
-        "" if recomputed else 'recompute="auto"',
+        "" if all_blocks else 'recompute="auto"',
         "a smaller batch",
     ]
     remedies += ["another layout"] if layout != "auto" else []

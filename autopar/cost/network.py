@@ -96,7 +96,7 @@ Loads = dict[tuple[object, object], float]  # bytes by directed link
 
 
 @lru_cache(maxsize=16)
-def _weighted(world: World) -> nx.Graph:
+def _weighted_network(world: World) -> nx.Graph:
     """Return the network with a weight on every edge: latency first, then hops."""
     graph = world.network.copy()
     for _, _, facts in graph.edges(data=True):
@@ -111,7 +111,7 @@ def _shortest_paths(world: World, source: int) -> tuple[dict, dict]:
     """
     import networkx as nx
 
-    return nx.dijkstra_predecessor_and_distance(_weighted(world), source)
+    return nx.dijkstra_predecessor_and_distance(_weighted_network(world), source)
 
 
 def _latency(world: World, source: int, target: int) -> float:
@@ -139,7 +139,7 @@ def _busiest(world: World, demands: dict[int, Demand]) -> float:
     return max(amount / edges[link]["bytes_per_s"] for link, amount in loads.items())
 
 
-def routed(world: World, digits: Pattern) -> tuple[float, float, float, float, float]:
+def load_on_network(world: World, digits: Pattern) -> tuple[float, float, float, float, float]:
     """Return the five numbers of a `Load`, in its order, on an irregular network."""
     groups = members(digits, world.ranks).tolist()
     ring_demands, exchange_demands = {}, {}
@@ -184,14 +184,14 @@ def load(world: World, digits: Pattern) -> Load:
     if reach > world.ranks:
         raise WorldError(f"groups reach over {reach} ranks, the world has {world.ranks}")
     if world.links:
-        return Load(*routed(world, digits))
+        return Load(*load_on_network(world, digits))
     blocks = np.cumprod([level.ranks for level in world.levels]).tolist()
     if any(within(digits, block) is None for block in blocks):
-        return _counted(world, digits)
-    return _nested(world, digits)
+        return _load_edge_by_edge(world, digits)
+    return _load_of_aligned_groups(world, digits)
 
 
-def _nested(world: World, digits: Pattern) -> Load:
+def _load_of_aligned_groups(world: World, digits: Pattern) -> Load:
     """Return the load where groups and nodes fit into one another: a node's uplink carries one edge
     of the ring of each group that it holds a part of.
     """
@@ -232,7 +232,7 @@ def _uplink(level: Level, block: int, below: int, inside: int, count: int) -> tu
     return groups / (rate * (parts - 1) / links), block * below / (rate / links)
 
 
-def _counted(world: World, digits: Pattern) -> Load:
+def _load_edge_by_edge(world: World, digits: Pattern) -> Load:
     """Return the load of groups that lie askew in the nodes, such as axes of 3 in nodes of 8: edge
     by edge.
     """

@@ -75,7 +75,7 @@ class _OperandTraits(NamedTuple):
     dtype: torch.dtype
     trainable: bool
 
-    def made(self) -> Tensor:
+    def empty_tensor(self) -> Tensor:
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         return tensor.requires_grad_(self.trainable)
 
@@ -115,7 +115,7 @@ def _operand_traits(x: Tensor) -> _OperandTraits:
 
 @lru_cache(maxsize=1 << 10)
 def _by_flash(
-    looks: tuple[_OperandTraits | None, ...],
+    traits: tuple[_OperandTraits | None, ...],
     dropout: float,
     causal: bool,
     scale: float | None,
@@ -126,7 +126,7 @@ def _by_flash(
     run on fake tensors. The modes and hooks that count memory do not see this run.
     """
     with without_modes(), saved_tensors_hooks(_save_nothing, _save_nothing), fake_mode():
-        operands = [None if look is None else look.made() for look in looks]
+        operands = [None if operand is None else operand.empty_tensor() for operand in traits]
         with _OpRecorder() as recorder:
             aten.scaled_dot_product_attention.default(
                 *operands, dropout, causal, scale=scale, enable_gqa=grouped
@@ -174,7 +174,7 @@ class Lives(TorchDispatchMode):
         super().__init__()
         self.moment = 0
         self.lives: list[_Lifetime] = []
-        self.known: dict[int, _Lifetime] = {}
+        self.current: dict[int, _Lifetime] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.moment += 1
@@ -188,14 +188,14 @@ class Lives(TorchDispatchMode):
         """Return the lifetime of a tensor's storage; it begins now if the storage is new."""
         memory = tensor.untyped_storage()
         key = id(memory)
-        if key not in self.known:
-            life = self.known[key] = _Lifetime(memory.nbytes(), self.moment)
+        if key not in self.current:
+            life = self.current[key] = _Lifetime(memory.nbytes(), self.moment)
             self.lives.append(life)
             weakref.finalize(memory, self._end, key)
-        return self.known[key]
+        return self.current[key]
 
     def _end(self, key: int) -> None:
-        self.known.pop(key).died = self.moment + 1
+        self.current.pop(key).died = self.moment + 1
 
 
 class _Shapes:
@@ -241,12 +241,12 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
     backend, at_once = "", False
     if world is not None:
         backend, at_once = world.backend, world.device.name != "cpu"
-    with _simulated(_Shapes(backend)):
+    with _use_simulator(_Shapes(backend)):
         return _Step(program, optimizer, at_once).run()
 
 
 @contextmanager
-def _simulated(simulator: comm.Simulator) -> Iterator[None]:
+def _use_simulator(simulator: comm.Simulator) -> Iterator[None]:
     """Run collectives on this simulator within the context."""
     before, comm.simulator = comm.simulator, simulator
     try:
@@ -265,20 +265,22 @@ class _Step:
     def run(self) -> Memory:
         """Return the memory at the peak of the step."""
         entries = self.program.signature.inputs
-        tensors = {e.node: self._held(e) for e in entries}
+        tensors = {e.node: self._local_tensor(e) for e in entries}
         stored_names = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
         parameters = [self.lives.note(t) for name, t in tensors.items() if name in stored_names]
         for name, tensor in tensors.items():
             if name not in stored_names:
                 self.lives.note(tensor)
         with self.lives:
-            outputs = run_on_meta(self.program.module)(*(self._fed(e, tensors) for e in entries))
+            outputs = run_on_meta(self.program.module)(
+                *(self._graph_argument(e, tensors) for e in entries)
+            )
             forward_end = self.lives.moment
             _backward(outputs)
         gradients = [self.lives.note(t.grad) for t in tensors.values() if t.grad is not None]
         return self._memory(forward_end, parameters, gradients)
 
-    def _held(self, entry: Input) -> Tensor:
+    def _local_tensor(self, entry: Input) -> Tensor:
         """Return the tensor of an input, in its local shape."""
         layout, dtype = self.program.layouts.get(entry.node), self.program.dtypes.get(entry.node)
         if entry.kind == "coordinate":
@@ -286,22 +288,22 @@ class _Step:
         if entry.kind == "seed":
             return torch.empty((), dtype=torch.int64, device=META)
         if layout is None or dtype is None:
-            traced = self._traced(entry)
+            traced = self._traced_value(entry)
             tensor = torch.empty(tuple(traced.shape), dtype=traced.dtype, device=META)
         else:
             tensor = torch.empty(layout.local_shape, dtype=dtype, device=META)
         return tensor.requires_grad_(entry.trainable)
 
-    def _traced(self, entry: Input) -> Tensor:
+    def _traced_value(self, entry: Input) -> Tensor:
         nodes = self.program.module.graph.find_nodes(op="placeholder")
         return next(n.meta["val"] for n in nodes if n.name == entry.node)
 
-    def _fed(self, entry: Input, held: dict[str, Tensor]) -> Tensor | None:
+    def _graph_argument(self, entry: Input, tensors: dict[str, Tensor]) -> Tensor | None:
         """Return what the graph is given for an input; a buffer that the step writes is copied."""
         if entry.target.startswith("@") and not self.at_once:
             return None  # a seed for GPU kernels, which a CPU does not have
         mutated = {o.target for o in self.program.signature.outputs if o.kind == "mutation"}
-        tensor = held[entry.node]
+        tensor = tensors[entry.node]
         return tensor.clone() if entry.kind == "buffer" and entry.target in mutated else tensor
 
     def _memory(
@@ -316,10 +318,10 @@ class _Step:
         remaining = sum(life.size for life in self.lives.lives if life.died > end)
         if remaining + step_extra > peak_bytes:
             moment, peak_bytes = end, int(remaining + step_extra)
-        live = [x for x in self.lives.lives if x.born <= moment < x.died]
+        alive = [x for x in self.lives.lives if x.born <= moment < x.died]
         kinds = {id(x): "parameters" for x in parameters} | {id(x): "gradients" for x in gradients}
         sizes = {"parameters": 0, "gradients": 0, "activations": 0}
-        for life in live:
+        for life in alive:
             saved = life.born <= middle < life.died
             kind = kinds.get(id(life), "activations" if saved else "")
             if kind:
@@ -345,20 +347,20 @@ class _Step:
 
     def _element_bytes(self, entry: Input) -> int:
         dtype = self.program.dtypes.get(entry.node)
-        return dtype.itemsize if dtype is not None else self._traced(entry).dtype.itemsize
+        return dtype.itemsize if dtype is not None else self._traced_value(entry).dtype.itemsize
 
 
 def highest(lives: Sequence[_Lifetime]) -> tuple[int, int]:
     """Return the moment with the most live bytes, and how many these are."""
-    changes: dict[int, int] = {}
+    deltas: dict[int, int] = {}
     for life in lives:
-        changes[life.born] = changes.get(life.born, 0) + life.size
-        changes[life.died] = changes.get(life.died, 0) - life.size
-    moment, peak_bytes, graph_peak_bytes = 0, 0, 0
-    for when in sorted(changes):
-        graph_peak_bytes += changes[when]
-        if graph_peak_bytes > peak_bytes:
-            moment, peak_bytes = when, graph_peak_bytes
+        deltas[life.born] = deltas.get(life.born, 0) + life.size
+        deltas[life.died] = deltas.get(life.died, 0) - life.size
+    moment, peak_bytes, bytes_now = 0, 0, 0
+    for when in sorted(deltas):
+        bytes_now += deltas[when]
+        if bytes_now > peak_bytes:
+            moment, peak_bytes = when, bytes_now
     return moment, peak_bytes
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from autopar.cost.algorithms import flat_algorithms, algorithms
+from autopar.cost.algorithms import algorithms, flat_algorithms
 from autopar.cost.communication import collective_cost, sent_collectives
 from autopar.cost.compute import node_seconds
 from autopar.cost.simulator.timeline import Timeline
@@ -62,13 +62,13 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
 
 
 def rematerialization_seconds(
-    program: Program, world: World, found: Sequence[Collective] | None = None
+    program: Program, world: World, step_collectives: Sequence[Collective] | None = None
 ) -> float:
-    """Return the seconds of what runs again in the backward. `found`: the program's collectives."""
-    found = collectives(program, world) if found is None else found
+    """Return the seconds of what runs again in the backward. `step_collectives`: the program's."""
+    step_collectives = collectives(program, world) if step_collectives is None else step_collectives
     communication = sum(
         collective.seconds
-        for sent, collective in zip(sent_collectives(program), found, strict=True)
+        for sent, collective in zip(sent_collectives(program), step_collectives, strict=True)
         if sent.again
     )
     return communication + sum(_again_seconds(program, world).values())
@@ -97,7 +97,7 @@ def collectives(program: Program, world: World) -> tuple[Collective, ...]:
 
 
 def _reshard_notes(
-    program: Program, found: Sequence[Collective], seconds: float
+    program: Program, step_collectives: Sequence[Collective], seconds: float
 ) -> tuple[str, ...]:
     """Return one sentence where it takes a noticeable part of the step to reshard fused weights,
     which are stored as plain shards and not in the digits that their matmuls want.
@@ -106,7 +106,7 @@ def _reshard_notes(
     assert notes is not None
     spent_s = sum(
         collective.seconds
-        for sent, collective in zip(sent_collectives(program), found, strict=True)
+        for sent, collective in zip(sent_collectives(program), step_collectives, strict=True)
         if not sent.inside
         and sent.traffic.collective == "all_to_all"
         and sent.node.meta["value"] in notes.weights
@@ -131,13 +131,13 @@ def _unknown_ops(program: Program) -> list[str]:
 
 
 def _rows(
-    program: Program, found: tuple[Collective, ...], world: World, step: Timeline | None
+    program: Program, step_collectives: tuple[Collective, ...], world: World, step: Timeline | None
 ) -> tuple[Row, ...]:
     """Return one row for all layers that have the same layout, chain by chain; with the step's
     simulation one more for the rest of it, which is the optimizer's.
     """
     by_chain = defaultdict(list)
-    for collective in found:
+    for collective in step_collectives:
         by_chain[collective.chain].append(collective)
     names = [chain.name for chain in program.chains]
     names += [name for name in by_chain if name not in names]
@@ -204,20 +204,20 @@ def letter_of(program: Program, name: str, split: str) -> str:
     is, or the state that all of the node shares.
     """
     assert program.annotations is not None
-    spec = program.annotations.specs[name]
-    if spec.product is not None:
-        for letter, role in zip("mnk", spec.product, strict=True):
+    rule = program.annotations.specs[name]
+    if rule.product is not None:
+        for letter, role in zip("mnk", rule.product, strict=True):
             if split in role:
                 return letter
-    for tensor in (*spec.results, *spec.operands):
+    for tensor in (*rule.results, *rule.operands):
         for dim, names in enumerate(tensor or ()):
             if split in names:
                 return f"dim {dim}"
     return split
 
 
-def _collective_text(found: list[Collective]) -> str:
-    counts = Counter((_SHORT[c.kind], "+".join(c.axes)) for c in found)
+def _collective_text(step_collectives: list[Collective]) -> str:
+    counts = Counter((_SHORT[c.kind], "+".join(c.axes)) for c in step_collectives)
     return (
         ", ".join(f"{count} {kind} {axes}" for (kind, axes), count in sorted(counts.items()))
         or "none"
@@ -271,10 +271,10 @@ def _again_seconds(program: Program, world: World) -> dict[str, float]:
     chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
     total: dict[str, float] = defaultdict(float)
     for name in filter(plan.choices.__contains__, dtypes):  # in one order on every rank
-        choice, spec = plan.choices[name], notes.specs[name]
-        parts = _part_count(plan, choice.splits, spec.sizes)
+        choice, rule = plan.choices[name], notes.specs[name]
+        parts = _part_count(plan, choice.splits, rule.sizes)
         strategy = Strategy((), choice.operands, choice.results, parts)
-        total[chain_of[name]] += node_seconds(spec, strategy, dtypes[name], False, world)
+        total[chain_of[name]] += node_seconds(rule, strategy, dtypes[name], False, world)
     return total
 
 

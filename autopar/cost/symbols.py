@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from sympy import Expr, Integer, Symbol
 
-from autopar.ir.dim_roles import loop_dim_atoms, dim_kinds, weight_matmuls
+from autopar.ir.dim_roles import dim_kinds, loop_dim_atoms, weight_matmuls
 from autopar.ir.program import Atom, Program
 from autopar.ir.sharding_rule import OpShardingRule
 
@@ -111,12 +111,12 @@ def _token_dims(source: Program) -> Iterator[tuple[Atom, ...]]:
 
 
 def _attention_roles(
-    spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]]
+    rule: OpShardingRule, factors: dict[str, tuple[Atom, ...]]
 ) -> Iterator[tuple[str, tuple[Atom, ...]]]:
     """Yield the roles in an attention: heads, sequence and head size."""
-    if not spec.sizes.keys() >= _ATTENTION:
+    if not rule.sizes.keys() >= _ATTENTION:
         return
-    grouped = spec.sizes["r"] > 1
+    grouped = rule.sizes["r"] > 1
     yield ("g" if grouped else "heads"), factors["g"]
     for factor, name in (("r", "r"), ("q", "s"), ("k", "s"), ("v", "d"), ("e", "d")):
         yield name, factors[factor]

@@ -259,9 +259,17 @@ _HIDDEN_ARGUMENTS = ("mesh", "coordinate")
 
 def listing(module: fx.GraphModule) -> str:
     """Return the graph as text: `name = function(operands)   # layout`, with a headline wherever
-    the subgraph changes.
+    the subgraph changes. `module` is any fx graph, such as `par.graph`.
 
-    `>>` marks communication. The mesh, which every line would repeat, is left out.
+    >>> import torch
+    >>> print(listing(fx.symbolic_trace(torch.nn.ReLU())))
+    input input_1
+       relu = relu(input_1, inplace=False)
+    <BLANKLINE>
+    return relu
+    <BLANKLINE>
+
+    `>>` in front marks communication. The mesh, which every line would repeat, is left out.
     """
     return "\n".join(_listing_lines(module)) + "\n"
 

@@ -23,7 +23,7 @@ from autopar.ir import plan_file
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
-from autopar.ir.plan_table import Collective, Memory, Row, summed_rows
+from autopar.ir.plan_table import Collective, Memory, Row, blocks_text, summed_rows
 from autopar.world import World, json_file
 
 if TYPE_CHECKING:  # what a plan answers with stands above it
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # what a plan answers with stands above it
     from autopar.planner.planner import PlanContext
     from autopar.planner.why import Why
 
-REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # their names in files
 # The parts of a step that overlaps, with headings that are short to leave room for collectives.
 _STEP_PARTS = {
     "computation": "compute",
@@ -219,7 +218,7 @@ class Plan:
         gathered".
         """
         pairs = (self.recompute, "computed"), (self.regather, "weights gathered")
-        return tuple((_blocks_text(names), what) for names, what in pairs if names)
+        return tuple((blocks_text(names), what) for names, what in pairs if names)
 
     def _as_fast(self) -> list[str]:
         """Return the line on a smaller world that would be as fast, if there is one."""
@@ -337,7 +336,7 @@ class Plan:
             "meshes": [list(pair) for pair in self.meshes],
             "smaller": None if self.smaller is None else list(self.smaller),
             "overlapped": self.overlapped,
-            "reduce_dtype": REDUCE_DTYPES[self.reduce_dtype],
+            "reduce_dtype": plan_file.REDUCE_DTYPES[self.reduce_dtype],
         }
         return {**data, "planned": list(self.planned if any(self.planned) else _digests(data))}
 
@@ -359,12 +358,6 @@ class Plan:
         return _plan_of_file(plan_file.inside(data, where))
 
 
-def _blocks_text(names: tuple[str, ...]) -> str:
-    """Return blocks in words: "3 blocks, blocks.0 to blocks.2"."""
-    several = f"{len(names)} blocks, " if len(names) > 1 else ""
-    return several + (f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0])
-
-
 def _plan_of_file(reader: plan_file.Reader) -> Plan:
     """Return the plan in a file."""
     file = reader.file
@@ -379,21 +372,8 @@ def _plan_of_file(reader: plan_file.Reader) -> Plan:
         outputs=reader.layouts("outputs"),
         inputs=reader.layouts("inputs"),
         copies=reader.copies(),
-        reduce_dtype=reduce_dtype(file.reduce_dtype),
+        reduce_dtype=plan_file.read_reduce_dtype(file.reduce_dtype),
         **plain,
-    )
-
-
-def reduce_dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype in which gradients of parameters are summed, from the user's argument: None
-    (their own dtype), or float32 as a name or a dtype. Raises PlanError for others.
-    """
-    for dtype, name in REDUCE_DTYPES.items():
-        if given in (dtype, name):
-            return dtype
-    raise PlanError(
-        f"reduce_dtype is {given!r}: gradients of parameters are added up in float32, or "
-        "(None) in their own dtype"
     )
 
 

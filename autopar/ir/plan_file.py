@@ -4,7 +4,7 @@ Example: a layout is {"shape": [8, 6], "states": ["S(0,4)", "I"]}, one state an 
 
 `load` and `inside` validate JSON against `PlanFile`. The `Reader` that they return makes meshes and
 layouts of the fields, and raises PlanError with the path of a field that contradicts another one.
-ir/plan.py, the only caller, makes a Plan of these. People edit such files, so every fault is named.
+ir/plan.py makes a Plan of these. People edit such files, so every fault is named.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NoReturn
 
+import torch
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from autopar.errors import LayoutError, PlanError, WorldError
@@ -27,7 +28,21 @@ from autopar.ir.plan_table import STATES, Amount, Collective, Memory, Row
 from autopar.world import World, json_file
 from autopar.world.json_file import shown
 
+REDUCE_DTYPES = {None: None, torch.float32: "float32"}  # their names in files
 _UNSHARDED_STATES = {"I": I, "R": R, "P": P}
+
+
+def read_reduce_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which gradients of parameters are summed, from the user's argument: None
+    (their own dtype), or float32 as a name or a dtype. Raises PlanError for others.
+    """
+    for dtype, name in REDUCE_DTYPES.items():
+        if value in (dtype, name):
+            return dtype
+    raise PlanError(
+        f"reduce_dtype is {value!r}: gradients of parameters are added up in float32, or "
+        "(None) in their own dtype"
+    )
 
 
 def digest(facts: Any) -> str:

@@ -132,3 +132,9 @@ def format_bytes(size: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Return seconds in s or ms: "12.50 ms"."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def blocks_text(names: tuple[str, ...]) -> str:
+    """Return blocks in words: "3 blocks, blocks.0 to blocks.2"."""
+    several = f"{len(names)} blocks, " if len(names) > 1 else ""
+    return several + (f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0])

@@ -22,9 +22,8 @@ from autopar.ir.graph import producer, where
 from autopar.ir.program import Annotations, Atom, Program, Value
 from autopar.ir.sharding_rule import Dims, OpShardingRule, bound, operands_of, results_of, shape_of
 from autopar.ops.custom_functions import is_custom
-from autopar.ops.rules.probe import rule_of
 from autopar.ops.rules import unsplit
-from autopar.ops.rules.probe import function_rule, probe, unrepeatable
+from autopar.ops.rules.probe import function_rule, probe, rule_of, unrepeatable
 
 aten = torch.ops.aten
 _RANDOM = {

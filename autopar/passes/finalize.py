@@ -12,9 +12,9 @@ import dataclasses
 import torch
 from torch import fx
 
-from autopar.world import World
 from autopar.ir.program import Input, Program, same_inputs
 from autopar.ops import collectives
+from autopar.world import World
 
 aten = torch.ops.aten
 

@@ -34,7 +34,9 @@ def hierarchy(program: Program, world: World) -> Program:
         bucket_bytes = min(sum(move.bytes for move in group), SIZES[-1])
         kind, mesh = first.traffic.collective, first.layout.mesh
         levels = fastest_hierarchy(kind, first.axes, mesh, bucket_bytes, world)
-        new_levels.update({(m.node.name, m.backward): levels for m in group if m.levels != levels})
+        new_levels.update(
+            {(m.node.name, m.backward): levels for m in group if m.hierarchy != levels}
+        )
     if not new_levels:
         return program
     graph = copied(program.module.graph)
@@ -50,7 +52,7 @@ def check(program: Program) -> None:
     """
     same_inputs(program)
     for group in _bucket_groups(program):
-        hierarchies = {move.levels for move in group}
+        hierarchies = {move.hierarchy for move in group}
         first = group[0]
         assert len(hierarchies) == 1, (
             f"what may be joined with {first.node.name} goes in {hierarchies}"

@@ -24,7 +24,14 @@ from autopar.ir.layout import Element, Layout, R, S, State
 from autopar.ir.plan import Plan
 from autopar.ir.program import Annotations, Input, Program, Value
 from autopar.ir.reshard import reshard_steps
-from autopar.ir.sharding_rule import Dims, OpShardingRule, operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import (
+    Dims,
+    OpShardingRule,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
+)
 from autopar.ops.collectives import emit_step
 from autopar.ops.local import Call, emit_local
 from autopar.ops.sharded import inner_collectives

@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from autopar.ir.layout import Layout
-from autopar.world import World
 from autopar.ir.program import Program, same_inputs
 from autopar.ops import collectives, sharded
 from autopar.ops.sharded import Part, moving
+from autopar.world import World
 
 aten = torch.ops.aten
 

@@ -193,7 +193,7 @@ class Search:
         """Return the optimizer's seconds for a parameter stored so, with the price of its bytes."""
         seconds = optimizer_seconds(layout, size, self.world)
         if self.price is not None:
-            each = self.price.kept.stored(size, True)
+            each = self.price.memory.bytes_per_element(size, True)
             seconds += self.price.seconds_per_byte * each * layout.local_size
         return seconds
 
@@ -213,7 +213,7 @@ class Search:
             *shapes,
             results[0].dtype,
             gradient,
-            None if self.price is None else self.price.kept.of(node),
+            None if self.price is None else self.price.memory.of(node),
             str(offered.kept) if offered.joint is None else offered.joint,
             offered.free,
         )
@@ -242,7 +242,7 @@ class Search:
         seconds, collectives = node_costs(node, strategy, self.notes, self.mesh, self.world)
         seconds += sum(cost.seconds for cost in collectives)
         if self.price is not None:
-            saved_bytes = bytes_of(self.price.kept.of(node), strategy)
+            saved_bytes = bytes_of(self.price.memory.of(node), strategy)
             seconds += self.price.seconds_per_byte * saved_bytes
         return seconds
 

@@ -25,13 +25,14 @@ from autopar.cost.activations import (
     Price,
     Stored,
     activation_bytes,
-    regathering,
+    regather_weights,
 )
 from autopar.cost.memory import Budget
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import emit_program
+from autopar.planner import small_models
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.mesh_search import GAP, Candidate, bounds_of, meshes_by_bound, promising_meshes
@@ -112,7 +113,7 @@ def _with_limit_and_bound(found: _Tried, chosen: Program, under: _LimitedSearch)
     least, limit, bound = _plan(chosen), None, 0.0
     if not _fits_as_chosen(found, chosen, under.budget):
         limit = under.budget.memory_bytes
-        bound = under.bound(least)
+        found, bound = under.proven(found, least)
     bound = min(max(least.bound, bound), found.seconds)  # a named layout's may be below it
     plan = dataclasses.replace(
         _plan(found.program),
@@ -173,7 +174,7 @@ class _LimitedSearch:
         self.request, self.budget, self.aim = request, request.budget, aim
         self.layout: Layouts = request.layout
         may_regather = request.recompute == "auto"
-        searched = regathering(self.program) if may_regather else self.program
+        searched = regather_weights(self.program) if may_regather else self.program
         self.saved = ActivationMemory(searched, self.budget.optimizer)
         self.meshes: list[Candidate] = []
         self.regathering = model.annotated(searched) if may_regather else model
@@ -297,7 +298,22 @@ class _LimitedSearch:
         chosen = dataclasses.replace(chosen, plan=plan)
         return _Tried(chosen, plan.seconds + found.seconds, found.memory)
 
-    def bound(self, least: Plan) -> float:
+    def proven(self, best: _Tried, least: Plan) -> tuple[_Tried, float]:
+        """Return the fastest of all plans that fit, if it can be proven, and a bound in seconds.
+        `least`: the plan of least time.
+        """
+        meshes = self._candidates()
+        if not small_models.is_small(self.program, meshes):
+            return best, self._priced_bound(least)
+        below = best.seconds if self.budget.fits(best.memory) else math.inf
+        chosen, tried, bound = small_models.fastest(
+            self.program, meshes, self.world, self.request, below
+        )
+        if chosen is None or tried is None:
+            return best, bound if bound < math.inf else 0.0
+        return self._dropped(chosen, tried), bound
+
+    def _priced_bound(self, least: Plan) -> float:
         """Return seconds that no plan within the limit is below: at any price of the bytes that
         every plan holds, the bound less what the limit may cost (Everett, 1963). `least`: the plan
         of least time.

@@ -242,7 +242,7 @@ class InputsWatch:
         self._since = time.perf_counter()
         self._compared = 0  # the call that was compared last
 
-    def called(self, tensors: Sequence[torch.Tensor], error: Exception | None = None) -> None:
+    def count_call(self, tensors: Sequence[torch.Tensor], error: Exception | None = None) -> None:
         """Count one more call, with these tensors, or one that this rank refused with an error.
         Raises a RankError on every rank where their inputs, in this call or since the last
         comparison, were not the same.
@@ -270,12 +270,12 @@ class InputsWatch:
         if error is None and verdict["odd"]:
             raise RankError(_refusal_text(verdict, since, self._calls))
 
-    def _verdict(self, beating: Pulse, told: str, began: float) -> dict[str, Any]:
+    def _verdict(self, beating: Pulse, report: str, began: float) -> dict[str, Any]:
         """Return what the rank that comes last concludes from what all ranks report. That rank also
         deletes the keys of the last comparison, which all ranks have left behind by then.
         """
         store, key = beating.store, f"autopar/inputs/{self._number}/{self._calls}"
-        store.set(f"{key}/{beating.rank}", told)
+        store.set(f"{key}/{beating.rank}", report)
         if store.add(f"{key}/come", 1) < beating.size:
             self._wait(beating, key)
             verdict: dict[str, Any] = json.loads(store.get(f"{key}/verdict"))
@@ -300,18 +300,18 @@ class InputsWatch:
             before, remaining_s = beating.signs(), until - time.monotonic()
             if came(beating, f"{key}/verdict", min(PATIENCE, remaining_s)):
                 return
-            gone = beating.silent_since(before) if remaining_s > PATIENCE else beating.silent()
-            if gone or remaining_s <= PATIENCE:
-                raise RankError(self._who_stays_away(beating, key, gone))
+            in_time = remaining_s > PATIENCE
+            silent = beating.silent_since(before) if in_time else beating.silent()
+            if silent or not in_time:
+                raise RankError(self._who_stays_away(beating, key, silent))
 
-    def _who_stays_away(self, beating: Pulse, key: str, gone: Sequence[int]) -> str:
+    def _who_stays_away(self, beating: Pulse, key: str, silent: Sequence[int]) -> str:
         come = [beating.store.check([f"{key}/{number}"]) for number in range(beating.size)]
         away = ranks.named([number for number, is_here in enumerate(come) if not is_here])
         where = positions(beating.signs())
-        if gone:
-            return (
-                f"{away} did not come to call {self._calls}: {missing(gone)}. Last heard: {where}"
-            )
+        if silent:
+            why = missing(silent)
+            return f"{away} did not come to call {self._calls}: {why}. Last heard: {where}"
         return (
             f"{away} did not come to call {self._calls} of this model within "
             f"{beating.timeout.total_seconds():g} s. Calls of all models: {where}. Every rank must "
@@ -320,16 +320,16 @@ class InputsWatch:
         )
 
 
-def _judge(told: Sequence[str]) -> dict[str, Any]:
+def _judge(reports: Sequence[str]) -> dict[str, Any]:
     """Return which ranks report something else than most do, and the error of the first rank that
     refused, if one did.
     """
-    most_common = max(dict.fromkeys(told), key=told.count)
-    errors = [(number, report) for number, report in enumerate(told) if report.startswith("error ")]
-    odd = [number for number, report in enumerate(told) if report != most_common]
+    most_common = max(dict.fromkeys(reports), key=reports.count)
+    errors = [(n, report) for n, report in enumerate(reports) if report.startswith("error ")]
+    odd = [number for number, report in enumerate(reports) if report != most_common]
     if errors:
         return {"odd": [n for n, _ in errors], "error": errors[0][1].removeprefix("error ")}
-    return {"odd": odd, "others": [n for n in range(len(told)) if n not in odd], "error": ""}
+    return {"odd": odd, "others": [n for n in range(len(reports)) if n not in odd], "error": ""}
 
 
 def _refusal_text(verdict: dict[str, Any], since: int, until: int) -> str:

@@ -25,7 +25,7 @@ from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.errors import InputError, PlanError, WorldError
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.plan import reduce_dtype as read_reduce_dtype
+from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
@@ -101,13 +101,13 @@ def _describe_tensor(
 
 
 def build_runner(
-    ready: PlanContext, device_type: str, backend: Backend, overlap: Overlap
+    context: PlanContext, device_type: str, backend: Backend, overlap: Overlap
 ) -> tuple[DeviceMesh | None, Callable[..., Any]]:
     """Return the DeviceMesh of the running ranks (None for one rank), with the process groups that
     the planned graph names, and what runs the graph. Collective. Raises WorldError where the plan
     is for another number of ranks.
     """
-    program = ready.program
+    program = context.program
     assert program.plan is not None
     mesh = program.plan.mesh
     if ranks.running() != max(1, mesh.size):
@@ -124,7 +124,7 @@ def build_runner(
             device_mesh = ranks.together(
                 "opening process groups", lambda: connect(mesh, device_type, groups)
             )
-    world = ranks.from_rank_0(ready.world)  # the order of collectives depends on it
+    world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
     return device_mesh, runner(program, world, backend, overlap)
 
 
@@ -134,7 +134,7 @@ def agree_on_request(
     limits: tuple[Limit, Optimizer, Recompute],
     reduce_dtype: torch.dtype | str | None,
     overlap: Overlap,
-    whole: bool = False,
+    replicated: bool = False,
     inputs: Inputs | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[World, PlanRequest]:
@@ -153,7 +153,7 @@ def agree_on_request(
     common_world = dataclasses.replace(ranks.from_rank_0(common_world))
     budget = ranks.together("reading the limits", lambda: Budget.of(common_world, *limits))
     sum_dtype = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    return common_world, PlanRequest(layout, budget, sum_dtype, bool(overlap), whole)
+    return common_world, PlanRequest(layout, budget, sum_dtype, bool(overlap), replicated)
 
 
 def _named_or_running(world: World | int | Any | None) -> World:
@@ -168,27 +168,27 @@ def _named_or_running(world: World | int | Any | None) -> World:
     return detected
 
 
-def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, asked: PlanRequest) -> Plan:
+def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, request: PlanRequest) -> Plan:
     """Return rank 0's plan, on every rank. Collective. Each step that may fail on one rank alone is
     a `ranks.together` of its own, never one inside another.
     """
-    assert asked.layout is not None
-    layout, pipeline = asked.layout, PassManager()
+    assert request.layout is not None
+    layout, pipeline = request.layout, PassManager()
     source = ranks.together("tracing", lambda: trace_model(model, inputs, pipeline))
     ranks.agree("model", fingerprint(source))
     program = ranks.together(
-        "annotating", lambda: analyse(pipeline, source, asked.reduce_dtype, asked.whole)
+        "annotating", lambda: analyse(pipeline, source, request.reduce_dtype, request.whole)
     )
     ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
 
     def search() -> Plan | None:
-        best = choose_plan(pipeline, program, world, asked)
-        return fit_to_memory(pipeline, source, best, world, asked).plan
+        best = choose_plan(pipeline, program, world, request)
+        return fit_to_memory(pipeline, source, best, world, request).plan
 
     best_plan = ranks.together("searching", lambda: store.done_on_rank_0(search))
     data = ranks.from_rank_0(best_plan.to_json() if best_plan is not None else None)
     program = dataclasses.replace(program, plan=Plan.from_json(data))
-    without_budget = dataclasses.replace(asked, budget=None)
+    without_budget = dataclasses.replace(request, budget=None)
     return ranks.together(
         "rewriting", lambda: finish_plan(pipeline, source, program, world, without_budget)
     )
@@ -206,6 +206,34 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
         for state in (layout.states[place] for place in layout.mesh.storage_order)
     ]
     return tuple(axis_placements) or (Replicate(),)
+
+
+def to_dtensor(local: torch.Tensor, layout: Layout, device_mesh: DeviceMesh | None) -> torch.Tensor:
+    """Return this rank's part of a tensor as a DTensor; the part itself without a mesh."""
+    if device_mesh is None:
+        return local
+    shape = torch.Size(layout.shape)
+    strides = _contiguous_strides(layout.shape)
+    return DTensor.from_local(
+        local, device_mesh, placements(layout), run_check=False, shape=shape, stride=strides
+    )
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor: (6, 2, 1) for the shape (4, 3, 2)."""
+    strides, unit = [], 1
+    for size in reversed(shape):
+        strides.append(unit)
+        unit *= size
+    return tuple(reversed(strides))
+
+
+def to_local(values: list[Any]) -> list[Any]:
+    """Return the values with the rank's local tensors in place of DTensors."""
+    places = [place for place, value in enumerate(values) if isinstance(value, DTensor)]
+    for place, part in zip(places, local_parts([values[place] for place in places]), strict=True):
+        values[place] = part
+    return values
 
 
 def local_parts(xs: Sequence[DTensor]) -> list[torch.Tensor]:
@@ -226,9 +254,9 @@ def local_parts(xs: Sequence[DTensor]) -> list[torch.Tensor]:
 
 class _LocalParts(Function):
     @staticmethod
-    def forward(ctx: Any, held: Sequence[DTensor], *xs: DTensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, tensors: Sequence[DTensor], *xs: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.held = [(x, version_of(x)) for x in held]
+        ctx.versions = [(x, version_of(x)) for x in tensors]
         ctx.placings = [placing_of(x) for x in xs]
         parts = [local_of(x) for x in xs]
         # autograd marks the tensors that a forward returns
@@ -237,7 +265,7 @@ class _LocalParts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        for x, before in ctx.held:
+        for x, before in ctx.versions:
             if version_of(x) != before:
                 raise _changed_error(x)
         gradients = (

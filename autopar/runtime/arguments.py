@@ -36,23 +36,23 @@ _WRAPPERS = {
 }
 
 
-def check(call: str, **given: Any) -> None:
+def check(call: str, **arguments: Any) -> None:
     """Raise autopar's error for an argument of `call` that is not valid.
 
     >>> check("plan", optimizer=-3)
     Traceback (most recent call last):
     autopar.errors.PlanError: plan: optimizer is -3: ...
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         fault = _CHECKS[name](value)
         if fault:
             error = _ERRORS.get(name, PlanError)
             raise error(f"{call}: {name.removesuffix('_or_plan')} is {_value_text(value)}: {fault}")
 
 
-def check_together(call: str, **given: Any) -> None:
+def check_together(call: str, **arguments: Any) -> None:
     """Check the arguments on every rank: where one rank refuses its own, all raise. Collective."""
-    ranks.together("reading the arguments", lambda: check(call, **given))
+    ranks.together("reading the arguments", lambda: check(call, **arguments))
 
 
 def _value_text(value: Any) -> str:
@@ -66,7 +66,7 @@ def _value_text(value: Any) -> str:
 # -- one check an argument: it returns what is wrong, or "" ----------------------------------------
 def _model(value: Any) -> str:
     if isinstance(value, ParallelModule | Deferred):
-        module: Any = value.made if isinstance(value, Deferred) else value
+        module: Any = value.module if isinstance(value, Deferred) else value
         details = ""
         if module is not None:
             details = f", on mesh {str(module.plan.mesh) or 'of one rank'} as {module.plan.layout}"
@@ -93,12 +93,12 @@ def _layout(value: Any) -> str:
         wrong = next((k for k in value if not isinstance(k, str)), None)
         if wrong is not None:
             return f"its key {wrong!r} is no pattern of module paths, such as 'blocks.*.mlp'"
-        inner = (f"of {k!r} {s}" for k, v in value.items() if (s := _one_layout(v)))
+        inner = (f"of {k!r} {s}" for k, v in value.items() if (s := _single_layout(v)))
         return next(inner, "")
-    return _one_layout(value)
+    return _single_layout(value)
 
 
-def _one_layout(value: Any) -> str:
+def _single_layout(value: Any) -> str:
     if isinstance(value, type) and value in _GRIDS:
         return f"it is a class: give it sizes, such as {value.__name__}(2, 2)"
     if isinstance(value, _GRIDS):

@@ -31,12 +31,12 @@ UnshardedWork = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a matmul 
 class Work(NamedTuple):
     """The work of a model that calibration times: its matmuls and its attention."""
 
-    products: list[UnshardedWork]
-    attended: list[Attended]
+    matmuls: list[UnshardedWork]
+    attentions: list[Attended]
 
 
 @contextmanager
-def joined_work() -> Iterator[None]:
+def open_process_group() -> Iterator[None]:
     """Open the process group that torchrun asks for within the block: NCCL where there are GPUs,
     else gloo. One that is open already stays as it is; one process alone needs none.
     """
@@ -69,8 +69,8 @@ def calibrate_on_ranks(
     if build is not None:
         work = ranks.together("reading the model's products", lambda: unsharded_work(*build()))
         ranks.agree("list of products", str(work))
-    matmuls = local_matmuls(work.products, world.ranks)
-    return calibrate(world, matmuls, seconds, progress, work.attended)
+    matmuls = local_matmuls(work.matmuls, world.ranks)
+    return calibrate(world, matmuls, seconds, progress, work.attentions)
 
 
 def unsharded_work(model: nn.Module, inputs: Inputs) -> Work:
@@ -82,15 +82,15 @@ def unsharded_work(model: nn.Module, inputs: Inputs) -> Work:
         for node in program.module.graph.nodes
         if node.name in program.annotations.specs
     ]
-    attended = [
+    attentions = [
         (results_of(n)[0].dtype, rule.attends) for n, rule in rules if rule.attends is not None
     ]
-    return Work(_list_matmuls(rules), list(dict.fromkeys(attended)))
+    return Work(_list_matmuls(rules), list(dict.fromkeys(attentions)))
 
 
-def _list_matmuls(specs: Sequence[tuple[fx.Node, OpShardingRule]]) -> list[UnshardedWork]:
+def _list_matmuls(rules: Sequence[tuple[fx.Node, OpShardingRule]]) -> list[UnshardedWork]:
     matmuls: dict[UnshardedWork, None] = {}
-    for node, rule in specs:
+    for node, rule in rules:
         if rule.product is None or not all(rule.product):
             continue
         m, n, k = (math.prod(rule.sizes[name] for name in role) for role in rule.product)

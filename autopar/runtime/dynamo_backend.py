@@ -59,20 +59,25 @@ def backend(
     script, with the same parameters and the same global batch; each computes its part of every
     step, and results, gradients and parameters are replicated on all.
 
-    `world` None: the running ranks; without a process group graphs run as they are. The other
-    options are those of `parallelize`. Where dynamo breaks the graph, each captured graph is
-    planned alone, at its first call, and again for other shapes and numbers. Calls raise what
-    `parallelize` raises, and RankError where ranks hold different parameters or get different
-    inputs at the first call.
+    >>> import autopar
+    >>> model = torch.compile(nn.Linear(8, 16), backend=autopar.backend(layout="ddp"))
+    >>> model(torch.ones(4, 8)).shape  # one rank; under torchrun each computes its part
+    torch.Size([4, 16])
 
-    Example, under torchrun: model = torch.compile(model, backend=autopar.backend(layout="ddp"))
+    `world` None: the running ranks; without a process group graphs run as they are. `layout`,
+    `backend`, `memory`, `optimizer`, `recompute`, `overlap` and `reduce_dtype` are those of
+    `parallelize`. Where dynamo breaks the graph, each captured graph is planned alone, at its first
+    call, and again for other shapes and numbers.
+
+    Calls raise what `parallelize` raises. Raises RankError where ranks hold different parameters or
+    get different inputs at the first call.
     """
 
-    def planned(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
+    def plan_graph(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
         limits = memory, optimizer, recompute
         settings, others = (limits, reduce_dtype, overlap), {"backend": backend}
         common_world, request = agree_on_request(
-            world, layout, *settings, whole=True, inputs=inputs, options=others
+            world, layout, *settings, replicated=True, inputs=inputs, options=others
         )
         context = plan_on_rank_0(model, common_world, inputs, request).ready
         assert isinstance(context, PlanContext)
@@ -80,13 +85,13 @@ def backend(
         context = context.on_device(device)
         return context, build_runner(context, device.type, backend, overlap)[1]
 
-    def compiled(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
+    def compile_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Run:
         if _runs_alone(world):
             return graph
-        captured = _CapturedGraph(graph, planned)
+        captured = _CapturedGraph(graph, plan_graph)
         return lambda *values: captured(values)
 
-    return compiled
+    return compile_graph
 
 
 def by_name(
@@ -119,10 +124,10 @@ class _Graph(nn.Module):
     model from which dynamo captured it; its inputs are the other placeholders.
     """
 
-    def __init__(self, graph: fx.GraphModule, held: dict[int, str], values: Sequence[Any]) -> None:
+    def __init__(self, graph: fx.GraphModule, paths: dict[int, str], values: Sequence[Any]) -> None:
         super().__init__()
-        self._captured, self._held = graph, held
-        for place, path in held.items():
+        self._captured, self._paths = graph, paths
+        for place, path in paths.items():
             *parents, last = path.split(".")
             module: nn.Module = self
             for name in parents:
@@ -135,11 +140,10 @@ class _Graph(nn.Module):
             else:
                 module.register_buffer(last, value)
 
-    def forward(self, *given: Any) -> Any:
-        inputs = iter(given)
-        count = len(self._held) + len(given)
-        held = {place: attrgetter(path)(self) for place, path in self._held.items()}
-        values = [held[place] if place in held else next(inputs) for place in range(count)]
+    def forward(self, *inputs: Any) -> Any:
+        remaining, count = iter(inputs), len(self._paths) + len(inputs)
+        state = {place: attrgetter(path)(self) for place, path in self._paths.items()}
+        values = [state[place] if place in state else next(remaining) for place in range(count)]
         with preserve_node_meta():  # nodes keep the module path and the line of the user's code
             return _InliningInterpreter(self._captured).run(*values)
 
@@ -153,7 +157,9 @@ class _InliningInterpreter(fx.Interpreter):
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return _InliningInterpreter(args[0]).run(*args[1:])
         if target is torch.ops.higher_order.autograd_function_apply:
-            return Captured(lambda *given: target(*args[:2], *given, **kwargs)).apply(*args[2:])
+            return Captured(lambda *operands: target(*args[:2], *operands, **kwargs)).apply(
+                *args[2:]
+            )
         return super().call_function(target, args, kwargs)
 
 
@@ -163,15 +169,15 @@ class _CapturedGraph:
     def __init__(
         self,
         graph: fx.GraphModule,
-        planned: Callable[[nn.Module, tuple[Any, ...]], tuple[PlanContext, Run]],
+        plan_graph: Callable[[nn.Module, tuple[Any, ...]], tuple[PlanContext, Run]],
     ) -> None:
-        self.graph, self.planned = graph, planned
+        self.graph, self.plan_graph = graph, plan_graph
         sources = dynamo_sources(graph.graph)
         self.paths = [_path(source) for source in sources]
         self.buffers = ["._buffers[" in source for source in sources]
         self.numbers = _mark_numbers(graph.graph)
         graph.recompile()
-        self.made: dict[Any, Callable[[Sequence[Any]], Any]] = {}
+        self.runs: dict[Any, Callable[[Sequence[Any]], Any]] = {}
         for node in graph.graph.nodes:
             if stack := node.meta.get("nn_module_stack"):
                 own = {key: (_path(where), kind) for key, (where, kind) in stack.items()}
@@ -181,25 +187,25 @@ class _CapturedGraph:
         pairs = zip(values, self.numbers, strict=True)
         values = [value.item() if is_number else value for value, is_number in pairs]
         key = tuple((v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values)
-        if key not in self.made:
-            self.made[key] = self._made(values)
-        return self.made[key](values)
+        if key not in self.runs:
+            self.runs[key] = self._plan_values(values)
+        return self.runs[key](values)
 
-    def _made(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+    def _plan_values(self, values: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
         if _is_update(self.graph, values):
             return lambda call_values: self.graph(*call_values)
-        held: dict[int, str] = {}
+        paths: dict[int, str] = {}
         for place, value in enumerate(values):
             if isinstance(value, nn.Parameter) or self.buffers[place]:
                 path = self.paths[place]
-                held[place] = path if path and path not in held.values() else f"held_{place}"
+                paths[place] = path if path and path not in paths.values() else f"held_{place}"
         _require_same_values(
-            values, [held.get(i) or path or f"input {i}" for i, path in enumerate(self.paths)]
+            values, [paths.get(i) or path or f"input {i}" for i, path in enumerate(self.paths)]
         )
-        input_places = [place for place in range(len(values)) if place not in held]
-        model = _Graph(self.graph, held, values)
-        context, run = self.planned(model, tuple(values[place] for place in input_places))
-        places = {path: place for place, path in held.items()}
+        input_places = [place for place in range(len(values)) if place not in paths]
+        model = _Graph(self.graph, paths, values)
+        context, run = self.plan_graph(model, tuple(values[place] for place in input_places))
+        places = {path: place for place, path in paths.items()}
         return _PlannedGraph(context, run, places, input_places)
 
 
@@ -209,13 +215,13 @@ class _PlannedGraph:
     """
 
     def __init__(
-        self, ready: PlanContext, run: Run, places: dict[str, int], given: Sequence[int]
+        self, context: PlanContext, run: Run, places: dict[str, int], input_places: Sequence[int]
     ) -> None:
-        program = ready.program
+        program = context.program
         assert program.plan is not None
         constants = {k: v for k, v in program.tensors.items() if k not in places}
         self.program = dataclasses.replace(program, tensors=constants)
-        self.run, self.places, self.given = run, places, given
+        self.run, self.places, self.input_places = run, places, input_places
         self.own = program.plan.mesh.coordinate(ranks.rank())
         # no two graphs draw the same random numbers, all ranks draw alike
         seed, number = torch.initial_seed() + (next(_GRAPH_NUMBERS) << 48), next(NUMBERS)
@@ -225,12 +231,12 @@ class _PlannedGraph:
 
     def __call__(self, values: Sequence[Any]) -> Any:
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
-        input_values = [values[place] for place in self.given]
+        input_values = [values[place] for place in self.input_places]
         # floats that another graph has computed may differ in the last bit; integers do not
         exact = [
             x for x in input_values if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)
         ]
-        self.watch.called(exact)
+        self.watch.count_call(exact)
         signature = self.program.signature
         with without_autocast(signature.autocast):
             results = iter(self.run(*(self._feed(e, values, device) for e in signature.inputs)))
@@ -255,7 +261,10 @@ class _PlannedGraph:
             return filled((), self.seed, device)
         if entry.kind == "user":
             assert entry.position is not None
-            layout, value = self.program.layouts[entry.node], values[self.given[entry.position]]
+            layout, value = (
+                self.program.layouts[entry.node],
+                values[self.input_places[entry.position]],
+            )
             return layout.cut(value, self.own) if layout.axes_of("S") else value
         if entry.target not in self.places:
             return self.program.tensors[entry.target]

@@ -102,10 +102,10 @@ class _Run:
         self.error: tuple[int, BaseException] | None = None
         self._turns = [threading.Semaphore(0) for _ in range(mesh.size)]
         self._own = threading.local()
-        self._ready = set(range(mesh.size))
+        self._runnable = set(range(mesh.size))
         self._waiting: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
-        self._taken: dict[int, Any] = {}
+        self._results_to_take: dict[int, Any] = {}
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def execute(self, rank_fn: Callable[[int], T]) -> list[T]:
@@ -121,7 +121,7 @@ class _Run:
         for thread in threads:
             thread.join()
         if self.error is not None:
-            raise self._noted(*self.error)
+            raise self._add_note(*self.error)
         return self.results
 
     def exchange(self, kind: str, x: Tensor, group: str) -> Tensor:
@@ -161,15 +161,15 @@ class _Run:
             )
         meeting.values[rank] = value
         if len(meeting.values) < len(ranks):
-            self._ready.discard(rank)
+            self._runnable.discard(rank)
             self._waiting[rank] = call, ranks
             self._hand_over(rank)
-            return self._taken.pop(rank)
+            return self._results_to_take.pop(rank)
         del self._meetings[ranks]
         results = dict(zip(ranks, combine([meeting.values[r] for r in ranks]), strict=True))
         own = results.pop(rank)
-        self._taken.update(results)
-        self._ready.update(results)
+        self._results_to_take.update(results)
+        self._runnable.update(results)
         for other in results:
             del self._waiting[other]
         return own
@@ -185,22 +185,22 @@ class _Run:
             pass
         except BaseException as error:
             self.error = self.error or (rank, error)
-        self._ready.discard(rank)
+        self._runnable.discard(rank)
         self._leave(rank)
 
     def _leave(self, rank: int) -> None:
         """End the rank. After an error all ranks are woken, to stop; else the next ready one goes
         on.
         """
-        if self.error is None and not self._ready and self._waiting:
+        if self.error is None and not self._runnable and self._waiting:
             self.error = rank, RankError(f"rank {rank} has ended, but {self._who_waits()}")
         if self.error is not None:
             self._wake_all()
-        elif self._ready:
+        elif self._runnable:
             self._turns[self._next(rank)].release()
 
     def _hand_over(self, rank: int) -> None:
-        if not self._ready:
+        if not self._runnable:
             raise RankError(f"no rank can go on: {self._who_waits()}")
         self._turns[self._next(rank)].release()
         self._turns[rank].acquire()
@@ -208,7 +208,7 @@ class _Run:
             raise _Stopped
 
     def _next(self, rank: int) -> int:
-        return min(self._ready, key=lambda other: (other - rank) % self.mesh.size)
+        return min(self._runnable, key=lambda other: (other - rank) % self.mesh.size)
 
     def _wake_all(self) -> None:
         for turn in self._turns:
@@ -226,7 +226,7 @@ class _Run:
             self._groups[group, rank] = tuple(group_ranks(group, rank))
         return self._groups[group, rank]
 
-    def _noted(self, rank: int, error: BaseException) -> BaseException:
+    def _add_note(self, rank: int, error: BaseException) -> BaseException:
         error.add_note(f"on rank {rank} of mesh {self.mesh}: {self.mesh.coordinate(rank)}")
         return error
 

@@ -28,7 +28,7 @@ from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import NO_GENERATION, as_planned_call
 from autopar.runtime.agreement import InputsWatch
-from autopar.runtime.apply import local_parts, placements
+from autopar.runtime.apply import placements, to_dtensor, to_local
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
 from autopar.world import ranks
 
@@ -37,11 +37,20 @@ _RESERVED_NAMES = ("graph", "graphs", "plan")
 
 
 class ParallelModule(nn.Module):
-    """A model that trains on all ranks of a mesh as the original trains on one.
+    """A model that trains on all ranks of a mesh as the original trains on one. `apply` and
+    `parallelize` make it.
+
+    >>> import autopar
+    >>> x = torch.ones(4, 8)
+    >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (x,))
+    >>> par(x).shape, [name for name, _ in par.named_parameters()]
+    (torch.Size([4, 16]), ['weight', 'bias'])
 
     Call it with the same global inputs on every rank: it cuts out the rank's own part. Parts that
     are already cut are passed as DTensors, as `shard` makes them. It returns what the model
-    returns: scalars replicated on every rank, other tensors as DTensors.
+    returns: scalars replicated on every rank, other tensors as DTensors. `graph` is the rewritten
+    forward, `graphs` has every graph by pass. Calls raise InputError for other shapes, dtypes,
+    modes or constants than planned, and RankError where ranks pass different inputs.
     """
 
     def __init__(
@@ -99,16 +108,19 @@ class ParallelModule(nn.Module):
         tensor: torch.Tensor
         if entry.kind == "parameter":
             layout = self._program.layouts[entry.node]
-            local = self._moved(layout.cut(unsharded, self._coordinate))
-            tensor = nn.Parameter(self._distributed(local, layout), requires_grad=entry.trainable)
+            local = self._to_device(layout.cut(unsharded, self._coordinate))
+            tensor = nn.Parameter(
+                to_dtensor(local, layout, self._device_mesh), requires_grad=entry.trainable
+            )
         else:
             tensor = self._own_copy(unsharded)
         return [(name, (tensor, entry.persistent)) for name in entry.names or (entry.target,)]
 
-    def _own_copy(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.clone() if whole.device == self._device else self._moved(whole)
+    def _own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        on_device = tensor.device == self._device
+        return tensor.clone() if on_device else self._to_device(tensor)
 
-    def _moved(self, part: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, part: torch.Tensor) -> torch.Tensor:
         """Return the tensor on this rank's device; one without numbers stays on the meta device."""
         return part if part.is_meta else part.to(self._device)
 
@@ -127,20 +139,15 @@ class ParallelModule(nn.Module):
         else:
             module.register_buffer(last, tensor, persistent=persistent)
 
-    def _distributed(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
-        if self._device_mesh is None:
-            return local
-        return DTensor.from_local(
-            local,
-            self._device_mesh,
-            placements(layout),
-            run_check=False,
-            shape=torch.Size(layout.shape),
-            stride=_contiguous_strides(layout.shape),
-        )
-
     def layout(self, name: str) -> Layout:
-        """Return the stored layout of a parameter, by any of its names; else raise InputError."""
+        """Return the stored layout of a parameter, by any of its names; else raise InputError.
+
+        >>> import autopar
+        >>> x = torch.ones(4, 8)
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (x,))
+        >>> par.layout("weight").shape
+        (16, 8)
+        """
         for entry in self._program.signature.inputs:
             if entry.kind == "parameter" and name in (entry.target, *entry.names):
                 return self._program.layouts[entry.node]
@@ -149,42 +156,47 @@ class ParallelModule(nn.Module):
     # -- its inputs --------------------------------------------------------------------------------
     def shard(self, *args: Any, **kwargs: Any) -> Any:
         """Return the rank's own part of a global batch, as DTensors in the same structure: (args,
-        kwargs), or the argument alone where there is one.
+        kwargs), or the argument alone where there is one. Raises InputError as a call does.
+
+        >>> import autopar
+        >>> x = torch.ones(4, 8)
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (x,))
+        >>> par.shard(x).shape  # a world of one rank keeps all of it
+        torch.Size([4, 8])
         """
         leaves, spec = self._leaves(args, kwargs)
         for entry in self._user_inputs():
             assert entry.position is not None
             layout = self._program.layouts[entry.node]
-            leaves[entry.position] = self._distributed(
-                self._own(entry, leaves[entry.position]), layout
-            )
+            own = self._own_part(entry, leaves[entry.position])
+            leaves[entry.position] = to_dtensor(own, layout, self._device_mesh)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._returned(self._computed(args, kwargs))
+        return self._model_outputs(self._run_graph(args, kwargs))
 
-    def _computed(self, args: Any, kwargs: Any) -> Any:
+    def _run_graph(self, args: Any, kwargs: Any) -> Any:
         """Return the results of the graph, run without autocast, as the casts are nodes of it."""
-        values, cast = self._begun(args, kwargs), self._program.signature.autocast
+        values, cast = self._checked_values(args, kwargs), self._program.signature.autocast
         if not cast:
             return self._run(*values)
         with without_autocast(cast):
             return self._run(*values)
 
     @not_compiled
-    def _begun(self, args: Any, kwargs: Any) -> list[Any]:
+    def _checked_values(self, args: Any, kwargs: Any) -> list[Any]:
         """Return the values of the graph's placeholders, after the check that no rank refuses its
         own inputs and, from time to time, that all ranks pass the same ones.
         """
         try:
             values = self._values(args, kwargs)
         except Exception as error:
-            self._watch.called((), error)
+            self._watch.count_call((), error)
             raise
         leaves = pytree.tree_leaves((args, kwargs))
         user_values = [leaves[e.position] for e in self._user_inputs() if e.position is not None]
-        self._watch.called([x for x in user_values if not isinstance(x, DTensor)])
+        self._watch.count_call([x for x in user_values if not isinstance(x, DTensor)])
         return values
 
     @not_compiled  # torch.compile of this module would trace all of it, for minutes
@@ -198,7 +210,7 @@ class ParallelModule(nn.Module):
             )
         self._refuse_autocast()
         leaves, _ = self._leaves(args, kwargs)
-        return _to_local([self._feed(entry, leaves) for entry in self._program.signature.inputs])
+        return to_local([self._feed(entry, leaves) for entry in self._program.signature.inputs])
 
     def _refuse_autocast(self) -> None:
         planned = self._program.signature.autocast
@@ -216,13 +228,18 @@ class ParallelModule(nn.Module):
 
     def timeline(self, *args: Any, **kwargs: Any) -> MeasuredStep:
         """Return how a step on these inputs runs on this rank, forward and backward: every op,
-        every collective with its node and bytes, every wait; `save(path)` writes it for Perfetto.
+        every collective with its node and bytes, every wait, in seconds; `save(path)` writes it for
+        Perfetto.
+
+        >>> import autopar
+        >>> x = torch.ones(4, 8)
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (x,))
+        >>> par.timeline(x).seconds > 0
+        True
 
         Collective, on gloo; some steps are run, but gradients and buffers are left as they are. The
         backward is that of the first scalar that the model returns, else of all that it returns.
         Raises InputError as a call does, PlanError where another backend runs it, or on GPUs.
-
-        Example: par.timeline(tokens, targets).save(f"trace{rank}.json")
         """
         return self._timelines(1, args, kwargs)[0]
 
@@ -243,7 +260,7 @@ class ParallelModule(nn.Module):
         with phase("forward"):
             values = self._values(args, kwargs)
             with without_autocast(self._program.signature.autocast):
-                results = self._returned(run(*values))
+                results = self._model_outputs(run(*values))
         with phase("backward"):
             backward(results)
 
@@ -269,8 +286,8 @@ class ParallelModule(nn.Module):
         if entry.kind == "user":
             assert entry.position is not None
             leaf = leaves[entry.position]
-            own = self._own(entry, leaf)
-            return leaf if isinstance(leaf, DTensor) else own  # `_to_local` takes it apart
+            own = self._own_part(entry, leaf)
+            return leaf if isinstance(leaf, DTensor) else own  # `to_local` takes it apart
         if entry.kind == "seed":
             if entry.target != "seed":
                 return seed_at(self._seed, self._coordinate, entry.target)
@@ -285,51 +302,44 @@ class ParallelModule(nn.Module):
         self._refuse_gradient(f"parameter {entry.target}", parameter, entry)
         return parameter
 
-    def _refuse_gradient(self, what: str, given: torch.Tensor, entry: Input) -> None:
+    def _refuse_gradient(self, what: str, tensor: torch.Tensor, entry: Input) -> None:
         """Raise InputError for an unplanned gradient, as gradients decide where ranks sum."""
-        unplanned = given.requires_grad and not entry.trainable
+        unplanned = tensor.requires_grad and not entry.trainable
         if unplanned and self._mesh.axes and torch.is_grad_enabled():
             raise InputError(
                 f"{what} requires a gradient, when the plan was made it did not: plan again with "
                 "one that does, or take it back (detach it, requires_grad_(False))"
             )
 
-    def _own(self, entry: Input, given: Any) -> torch.Tensor:
+    def _own_part(self, entry: Input, value: Any) -> torch.Tensor:
         """Return the rank's part of one input; raise InputError for what was not planned."""
         layout, dtype = self._program.layouts[entry.node], self._program.dtypes[entry.node]
-        if (
-            not isinstance(given, torch.Tensor)
-            or tuple(given.shape) != layout.shape
-            or given.dtype != dtype
-        ):
-            actual = (
-                f"{tuple(given.shape)} {given.dtype}"
-                if isinstance(given, torch.Tensor)
-                else repr(given)
-            )
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or (tuple(value.shape), value.dtype) != (layout.shape, dtype):
+            actual = f"{tuple(value.shape)} {value.dtype}" if is_tensor else repr(value)
             raise InputError(
                 f"input {entry.target} is {actual}, the plan is for {layout.shape} {dtype}: plan "
                 "again for other shapes or dtypes"
             )
-        self._refuse_gradient(f"input {entry.target}", given, entry)
-        if isinstance(given, DTensor):
-            self._check_place(entry, given)
-            return given.to_local()
-        own = layout.cut(given, self._coordinate) if layout.axes_of("S") else given
+        self._refuse_gradient(f"input {entry.target}", value, entry)
+        if isinstance(value, DTensor):
+            self._check_placements(entry, value)
+            return value.to_local()
+        own = layout.cut(value, self._coordinate) if layout.axes_of("S") else value
         return own if own.device == self._device else own.to(self._device, non_blocking=True)
 
-    def _check_place(self, entry: Input, given: DTensor) -> None:
+    def _check_placements(self, entry: Input, tensor: DTensor) -> None:
         planned = placements(self._program.layouts[entry.node])
-        if given.device_mesh != self._device_mesh or given.placements != planned:
+        if tensor.device_mesh != self._device_mesh or tensor.placements != planned:
             raise InputError(
-                f"input {entry.target} is a DTensor with placements {given.placements} on "
-                f"{given.device_mesh}, the plan wants {planned} on {self._device_mesh}: give the "
+                f"input {entry.target} is a DTensor with placements {tensor.placements} on "
+                f"{tensor.device_mesh}, the plan wants {planned} on {self._device_mesh}: give the "
                 "global tensor, or what `shard` makes of it"
             )
 
     # -- its outputs -------------------------------------------------------------------------------
     @not_compiled
-    def _returned(self, results: Any) -> Any:
+    def _model_outputs(self, results: Any) -> Any:
         remaining = iter(results)
         leaves = []
         for output in self._program.signature.outputs:
@@ -339,25 +349,9 @@ class ParallelModule(nn.Module):
                     self.get_buffer(output.target).copy_(value)
                 continue
             if output.node is not None and isinstance(value, torch.Tensor) and value.dim():
-                value = self._distributed(value, self._program.layouts[output.node])
+                value = to_dtensor(value, self._program.layouts[output.node], self._device_mesh)
             leaves.append(value)
         return pytree.tree_unflatten(leaves, self._program.signature.out_spec)
-
-
-def _to_local(values: list[Any]) -> list[Any]:
-    """Return the values with the rank's local tensors in place of DTensors."""
-    places = [place for place, value in enumerate(values) if isinstance(value, DTensor)]
-    for place, part in zip(places, local_parts([values[place] for place in places]), strict=True):
-        values[place] = part
-    return values
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, unit = [], 1
-    for size in reversed(shape):
-        strides.append(unit)
-        unit *= size
-    return tuple(reversed(strides))
 
 
 class Deferred(nn.Module):
@@ -366,35 +360,35 @@ class Deferred(nn.Module):
     def __init__(self, make: Callable[[Any], nn.Module]) -> None:
         super().__init__()
         self._make = make
-        self.made: nn.Module | None = None
+        self.module: nn.Module | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._planned(args, kwargs)(*args, **kwargs)
+        return self._plan_once(args, kwargs)(*args, **kwargs)
 
     def timeline(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ParallelModule.timeline does; it counts as the first call."""
-        return self._planned(args, kwargs).timeline(*args, **kwargs)
+        return self._plan_once(args, kwargs).timeline(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Raise InputError, as a ParallelModule does."""
         raise InputError(NO_GENERATION)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.made is None:
+    def _plan_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.module is None:
             if args and kwargs:
                 raise InputError(
                     "the first call takes all inputs by position or all by name; or give `inputs` "
                     "to parallelize"
                 )
-            self.made = self._make(kwargs or args)
-        return self.made
+            self.module = self._make(kwargs or args)
+        return self.module
 
     def parameters(self, recurse: bool = True) -> Any:
-        if self.made is None:
+        if self.module is None:
             raise InputError(
                 "the parameters are known after the first call; or give `inputs` to parallelize"
             )
-        return self.made.parameters(recurse)
+        return self.module.parameters(recurse)
 
 
 NUMBERS = itertools.count()  # numbers the modules of this process

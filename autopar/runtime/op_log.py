@@ -5,9 +5,9 @@ module each op belongs to. A scheduled step runs its derived graphs node by node
 off the graphs (`log_of_graphs`). An emitted graph runs under autograd: one step of it is run with
 every op written down (`log_of_run`).
 
-The second half reads when gloo's threads ran each collective of a profiled step (`ran`; a thread
-reports kind and size alone), and for how long data was on its way without waiting for another rank
-(`threads_sending`).
+The second half reads when gloo's threads ran each collective of a profiled step
+(`collective_periods`; a thread reports kind and size alone), and for how long data was on its way
+without waiting for another rank (`seconds_sending`).
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def log_of_graphs(graphs: Iterable[fx.Graph]) -> OpLog:
                     if needed.name in issued:  # a piece of a fused collective's result
                         issued[node.name] = issued[needed.name]
                 continue
-            taken, results = (_tensors_of_nodes(n) for n in (node.all_input_nodes, [node]))
+            operands, results = (_tensors_of_nodes(n) for n in (node.all_input_nodes, [node]))
             number = issued.get(node.all_input_nodes[0].name, -1) if node.target is WAIT else -1
-            entry = _entry(node.target, node.args, taken, results, origin(node), number)
+            entry = _entry(node.target, node.args, operands, results, origin(node), number)
             if entry.kind:
                 issued[node.name] = len(entries)
             entries.append(entry)
@@ -92,18 +92,18 @@ def _tensors_of_nodes(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
 def _entry(
     target: OpOverload,
     args: tuple[Any, ...],
-    taken: list[torch.Tensor],
-    made: list[torch.Tensor],
-    came: tuple[str, str],
+    operands: list[torch.Tensor],
+    results: list[torch.Tensor],
+    node_and_module: tuple[str, str],
     waits_for: int,
 ) -> Entry:
     name, collective = target._schema.name, collective_named(target)
     if collective is None:
-        return Entry(name, *came, waits_for=waits_for)
+        return Entry(name, *node_and_module, waits_for=waits_for)
     kind, group = KINDS[collective], str(args[-1])
-    sent = bytes_sent(kind, size(group_pattern(group)), _bytes(taken), _bytes(made))
-    numbers = sum(value.numel() for value in taken)
-    return Entry(name, *came, kind, group, sent, numbers)
+    sent = bytes_sent(kind, size(group_pattern(group)), _bytes(operands), _bytes(results))
+    numbers = sum(value.numel() for value in operands)
+    return Entry(name, *node_and_module, kind, group, sent, numbers)
 
 
 def _bytes(values: list[torch.Tensor]) -> float:
@@ -156,7 +156,7 @@ class _Log(TorchDispatchMode):
         self.steps.append(next_autograd_step())
         self.nodes.append(self.node)
 
-    def _came(self) -> tuple[str, str]:
+    def _current_node(self) -> tuple[str, str]:
         step = autograd_step()
         if step < 0:
             return self.node
@@ -167,9 +167,9 @@ class _Log(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        taken, results = _tensors((args, kwargs)), _tensors(result)
+        operands, results = _tensors((args, kwargs)), _tensors(result)
         number = self.issued.pop(id(args[0]), (-1, None))[0] if func is WAIT else -1
-        entry = _entry(func, args, taken, results, self._came(), number)
+        entry = _entry(func, args, operands, results, self._current_node(), number)
         if entry.kind:  # held until it is waited for: an id counts while its tensor lives
             self.issued |= {id(value): (len(self.entries), value) for value in results}
         self.entries.append(entry)
@@ -183,15 +183,15 @@ def _chain(node: fx.Node) -> str:
     return str(node.meta.get("chain", module_path(node)))
 
 
-def _tensors(found: Any) -> list[torch.Tensor]:
-    return [value for value in pytree.tree_leaves(found) if isinstance(value, torch.Tensor)]
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(tree) if isinstance(value, torch.Tensor)]
 
 
 _GLOO = "gloo:"
 _THREADS = (1, 2)  # gloo threads that work for one group
 
 
-class Issued(NamedTuple):
+class IssuedCollective(NamedTuple):
     """A collective of a step: its kind, the name of its group, how many `numbers` it takes; when it
     was issued, and when something had waited for it, in microseconds of the profile.
     """
@@ -209,7 +209,9 @@ class Issued(NamedTuple):
         return alike and self.since <= when.start and when.end <= self.until
 
 
-def ran(issued: Sequence[Issued], events: Sequence[Any], begin: float) -> list[tuple[float, float]]:
+def collective_periods(
+    issued: Sequence[IssuedCollective], events: Sequence[Any], begin: float
+) -> list[tuple[float, float]]:
     """Return when each collective ran, as (start, end) in microseconds, in a step that began at
     `begin`. Within a group they run one after the other in the order of issue. Where no gloo thread
     reports it, a collective counts from issue to the end of its wait.
@@ -240,7 +242,7 @@ def _gloo_threads(events: Sequence[Any], begin: float) -> list[list[Any]]:
 
 
 def _match_events(
-    groups: list[list[int]], threads: list[list[Any]], issued: Sequence[Issued]
+    groups: list[list[int]], threads: list[list[Any]], issued: Sequence[IssuedCollective]
 ) -> dict[int, Any]:
     """Return the event of each collective, by its place in `issued`. A thread works for one group,
     and the threads of a group take its collectives in the order of issue: nothing else tells equal
@@ -250,12 +252,12 @@ def _match_events(
         return {}
     first_group, *other_groups = groups
     best: dict[int, Any] = {}
-    for chosen in _thread_choices(len(threads)):
+    for choice in _thread_choices(len(threads)):
         matched = _match_threads(
-            [(n, issued[n]) for n in first_group], [threads[i] for i in chosen]
+            [(n, issued[n]) for n in first_group], [threads[i] for i in choice]
         )
         if matched is not None:
-            other_threads = [thread for i, thread in enumerate(threads) if i not in chosen]
+            other_threads = [thread for i, thread in enumerate(threads) if i not in choice]
             best = max(best, matched | _match_events(other_groups, other_threads, issued), key=len)
         if len(best) == sum(map(len, groups)):
             return best
@@ -268,7 +270,7 @@ def _thread_choices(threads: int) -> Iterator[tuple[int, ...]]:
 
 
 def _match_threads(
-    own: list[tuple[int, Issued]], threads: list[list[Any]]
+    own: list[tuple[int, IssuedCollective]], threads: list[list[Any]]
 ) -> dict[int, Any] | None:
     """Return the events of a group's collectives, by place, on these threads; None where the
     threads ran other collectives.
@@ -290,10 +292,13 @@ def _numbers(event: Any) -> int:
 
 
 # -- seconds of communication ----------------------------------------------------------------------
-Lasted = Mapping[str, Sequence[float]]  # how long the collectives of each group ran, in their order
+# How long the collectives of each group ran, in their order.
+Durations = Mapping[str, Sequence[float]]
 
 
-def lasted(issued: Sequence[Issued], when: Sequence[tuple[float, float]]) -> Lasted:
+def durations_by_group(
+    issued: Sequence[IssuedCollective], when: Sequence[tuple[float, float]]
+) -> Durations:
     """Return how long the collectives of each group ran on this rank, which the other ranks need to
     know.
     """
@@ -304,12 +309,12 @@ def lasted(issued: Sequence[Issued], when: Sequence[tuple[float, float]]) -> Las
 
 
 def seconds_sending(
-    issued: Sequence[Issued], rank: int, everywhere: Sequence[Lasted]
+    issued: Sequence[IssuedCollective], rank: int, everywhere: Sequence[Durations]
 ) -> list[float]:
     """Return for how many microseconds each collective of this rank communicated.
 
     It is the least that the collective took on any rank of its group: the rank that came last
-    waited for none. `everywhere`: `lasted` of all ranks. No clocks are compared.
+    waited for none. `everywhere`: `durations_by_group` of all ranks. No clocks are compared.
     """
     least = {
         group: [min(times) for times in zip(*(everywhere[r][group] for r in members), strict=True)]

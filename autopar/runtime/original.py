@@ -70,11 +70,11 @@ def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: 
 
 
 def _check_step(
-    model: nn.Module, found: _StepResult, expected: _StepResult, tolerance: float
+    model: nn.Module, actual: _StepResult, expected: _StepResult, tolerance: float
 ) -> None:
     largest = max((_largest(x) for x in expected.gradients.values()), default=0.0)
-    _check_values(model, found.results, expected.results, 0.0, tolerance)
-    _check_values(model, found.gradients, expected.gradients, _LEAST * largest, tolerance)
+    _check_values(model, actual.results, expected.results, 0.0, tolerance)
+    _check_values(model, actual.gradients, expected.gradients, _LEAST * largest, tolerance)
 
 
 class _Draws(TorchDispatchMode):
@@ -120,10 +120,10 @@ def _of_model(model: nn.Module, inputs: Inputs) -> _StepResult:
 def _of_program(program: Program, inputs: Inputs) -> _StepResult:
     """Run the step of the traced program on copies of its tensors."""
     args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
-    held = {name: _copy(tensor) for name, tensor in program.tensors.items()}
-    values = bind(program, args, kwargs, held)
-    here = next((x.device for x in values if isinstance(x, Tensor)), CPU)
-    results_of_graph = iter(on_device(program.module, here)(*values))
+    tensors = {name: _copy(tensor) for name, tensor in program.tensors.items()}
+    values = bind(program, args, kwargs, tensors)
+    device = next((x.device for x in values if isinstance(x, Tensor)), CPU)
+    results_of_graph = iter(on_device(program.module, device)(*values))
     leaves, buffers = [], {}
     for output in program.signature.outputs:
         value = output.constant if output.node is None else next(results_of_graph)
@@ -133,7 +133,9 @@ def _of_program(program: Program, inputs: Inputs) -> _StepResult:
             buffers[f"buffer {output.target}"] = value
     results = _named_tensors(pytree.tree_unflatten(leaves, program.signature.out_spec), "result ")
     _backward(results)
-    parameters = {e.target: held[e.target] for e in program.signature.inputs if e.target in held}
+    parameters = {
+        e.target: tensors[e.target] for e in program.signature.inputs if e.target in tensors
+    }
     return _collect_step({**results, **buffers}, parameters, own)
 
 
@@ -179,9 +181,9 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def _check_values(
-    model: nn.Module, found: Values, expected: Values, least: float, tolerance: float
+    model: nn.Module, actual: Values, expected: Values, least: float, tolerance: float
 ) -> None:
-    errors = {n: _error(x, expected[n], least) for n, x in found.items() if n in expected}
+    errors = {n: _error(x, expected[n], least) for n, x in actual.items() if n in expected}
     worst = max(errors, key=lambda name: errors[name], default="")
     if worst and not errors[worst] <= tolerance:
         raise VerificationError(
@@ -192,14 +194,14 @@ def _check_values(
         )
 
 
-def _error(found: Tensor, expected: Tensor, least: float) -> float:
+def _error(actual: Tensor, expected: Tensor, least: float) -> float:
     """Return the largest |difference| over the largest finite |expected|."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return float("inf")
     if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(found, expected) else float("inf")
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    difference = torch.where(same, 0.0, (found - expected).abs().double())
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    difference = torch.where(same, 0.0, (actual - expected).abs().double())
     return _largest(difference) / max(_largest(expected), least, 1e-30)
 
 

@@ -24,14 +24,14 @@ from autopar.errors import PlanError
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.op_log import (
     GRAPH,
+    Durations,
     Entry,
-    Issued,
-    Lasted,
+    IssuedCollective,
     OpLog,
-    lasted,
+    collective_periods,
+    durations_by_group,
     log_of_graphs,
     log_of_run,
-    ran,
     seconds_sending,
 )
 from autopar.world import ranks
@@ -50,8 +50,8 @@ class MeasuredStep(Seen):
     skew. `hidden` is how long it was under way while no wait was on.
     """
 
-    ran: tuple[Span, ...]
-    taken: float
+    measured_spans: tuple[Span, ...]
+    step_seconds: float
     rank: int = 0
 
     @property
@@ -64,12 +64,12 @@ class MeasuredStep(Seen):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        return self.ran
+        return self.measured_spans
 
     @property
     def seconds(self) -> float:
         """The seconds of the step from its begin to its end."""
-        return self.taken
+        return self.step_seconds
 
 
 def phase(name: str) -> Any:
@@ -96,11 +96,11 @@ def restore_after(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def backward(found: Any) -> None:
+def backward(results: Any) -> None:
     """Run the backward of the first scalar among the outputs, else of all of them; none where no
     output requires a gradient.
     """
-    leaves = [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
+    leaves = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
     leaves = [x for x in leaves if x.requires_grad]
     leaves = next(([x] for x in leaves if not x.dim()), leaves)
     if leaves:
@@ -111,12 +111,12 @@ def profile_step(step: Callable[[], None]) -> list[Any]:
     """Run the step once, from the same moment on all ranks, and return the events of
     torch.profiler.
     """
-    seen = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-    with seen:
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    with profiler:
         ranks.meet()
         with record_function(STEP):
             step()
-    return list(seen.events())
+    return list(profiler.events())
 
 
 def measure_step(
@@ -137,7 +137,7 @@ def measure_step(
             "backend=None"
         )
 
-    def marked(*values: Any) -> Any:
+    def run_marked(*values: Any) -> Any:
         with record_function(GRAPH):
             return run(*values)
 
@@ -147,13 +147,13 @@ def measure_step(
     ranks.together(
         "running a step again", lambda: step(run)
     )  # as listing the ops slows a step down
-    return [_profile_once(lambda: step(marked), log) for _ in range(times)]
+    return [_profile_once(lambda: step(run_marked), log) for _ in range(times)]
 
 
-def _profile_once(step: Callable[[], None], script: OpLog) -> MeasuredStep:
+def _profile_once(step: Callable[[], None], log: OpLog) -> MeasuredStep:
     events = ranks.together("profiling a step", lambda: profile_step(step))
-    replayed = ranks.together("reading the profile", lambda: read_profile(events, script))
-    return timeline(replayed, ranks.rank(), ranks.all_of(replayed.lasted))
+    replay = ranks.together("reading the profile", lambda: read_profile(events, log))
+    return timeline(replay, ranks.rank(), ranks.all_of(replay.durations))
 
 
 def _op_log(run: Scheduled | fx.GraphModule, step: Callable[[Callable[..., Any]], None]) -> OpLog:
@@ -179,61 +179,63 @@ class ReplayedStep(NamedTuple):
     and when each collective ran; in microseconds. The step began at `begin`.
     """
 
-    script: Sequence[Entry]
+    entries: Sequence[Entry]
     ops: list[_Op]
     issued: list[_Op]
-    collectives: list[Issued]
-    ran: list[tuple[float, float]]
+    collectives: list[IssuedCollective]
+    periods: list[tuple[float, float]]
     begin: float
     seconds: float
 
     @property
     def waits(self) -> list[_Op]:
-        return [op for op in self.ops if _is_wait(op, self.script)]
+        return [op for op in self.ops if _is_wait(op, self.entries)]
 
     @property
-    def lasted(self) -> Lasted:
-        return lasted(self.collectives, self.ran)
+    def durations(self) -> Durations:
+        return durations_by_group(self.collectives, self.periods)
 
 
-def read_profile(events: Sequence[Any], played: OpLog) -> ReplayedStep:
+def read_profile(events: Sequence[Any], log: OpLog) -> ReplayedStep:
     """Read a profile next to the op log. Raises PlanError where other collectives ran than the log
     has.
     """
-    script = played.entries
+    entries = log.entries
     step_event = next(event for event in events if event.name == STEP)
     begin = step_event.time_range.start
-    ops = list(_Reader(played).read(step_event, "", False))
-    until = {script[op.entry].waits_for: op.end for op in reversed(ops) if _is_wait(op, script)}
-    issued = [op for op in ops if op.entry >= 0 and script[op.entry].kind]
+    ops = list(_Reader(log).read(step_event, "", False))
+    until = {entries[op.entry].waits_for: op.end for op in reversed(ops) if _is_wait(op, entries)}
+    issued = [op for op in ops if op.entry >= 0 and entries[op.entry].kind]
     collectives = [
-        _issued_collective(op, script[op.entry], until.get(op.entry, op.end)) for op in issued
+        _issued_collective(op, entries[op.entry], until.get(op.entry, op.end)) for op in issued
     ]
-    periods = ran(collectives, events, begin)
+    periods = collective_periods(collectives, events, begin)
     seconds = step_event.time_range.elapsed_us() / 1e6
-    return ReplayedStep(script, ops, issued, collectives, periods, begin, seconds)
+    return ReplayedStep(entries, ops, issued, collectives, periods, begin, seconds)
 
 
-def _issued_collective(op: _Op, entry: Entry, until: float) -> Issued:
-    return Issued(entry.kind, entry.group, entry.numbers, op.start, max(op.end, until))
+def _issued_collective(op: _Op, entry: Entry, until: float) -> IssuedCollective:
+    return IssuedCollective(entry.kind, entry.group, entry.numbers, op.start, max(op.end, until))
 
 
-def timeline(played: ReplayedStep, rank: int, everywhere: Sequence[Lasted]) -> MeasuredStep:
+def timeline(replay: ReplayedStep, rank: int, everywhere: Sequence[Durations]) -> MeasuredStep:
     """Return this rank's measured step. `everywhere`: how long the collectives of every rank
     lasted.
     """
-    durations = seconds_sending(played.collectives, rank, everywhere)
-    sent = [(end - duration, end) for (_, end), duration in zip(played.ran, durations, strict=True)]
-    waited = list(_wait_spans(played, sent))
-    spans = [*_compute_spans(played.ops, played.script), *(span for _, span in waited)]
-    spans += _collective_spans(played, sent, waited)
-    begin = played.begin
+    durations = seconds_sending(replay.collectives, rank, everywhere)
+    sent = [
+        (end - duration, end) for (_, end), duration in zip(replay.periods, durations, strict=True)
+    ]
+    waited = list(_wait_spans(replay, sent))
+    spans = [*_compute_spans(replay.ops, replay.entries), *(span for _, span in waited)]
+    spans += _collective_spans(replay, sent, waited)
+    begin = replay.begin
     shifted = [s._replace(start=(s.start - begin) / 1e6, end=(s.end - begin) / 1e6) for s in spans]
-    return MeasuredStep(tuple(shifted), played.seconds, rank)
+    return MeasuredStep(tuple(shifted), replay.seconds, rank)
 
 
-def _is_wait(op: _Op, script: Sequence[Entry]) -> bool:
-    return op.entry >= 0 and script[op.entry].communicates and not script[op.entry].kind
+def _is_wait(op: _Op, entries: Sequence[Entry]) -> bool:
+    return op.entry >= 0 and entries[op.entry].communicates and not entries[op.entry].kind
 
 
 # -- the profile next to the op log ----------------------------------------------------------------
@@ -242,9 +244,9 @@ class _Reader:
     both; between two of them, an op is the next one of its name.
     """
 
-    def __init__(self, script: OpLog) -> None:
-        self.script, self.within = script
-        self.anchors = [i for i, entry in enumerate(self.script) if entry.communicates]
+    def __init__(self, log: OpLog) -> None:
+        self.entries, self.within = log
+        self.anchors = [i for i, entry in enumerate(self.entries) if entry.communicates]
         self.met, self.at = 0, 0  # anchors passed; next entry
 
     def read(self, event: Any, now: str, within: bool) -> Iterator[_Op]:
@@ -263,9 +265,9 @@ class _Reader:
     def _entry(self, event: Any) -> int:
         if event.name.startswith("_c10d_functional::") or event.name == "autopar::reduce":
             return self._anchor(event.name)
-        limit = self.anchors[self.met] if self.met < len(self.anchors) else len(self.script)
+        limit = self.anchors[self.met] if self.met < len(self.anchors) else len(self.entries)
         for number in range(self.at, limit):
-            if self.script[number].op == event.name:
+            if self.entries[number].op == event.name:
                 self.at = number + 1
                 return number
         below = [self._entry(child) for child in event.cpu_children]
@@ -273,43 +275,44 @@ class _Reader:
 
     def _anchor(self, name: str) -> int:
         number = self.anchors[self.met] if self.met < len(self.anchors) else -1
-        if number < 0 or self.script[number].op.rstrip("_") != name.rstrip("_"):
+        if number < 0 or self.entries[number].op.rstrip("_") != name.rstrip("_"):
             self._refuse(number, name)
         self.met, self.at = self.met + 1, number + 1
         return number
 
-    def _refuse(self, number: int, found: str) -> None:
+    def _refuse(self, number: int, actual: str) -> None:
         expected = (
-            "nothing" if number < 0 else f"{self.script[number].op} of {self.script[number].node}"
+            "nothing" if number < 0 else f"{self.entries[number].op} of {self.entries[number].node}"
         )
         raise PlanError(
-            f"the step that ran is not the one of the graph: collective {self.met + 1} is {found}, "
-            f"the graph has {expected}; a timeline is measured of what runs with backend=None"
+            f"the step that ran is not the one of the graph: collective {self.met + 1} is "
+            f"{actual}, the graph has {expected}; a timeline is measured of what runs with "
+            "backend=None"
         )
 
 
 # -- spans, in microseconds of the profile ---------------------------------------------------------
-def _compute_spans(ops: Sequence[_Op], script: Sequence[Entry]) -> Iterator[Span]:
+def _compute_spans(ops: Sequence[_Op], entries: Sequence[Entry]) -> Iterator[Span]:
     for op in ops:
-        if _is_wait(op, script):
+        if _is_wait(op, entries):
             continue
-        entry = script[op.entry] if op.entry >= 0 else Entry(op.name, op.name, "")
+        entry = entries[op.entry] if op.entry >= 0 else Entry(op.name, op.name, "")
         kind = "issue" if entry.kind else "compute"
         name = entry.node or op.name
         yield Span(name, kind, COMPUTE, op.start, op.end, op.phase, entry.module)
 
 
 def _wait_spans(
-    played: ReplayedStep, sent: Sequence[tuple[float, float]]
+    replay: ReplayedStep, sent: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[int, Span]]:
     """Yield the spans of waiting, each with the entry of the collective: "skew" while no collective
     of this rank is under way, as other ranks have not come yet; "wait" else, and while this thread
     wakes up after the collective has ended.
     """
-    places = {op.entry: place for place, op in enumerate(played.issued)}
-    for op in played.waits:
-        number = played.script[op.entry].waits_for
-        entry = played.script[number if number >= 0 else op.entry]
+    places = {op.entry: place for place, op in enumerate(replay.issued)}
+    for op in replay.waits:
+        number = replay.entries[op.entry].waits_for
+        entry = replay.entries[number if number >= 0 else op.entry]
         place = places.get(number)
         awake = op.start if place is None else sent[place][1]
         for start, end, still in _split_time(op.start, op.end, [*sent, (awake, op.end)]):
@@ -343,14 +346,14 @@ def _split_time(
 
 
 def _collective_spans(
-    played: ReplayedStep, sent: Sequence[tuple[float, float]], waited: Sequence[tuple[int, Span]]
+    replay: ReplayedStep, sent: Sequence[tuple[float, float]], waited: Sequence[tuple[int, Span]]
 ) -> Iterator[Span]:
     waits = [(number, span) for number, span in waited if span.kind == "wait"]
     exposed: dict[int, float] = defaultdict(float)
     for number, span in waits:
         exposed[number] += span.seconds
-    for op, collective, (start, end) in zip(played.issued, played.collectives, sent, strict=True):
-        entry = played.script[op.entry]
+    for op, collective, (start, end) in zip(replay.issued, replay.collectives, sent, strict=True):
+        entry = replay.entries[op.entry]
         waited_us = sum(max(0.0, min(end, w.end) - max(start, w.start)) for _, w in waits)
         yield Span(
             entry.node,

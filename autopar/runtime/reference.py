@@ -147,13 +147,13 @@ def fill_unwritten(program: Program, fill: Fill, only: str | None = None) -> Pro
     return dataclasses.replace(program, module=module)
 
 
-def differing_values(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def differing_values(value: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Return flags for the entries where two runs give two numbers (two nans are equal); None where
     no entry differs.
     """
-    if one is None or other is None or one is other:
+    if value is None or other is None or value is other:
         return None
-    differ = ~((one == other) | ((one != one) & (other != other)))
+    differ = ~((value == other) | ((value != value) & (other != other)))
     return differ if bool(differ.any()) else None
 
 
@@ -254,6 +254,26 @@ def _largest_difference(value: Tensor, other: Tensor) -> float:
         return 0.0
     difference = (other - value).abs()
     return float(torch.where(difference.isfinite(), difference, 0.0).max())
+
+
+def relative_error(actual: Tensor, expected: Tensor, least: float) -> float:
+    """Return the largest |difference| over the largest |expected| (at least `least`)."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
+        return 0.0 if torch.equal(actual.to(expected.dtype), expected) else float("inf")
+    difference = differences(actual, expected)
+    finite = expected[expected.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return float(difference.max()) / max(scale, least) if difference.numel() else 0.0
+
+
+def differences(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return |actual - expected|: 0 for equal infinities and two nans, infinite for a nan and a
+    number.
+    """
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    return torch.where(same, 0.0, (actual - expected).abs().nan_to_num(nan=torch.inf))
 
 
 Name = Value | str  # a value of the graph; an output or a gradient, in words

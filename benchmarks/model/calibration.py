@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--interleaved", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    with calibrate_on_ranks.joined_work():
+    with calibrate_on_ranks.open_process_group():
         gpu = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         sizes = GPU_SIZES if gpu else CPU_SIZES

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import World
-from autopar.cost.activations import regathering
+from autopar.cost.activations import regather_weights
 from autopar.cost.algorithms import flat_algorithms
 from autopar.cost.communication import SentCollective, sent_collectives
 from autopar.cost.network import halves, pattern, size
@@ -124,7 +124,7 @@ def planned(
     model, inputs = made
     program = annotate.reduced_in(annotate.annotate(trace.trace(model, inputs, {})), dtype)
     program = chains.chains(program)
-    fetching = regathering(program)
+    fetching = regather_weights(program)
     assert fetching.annotations is not None
     program = emit_program(chosen(fetching if again else program, world, mesh), world)
     return Planned(program, summary_rows(program, world), fetching.annotations.again)

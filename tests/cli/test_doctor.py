@@ -23,7 +23,7 @@ from autopar.cli.doctor import Absent, Examination, Finding, Session, machine, t
 from autopar.cli.doctor import examination as doctor_command
 from autopar.cli.doctor import kernels as doctor_kernels
 from autopar.cli.doctor.examination import page
-from autopar.cli.doctor.session import Attended, found_by, merged
+from autopar.cli.doctor.session import AttentionModel, merge_findings, run_check
 from launch import RANK_SCRIPTS, ROOT, environment
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -165,10 +165,10 @@ def test_the_command_runs_every_check(
     check: Any, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        doctor_command, "one_rank", lambda examination: examination.check("one", check)
+        doctor_command, "check_each_rank", lambda examination: examination.check("one", check)
     )
     monkeypatch.setattr(
-        doctor_command, "all_ranks", lambda examination: examination.check("two", warned)
+        doctor_command, "check_all_ranks", lambda examination: examination.check("two", warned)
     )
     more = ("--out", str(tmp_path / "reports" / "here"))
     printed = CliRunner().invoke(main.app, ["doctor", "--run", *more])
@@ -205,11 +205,11 @@ def test_a_run_that_is_cut_off_leaves_what_it_found(tmp_path: Path) -> None:
 
 def test_ranks_that_differ_are_named() -> None:
     well, wrong = Finding("well"), Finding(fault="too far")
-    assert merged("x", [well, wrong, wrong], 1.0).why == "ranks 1, 2: too far"
-    assert merged("x", [wrong, wrong], 1.0).why == "too far"
-    absent = found_by(lambda: gone(alone()))
-    assert merged("x", [well, absent], 1.0).status == "not here"
-    assert merged("x", [absent, wrong], 1.0).status == "failed"
+    assert merge_findings("x", [well, wrong, wrong], 1.0).why == "ranks 1, 2: too far"
+    assert merge_findings("x", [wrong, wrong], 1.0).why == "too far"
+    absent = run_check(lambda: gone(alone()))
+    assert merge_findings("x", [well, absent], 1.0).status == "not here"
+    assert merge_findings("x", [absent, wrong], 1.0).status == "failed"
 
 
 # -- checks, and what they must find ---------------------------------------------------------------
@@ -222,9 +222,9 @@ def test_kernels(dtype: torch.dtype) -> None:
     assert "Flash" in found.facts["ran"]
     with pytest.raises(Absent, match="No viable backend"):
         doctor_kernels.kernel(session, "CUDNN_ATTENTION", dtype)
-    module, x, expected = session.kept[f"attended {dtype}"]
+    module, x, expected = session.shared[f"attended {dtype}"]
     worse = {**expected, "attention.out.bias": expected["attention.out.bias"] * 1.1}
-    session.kept[f"attended {dtype}"] = module, x, worse
+    session.shared[f"attended {dtype}"] = module, x, worse
     found = doctor_kernels.kernel(session, "MATH", dtype)
     assert found.fault.startswith("attention.out.bias is off by 9.1e-02")
 
@@ -304,7 +304,7 @@ def test_waits_after_the_first_two_steps_are_named(
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     session = alone(GPU)
-    session.kept["trained"] = Steps(waits)
+    session.shared["trained"] = Steps(waits)
     assert training.synchronisation(session).fault == fault
     assert modes == ["warn", 0] * 10
 
@@ -318,7 +318,7 @@ def test_a_peak_above_the_planned_one_is_a_failure(
     for name in ("max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device: int(held * 2**20))
     session = alone(GPU)
-    session.kept["trained"] = Steps({})
+    session.shared["trained"] = Steps({})
     assert (training.peak(session).fault == "") == well
     for check in (training.peak, training.synchronisation):
         with pytest.raises(Absent):
@@ -326,7 +326,7 @@ def test_a_peak_above_the_planned_one_is_a_failure(
 
 
 def test_attention_of_the_kernels_has_a_gradient_for_each_weight() -> None:
-    model = Attended(16, 2)
+    model = AttentionModel(16, 2)
     model(torch.randn(1, 4, 16))[0].backward()
     assert all(p.grad is not None for p in model.parameters())
 

@@ -20,7 +20,13 @@ import models
 from autopar.cost.calibration import fit as timing
 from autopar.cost.calibration.measure import Matmul
 from autopar.cost.calibration.procedure import time_computing
-from autopar.cost.compute import attention_seconds, attention_share, node_seconds, matmul_seconds, rule_seconds
+from autopar.cost.compute import (
+    attention_seconds,
+    attention_share,
+    matmul_seconds,
+    node_seconds,
+    rule_seconds,
+)
 from autopar.cost.simulator.graph_events import flops, graph_events, op_seconds
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
@@ -214,7 +220,9 @@ def test_shares_are_what_was_measured_of_the_rate() -> None:
 def test_a_models_own_attention() -> None:
     """Every block has the same."""
     model, args, _ = models.gpt()
-    assert calibrate_on_ranks.unsharded_work(model, args).attended == [(FLOAT, Attends(16, 8.0, True))]
+    assert calibrate_on_ranks.unsharded_work(model, args).attentions == [
+        (FLOAT, Attends(16, 8.0, True))
+    ]
 
 
 # -- files -----------------------------------------------------------------------------------------

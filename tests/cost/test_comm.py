@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from autopar.cost.algorithms import algorithms
-from autopar.cost.communication import collective_cost, costs, inner_costs, hierarchies, path_seconds, seconds
+from autopar.cost.communication import (
+    collective_cost,
+    costs,
+    hierarchies,
+    inner_costs,
+    path_seconds,
+    seconds,
+)
 from autopar.cost.network import Pattern, load, pattern, size
 from autopar.ir.layout import Element, I, Layout, P, R, S, Traffic
 from autopar.ir.mesh import Mesh
@@ -46,7 +53,7 @@ def test_the_ring_formulas(ranks: int) -> None:
         hops = (2 if kind == "all_reduce" else 1) * (ranks - 1)
         assert found.bytes == pytest.approx(sent * whole)
         assert found.seconds == pytest.approx(took + 5e-5 + hops * 1e-5, rel=1e-9)
-        assert found.way.algorithm == ("exchange" if kind == "all_to_all" else "ring")
+        assert found.algorithm.name == ("exchange" if kind == "all_to_all" else "ring")
 
 
 def test_a_panel_is_a_broadcast_from_each_rank_in_turn() -> None:
@@ -66,9 +73,9 @@ def test_one_rank_pays_nothing() -> None:
 def test_small_sums_go_up_a_tree_and_large_ones_around_a_ring() -> None:
     world = World((Level(8, 4.5e11, 1e-6),), GPU, "nccl", launch_s=5e-6)
     found = price(world, "x8", "x", "all_reduce", 8)
-    assert found.way.algorithm == "tree"
+    assert found.algorithm.name == "tree"
     assert found.seconds == pytest.approx(5e-6 + 2 * 3 * 1e-6, rel=1e-3)
-    assert price(world, "x8", "x", "all_reduce", 1e9).way.algorithm == "ring"
+    assert price(world, "x8", "x", "all_reduce", 1e9).algorithm.name == "ring"
 
 
 # -- the emulated cluster --------------------------------------------------------------------------
@@ -93,7 +100,7 @@ def test_the_emulated_clusters_small_sums() -> None:
 def test_a_sum_in_two_levels_wins_on_the_emulated_cluster() -> None:
     """8 MB over four ranks: measured 203 ms in two levels, 266 in one ring."""
     found = price(EMULATED, "x4", "x", "all_reduce", 8 * MIB)
-    assert (found.way.algorithm, found.way.inside) == ("two-level", (2,))
+    assert (found.algorithm.name, found.algorithm.inside) == ("two-level", (2,))
     assert 0.17 < found.seconds < 0.21
     assert found.bytes == 1.5 * 8 * MIB
 
@@ -120,15 +127,17 @@ def test_a_change_says_how_its_collectives_go() -> None:
 
 def test_collectives_inside_an_op_go_in_one_level() -> None:
     x = Layout(Mesh.parse("x4"), (1 << 16, 64), (S(1, 16),))
-    found = list(inner_costs(inner_collectives(torch.ops.aten.rms_norm.default, [x]), x.mesh, EMULATED))
-    assert {one.algorithm for one in found} == {"ring"}
-    assert price(EMULATED, "x4", "x", "all_reduce", 1 << 18).way.algorithm == "two-level"
+    found = list(
+        inner_costs(inner_collectives(torch.ops.aten.rms_norm.default, [x]), x.mesh, EMULATED)
+    )
+    assert {cost.algorithm for cost in found} == {"ring"}
+    assert price(EMULATED, "x4", "x", "all_reduce", 1 << 18).algorithm.name == "two-level"
 
 
 def test_gloo_scatters_sums_by_exchange() -> None:
     """Every rank sends every other its part, and adds; nccl passes partial sums around."""
     found = price(EMULATED, "n2.l2", "l", "reduce_scatter", 1e8)
-    assert found.way.algorithm == "exchange"
+    assert found.algorithm.name == "exchange"
     assert found.seconds == pytest.approx(START + NEAR + 0.5e8 / 6e8 + 1.5e8 / 1e10)
     ringed = World(EMULATED.levels, CORE, "nccl")
     over_all = price(ringed, "x4", "x", "reduce_scatter", 1e8)
@@ -156,7 +165,7 @@ def test_two_levels_where_they_win() -> None:
     """
     world = World.preset("dgx-h100", 128)
     small, large = (price(world, "x128", "x", "all_gather", count) for count in (1e4, 1e12))
-    assert small.way.algorithm == "two-level" and large.way.algorithm == "ring"
+    assert small.algorithm.name == "two-level" and large.algorithm.name == "ring"
     assert small.seconds < 1e-4 < world.launch_s + 127 * 1e-6
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.compute import efficiency, node_seconds, matmul_seconds
+from autopar.cost.compute import efficiency, matmul_seconds, node_seconds
 from autopar.errors import WorldError
 from autopar.ir.layout import Layout, R
 from autopar.ir.mesh import Mesh
@@ -62,9 +62,7 @@ def test_arrays_give_what_numbers_give(device: Device) -> None:
     flops = np.array([0.0, 1.0, 1e6, 3e7, 1e9, 1e13])
     moved = np.array([1e9, 0.0, 1e3, 1e8, 1e6, 1e9])
     found = matmul_seconds(flops, moved, torch.float32, device)
-    each = [
-        matmul_seconds(float(f), float(b), torch.float32, device) for f, b in zip(flops, moved)
-    ]
+    each = [matmul_seconds(float(f), float(b), torch.float32, device) for f, b in zip(flops, moved)]
     assert found == pytest.approx(np.array(each), rel=1e-12)
     table = matmul_seconds(flops.reshape(2, 3), moved.reshape(2, 3), torch.float32, device)
     assert table == pytest.approx(found.reshape(2, 3))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.network import Load, _counted, halves, load, members, pattern, within
+from autopar.cost.network import Load, _load_edge_by_edge, halves, load, members, pattern, within
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.world import KINDS, Level, World
@@ -149,7 +149,7 @@ def test_counting_every_edge_gives_what_the_shortcut_gives(
     count = 2 ** data.draw(st.integers(0, int(math.log2(world.ranks // stride))))
     if count == 1:
         return
-    short, counted = load(world, ((count, stride),)), _counted(world, ((count, stride),))
+    short, counted = load(world, ((count, stride),)), _load_edge_by_edge(world, ((count, stride),))
     assert short[:4] == pytest.approx(counted[:4])
 
 

@@ -11,7 +11,15 @@ import torch
 import autopar
 import models
 from autopar import PlanError
-from autopar.cost.memory import RESERVE, STATES, Budget, limit_text, step_bytes, with_flight, with_reserve
+from autopar.cost.memory import (
+    RESERVE,
+    STATES,
+    Budget,
+    limit_text,
+    step_bytes,
+    with_flight,
+    with_reserve,
+)
 from autopar.cost.peak import Lives, highest
 from autopar.errors import LayoutError
 from autopar.ir.plan_table import Memory
@@ -78,7 +86,7 @@ def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
     ]
     assert sum(x.nbytes for x in states if x.dim()) == STATES[name] * 4 * 1500
     known = {id(t.untyped_storage()) for t in (*states, *parameters)}
-    own = [life for key, life in lives.known.items() if key in known]
+    own = [life for key, life in lives.current.items() if key in known]
     rest = [life for life in lives.lives if life not in own]
     assert highest(rest)[1] == pytest.approx(step_bytes([4000.0, 2000.0], name, at_once), abs=100)
 

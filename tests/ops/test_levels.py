@@ -157,8 +157,8 @@ def test_a_step_is_emitted_the_way_that_it_is_priced(before: State, after: State
         if traffic is None:
             assert key not in node.kwargs
             continue
-        way = collective_cost(traffic, ("x",), mesh, 4, UNEQUAL).way
-        assert (way.algorithm, way.inside) == ("two-level", (2,))
+        way = collective_cost(traffic, ("x",), mesh, 4, UNEQUAL).algorithm
+        assert (way.name, way.inside) == ("two-level", (2,))
         assert node.kwargs[key] == 2
     graph.output(node)
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
@@ -209,11 +209,11 @@ def test_what_may_be_joined_goes_in_the_same_levels() -> None:
     plan = autopar.plan(model, world, (torch.randn(32, 512),), layout="ddp")
     sums = [move for move in sent_collectives(plan.ready.program) if move.backward]
     alone = {
-        collective_cost(m.traffic, m.axes, plan.mesh, m.element_bytes, world).way.inside
+        collective_cost(m.traffic, m.axes, plan.mesh, m.element_bytes, world).algorithm.inside
         for m in sums
     }
     assert alone == {(), (2, 4)}
-    assert [move.levels for move in sums] == 4 * [(2, 4)]
+    assert [move.hierarchy for move in sums] == 4 * [(2, 4)]
     events = [event for event in plan.timeline().events if event.lane]
     assert len({event.lane for event in events}) == 3  # a queue a stage
     scattered = [event for event in events if event.kind == "reduce_scatter"]
@@ -277,9 +277,9 @@ def test_what_goes_over_the_wire_is_what_was_priced(
         (axis,), kind = move.axes, move.traffic.collective
         inner = {"all_reduce": ["reduce-scatter", "all-gather"]}.get(kind, [kind.replace("_", "-")])
         across = "all-reduce sum" if kind == "all_reduce" else kind.replace("_", "-")
-        assert move.levels in ((), (2,))
+        assert move.hierarchy in ((), (2,))
         calls = [f"{across} {axis}"]
-        if move.levels:
+        if move.hierarchy:
             calls = [f"{across} {axis}/2@2", *(f"{kind} {axis}/2@1" for kind in inner)]
         for call in calls:
             expected[call] = expected.get(call, 0) + 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.cost import communication
-from autopar.cost.algorithms import Algorithm, _best, flat_algorithms, algorithms
+from autopar.cost.algorithms import Algorithm, _best, algorithms, flat_algorithms
 from autopar.cost.network import pattern
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
@@ -40,7 +40,7 @@ def test_a_byte_costs_more_from_each_bend_on() -> None:
 
 def test_two_levels_add_up_bend_by_bend() -> None:
     """A sum over four: scatter in the node, sum half across, gather in the node."""
-    found = {way.algorithm: way for way in algorithms(WORLD, "all_reduce", ((4, 1),))}
+    found = {way.name: way for way in algorithms(WORLD, "all_reduce", ((4, 1),))}
     stages = [
         flat_algorithms(WORLD, kind, digits)[0]
         for kind, digits in (
@@ -93,8 +93,8 @@ def test_a_step_pays_for_contention_at_every_start() -> None:
         plain, late = (
             communication.collective_cost(traffic, ("a",), mesh, 1, w) for w in (free, world)
         )
-        starts = 3 if plain.way.inside else 1
-        assert late.way.algorithm == plain.way.algorithm
+        starts = 3 if plain.algorithm.inside else 1
+        assert late.algorithm.name == plain.algorithm.name
         assert late.seconds == pytest.approx(plain.seconds + starts * 4e-4)
         assert communication.collective_cost(traffic, ("b",), mesh, 1, world).seconds == 0
 

@@ -64,7 +64,9 @@ def test_a_copy_has_to_gain_enough() -> None:
     assert one.fastest == "right"
     assert replace(one, right_copied_s=0.96, left_copied_s=0.96).fastest == ""
     assert replace(one, right_copied_s=0.94, left_copied_s=0.90).fastest == "left"
-    with pytest.raises(WorldError, match=r"KernelTimes.as_it_is_s is 0: give a finite number above 0"):
+    with pytest.raises(
+        WorldError, match=r"KernelTimes.as_it_is_s is 0: give a finite number above 0"
+    ):
         replace(one, as_it_is_s=0)
 
 
@@ -73,7 +75,7 @@ def forged(ranks: int, right: float) -> World:
     its right operand copied.
     """
     model, args, _ = models.gpt()
-    shapes = local_matmuls(unsharded_work(model, args).products, ranks)
+    shapes = local_matmuls(unsharded_work(model, args).matmuls, ranks)
     forms = {(str(p.dtype).removeprefix("torch."), p.m, p.n, p.k, p.form) for p in shapes}
     world = World.of(ranks)
     timed = tuple(KernelTimes(*one, 1.0, 2.0, right) for one in sorted(forms))

@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.ops.custom_functions import is_custom
-from autopar.passes import annotate
-from autopar.passes import trace
-from traced import run
+from autopar.passes import annotate, trace
 from autopar.runtime import dynamo_backend
+from traced import run
 
 
 class StraightThrough(Function):

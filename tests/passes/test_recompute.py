@@ -77,7 +77,9 @@ def test_what_gathers_nothing_regathers_nothing() -> None:
         plan = autopar.plan(model, ranks, inputs, layout, recompute="gathers")
         assert (
             plan.regather == ()
-            and plan.ready.program.module.graph.find_nodes(op="call_function", target=regather_in_backward)
+            and plan.ready.program.module.graph.find_nodes(
+                op="call_function", target=regather_in_backward
+            )
             == []
         )
 

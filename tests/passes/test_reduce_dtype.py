@@ -66,7 +66,11 @@ def test_sums_of_gradients_are_wider_and_nothing_else(layout: str) -> None:
     summed = {m.element_bytes for m in of_weights(plan) if m.traffic.collective in SUMS}
     assert summed == {4} if layout in ("ddp", "fsdp") else summed <= {4}
     assert {m.element_bytes for m in of_weights(narrow)} <= {2}
-    others = [m for m in sent_collectives(plan.ready.program) if not m.inside and m not in of_weights(plan)]
+    others = [
+        m
+        for m in sent_collectives(plan.ready.program)
+        if not m.inside and m not in of_weights(plan)
+    ]
     assert all(m.element_bytes == 2 for m in others if m.node.meta["value"][0] in plan.stored)
     assert plan.seconds >= narrow.seconds and plan.bound <= plan.seconds
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import autopar
 from autopar import TraceError
 from autopar._compat import FakeTensor
-from autopar.passes.trace.side_effects import refuse_side_effects
 from autopar.passes import trace
+from autopar.passes.trace.side_effects import refuse_side_effects
 from traced import run
 
 Forward = Callable[[Any, Tensor], Any]

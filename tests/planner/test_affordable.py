@@ -26,9 +26,9 @@ from autopar.planner.mesh_search import best
 from autopar.planner.named_layouts import candidates
 from autopar.planner.planner import search_plan
 from autopar.planner.request import PlanRequest
+from autopar.planner.small_models import ascending, ranked
 from autopar.world import World
 from random_nets import analysed, random_problem
-from ranked_plans import ascending, ranked
 
 slow = pytest.mark.slow
 OPTIMIZER = "adamw"

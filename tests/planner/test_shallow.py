@@ -36,7 +36,7 @@ def test_as_good_as_searched_on_the_whole(layout: str) -> None:
     assert len(list(shallow.deep.longer.module.graph.nodes)) < len(
         list(program().module.graph.nodes)
     )
-    deep = shallow.chosen(shallow.best(given), None)
+    deep = shallow.chosen(shallow.best(given), PlanRequest())
     mesh_search.check_choices(deep.program)
     emit_program(deep.program, WORLD)
     plan, whole = (
@@ -52,9 +52,9 @@ def test_as_good_as_searched_on_the_whole(layout: str) -> None:
 def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
     shallow, given = ShortenedModel(program(), WORLD), list(candidates("4d", 4, program()))
     near = promising_meshes(shallow.bounds(given), given, 2)
-    each = [shallow.chosen(shallow.plan([one]), None).program.plan for one in near]
+    each = [shallow.chosen(shallow.plan([one]), PlanRequest()).program.plan for one in near]
     least = min(plan.seconds for plan in each if plan is not None)
-    found = shallow.chosen(shallow.best(given), None).program.plan
+    found = shallow.chosen(shallow.best(given), PlanRequest()).program.plan
     assert len(each) == 2 and found is not None and found.seconds == pytest.approx(least)
 
 

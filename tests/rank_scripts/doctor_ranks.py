@@ -74,8 +74,8 @@ def main() -> int:
         check("links", exchanges.links)
         for kind in exchanges.KINDS:
             check(f"{kind} alone", partial(exchanges.alone, kind=kind))
-        for kind in exchanges.JOINED:
-            check(f"{kind} joined", partial(exchanges.joined, kind=kind))
+        for kind in exchanges.FUSED_KINDS:
+            check(f"{kind} joined", partial(exchanges.in_bucket, kind=kind))
         turned = partial(torch.flip, dims=(0,))
         check("one more", partial(with_broken, "all_reduce", lambda x: x + 1, "all_reduce"))
         check("dropout", kernels.dropout)

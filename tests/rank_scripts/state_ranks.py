@@ -72,14 +72,14 @@ def beside(single: nn.Module, expected: Tensor, layout: str, overlap: bool) -> F
     planned = autopar.parallelize(Net(), layout=layout, overlap=overlap)
     loss = under_autocast(lambda: planned(*inputs))
     loss.backward()
-    run = planned.made._run
+    run = planned.module._run
     run._plain = None  # the graph as it is, every collective waited for: not called again
     again = under_autocast(lambda: planned(*inputs)) if overlap else loss
     plain = parallel(layout, overlap)
     return {
         "dtypes": [str(loss.dtype), str(expected.dtype)],
         "loss": abs(float(loss / expected) - 1),
-        "gradients": error(gradients(planned.made), gradients(single)),
+        "gradients": error(gradients(planned.module), gradients(single)),
         "again": abs(float(again / loss) - 1),
         "without": refused(lambda: planned(*inputs)),
         "with": refused(lambda: under_autocast(lambda: plain(*inputs))),

@@ -13,7 +13,7 @@ from test_timeline import shows
 
 import autopar
 import models
-from autopar.runtime.op_log import Entry, Issued, OpLog, ran
+from autopar.runtime.op_log import Entry, IssuedCollective, OpLog, collective_periods
 from autopar.runtime.profiler import MeasuredStep, read_profile, timeline
 from launch import launched
 
@@ -63,11 +63,11 @@ def test_buffers_and_modes_stay(tmp_path: Path) -> None:
     par = autopar.parallelize(model, 1)
     found = par.timeline(x)
     assert {span.phase for span in found.spans} == {"forward", "backward"}
-    assert torch.equal(par.made.get_buffer("1.running_mean"), torch.zeros(8))
+    assert torch.equal(par.module.get_buffer("1.running_mean"), torch.zeros(8))
     with torch.no_grad():
         assert {span.phase for span in par.timeline(x).spans} == {"forward"}
     with pytest.raises(autopar.InputError, match="planned in train mode"):
-        par.made.eval().timeline(x)
+        par.module.eval().timeline(x)
 
 
 def test_one_rank_computes_only(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ OPS = (
 def told(events: list[Any], *others: float) -> MeasuredStep:
     """Of rank 3, beside one on which both sums took so long."""
     played = read_profile(events, SCRIPT)
-    everywhere = [played.lasted] * 4
+    everywhere = [played.durations] * 4
     if others:
         everywhere[1] = {GROUP: others}
     return timeline(played, 3, everywhere)
@@ -178,14 +178,16 @@ def test_equal_collectives_go_to_the_threads_of_their_group() -> None:
     own before the second group's, which began earlier, had ended.
     """
     groups = (GROUP, "autopar/data2.x2/x")
-    issued = [Issued("all_reduce", groups[n % 2], 4, float(n), 50.0 + 10 * n) for n in range(4)]
+    issued = [
+        IssuedCollective("all_reduce", groups[n % 2], 4, float(n), 50.0 + 10 * n) for n in range(4)
+    ]
     spans = {(2, 11.0): 20.0, (4, 12.0): 48.0, (3, 21.0): 30.0, (4, 49.0): 75.0}
     events = [
         event("gloo:all_reduce", start, end, thread=thread, input_shapes=[[4]])
         for (thread, start), end in spans.items()
     ]
     before = event("gloo:all_reduce", -5.0, 1.0, thread=2, input_shapes=[[4]])
-    found = ran(issued, [before, *events], 0.0)
+    found = collective_periods(issued, [before, *events], 0.0)
     assert found == [(11, 20), (12, 48), (21, 30), (49, 75)]
 
 

@@ -1,6 +1,6 @@
 """An examination: the doctor's checks run one after the other on all ranks, and the report is
 written after each, so that a run which is cut off leaves its results. cli/main.py calls `run` and
-`tell`.
+`print_facts`.
 
 Example, on every rank:
 
@@ -33,7 +33,7 @@ from rich.table import Table
 
 from autopar.cli import terminal
 from autopar.cli.doctor import exchanges, kernels, machine, training
-from autopar.cli.doctor.session import Finding, Result, Session, found_by, merged
+from autopar.cli.doctor.session import Finding, Result, Session, merge_findings, run_check
 from autopar.errors import RankError
 from autopar.ir.plan_table import format_bytes
 from autopar.world import json_file, store
@@ -109,16 +109,16 @@ def _check_row(check: Mapping[str, Any]) -> str:
     )
 
 
-def _machine_section(found: Mapping[str, Any]) -> str:
+def _machine_section(facts: Mapping[str, Any]) -> str:
     """Return the HTML of the devices, what will not work here, and all facts to unfold."""
-    if not found:
+    if not facts:
         return ""
     devices = "".join(
         f"<li>{html.escape(str(device['name']))}, {format_bytes(device['memory_bytes'])}</li>"
-        for device in found["devices"]
+        for device in facts["devices"]
     )
-    warnings = "".join(f"<li>{html.escape(line)}</li>" for line in found["warnings"])
-    text = html.escape(json.dumps(found, indent=1, default=str))
+    warnings = "".join(f"<li>{html.escape(line)}</li>" for line in facts["warnings"])
+    text = html.escape(json.dumps(facts, indent=1, default=str))
     return (
         f"<h2>Machine of rank 0</h2><ul>{devices}</ul>"
         + (f"<h2>What will not work here</h2><ul>{warnings}</ul>" if warnings else "")
@@ -165,27 +165,27 @@ class Examination:
         with self.session.open():
             self._talking = True
             for name, finding, seconds in self._alone:
-                self._tell(name, finding, seconds)
+                self._exchange(name, finding, seconds)
             self._alone.clear()
             yield
 
     def check(self, name: str, work: Check) -> None:
         """Run a check. It fails on all ranks where it fails on one, and later checks still run."""
-        self._under_way(name)
+        self._mark_running(name)
         began = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            finding = found_by(lambda: work(self.session))
+            finding = run_check(lambda: work(self.session))
         texts = dict.fromkeys(str(warning.message).split(" (Triggered")[0] for warning in caught)
         if texts:
             warning_facts = {"warnings": list(texts)[:_MOST_WARNINGS]}
             finding = replace(finding, facts={**finding.facts, **warning_facts})
         seconds = time.perf_counter() - began
         if self._talking:
-            self._tell(name, finding, seconds)
+            self._exchange(name, finding, seconds)
         else:
             self._alone.append((name, finding, seconds))
-            self._keep(merged(name, [finding], seconds))
+            self._keep(merge_findings(name, [finding], seconds))
 
     def close(self, as_json: bool = False) -> int:
         """Print the table on rank 0, or the content of doctor.json. Returns the exit status: 1
@@ -215,7 +215,7 @@ class Examination:
             "checks": [result.to_json() for result in self.results],
         }
 
-    def _tell(self, name: str, finding: Finding, seconds: float) -> None:
+    def _exchange(self, name: str, finding: Finding, seconds: float) -> None:
         """Exchange the findings of all ranks through the store, as a collective may be what failed,
         and keep and print the result.
         """
@@ -226,7 +226,7 @@ class Examination:
             lost = replace(finding, fault=f"{finding.fault or 'the check'}; then: {error}")
             by_rank = [[lost.to_json(), seconds]]
         findings = [Finding(**finding_facts) for finding_facts, _ in by_rank]
-        result = merged(name, findings, max(took for _, took in by_rank))
+        result = merge_findings(name, findings, max(took for _, took in by_rank))
         self._keep(result)
         if any(each.raised for each in findings):
             self.session.reopen()
@@ -244,7 +244,7 @@ class Examination:
         else:
             self.results.append(result)
 
-    def _under_way(self, name: str) -> None:
+    def _mark_running(self, name: str) -> None:
         """Write to the report which check runs now: where that ends the process, the report says
         so.
         """
@@ -293,7 +293,7 @@ def table(results: list[Result]) -> Table:
 SEVERAL = "torchrun --standalone --nproc-per-node 4 -m autopar doctor"
 
 
-def started() -> bool:
+def is_started_by_torchrun() -> bool:
     """Whether torchrun has started this process as one of its ranks. Then the checks run without an
     option that asks for them: torchrun would take `--run` for its own `--run-path`.
     """
@@ -305,16 +305,16 @@ def run(out: Path, as_json: bool = False) -> int:
     and doctor.html in a folder. Returns the exit status: 1 where a check failed.
     """
     examination = Examination(out)
-    one_rank(examination)
+    check_each_rank(examination)
     with examination.ranks():
-        all_ranks(examination)
+        check_all_ranks(examination)
     status = examination.close(as_json)
     if examination.session.ranks == 1 and not as_json:
         terminal.console().print(f"on several ranks: {SEVERAL}", soft_wrap=True)
     return status
 
 
-def one_rank(examination: Examination) -> None:
+def check_each_rank(examination: Examination) -> None:
     """Run the checks that each rank does alone, before the process group is open."""
     for dtype in kernels.DTYPES:
         for name in kernels.KERNELS:
@@ -322,7 +322,7 @@ def one_rank(examination: Examination) -> None:
             examination.check(f"kernel {title}", partial(kernels.kernel, name=name, dtype=dtype))
 
 
-def all_ranks(examination: Examination) -> None:
+def check_all_ranks(examination: Examination) -> None:
     """Run the checks that the ranks do together, first those that others depend on."""
     check = examination.check
     check("versions", exchanges.versions)
@@ -331,8 +331,8 @@ def all_ranks(examination: Examination) -> None:
     check("groups", exchanges.groups)
     for kind in exchanges.KINDS:
         check(f"{kind} alone", partial(exchanges.alone, kind=kind))
-    for kind in exchanges.JOINED:
-        check(f"{kind} joined", partial(exchanges.joined, kind=kind))
+    for kind in exchanges.FUSED_KINDS:
+        check(f"{kind} joined", partial(exchanges.in_bucket, kind=kind))
     for name, layout in training.layouts(examination.session.ranks).items():
         check(f"parity {name}", partial(training.parity, layout=layout))
     check("dropout", kernels.dropout)
@@ -342,7 +342,7 @@ def all_ranks(examination: Examination) -> None:
     check("synchronisation", training.synchronisation)
 
 
-def tell(facts: dict[str, Any], out: Console) -> None:
+def print_facts(facts: dict[str, Any], out: Console) -> None:
     """Print the facts of `machine.facts` for people."""
     versions, where = facts["versions"], facts["environment"]
     version_texts = [f"{name} {value}" for name, value in versions.items() if value]

@@ -1,10 +1,10 @@
 """The doctor's checks of what ranks exchange: versions, devices, links, process groups,
 collectives.
 
-`alone` and `joined` compare every kind of collective that emitted graphs use, alone and fused, with
-its expected result. The numbers are small integers, which bfloat16 holds and adds without rounding,
-so a result is equal or wrong. Each kind runs over every group of a mesh of two axes, so a wrong
-order of ranks in a group of some ranks shows.
+`alone` and `in_bucket` compare every kind of collective that emitted graphs use, alone and fused,
+with its expected result. The numbers are small integers, which bfloat16 holds and adds without
+rounding, so a result is equal or wrong. Each kind runs over every group of a mesh of two axes, so a
+wrong order of ranks in a group of some ranks shows.
 
 examination.py runs them on all ranks. Each check takes the Session and returns a Finding; it raises
 Absent where there is nothing to check.
@@ -159,7 +159,7 @@ def _row(kind: str, size: int, took: float, assumed: float) -> dict[str, Any]:
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
-JOINED = ("all_gather", "reduce_scatter", "all_reduce")  # the kinds that the bucket pass fuses
+FUSED_KINDS = ("all_gather", "reduce_scatter", "all_reduce")  # the kinds that the bucket pass fuses
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 _ROWS, _COLUMNS = 37, 5  # from one rank to one other
 _MEMBERS = 3  # collectives that are fused
@@ -191,33 +191,33 @@ def alone(session: Session, kind: str) -> Finding:
     """Check a kind of KINDS by itself: return how many results were compared, over every group and
     in every dtype; the fault names the groups and dtypes with wrong results.
     """
-    tried, wrong = 0, []
+    count, wrong = 0, []
     for group in _groups(session):
         for dtype in DTYPES:
             for trial in trials(kind, group, dtype, session.device):
                 result = trial.run(trial.operand)
-                tried += 1
+                count += 1
                 if trial.expected is not None and not torch.equal(result, trial.expected):
                     wrong.append(_group_text(group, dtype))
-    return _finding(tried, wrong)
+    return _finding(count, wrong)
 
 
-def joined(session: Session, kind: str) -> Finding:
-    """Check a kind of JOINED in a bucket: three collectives fused into one, in the form that the
-    bucket pass chooses on this device. Returns what `alone` does.
+def in_bucket(session: Session, kind: str) -> Finding:
+    """Check a kind of FUSED_KINDS in a bucket: three collectives fused into one, in the form that
+    the bucket pass chooses on this device. Returns what `alone` does.
     """
-    tried, wrong, forms = 0, [], set()
+    count, wrong, op_names = 0, [], set()
     for group in _groups(session):
         for dtype in DTYPES[:2]:
             several = [next(trials(kind, group, dtype, session.device, n)) for n in range(_MEMBERS)]
             operands = [trial.operand for trial in several]
             graph = ranks.together("joining", partial(_fuse_trials, several, operands))
-            forms |= {str(collective_of(node)) for node in graph.graph.nodes} - {"None"}
+            op_names |= {str(collective_of(node)) for node in graph.graph.nodes} - {"None"}
             for value, trial in zip(graph(*operands), several, strict=True):
-                tried += 1
+                count += 1
                 if trial.expected is None or not torch.equal(value, trial.expected):
                     wrong.append(_group_text(group, dtype))
-    return _finding(tried, wrong, form=sorted(forms))
+    return _finding(count, wrong, form=sorted(op_names))
 
 
 def trials(
@@ -231,15 +231,15 @@ def trials(
     def sums(rank: int) -> Tensor:
         return _numbers(size * rows, 3, rank % 2, dtype, device)
 
-    def moves(rank: int, count: int = rows) -> Tensor:
+    def contents(rank: int, count: int = rows) -> Tensor:
         return _numbers(count, 7, 8 * (rank % 31), dtype, device)
 
     own = group.ranks[place]
     total = torch.stack([sums(rank) for rank in group.ranks]).sum(0).to(dtype)
     match kind:
         case "all_gather":
-            gathered = torch.cat([moves(rank) for rank in group.ranks])
-            yield Trial(lambda x: comm.all_gather(x, size, name), moves(own), gathered)
+            gathered = torch.cat([contents(rank) for rank in group.ranks])
+            yield Trial(lambda x: comm.all_gather(x, size, name), contents(own), gathered)
         case "reduce_scatter":
             part = total.chunk(size)[place]
             yield Trial(lambda x: comm.reduce_scatter(x, size, name), sums(own), part)
@@ -248,13 +248,13 @@ def trials(
             most = torch.stack([sums(rank) for rank in group.ranks]).amax(0)
             yield Trial(lambda x: comm.all_reduce(x, size, name, "max"), sums(own), most)
         case "all_to_all":
-            from_each = [moves(rank, size * rows).view(size, rows, -1) for rank in group.ranks]
+            from_each = [contents(rank, size * rows).view(size, rows, -1) for rank in group.ranks]
             arrived = torch.stack([x[place] for x in from_each])
             yield Trial(lambda x: comm.all_to_all(x, name), from_each[place], arrived)
         case "broadcast":
-            each = [moves(rank) for rank in group.ranks]
+            each = [contents(rank) for rank in group.ranks]
             yield from (
-                Trial(_with_root(comm.broadcast, n, group), moves(own), each[n]) for n in places
+                Trial(_with_root(comm.broadcast, n, group), contents(own), each[n]) for n in places
             )
         case "reduce":
             expected = [total if n == place else None for n in places]
@@ -313,8 +313,8 @@ def _group_text(group: Group, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} over {group.name.removeprefix('autopar/')}"
 
 
-def _finding(tried: int, wrong: list[str], **facts: Any) -> Finding:
-    figure = f"{tried - len(wrong)} of {tried} results equal"
+def _finding(count: int, wrong: list[str], **facts: Any) -> Finding:
+    figure = f"{count - len(wrong)} of {count} results equal"
     listed = ", ".join(dict.fromkeys(wrong))
     fault = f"wrong numbers: {listed}" if wrong else ""
-    return Finding(figure, {"tried": tried, "wrong": wrong, **facts}, fault)
+    return Finding(figure, {"tried": count, "wrong": wrong, **facts}, fault)

@@ -23,7 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar import api
-from autopar.cli.doctor.session import Absent, Attended, Dropped, Finding, Session, multiple
+from autopar.cli.doctor.session import (
+    Absent,
+    AttentionModel,
+    DropoutModel,
+    Finding,
+    Session,
+    multiple,
+)
 from autopar.ops import sharded
 from autopar.ops.sharded.attention import seed_at
 from autopar.world import ranks
@@ -51,16 +58,16 @@ def kernel(session: Session, name: str, dtype: torch.dtype) -> Finding:
     inputs.
     """
     module, x, expected = _prepare(session, dtype)
-    results, ran = _run(module, x.to(session.device), name)
+    results, recorded = _run(module, x.to(session.device), name)
     errors = {part: _error(results[part], expected[part]) for part in expected}
     worst = max(errors, key=lambda part: _rank_nan_highest(errors[part]))
     limit, op_name = LIMITS[dtype], KERNELS[name]
     fault = ""
-    if op_name not in ran or (ran and not op_name):
-        fault = f"{ran or 'the plain formula'} ran in place of it"
+    if op_name not in recorded or (recorded and not op_name):
+        fault = f"{recorded or 'the plain formula'} ran in place of it"
     elif not errors[worst] <= limit:
         fault = f"{worst} is off by {errors[worst]:.1e}, the limit is {limit:.0e}"
-    facts = {"errors": errors, "limit": limit, "ran": ran or "plain formula"}
+    facts = {"errors": errors, "limit": limit, "ran": recorded or "plain formula"}
     return Finding(f"largest error {errors[worst]:.1e}, limit {limit:.0e}", facts, fault)
 
 
@@ -70,13 +77,13 @@ def _prepare(session: Session, dtype: torch.dtype) -> tuple[Any, Tensor, dict[st
     numbers are the same on all ranks, and one module serves all kernels.
     """
     name = f"attended {dtype}"
-    if name not in session.kept:
+    if name not in session.shared:
         torch.manual_seed(0)
-        model = Attended(WIDTH, HEADS).to(dtype)
+        model = AttentionModel(WIDTH, HEADS).to(dtype)
         x = torch.randn(BATCH, SEQUENCE, WIDTH).to(dtype)
         expected = _step(copy.deepcopy(model).double(), x.double(), SDPBackend.MATH)
-        session.kept[name] = api.parallelize(model, 1, (x,), device=session.device), x, expected
-    prepared: tuple[Any, Tensor, dict[str, Tensor]] = session.kept[name]
+        session.shared[name] = api.parallelize(model, 1, (x,), device=session.device), x, expected
+    prepared: tuple[Any, Tensor, dict[str, Tensor]] = session.shared[name]
     return prepared
 
 
@@ -100,11 +107,11 @@ def _run(module: Any, x: Tensor, name: str) -> tuple[dict[str, Tensor], str]:
     return _step(module, x, backend), recorded
 
 
-def _refusal_text(error: str, said: list[str]) -> str:
+def _refusal_text(error: str, texts: list[str]) -> str:
     """Return why torch takes no kernel: the reasons that it warns of, else the error's first
     sentence.
     """
-    reasons = dict.fromkeys(text.split(" (Triggered")[0].strip() for text in said)
+    reasons = dict.fromkeys(text.split(" (Triggered")[0].strip() for text in texts)
     return "; ".join(reasons)[:_SHOWN] or error.split(". ")[0]
 
 
@@ -122,21 +129,21 @@ def _fused_op(function: Any) -> str:
     """Return the fused attention among the functions that autograd recorded; "" for the plain
     formula.
     """
-    seen, stack = set(), [function]
+    visited, stack = set(), [function]
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if "ScaledDotProduct" in node.name():
             return str(node.name())
         stack += [before for before, _ in node.next_functions]
     return ""
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _error(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over the norm of the expected value."""
-    difference = found.double().cpu() - expected
+    difference = actual.double().cpu() - expected
     return float(difference.norm() / expected.norm())
 
 
@@ -158,12 +165,12 @@ def dropout(session: Session) -> Finding:
     layouts = ("ddp", "megatron") if session.ranks > 1 else ("auto",)
     masks = {layout: _masks(session, layout) for layout in layouts}
     first, second, gradient = masks[layouts[0]]
-    count, kept_count = first.numel(), int((first != 0).sum())
+    count, nonzero_count = first.numel(), int((first != 0).sum())
     sigma = math.sqrt(P * (1 - P) / count)
-    off = (kept_count / count - (1 - P)) / sigma
+    off = (nonzero_count / count - (1 - P)) / sigma
     values = first[first != 0]
     faults = {
-        f"kept {kept_count / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
+        f"kept {nonzero_count / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
         "what is kept is not divided by 0.8": not torch.allclose(values, torch.tensor(1 / (1 - P))),
         "two steps have one mask": torch.equal(first, second),
         "the device's mask is not the CPU's": not _as_on_a_cpu(session),
@@ -177,12 +184,12 @@ def dropout(session: Session) -> Finding:
     facts = {
         "p": P,
         "elements": count,
-        "kept": kept_count / count,
+        "kept": nonzero_count / count,
         "sigmas": off,
         "mean": float(first.double().mean()),
         "layouts": list(layouts),
     }
-    figure = f"kept {kept_count / count:.4f} of {count} ({off:+.1f} σ), mean {facts['mean']:.4f}"
+    figure = f"kept {nonzero_count / count:.4f} of {count} ({off:+.1f} σ), mean {facts['mean']:.4f}"
     return Finding(figure, facts, "; ".join(text for text, wrong in faults.items() if wrong))
 
 
@@ -212,28 +219,34 @@ def attention(session: Session) -> Finding:
     key, value = torch.zeros(2, 8, keys, keys, **where), torch.eye(keys, **where)
     value = value.expand(2, 8, keys, keys).contiguous().requires_grad_()
 
-    def dropped(step: int = 1, place: int = 0, draw: int = 1) -> Tensor:
+    def drop(step: int = 1, place: int = 0, draw: int = 1) -> Tensor:
         seed = seed_at(step, {"x": place}, "@x")
         arguments = query, key, value, None, P, False, None, seed, draw
         return torch.ops.autopar.attention(*arguments).transpose(1, 2)
 
-    first = dropped()
+    first = drop()
     cotangent = torch.randn_like(first)
     (gradient,) = torch.autograd.grad(first, value, cotangent)
     expected = first.detach().transpose(2, 3) @ cotangent
-    count, kept_count = first.numel(), int((first != 0).sum())
+    count, nonzero_count = first.numel(), int((first != 0).sum())
     sigma = math.sqrt(P * (1 - P) / count)
-    off = (kept_count / count - (1 - P)) / sigma
-    others = (dropped(step=2), dropped(place=1), dropped(draw=2))
+    off = (nonzero_count / count - (1 - P)) / sigma
+    others = (drop(step=2), drop(place=1), drop(draw=2))
     error = float((gradient - expected).norm() / expected.norm())
     faults = {
-        f"kept {kept_count / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
-        "a seed drops otherwise a second time": not torch.equal(first, dropped()),
+        f"kept {nonzero_count / count:.4f} of {count}, {off:+.1f} sigma": abs(off) > SIGMAS,
+        "a seed drops otherwise a second time": not torch.equal(first, drop()),
         "two seeds drop alike": any(torch.equal(first, other) for other in others),
         f"the backward drops others than the forward, error {error:.1e}": not error < 1e-3,
     }
-    facts = {"p": P, "elements": count, "kept": kept_count / count, "sigmas": off, "error": error}
-    figure = f"kept {kept_count / count:.4f} of {count} ({off:+.1f} σ), gradient {error:.1e} off"
+    facts = {
+        "p": P,
+        "elements": count,
+        "kept": nonzero_count / count,
+        "sigmas": off,
+        "error": error,
+    }
+    figure = f"kept {nonzero_count / count:.4f} of {count} ({off:+.1f} σ), gradient {error:.1e} off"
     return Finding(figure, facts, "; ".join(text for text, wrong in faults.items() if wrong))
 
 
@@ -244,18 +257,18 @@ def _masks(session: Session, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)  # the seed of masks
     features = multiple(session.ranks, FEATURES)
     x = torch.ones(multiple(session.ranks, ROWS), features)
-    model = Dropped(features, P)
+    model = DropoutModel(features, P)
     module: Any = api.parallelize(model, session.world, (x,), layout=layout, device=session.device)
     masks = []
     for _ in range(2):
         module.zero_grad()
         loss, mask = module(x)
         loss.backward()
-        masks.append(_whole(mask))
-    return masks[0], masks[1], _whole(module.ones.grad)
+        masks.append(_unsharded_tensor(mask))
+    return masks[0], masks[1], _unsharded_tensor(module.ones.grad)
 
 
-def _whole(x: Any) -> Tensor:
+def _unsharded_tensor(x: Any) -> Tensor:
     unsharded: Tensor = (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu()
     return unsharded
 
@@ -265,5 +278,5 @@ def _digest(masks: dict[str, tuple[Tensor, Tensor, Tensor]]) -> str:
     layout.
     """
     each = (mask for first, second, _ in masks.values() for mask in (first, second))
-    kept_bytes = b"".join((mask != 0).numpy().tobytes() for mask in each)
-    return hashlib.sha256(kept_bytes).hexdigest()
+    mask_bytes = b"".join((mask != 0).numpy().tobytes() for mask in each)
+    return hashlib.sha256(mask_bytes).hexdigest()

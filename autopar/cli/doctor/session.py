@@ -2,7 +2,8 @@
 
 - Session: this rank's device, the process group, what several checks share.
 - Finding and Result: Finding("largest error 1e-07", {"error": 1e-7}) on every rank gives an "ok"; a
-  Finding whose `fault` is not empty on rank 3 alone gives a "failed" that names rank 3 (`merged`).
+  Finding whose `fault` is not empty on rank 3 alone gives a "failed" that names rank 3
+  (`merge_findings`).
 - The models: small ones whose sizes every layout can shard, and one that keeps a GPU busy.
 
 examination.py and all checks use it.
@@ -39,7 +40,7 @@ TIMEOUT = timedelta(seconds=60)  # of one collective, for ranks that wait for an
 class Session:
     """This rank while checks run. `rank` and `ranks` are those of torchrun. `backend`: "nccl",
     "gloo", or "" for one rank alone; `note` says why it is not the one that one would expect.
-    `kept` holds objects that several checks share, such as a trained model. `timeout`: of one
+    `shared` holds objects that several checks share, such as a trained model. `timeout`: of one
     collective.
     """
 
@@ -48,7 +49,7 @@ class Session:
     ranks: int
     backend: str
     note: str = ""
-    kept: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
     timeout: timedelta = TIMEOUT
     _opened: int = 0
 
@@ -97,7 +98,7 @@ class Session:
             yield
         finally:
             if dist.is_initialized():
-                self.kept.clear()
+                self.shared.clear()
                 process_groups.disconnect()
                 dist.destroy_process_group()
 
@@ -106,7 +107,7 @@ class Session:
         gloo closes the connections of a rank that waits in vain. Collective. The group of NCCL
         stays: NCCL ends the process where a collective never comes.
         """
-        self.kept.clear()
+        self.shared.clear()
         if self.backend != "gloo" or ranks.backends().get("cpu") != "gloo":
             return
         self._opened += 1
@@ -162,7 +163,7 @@ class Result:
         return asdict(self)
 
 
-def found_by(work: Callable[[], Finding]) -> Finding:
+def run_check(work: Callable[[], Finding]) -> Finding:
     """Run a check and return its Finding; an exception that it raises becomes a Finding, too."""
     try:
         return work()
@@ -183,11 +184,11 @@ def _innermost_calls(error: BaseException) -> list[str]:
     ]
 
 
-def merged(name: str, findings: Sequence[Finding], seconds: float) -> Result:
+def merge_findings(name: str, findings: Sequence[Finding], seconds: float) -> Result:
     """Return one Result of the findings of all ranks, in their order: failed where one of them
     failed. The facts are those of the first rank that failed, else of rank 0.
 
-    >>> merged("links", [Finding("9 GB/s"), Finding(fault="too late")], 0.1).why
+    >>> merge_findings("links", [Finding("9 GB/s"), Finding(fault="too late")], 0.1).why
     'rank 1: too late'
     """
     failed = [number for number, finding in enumerate(findings) if finding.fault]
@@ -214,22 +215,22 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _join_texts(said: Sequence[tuple[int, str]], ranks: int) -> str:
+def _join_texts(texts: Sequence[tuple[int, str]], ranks: int) -> str:
     """Return the texts of all ranks as one, equal ones together; each with its ranks unless all
     ranks say the same.
     """
     by_text: dict[str, list[int]] = {}
-    for number, text in said:
+    for number, text in texts:
         by_text.setdefault(text, []).append(number)
-    if len(by_text) == 1 and len(said) == ranks:
-        return said[0][1]
+    if len(by_text) == 1 and len(texts) == ranks:
+        return texts[0][1]
     return "; ".join(f"{named(numbers)}: {text}" for text, numbers in by_text.items())
 
 
 Inputs = tuple[Tensor, Tensor]
 
 
-class Attended(nn.Module):
+class AttentionModel(nn.Module):
     """Causal attention with its projections; returns the mean square of the output, and the
     output.
     """
@@ -243,7 +244,7 @@ class Attended(nn.Module):
         return y.square().mean(), y
 
 
-class Dropped(nn.Module):
+class DropoutModel(nn.Module):
     """Dropout of ones, so that the output is the mask; returns its sum, and the output. The linear
     behind it gives layouts a matmul to shard; its weight is zero.
     """
@@ -269,7 +270,7 @@ def multiple(of: int, least: int) -> int:
     return -(-least // of) * of
 
 
-def small(session: Session) -> tuple[Gpt, Inputs]:
+def small_model(session: Session) -> tuple[Gpt, Inputs]:
     """Return a GPT in float32 of two layers, the same on all ranks, with its inputs; every size is
     a multiple of the number of ranks. It is made on the CPU, as a model larger than any GPU would
     be.
@@ -286,12 +287,12 @@ def parallel(session: Session, layout: str | Grid) -> Any:
     Collective.
     """
     name = f"small {layout}"
-    if name not in session.kept:
-        model, inputs = small(session)
-        session.kept[name] = api.parallelize(
+    if name not in session.shared:
+        model, inputs = small_model(session)
+        session.shared[name] = api.parallelize(
             model, session.world, inputs, layout=layout, device=session.device
         )
-    return session.kept[name]
+    return session.shared[name]
 
 
 def grid_4d(count: int) -> Grid4D:
@@ -316,7 +317,7 @@ def _prime_factors(count: int) -> list[int]:
     return sorted([*factors, *([count] if count > 1 else [])], reverse=True)
 
 
-def timed(session: Session) -> tuple[Gpt, Inputs]:
+def timed_model(session: Session) -> tuple[Gpt, Inputs]:
     """Return the GPT whose step is timed, with its inputs: on a GPU one of 0.12 billion parameters
     in bfloat16 that leaves it little time to idle, on a CPU one whose step takes a few tenths of a
     second.

@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar import api
-from autopar.cli.doctor.session import Absent, Finding, Session, grid_4d, parallel, small, timed
+from autopar.cli.doctor.session import (
+    Absent,
+    Finding,
+    Session,
+    grid_4d,
+    parallel,
+    small_model,
+    timed_model,
+)
 from autopar.cost.calibration import measure
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Plan
@@ -57,7 +65,7 @@ def parity(session: Session, layout: str | Grid) -> Finding:
     """Check a layout: return how far the loss and every gradient of two steps are from the same
     model in float64 on one device; it is a fault where one is further than LIMIT.
     """
-    model, inputs = small(session)
+    model, inputs = small_model(session)
     expected_loss, expected = _single(model, inputs, session)
     try:
         module = parallel(session, layout)
@@ -67,7 +75,7 @@ def parity(session: Session, layout: str | Grid) -> Finding:
         module.zero_grad()
         loss = module(*inputs)
         loss.backward()
-    gradients = {name: _whole(p.grad) for name, p in module.named_parameters()}
+    gradients = {name: _unsharded_gradient(p.grad) for name, p in module.named_parameters()}
     errors = {"loss": abs(float(loss.detach().double()) / expected_loss - 1)}
     errors |= _relative_errors(gradients, expected)
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else math.inf)
@@ -98,20 +106,21 @@ def _single(model: Any, inputs: Any, session: Session) -> tuple[float, dict[str,
     return float(loss.detach()), gradients
 
 
-def _whole(gradient: Any) -> Tensor:
+def _unsharded_gradient(gradient: Any) -> Tensor:
     """Return the unsharded gradient, in float64 on the CPU."""
     unsharded = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     exact: Tensor = unsharded.detach().double().cpu()
     return exact
 
 
-def _relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _relative_errors(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Return, by parameter, the norm of the difference over that of the gradient, or over FLOOR of
     the largest gradient's.
     """
     largest = max(float(gradient.norm()) for gradient in expected.values())
     return {
-        name: float((found[name] - gradient).norm()) / max(float(gradient.norm()), FLOOR * largest)
+        name: float((gradients[name] - gradient).norm())
+        / max(float(gradient.norm()), FLOOR * largest)
         for name, gradient in expected.items()
     }
 
@@ -125,13 +134,13 @@ SYNC_STEPS, SYNC_WARM = 10, 2
 _BY_DESIGN = "runtime/agreement.py"
 
 
-class Trained:
+class TimedModel:
     """The model that is timed, with its optimizer and inputs on the rank's device. `before`: bytes
     that torch had allocated on the GPU before the model was made.
     """
 
     def __init__(self, session: Session) -> None:
-        model, inputs = timed(session)
+        model, inputs = timed_model(session)
         self.device = session.device
         self.inputs = tuple(x.to(session.device) for x in inputs)
         gc.collect()
@@ -241,15 +250,15 @@ def synchronisation(session: Session) -> Finding:
     return Finding(figure, facts, f"the host waits in {_places_text(unplanned)}" if waits else "")
 
 
-def _shared_model(session: Session) -> Trained:
+def _shared_model(session: Session) -> TimedModel:
     """Return the model that all checks of a session share."""
-    if "trained" not in session.kept:
-        session.kept["trained"] = Trained(session)
-    shared: Trained = session.kept["trained"]
+    if "trained" not in session.shared:
+        session.shared["trained"] = TimedModel(session)
+    shared: TimedModel = session.shared["trained"]
     return shared
 
 
-def _count_waits(trained: Trained) -> Counter[str]:
+def _count_waits(trained: TimedModel) -> Counter[str]:
     """Return where torch warns of a synchronisation within one step, as "folder/file.py:line", and
     how often.
     """

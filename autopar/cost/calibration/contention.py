@@ -1,5 +1,5 @@
-"""Contention between computing and collectives, measured: `World.contention`, the share of computing
-that is lost while a collective runs. cost/contention.py says what the cost model makes of it.
+"""Contention between computing and collectives, measured: the share of computing that is lost while
+a collective runs (`World.contention`). cost/contention.py says what the cost model makes of it.
 
 On CPUs the backend's threads and copies take cores and caches from matmuls, on GPUs its kernels
 take multiprocessors. `measure_contention` runs matmuls alone and with a collective under way, as

@@ -21,8 +21,8 @@ from torch import fx
 
 from autopar.cost.algorithms import Stage, stages
 from autopar.cost.communication import SentCollective, flat_price, sent_collectives
-from autopar.cost.contention import lost_s
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
+from autopar.cost.contention import lost_s
 from autopar.cost.network import Pattern, pattern, size, within
 from autopar.cost.simulator.buckets import Bucket
 from autopar.cost.simulator.engine import Event
@@ -216,7 +216,7 @@ class Events:
         stages, which run over groups of their own, as they do in scheduled graphs.
         """
         digits = pattern(self.plan.mesh, move.axes)
-        for stage in stages(move.traffic.collective, digits, move.levels):
+        for stage in stages(move.traffic.collective, digits, move.hierarchy):
             self._may_join(stage, move, pieces)
             after = (self._stage(node, stage, move, after, phase, pieces),)
         return after[0]
@@ -242,7 +242,7 @@ class Events:
             after,
             phase,
             # a lane for each process group, as in scheduled graphs
-            lane=".".join(move.axes) + (str(stage.digits) if move.levels else ""),
+            lane=".".join(move.axes) + (str(stage.digits) if move.hierarchy else ""),
             link=link(self.world, stage.digits),
             bytes=price.bytes / pieces,
             ahead=node in self.ahead and phase == "forward",

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
+
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -25,6 +26,7 @@ from torch.export.graph_signature import (
     OutputKind,
     TensorArgument,
 )
+
 from autopar._compat import pytree
 from autopar.errors import InputError
 from autopar.ir.program import Input, Output, Program, Signature, same_inputs, under_autocast
@@ -33,7 +35,6 @@ from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
 from autopar.passes.trace.side_effects import refuse_side_effects
 from autopar.passes.trace.signature import check_call, signature_of
 from autopar.passes.trace.simplify import detached, simplify
-
 
 KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.PARAMETER: "parameter",

@@ -28,12 +28,18 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensor, FakeTensorMode, fake_mode, masks_as_given, pytree, taken_apart
+from autopar._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_mode,
+    masks_as_given,
+    pytree,
+    taken_apart,
+)
 from autopar.errors import TraceError
 from autopar.ops.custom_functions import Refused, honoured
-from autopar.passes.trace.model_state import Watch, refuse_registered
+from autopar.passes.trace.model_state import Watch, refuse_registered, snapshot
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
-from autopar.passes.trace.model_state import snapshot
 
 DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "

@@ -22,16 +22,16 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
 import torch
 from torch import nn
-from collections.abc import Iterator
-from contextlib import contextmanager
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from autopar.ops.custom_functions import HOOK_ADVICE, Place, Refused, is_inner
 
+from autopar.ops.custom_functions import HOOK_ADVICE, Place, Refused, is_inner
 
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -193,6 +193,7 @@ def _refill(target: Any, content: Any) -> None:
     if not same:
         target.clear()
         (target.update if isinstance(target, dict | set) else target.extend)(content)
+
 
 # -- hooks -----------------------------------------------------------------------------------------
 _GET_GRAD_FN: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensor, version_of, exporting, pytree, without_modes
+from autopar._compat import FakeTensor, exporting, pytree, version_of, without_modes
 from autopar.errors import TraceError
 from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
 from autopar.passes.trace.model_state import Snapshot, snapshot

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from autopar._compat import OpOverload, version_of, pytree, strict_fake_mode
+from autopar._compat import OpOverload, pytree, strict_fake_mode, version_of
 
 aten = torch.ops.aten
 GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled

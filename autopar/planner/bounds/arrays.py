@@ -255,7 +255,7 @@ class NodeCosts:
 
     def _kept(self, node: fx.Node, found: list[AxisOption], price: Price) -> Any:
         """Return the bytes that a rank saves of the node for the backward."""
-        share, operands = price.kept.of(node), operands_of(node)
+        share, operands = price.memory.of(node), operands_of(node)
         spec = self.notes.specs[node.name]
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         total: Any = share.inside / parts(self.meshes, [isinstance(f.choice, Slot) for f in found])

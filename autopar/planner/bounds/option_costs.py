@@ -76,7 +76,7 @@ class OptionCosts:
         """Return what a region's nodes save for the backward, where that has a price."""
         if self.price is None or variable.region is None:
             return None
-        return tuple(self.price.kept.of(self.frame.nodes[n]) for n in variable.region.nodes)
+        return tuple(self.price.memory.of(self.frame.nodes[n]) for n in variable.region.nodes)
 
     def _rules(self, variable: Variable) -> Hashable:
         """Return what the constraints say of a variable."""
@@ -317,7 +317,7 @@ class OptionCosts:
             each = optimizer_seconds_of(1, kind.element_bytes, self.meshes.world)
             total = each * numbers
         if self.price is not None and variable.parameter is not None:
-            each = self.price.kept.stored(kind.element_bytes, variable.trained)
+            each = self.price.memory.bytes_per_element(kind.element_bytes, variable.trained)
             total = total + self.price.seconds_per_byte * each * numbers
         if variable.parameter is not None:
             legal = self._as_ruled(variable, legal & self._plain(kind, states))
