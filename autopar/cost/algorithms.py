@@ -22,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.contention import start_s
 from autopar.cost.network import Pattern, halves, load, size
-from autopar.world import Device, Measured, World
+from autopar.world import Device, World
 
 
 class Algorithm(NamedTuple):
@@ -33,9 +34,7 @@ class Algorithm(NamedTuple):
     `name`: "ring", "tree", "exchange", "measured" (whatever the backend does, as calibration
     found it) or "two-level" (hierarchical). `inside`: for a hierarchical one the ranks of the inner
     level, then those inside what is left across, and so on; else (). `start_s`: seconds for no
-    bytes. `bends`: pairs (bytes, how many more seconds a byte takes from there on). `takes_s`,
-    `slows`: for one level, seconds of computing that are lost to its start, and in each second of
-    it from then on.
+    bytes. `bends`: pairs (bytes, how many more seconds a byte takes from there on).
     """
 
     name: str
@@ -43,8 +42,6 @@ class Algorithm(NamedTuple):
     start_s: float
     s_per_byte: float
     bends: tuple[tuple[float, float], ...] = ()
-    takes_s: float = 0.0
-    slows: float = 0.0
 
     def seconds(self, unsharded_bytes: float) -> float:
         """Return the seconds of a collective of so many bytes of the unsharded value."""
@@ -87,15 +84,6 @@ def algorithms(world: World, kind: str, digits: Pattern) -> tuple[Algorithm, ...
     return _best([*flat_algorithms(world, kind, digits), *_two_level(world, kind, digits)])
 
 
-def in_step(world: World, choices: tuple[Algorithm, ...]) -> tuple[Algorithm, ...]:
-    """Return the algorithms as a step pays for them, whose ranks compute between collectives."""
-    if not world.meeting_s or choices == (FREE,):
-        return choices
-    return tuple(
-        algorithm._replace(start_s=algorithm.start_s + world.meeting_s) for algorithm in choices
-    )
-
-
 def formula(world: World, kind: str, digits: Pattern) -> Algorithm:
     """Return the first one-level algorithm by formula, measured or not: levels and factors are
     fitted to it.
@@ -107,30 +95,19 @@ def formula(world: World, kind: str, digits: Pattern) -> Algorithm:
 
 @lru_cache(maxsize=1 << 16)
 def flat_algorithms(world: World, kind: str, digits: Pattern) -> tuple[Algorithm, ...]:
-    """Return the algorithms in one level that are the fastest for some size; the measured one where
-    calibration has one.
+    """Return the algorithms in one level that are the fastest for some size, as a step pays for
+    them; the measured one where calibration has one.
     """
     if not digits:
         return (FREE,)
     measured = world.found(kind, digits)
     if measured is not None:
-        return (_from_measurement(measured),)
+        start, rate = start_s(measured.start_s, world), measured.s_per_byte
+        return (Algorithm("measured", (), start, rate, measured.bends),)
     factor = world.factor(kind)
     return _best(
-        Algorithm(name, (), factor * (world.launch_s + start), factor * rate)
+        Algorithm(name, (), start_s(factor * (world.launch_s + start), world), factor * rate)
         for name, start, rate in _flat_formulas(world, kind, digits)
-    )
-
-
-def _from_measurement(measured: Measured) -> Algorithm:
-    return Algorithm(
-        "measured",
-        (),
-        measured.start_s,
-        measured.s_per_byte,
-        measured.bends,
-        measured.takes_s,
-        measured.slows,
     )
 
 

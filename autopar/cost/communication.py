@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.cost.algorithms import Algorithm, algorithms, flat_algorithms, in_step
+from autopar.cost.algorithms import Algorithm, algorithms, flat_algorithms
 from autopar.cost.network import Pattern, pattern, size
 from autopar.ir.graph import every_node
 from autopar.ir.layout import Element, Layout, Step, Traffic
@@ -37,12 +37,6 @@ class Price(NamedTuple):
     bytes: float
     seconds: float
     algorithm: Algorithm
-
-    @property
-    def takes_s(self) -> float:
-        """Seconds of computing that are lost while it runs, at most its own seconds."""
-        moving = self.seconds - self.algorithm.start_s
-        return min(self.seconds, self.algorithm.takes_s + self.algorithm.slows * moving)
 
 
 class Cost(NamedTuple):
@@ -84,8 +78,7 @@ def collective_cost(
 
 def flat_price(kind: str, digits: Pattern, unsharded_bytes: float, world: World) -> Price:
     """Return the price of one collective in one level, or of several that are fused, of so many
-    bytes of the unsharded value over groups of a pattern; without what ranks lose on coming
-    together for it.
+    bytes of the unsharded value over groups of a pattern.
     """
     choices = flat_algorithms(world, kind, digits)
     algorithm = (
@@ -127,7 +120,7 @@ def seconds(
     """Return the seconds of `collective_cost` for an array of bytes of the unsharded value at once:
     each in the algorithm that is the fastest for it. `digits` is `pattern(mesh, axes)`.
     """
-    first, *others = in_step(world, algorithms(world, kind, digits))
+    first, *others = algorithms(world, kind, digits)
     fastest = first.all_seconds(unsharded_bytes)
     for algorithm in others:
         fastest = np.minimum(fastest, algorithm.all_seconds(unsharded_bytes))
@@ -160,7 +153,7 @@ def _algorithm_choices(
     from).
     """
     digits = pattern(mesh, axes)
-    return sent(kind, size(digits)), in_step(world, find(world, kind, digits))
+    return sent(kind, size(digits)), find(world, kind, digits)
 
 
 def costs(path: Iterable[Step], element: Element, world: World) -> Iterator[Cost]:

@@ -79,8 +79,23 @@ def _parse_state(text: str, shape: tuple[int, ...]) -> State:
 
 
 VERSION = 3
+
+
+def _with_world_of_today(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan's document with its world as it is written today."""
+    world = data.get("world")
+    renewed = json_file.renewed_world(world) if isinstance(world, dict) else world
+    return data if renewed is world else {**data, "world": renewed}
+
+
 PLAN = json_file.Kind(
-    "plan", "is no plan", PlanError, VERSION, "plan again", parts={"world": WorldError}
+    "plan",
+    "is no plan",
+    PlanError,
+    VERSION,
+    "plan again",
+    parts={"world": WorldError},
+    renewed=_with_world_of_today,
 )
 _MOST_AXES = 4  # of a mesh
 _MOST_DIMS = 64  # of a tensor: torch's own limit

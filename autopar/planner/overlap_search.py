@@ -35,7 +35,6 @@ from autopar.planner.request import PlanRequest
 from autopar.world import World
 
 SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
-_HIDDEN = ("all_gather", "reduce_scatter", "all_reduce")  # collectives of weights and gradients
 _FREE, _RULED = 4, 2  # most promising meshes searched at every share
 _NEAR = 1.5  # times the least: plans above it are not tried
 _BLOCKS = 4  # at either end of a run, and more: enough to fill buckets as the full run does
@@ -153,16 +152,8 @@ class _Others:
 
 
 def shares(world: World) -> tuple[float, ...]:
-    """Return SHARES, none below the share of their time for which measured collectives slow
-    computation.
-    """
-    slowdowns = [
-        measurement.slows
-        for measurement in world.measured
-        if measurement.together and measurement.kind in _HIDDEN
-    ]
-    least = float(np.median(slowdowns)) if slowdowns else 0.0
-    return tuple(dict.fromkeys(max(share, least) for share in SHARES))
+    """Return SHARES, none below the share of computing that is lost to what overlaps with it."""
+    return tuple(dict.fromkeys(max(share, world.contention) for share in SHARES))
 
 
 def _counted(program: Program, share: float) -> Program:

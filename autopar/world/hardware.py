@@ -328,8 +328,7 @@ class Measured:
 
     `pattern`: (size, stride) of each digit, outer first (see cost/network.py). `together`: all
     groups of the pattern ran at once, as plans run them; else one alone. `bends`: (bytes, how many
-    more seconds a byte takes from there on), with rising bytes. Where computation runs beside the
-    collective, it loses `takes_s` seconds to its start and `slows` seconds to each further second.
+    more seconds a byte takes from there on), with rising bytes.
 
     Example: Measured("all_reduce", ((2, 4),), 2, 1e-3, 2e-9): 8 ranks in pairs 4 apart sum 1 MB in
     3 ms.
@@ -343,14 +342,11 @@ class Measured:
     s_per_byte: float
     together: bool = True
     bends: tuple[tuple[float, float], ...] = ()
-    takes_s: float = 0.0
-    slows: float = 0.0
 
     def __post_init__(self) -> None:
         check_kind("Measured.kind", self.kind)
         self._check_bends()
-        check_seconds(self, "takes_s", "start_s", "s_per_byte")
-        check_number("Measured.slows", self.slows, most=MOST_SHARE)
+        check_seconds(self, "start_s", "s_per_byte")
         if not self.pattern or any(size < 2 or stride < 1 for size, stride in self.pattern):
             raise WorldError(
                 f"Measured.pattern is {self.pattern}: give (size, stride) pairs, sizes from 2"

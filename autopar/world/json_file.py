@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -27,6 +28,7 @@ T = TypeVar("T")
 LARGEST_BYTES = 2**28  # of a file; the plan of 80 layers takes some 4 MB
 SHOWN_FAULTS = 8  # that one message lists
 _SHOWN_CHARACTERS = 60  # of a value in a message
+_OF_CONTENTION = {"takes_s", "slows"}  # fields of measured collectives in 0.1.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Kind:
     plan". `error`: the class of errors to raise; `parts`: another class for faults that all lie in
     one field, as WorldError for a plan's `world`. `version`: the format that this autopar reads
     and writes; `remedy`: what to do about a file of another version; `unversioned`: a file that
-    names no version is read as this one.
+    names no version is read as this one. `renewed`: makes the fields of today of those that an
+    earlier autopar wrote in this version.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Kind:
     remedy: str
     unversioned: bool = False
     parts: Mapping[str, type[AutoparError]] = field(default_factory=dict)
+    renewed: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -74,6 +78,8 @@ def checked(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
     except (ValueError, RecursionError) as error:
         refuse(kind, f"{where} {kind.none}: Invalid JSON: {_parse_fault(error)}")
     _check_version(data, where, kind)
+    renewed = kind.renewed(data)
+    text = text if renewed is data else json.dumps(renewed)
     return _validated(adapter, text, where, kind)
 
 
@@ -81,7 +87,7 @@ def checked_inside(adapter: TypeAdapter[T], data: Any, where: str, kind: Kind) -
     """Validate as `checked` does what json.loads gave, where it stands inside another document."""
     _check_version(data, where, kind)
     try:
-        text = json.dumps(data)  # NaN too: the field is named then
+        text = json.dumps(kind.renewed(data))  # NaN too: the field is named then
     except (TypeError, ValueError, RecursionError) as error:
         refuse(kind, f"{where} {kind.none}: {_parse_fault(error)}")
     return _validated(adapter, text, where, kind)
@@ -98,6 +104,29 @@ def _validated(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
         remedy = f". {kind.remedy[0].upper()}{kind.remedy[1:]}" if incomplete else ""
         message = f"{where} {kind.none}: {sentences(error)}{remedy}"
         raise kind.parts.get(part, kind.error)(message) from None
+
+
+def renewed_world(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a world's document with `contention` in place of what 0.1.0 wrote of it: `meeting_s`,
+    and `takes_s` and `slows` of every measured collective, of which it is the median.
+    """
+    rows = data.get("measured")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if "meeting_s" not in data and not any(_OF_CONTENTION & row.keys() for row in rows):
+        return data
+    renewed = {name: value for name, value in data.items() if name != "meeting_s"}
+    slows = [row.get("slows", 0.0) for row in rows if row.get("together", True)]
+    known = [share for share in slows if isinstance(share, int | float)]
+    if known:
+        renewed["contention"] = min(1.0, max(0.0, statistics.median(known)))
+    if rows:
+        renewed["measured"] = [
+            {name: value for name, value in row.items() if name not in _OF_CONTENTION}
+            if isinstance(row, dict)
+            else row
+            for row in data["measured"]
+        ]
+    return renewed
 
 
 def _check_version(data: Any, where: str, kind: Kind) -> None:

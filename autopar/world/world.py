@@ -52,6 +52,7 @@ WORLD = json_file.Kind(
     version=1,
     remedy="calibrate again, or write it anew with World.save",
     unversioned=True,
+    renewed=json_file.renewed_world,
 )
 
 
@@ -106,11 +107,9 @@ class World:
     32
 
     World.preset, World.load, World.detect and World.from_graph make one for you. `launch_s`:
-    seconds to start any collective; `meeting_s`: seconds that ranks which compute lose beyond that
-    in waiting for one another. `factors`: how much longer than modelled each kind of collective
-    takes on this `backend`, where calibration measured it; `measured`: calibrated timings of single
-    patterns, which replace the formulas. `version`: the file's format. Raises WorldError where the
-    parts contradict one another.
+    seconds to start any collective. Calibration measures `contention`, the share of computing that
+    is lost while one runs, `factors`, how much longer than modelled each kind takes, and `measured`
+    patterns. `version`: the file's format. Raises WorldError where parts contradict one another.
     """
 
     __pydantic_config__ = STRICT
@@ -122,11 +121,12 @@ class World:
     factors: Mapping[str, float] = field(default_factory=dict, hash=False)
     links: tuple[Link, ...] = ()
     measured: tuple[Measured, ...] = ()
-    meeting_s: float = 0.0
+    contention: float = 0.0
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
-        check_seconds(self, "launch_s", "meeting_s")
+        check_seconds(self, "launch_s")
+        check_number("World.contention", self.contention, most=1.0)
         check_backend(self.backend)
         for kind, factor in self.factors.items():
             check_kind("World.factors", kind)
@@ -146,7 +146,7 @@ class World:
     def _hash(self) -> int:
         factors = tuple(sorted(self.factors.items()))
         parts = self.levels, self.device, self.backend, self.links, self.launch_s, self.measured
-        return hash((parts, factors, self.meeting_s))
+        return hash((parts, factors, self.contention))
 
     @cached_property
     def ranks(self) -> int:

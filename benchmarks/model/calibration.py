@@ -133,7 +133,9 @@ def show(world: World, drawn: Sequence[Case], strange: set[int], measured: Times
     print("collective      pattern    bytes      predicted ms  measured ms  ratio")
     for number, case in enumerate(drawn):
         size, took = actual_bytes(case), measured.seconds[case]
-        known = without(world, case.pattern) if number in strange else world
+        known = (
+            without(world, case.pattern) if number in strange else replace(world, contention=0.0)
+        )
         expected = min(way.seconds(size) for way in flat_algorithms(known, case.kind, case.pattern))
         errors[number in strange].append(abs(expected / took - 1))
         groups = ".".join(f"{count}@{stride}" for count, stride in case.pattern)

@@ -8,7 +8,7 @@ hide under: a sum over the ranks (all-reduce), the same in parts (gloo: all-to-a
 or a gather of what the product takes. Widths are chosen so that the collective takes about 0.3, 1
 and 3 times as long as the product. The graph is scheduled as it is and with the pass before it;
 both run in turns, and the ratio is the middle one of paired runs. The world is written by hand from
-the rate, with products and what ranks lose on coming together measured at the start.
+the rate, with products and contention measured at the start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import fx
 
 from autopar import World, _compat
-from autopar.cost.calibration.contention import measure_meeting_seconds
+from autopar.cost.calibration.contention import measure_contention
 from autopar.cost.simulator.graph_events import (
     collective_cost,
     collective_of,
@@ -55,7 +55,7 @@ RATIOS = (0.3, 1.0, 3.0)
 KINDS = ("all-reduce", "reduce-scatter", "gather")
 _SECONDS = 0.15  # of the longer one, product or collective, in a case
 _PRODUCTS = 2
-_MEETING_S = 3.0  # for which World.meeting_s is measured
+_CONTENTION_S = 3.0  # for which World.contention is measured
 
 
 class Case(NamedTuple):
@@ -227,8 +227,8 @@ def on_rank(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     world = worlds.by_hand(job["nodes"], job["per_node"], job["rate"])
     pattern = ((world.ranks, 1),)
-    lost = measure_meeting_seconds([pattern], torch.device("cpu"), _MEETING_S, lambda _: None)
-    world = dataclasses.replace(world, meeting_s=lost)
+    lost = measure_contention([pattern], torch.device("cpu"), _CONTENTION_S, lambda _: None)
+    world = dataclasses.replace(world, contention=lost)
     mesh = Mesh.parse(f"x{world.ranks}")
     connect(mesh, "cpu")
     group = group_name(str(mesh), ("x",))
@@ -237,7 +237,7 @@ def on_rank(job: dict[str, Any]) -> None:
     with torch.no_grad():
         found = [raced(case, world, group, job["pairs"]) for case in cases]
     if dist.get_rank() == 0:
-        Path(job["out"]).write_text(json.dumps({"meeting_s": lost, "cases": found}))
+        Path(job["out"]).write_text(json.dumps({"contention": lost, "cases": found}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -293,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
         seen = json.loads(Path(str(job["out"])).read_text())
         results = seen["cases"]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
-    lost = f"a meeting costs {1e3 * seen['meeting_s']:.1f} ms"
+    lost = f"contention {seen['contention']:.2f}"
     load = f"load average {os.getloadavg()[0]:.1f}"
     console.print(table(results, shape, options.pairs), f"{lost}; {load}")
     if options.json:

@@ -19,8 +19,7 @@ import autopar
 import models
 from autopar.cost.network import pattern
 from autopar.cost.simulator import buckets
-from autopar.cost.simulator.engine import in_order, simulate_overlap
-from autopar.cost.simulator.links import Event
+from autopar.cost.simulator.engine import Event, in_order, simulate_overlap
 from autopar.cost.simulator.step_events import Events, link
 from autopar.cost.simulator.timeline import Seen, bucket_seconds, simulate
 from autopar.ir.mesh import Mesh
@@ -70,9 +69,8 @@ def test_what_shares_a_link_slows_down_by_its_share_and_never_stops_computing() 
     run = simulate_overlap([*lanes, op(4)])  # they want 1.6 of 0.9 cores
     assert run.end == pytest.approx([16 / 9, 16 / 9, 5.6])
     assert run.exposed == pytest.approx({0: 0.8, 1: 0.8})
-    assert simulate_overlap([*lanes, op(0, 0, 1)]).end == pytest.approx(
-        [1.6, 1.6, 1.6]
-    )  # of 1 core
+    both = simulate_overlap([*lanes, op(0, 0, 1)])
+    assert both.end == pytest.approx([1.6, 1.6, 1.6])  # of 1 core
 
 
 def test_one_lane_is_a_queue_and_lanes_share_their_link() -> None:

@@ -375,7 +375,7 @@ def test_one_piece_is_an_answer() -> None:
     assert pieces_on(1e6) == 1  # nothing that could hide it
     assert pieces_on(3e9, rows=8) == 1  # pieces too small to be worth it
     assert pieces_on(3e9, latency=5e-3) == 1  # each collective has a price
-    assert pieces_on(3e9, meeting_s=1e-2) == 1
+    assert pieces_on(3e9, contention=1.0) == 1  # what hides costs as much
     assert pieces_on(3e9, latency=1e-9) >= pieces_on(3e9, latency=2e-4) > 1
 
 

@@ -129,7 +129,7 @@ def traced(name: str) -> Program:
 def test_rated_options_cost_what_the_search_says(name: str, mesh: str) -> None:
     """Also: what is allowed here is what has strategies there."""
     found, meshes, _, objective = prices(name, mesh)
-    costs, draw = OptionCosts(found, meshes, [AUTO], False), random.Random(0)
+    costs, draw = OptionCosts(found, meshes, [AUTO]), random.Random(0)
     allowed = 0
     for variable in found.variables:
         if variable.region is None:

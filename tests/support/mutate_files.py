@@ -95,11 +95,11 @@ def calibrated() -> World:
         Measured(kind, pattern, math.prod(size for size, _ in pattern), 1e-3, 2e-9, **more)
         for kind in ("all_reduce", "all_gather")
         for pattern in (((2, 1),), ((2, 2),), ((4, 1),))
-        for more in ({"bends": ((1e4, 3e-8), (1e5, 1e-8))}, {"together": False, "takes_s": 1e-4})
+        for more in ({"bends": ((1e4, 3e-8), (1e5, 1e-8))}, {"together": False})
     )
     levels = Level(2, 6e8, 1e-4), Level(2, 5e7, 1e-3, per="rank")
     factors = {"all_reduce": 1.1, "all_gather": 0.9}
-    return World(levels, device, "gloo", "own", 3e-4, factors, measured=measured, meeting_s=1e-4)
+    return World(levels, device, "gloo", "own", 3e-4, factors, measured=measured, contention=0.3)
 
 
 def documents_of_worlds() -> list[Json]:

@@ -155,6 +155,23 @@ def test_a_world_of_an_earlier_version_is_read() -> None:
     assert World.load(EARLIER / "world_1.json") == World.preset("laptop", 2)
 
 
+def test_contention_of_version_0_1_0_is_read_as_one_share(world: Json) -> None:
+    """Calibration wrote `meeting_s`, and `takes_s` and `slows` of every pattern."""
+    row = {"kind": "all_reduce", "ranks": 2, "start_s": 1e-3, "s_per_byte": 1e-9, "takes_s": 2e-3}
+    strides = {1: 0.9, 2: 0.3, 4: 0.4}
+    rows = [{**row, "pattern": [[2, stride]], "slows": slows} for stride, slows in strides.items()]
+    rows.append({**rows[0], "together": False, "slows": 0.0})
+    del world["contention"]
+    found = World.from_json({**world, "meeting_s": 1e-3, "measured": rows}, "world.json")
+    assert found.contention == 0.4 and len(found.measured) == 4
+    assert World.from_json({**world, "meeting_s": 1e-3}, "world.json").contention == 0.0
+    rows[0]["slows"], rows[1]["start_s"] = "much", "soon"
+    with pytest.raises(autopar.WorldError, match=r"measured.1.start_s: .* \(it is 'soon'\)$"):
+        World.from_json({**world, "measured": rows}, "world.json")
+    with pytest.raises(autopar.WorldError, match=r"measured"):
+        World.from_json({**world, "meeting_s": 1e-3, "measured": [1, "x"]}, "world.json")
+
+
 # -- fields ----------------------------------------------------------------------------------------
 def put(data: Json, path: str, value: Any) -> Json:
     *parents, last = path.split("/")
@@ -235,7 +252,8 @@ def test_a_plan_is_refused_with_the_field(path: str, value: Any, says: str, data
         ("device/op_bytes_per_s", -1, "device: Device.op_bytes_per_s is -1.0"),
         ("device/launch_s", 1e9, "device: Device.launch_s is 1000000000.0"),
         ("launch_s", float("inf"), "World.launch_s is inf: give a finite number"),
-        ("meeting_s", -1, "World.meeting_s is -1.0"),
+        ("contention", -1, "World.contention is -1.0"),
+        ("contention", 1.5, "World.contention is 1.5"),
         ("factors", {"all_reduce": 1e300}, "World.factors['all_reduce'] is 1e+300"),
         ("backend", "glop", "World.backend: 'glop' is none of fake, gloo"),
         ("device/efficiency", {"float32": [[1e9, 0]]}, "share is 0.0: give a finite"),

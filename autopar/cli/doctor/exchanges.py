@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,6 +97,7 @@ def links(session: Session) -> Finding:
     if session.ranks == 1:
         raise Absent("one rank has no links: start several with torchrun")
     world, source = ranks.from_rank_0(running_world())
+    idle = replace(world, contention=0.0)  # nothing is computed meanwhile
     mesh = Mesh.parse(f"all{session.ranks}")
     connect(mesh, session.device.type)
     group, digits = "autopar/" + f"{mesh}/all", pattern(mesh, ("all",))
@@ -106,7 +108,7 @@ def links(session: Session) -> Finding:
             case = measure.Case(kind, digits, True, size)
             took = _median_seconds(measure.collective(case, group, numbers), session)
             bytes_ = measure.actual_bytes(case)
-            assumed = flat_price(kind, digits, bytes_, world).seconds
+            assumed = flat_price(kind, digits, bytes_, idle).seconds
             rows.append(_row(kind, bytes_, took, assumed))
     first = rows[0]
     figure = (

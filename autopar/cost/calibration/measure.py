@@ -2,8 +2,8 @@
 matmuls, memory bandwidth, launches.
 
 Every function here is collective: all ranks call it in the same order and measure the same.
-`rounds` and `in_rounds` measure all cases in rounds, each in another order, until the time is used
-up, so that drift meets all alike. procedure.py, contention.py and fit.py call these functions.
+`in_rounds` measures all cases in rounds, each in another order, until the time is used up, so that
+drift meets all alike. procedure.py, contention.py and fit.py call these functions.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ _MOST = 20  # runs for one measurement
 _ON_CPU = 3
 _SHARED_S = 0.1
 _LAUNCHES = 200
-_LEAST_ROUNDS = 3
 _POOL = 2**24  # numbers that operands are taken from in turn: more than a rank's caches hold
 _TURNS = 16  # matrices at the most, so that small ones stay in the caches
 _WIDTH = 1024  # of rows
 _SIDE = 512  # of the square matrices that are multiplied while collectives run
 _LONG_S = 20e-3  # longer work is run once, so that there are more rounds
 aten = torch.ops.aten
-Found = TypeVar("Found")  # what one round gives
 COPIES: tuple[Copied, ...] = ("", "left", "right")
 
 
@@ -298,23 +296,6 @@ def computing(long_s: float, device: torch.device) -> Callable[[], None]:
             _ = x @ x
 
     return multiply
-
-
-def rounds(
-    once: Callable[[], Found], seconds: float, progress: Callable[[float], None]
-) -> list[Found]:
-    """Return what each round measured: as many rounds as the time allows, at least three; rank 0
-    decides.
-    """
-    results: list[Found] = []
-    start, more = time.perf_counter(), True
-    while more:
-        results.append(once())
-        elapsed, count = time.perf_counter() - start, len(results)
-        progress(min(1.0, max(elapsed / seconds, count / _LEAST_ROUNDS)))
-        goes_on = elapsed * (1 + 1 / count) < seconds or count < _LEAST_ROUNDS
-        more = ranks.from_rank_0(goes_on)
-    return results
 
 
 def barrier() -> None:

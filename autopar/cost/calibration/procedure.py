@@ -3,7 +3,7 @@ of the seconds that it is given.
 
 A world that fits the running ranks enters `calibrate`, the same world with measured numbers leaves;
 plans use it from then on. runtime/calibrate_on_ranks.py calls it on every rank. First memory and
-launches, then matmuls with attention, then kernel choices, then collectives, meetings and slowing
+launches, then matmuls with attention, then kernel choices, then collectives, then contention
 (contention.py); fit.py makes the world's numbers of the times.
 
 Cases are measured in rounds over all of them, so that drift meets them alike, until the time is
@@ -20,7 +20,7 @@ import torch
 
 from autopar.cost.algorithms import summing_s_per_byte
 from autopar.cost.calibration import fit, measure
-from autopar.cost.calibration.contention import measure_meeting_seconds, measure_slowing
+from autopar.cost.calibration.contention import measure_contention
 from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fitted, six
 from autopar.cost.calibration.measure import (
     Case,
@@ -43,7 +43,7 @@ GPU_SQUARES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CPU_MEMORY, GPU_MEMORY = 3 * 2**24, 3 * 2**28  # bytes that the test of the bandwidth touches
 LONGEST_S = 1.0  # a matmul that is modelled to take longer is left out
 _ON_COLLECTIVES = 0.65  # of the time; the rest: half matmuls with attention, half kernel choices
-_ON_MEETING, _ON_SLOWING = 0.08, 0.12  # of the time, among that for collectives
+_ON_CONTENTION = 0.1  # of the time, among that for collectives
 _COPIED = 0.75  # the quantile that counts with an operand copied
 _MOST_VISITS, _VISITING_S = 12, 0.1  # measurements of one case in one round; seconds of them all
 _ALONE = 4  # cases that plans do not run are measured so many times less often
@@ -161,26 +161,19 @@ def _with_collectives(
     gloo = world.backend == "gloo"
     kinds = [kind for kind in KINDS if not (gloo and kind == "reduce_scatter")]
     all_cases = cases(world.ranks, GPU_SIZES if device.type == "cuda" else CPU_SIZES, kinds)
-    share = _ON_COLLECTIVES - _ON_MEETING - _ON_SLOWING
+    share = _ON_COLLECTIVES - _ON_CONTENTION
     times = time_collectives(all_cases, device, seconds * share, part(progress, start, share))
-    meeting_seconds = measure_meeting_seconds(
-        patterns(world.ranks),
-        device,
-        seconds * _ON_MEETING,
-        lambda done: part(progress, start + share, _ON_MEETING)(done, "meetings"),
-    )
     measured = lines(times)
     world = fitted(
-        replace(world, meeting_s=meeting_seconds),
-        [*measured, *scatter_of_measures(measured, world.device)] if gloo else measured,
+        world, [*measured, *scatter_of_measures(measured, world.device)] if gloo else measured
     )
-    return measure_slowing(
-        world,
+    contention = measure_contention(
         patterns(world.ranks),
         device,
-        seconds * _ON_SLOWING,
-        lambda done: part(progress, 1 - _ON_SLOWING, _ON_SLOWING)(done, "computing beside them"),
+        seconds * _ON_CONTENTION,
+        lambda done: part(progress, 1 - _ON_CONTENTION, _ON_CONTENTION)(done, "contention"),
     )
+    return replace(world, contention=contention)
 
 
 def squares(gpu: bool) -> list[Matmul]:

@@ -16,8 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from autopar.cost.simulator.engine import Run
-from autopar.cost.simulator.links import Event
+from autopar.cost.simulator.engine import Event, Run
 
 SIZES = (1 << 18, 1 << 20, 1 << 22, 1 << 23, 1 << 25)  # bytes of a bucket that are tried
 

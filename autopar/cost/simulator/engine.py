@@ -16,13 +16,38 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from autopar.cost.simulator.links import Event, Links
+from autopar.cost.contention import LEAST_RATE, Links
 
 _SLACK = 1.0  # a prefetch is issued this many of its own durations before it would be too late
 _DEFER = (0, 2, 8)  # how many matmuls that no other op needs may wait for an idle moment
 _WORTH = 0.002  # share of the step that deferring more of them must gain
 _WINDOW = 256  # events
-_LEAST_RATE = 0.1  # the rate at which computing goes on at least while collectives run
+
+
+class Event(NamedTuple):
+    """One op on the compute stream, or one collective (`lane` is not "").
+
+    `seconds`: its duration where nothing else runs. `after`: the events whose results it takes, all
+    earlier ones. `lane`: the queue, that is the process group, which runs one collective after the
+    other. `link`: the links it runs over; collectives of several lanes share them. `bytes`: what a
+    rank sends. `ahead`: it depends on stored tensors only, so it can be issued long before its use;
+    `held_bytes` are then alive. `takes_s`: seconds of computing that are lost to it where ops run
+    at the same time. `parts`: the events that are fused in a bucket.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    after: tuple[int, ...]
+    phase: Literal["forward", "backward", "optimizer"] = "forward"
+    chain: str = ""
+    lane: str = ""
+    link: int = 0
+    bytes: float = 0.0
+    ahead: bool = False
+    held_bytes: float = 0.0
+    takes_s: float = 0.0
+    parts: tuple[Event, ...] = ()
 
 
 class Action(NamedTuple):
@@ -283,7 +308,7 @@ class _Simulation:
         collectives that end meanwhile.
         """
         arrived: list[int] = []
-        while drags := self.links.share_out(1 - _LEAST_RATE):
+        while drags := self.links.share_out(1 - LEAST_RATE):
             rate = 1 - sum(drags.values())
             until = min(self.links.now + seconds / rate, self.links.next_end())
             passed = until - self.links.now

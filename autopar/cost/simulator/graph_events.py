@@ -20,10 +20,10 @@ from torch.utils.flop_counter import flop_registry
 from autopar._compat import OpOverload, pytree
 from autopar.cost.communication import flat_price, sent
 from autopar.cost.compute import attention_seconds, matmul_seconds
+from autopar.cost.contention import lost_s
 from autopar.cost.network import Pattern, size
 from autopar.cost.simulator.buckets import leading
-from autopar.cost.simulator.engine import simulate_overlap
-from autopar.cost.simulator.links import Event
+from autopar.cost.simulator.engine import Event, simulate_overlap
 from autopar.cost.simulator.step_events import ROOTED, link
 from autopar.ir.mesh import group_ranks
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
@@ -119,15 +119,11 @@ def graph_seconds(graph: fx.Graph, world: World, stored: frozenset[str], phase: 
 
 
 def listed_seconds(listed: Listed, world: World) -> float:
-    """Return the seconds of a graph with its collectives overlapped, each with what its ranks lose
-    on coming together (as in a plan's step) and with the cost of issuing it.
+    """Return the seconds of a graph with its collectives overlapped, each with the cost of issuing
+    it.
     """
-    events = listed.events
-    issued = sum(bool(event.lane) for event in events)
-    with_meetings = [
-        e._replace(seconds=e.seconds + world.meeting_s) if e.lane else e for e in events
-    ]
-    return simulate_overlap(with_meetings).seconds + call_seconds(world) * issued
+    issued = sum(bool(event.lane) for event in listed.events)
+    return simulate_overlap(listed.events).seconds + call_seconds(world) * issued
 
 
 def call_seconds(world: World) -> float:
@@ -254,7 +250,7 @@ def collective_cost(
         price.bytes / pieces_of_value,
         price.seconds / pieces_of_value,
         link(world, digits),
-        price.takes_s / pieces_of_value,
+        lost_s(price.seconds, world) / pieces_of_value,
     )
 
 

@@ -22,9 +22,10 @@ from torch import fx
 from autopar.cost.algorithms import Stage, stages
 from autopar.cost.communication import SentCollective, flat_price, sent_collectives
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
+from autopar.cost.contention import lost_s
 from autopar.cost.network import Pattern, pattern, size, within
 from autopar.cost.simulator.buckets import Bucket
-from autopar.cost.simulator.links import Event
+from autopar.cost.simulator.engine import Event
 from autopar.ir.graph import inlined, stored
 from autopar.ir.program import Program
 from autopar.ir.strategy import Strategy
@@ -55,7 +56,6 @@ class _FuseKey(NamedTuple):
     kind: str
     digits: Pattern
     element_bytes: int
-    late_s: float  # what ranks lose on coming together
     copied: bool  # copied together and apart again (passes/overlap/bucket.py)
 
 
@@ -216,11 +216,9 @@ class Events:
         stages, which run over groups of their own, as they do in scheduled graphs.
         """
         digits = pattern(self.plan.mesh, move.axes)
-        late_s = self.world.meeting_s  # once: ranks that have met go on together
         for stage in stages(move.traffic.collective, digits, move.hierarchy):
-            self._may_join(stage, move, pieces, late_s)
-            after = (self._stage(node, stage, move, after, phase, pieces, late_s),)
-            late_s = 0.0
+            self._may_join(stage, move, pieces)
+            after = (self._stage(node, stage, move, after, phase, pieces),)
         return after[0]
 
     def _stage(
@@ -231,9 +229,8 @@ class Events:
         after: tuple[int, ...],
         phase: Any,
         pieces: int,
-        late_s: float,
     ) -> int:
-        """Add one stage of a collective; `late_s`: what ranks lose on coming together for it."""
+        """Add one stage of a collective."""
         price = flat_price(stage.kind, stage.digits, move.bytes / stage.parts, self.world)
         held_bytes = 0.0
         if "step" in node.meta:
@@ -241,7 +238,7 @@ class Events:
         return self._add(
             node,
             stage.kind,
-            (price.seconds + late_s) / pieces,
+            price.seconds / pieces,
             after,
             phase,
             # a lane for each process group, as in scheduled graphs
@@ -250,32 +247,32 @@ class Events:
             bytes=price.bytes / pieces,
             ahead=node in self.ahead and phase == "forward",
             held_bytes=held_bytes,
-            takes_s=price.takes_s / pieces,
+            takes_s=lost_s(price.seconds, self.world) / pieces,
         )
 
-    def _may_join(self, stage: Stage, move: SentCollective, pieces: int, late_s: float) -> None:
+    def _may_join(self, stage: Stage, move: SentCollective, pieces: int) -> None:
         """Note whether the collective that is added next may be fused
         (passes/overlap/bucket.py).
         """
         kind = stage.kind
         if pieces == 1 and not move.inside and kind in _FUSABLE:
             copied = self.world.backend == "gloo" and move.traffic.collective != "all_reduce"
-            fuse_key = _FuseKey(kind, stage.digits, move.element_bytes, late_s, copied)
+            fuse_key = _FuseKey(kind, stage.digits, move.element_bytes, copied)
             self.joinable[len(self.events)] = fuse_key, move.bytes / stage.parts
 
     def joint(self, members: Bucket) -> Event:
         """Return the event that stands for several collectives as one."""
         parts = tuple(self.events[index] for index in members)
-        kind, digits, _, late_s, copied = self.joinable[members[0]][0]
+        kind, digits, _, copied = self.joinable[members[0]][0]
         unsharded_bytes = sum(self.joinable[index][1] for index in members)
         price = flat_price(kind, digits, unsharded_bytes, self.world)
         copying = copied * 2 * unsharded_bytes / op_bytes_per_s(self.world.device)
         return parts[0]._replace(
             name=f"{parts[0].name} and {len(parts) - 1} more",
-            seconds=price.seconds + late_s + copying,
+            seconds=price.seconds + copying,
             bytes=price.bytes,
             held_bytes=sum(part.held_bytes for part in parts),
-            takes_s=price.takes_s + copying,  # the computing thread copies
+            takes_s=lost_s(price.seconds, self.world) + copying,  # the computing thread copies
             parts=parts,
         )
 

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from autopar.cost.simulator import buckets
-from autopar.cost.simulator.engine import Run, in_order, simulate_overlap
-from autopar.cost.simulator.links import Event
+from autopar.cost.simulator.engine import Event, Run, in_order, simulate_overlap
 from autopar.cost.simulator.step_events import Events
 from autopar.ir.program import Program
 from autopar.world import World

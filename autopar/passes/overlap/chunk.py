@@ -236,7 +236,7 @@ def _fastest(derived: DerivedGraph, listed: Listed, uncut: set[fx.Node], world: 
         return graph
     candidates += [unit for count in PIECES[1:] for unit in units(graph, count, uncut)]
     run = simulate_overlap(listed.events)
-    least = (run.seconds + _collective_overhead(graph, world)) * (1 - WORTH)
+    least = (run.seconds + _issuing_seconds(graph, world)) * (1 - WORTH)
     best, seen = graph, set[frozenset[tuple[fx.Node, int]]]()
     for most in reversed(PIECES):
         allowed = [unit for unit in candidates if unit.pieces <= most]
@@ -247,24 +247,15 @@ def _fastest(derived: DerivedGraph, listed: Listed, uncut: set[fx.Node], world: 
         seen.add(names)
         chunked = chunk_units_of(graph, [choice.unit for choice in choices])
         events = graph_events(chunked, world, derived.resident, derived.phase).events
-        seconds = simulate_overlap(events).seconds + _collective_overhead(chunked, world)
+        seconds = simulate_overlap(events).seconds + _issuing_seconds(chunked, world)
         if seconds < least:
             best, least = chunked, seconds
     return best
 
 
-def _collective_overhead(graph: fx.Graph, world: World) -> float:
-    """Return the seconds that issuing collectives and meeting for them cost, besides their
-    bytes.
-    """
-    return _seconds_per_collective(world) * sum(
-        collective_of(node) is not None for node in graph.nodes
-    )
-
-
-def _seconds_per_collective(world: World) -> float:
-    """Return that overhead for one collective."""
-    return call_seconds(world) + world.meeting_s
+def _issuing_seconds(graph: fx.Graph, world: World) -> float:
+    """Return the seconds that the computing thread spends on issuing the collectives."""
+    return call_seconds(world) * sum(collective_of(node) is not None for node in graph.nodes)
 
 
 def check(before: GraphFacts, after: DerivedGraph) -> None:
@@ -323,8 +314,8 @@ def _estimate(unit: Unit, world: World) -> _Estimate:
     outputs = [n for n in nodes if not unit.cuts.keys() >= n.users.keys()]
     moved = float(sum(2 * bytes_of(node) for node in outputs))
     side_by_side = matmul_seconds(0.0, moved, value_of(nodes[0]).dtype, world.device)
-    meetings = _seconds_per_collective(world) * (pieces - 1) * len(unit.collectives)
-    return _Estimate(saved, longer + side_by_side + meetings)
+    issuing = call_seconds(world) * (pieces - 1) * len(unit.collectives)
+    return _Estimate(saved, longer + side_by_side + issuing)
 
 
 def _stage_seconds(unit: Unit, work: Sequence[fx.Node], world: World, pieces: int) -> list[float]:

@@ -25,9 +25,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from torch import fx
 
-from autopar.cost.simulator.engine import Run, simulate_overlap
+from autopar.cost.simulator.engine import Event, Run, simulate_overlap
 from autopar.cost.simulator.graph_events import collective_of, fetchable, graph_events, keeps_place
-from autopar.cost.simulator.links import Event
 from autopar.cost.simulator.liveness import Lives, Staging
 from autopar.ir.graph import reorder
 from autopar.passes.overlap import DerivedGraph, Freedom, GraphFacts, check_interface

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cost.activations import Price
-from autopar.cost.algorithms import algorithms, flat_algorithms, in_step
+from autopar.cost.algorithms import algorithms, flat_algorithms
 from autopar.cost.compute import rule_seconds
 from autopar.cost.network import pattern
 from autopar.ir.graph import carries_gradient
@@ -87,7 +87,7 @@ class Meshes:
             per_mesh = []
             for mesh in self.meshes:
                 digits = pattern(mesh, tuple(mesh.axes[a].name for a in axes))
-                per_mesh.append(in_step(self.world, find(self.world, kind, digits)))
+                per_mesh.append(find(self.world, kind, digits))
             longest = max(len(row) for row in per_mesh)
             padded = [[*row, *[row[-1]] * (longest - len(row))] for row in per_mesh]
             bends_max = max(len(algorithm.bends) for row in per_mesh for algorithm in row)

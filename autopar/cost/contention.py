@@ -1,7 +1,17 @@
-"""Events of a step, and the links that its collectives share while they are under way.
+"""Contention: what collectives and computing cost one another while both run at the same time.
 
-step_events.py and graph_events.py make `Event`s; engine.py runs them, and asks `Links` when the
-next collective ends and how much of the compute stream's speed the collectives take.
+One coefficient says it all: `World.contention`, the share of computing that is lost while a
+collective runs, whatever its kind, its bytes and its links. Calibration measures it
+(calibration/contention.py); it is 0 where nothing was calibrated.
+
+- Computing loses that share of a collective's seconds (`lost_s`): on CPUs to the threads and copies
+  of the backend, on GPUs to its kernels. Communication that hides is not quite free.
+- A collective takes that share of `World.launch_s` longer to start than alone (`start_s`): ranks
+  that compute come to it at different times, and one that waits is woken late.
+
+Collectives that run at the same time also share the links that they run over: `Links` holds those
+under way. algorithms.py prices starts, the simulator makes its events of seconds that are lost, and
+its engine.py asks `Links` when the next collective ends and what computing loses until then.
 """
 
 from __future__ import annotations
@@ -9,33 +19,26 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING
+
+from autopar.world import World
+
+if TYPE_CHECKING:
+    from autopar.cost.simulator.engine import Event
+
+LEAST_RATE = 0.1  # the rate at which computing goes on at least while collectives run
 
 
-class Event(NamedTuple):
-    """One op on the compute stream, or one collective (`lane` is not "").
-
-    `seconds`: its duration where nothing else runs. `after`: the events whose results it takes, all
-    earlier ones. `lane`: the queue, that is the process group, which runs one collective after the
-    other. `link`: the links it runs over; collectives of several lanes share them. `bytes`: what a
-    rank sends. `ahead`: it depends on stored tensors only, so it can be issued long before its use;
-    `held_bytes` are then alive. `takes_s`: seconds of computing that are lost to it where ops run
-    at the same time. `parts`: the events that are fused in a bucket.
+def start_s(alone_s: float, world: World) -> float:
+    """Return the seconds that a collective takes to start in a step, from those that it takes where
+    nothing else runs.
     """
+    return alone_s + world.contention * world.launch_s
 
-    name: str
-    kind: str
-    seconds: float
-    after: tuple[int, ...]
-    phase: Literal["forward", "backward", "optimizer"] = "forward"
-    chain: str = ""
-    lane: str = ""
-    link: int = 0
-    bytes: float = 0.0
-    ahead: bool = False
-    held_bytes: float = 0.0
-    takes_s: float = 0.0
-    parts: tuple[Event, ...] = ()
+
+def lost_s(seconds: float, world: World) -> float:
+    """Return the seconds of computing that are lost to a collective of so many seconds."""
+    return seconds * world.contention
 
 
 class Links:
@@ -68,7 +71,7 @@ class Links:
         """Let a collective run, as the head of its lane's queue."""
         self.left[index] = self.events[index].seconds
         self.started[index] = self.now
-        self.sharing[self.events[index].link] += 1
+        self.sharing[self.link[index]] += 1
 
     def next_end(self) -> float:
         """Return when the next collective ends if nothing else is issued; inf where none is under
