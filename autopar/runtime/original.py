@@ -195,13 +195,17 @@ def _check_values(
 
 
 def _error(actual: Tensor, expected: Tensor, least: float) -> float:
-    """Return the largest |difference| over the largest finite |expected|."""
+    """Return the largest |difference| over the largest finite |expected|; inf where one has a
+    number and the other a nan, or another infinity.
+    """
     if actual.shape != expected.shape:
         return float("inf")
     if not (expected.is_floating_point() or expected.is_complex()):
         return 0.0 if torch.equal(actual, expected) else float("inf")
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     difference = torch.where(same, 0.0, (actual - expected).abs().double())
+    if not difference.isfinite().all():
+        return float("inf")
     return _largest(difference) / max(_largest(expected), least, 1e-30)
 
 

@@ -107,3 +107,12 @@ def test_a_draw_that_nothing_uses_is_no_difference_and_hides_none() -> None:
     model.scale = 1.01
     with pytest.raises(VerificationError, match="result is off by"):
         compare_original(model, program, ((x,), {}), flops=1.0)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_a_nan_against_a_number_is_off(odd: float) -> None:
+    number, other = torch.tensor([1.0, 2.0]), torch.tensor([1.0, odd])
+    assert (
+        original._error(other, number, 0.0) == original._error(number, other, 0.0) == float("inf")
+    )
+    assert original._error(other, other.clone(), 0.0) == 0.0
