@@ -110,7 +110,7 @@ def test_search_bound_and_plan_agree_on_it() -> None:
     world = slow_attention(plain)
     exact = search(program, mesh, world, AUTO).seconds
     assert exact > 2 * search(program, mesh, plain, AUTO).seconds
-    assert exact * (1 - 5e-3) < float(bound_on(program, mesh, AUTO, world, False).run()[0])
+    assert exact * (1 - 5e-3) < float(bound_on(program, mesh, AUTO, world).run()[0])
     found = best(program, [(mesh, AUTO)], world)
     assert found.plan.seconds == pytest.approx(exact, rel=1e-6)
     assert max(found.bound, *found.bounds) <= exact * (1 + 1e-5)

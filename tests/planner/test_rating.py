@@ -75,7 +75,7 @@ def test_the_bound_is_not_above_the_exact_search(name: str, mesh: str) -> None:
     program, on = traced(name), Mesh.parse(mesh)
     world = World.preset("dgx-h100", on.size)
     exact = search(program, on, world, AUTO).seconds
-    bound = float(bound_on(program, on, AUTO, world, False).run()[0])
+    bound = float(bound_on(program, on, AUTO, world).run()[0])
     assert exact * (1 - 5e-3) < bound <= exact * (1 + 1e-6)
 
 
@@ -129,7 +129,7 @@ def traced(name: str) -> Program:
 def test_rated_options_cost_what_the_search_says(name: str, mesh: str) -> None:
     """Also: what is allowed here is what has strategies there."""
     found, meshes, _, objective = prices(name, mesh)
-    costs, draw = OptionCosts(found, meshes, [AUTO], False), random.Random(0)
+    costs, draw = OptionCosts(found, meshes, [AUTO]), random.Random(0)
     allowed = 0
     for variable in found.variables:
         if variable.region is None:
