@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import TraceError
 from autopar._compat import FakeTensor
-from autopar.passes import trace
+from autopar.passes.trace import trace
 from autopar.passes.trace.side_effects import refuse_side_effects
 from traced import run
 

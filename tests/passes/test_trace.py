@@ -16,7 +16,7 @@ from torch import nn
 import models
 from autopar.errors import InputError, TraceError
 from autopar.ir.program import Program
-from autopar.passes import trace
+from autopar.passes.trace import trace
 from traced import run
 
 aten = torch.ops.aten

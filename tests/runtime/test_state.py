@@ -28,12 +28,12 @@ def facts(tmp_path_factory: Any) -> Any:
 def test_a_trace_under_autocast_gives_what_eager_gives() -> None:
     model, inputs = Net(), batch()
     with torch.autocast("cpu", torch.bfloat16):
-        program, expected = trace(model, inputs), model(*inputs)
+        program, expected = trace.trace(model, inputs), model(*inputs)
     assert program.signature.autocast == (("cpu", torch.bfloat16),)
     found = run(program, inputs)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert trace(model, inputs).signature.autocast == ()
+    assert trace.trace(model, inputs).signature.autocast == ()
 
 
 def test_autocast_is_named() -> None:
