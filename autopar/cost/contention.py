@@ -79,10 +79,10 @@ class Links:
         """
         if not self.left:
             return math.inf
-        return self.now + min([left / self._rate(index) for index, left in self.left.items()])
+        return self.now + min([left / self._speed(index) for index, left in self.left.items()])
 
-    def _rate(self, index: int) -> float:
-        """Return the rate at which a head moves, as a share of that alone."""
+    def _speed(self, index: int) -> float:
+        """Return the speed of a head, as a share of what it has alone."""
         return (self.pace if self.drag[index] else 1.0) / self.sharing[self.link[index]]
 
     def share_out(self, most: float) -> dict[int, float]:
@@ -114,7 +114,7 @@ class Links:
         passed, self.now = then - self.now, then
         ended = []
         for index in self.left:
-            self.left[index] -= passed * self._rate(index)
+            self.left[index] -= passed * self._speed(index)
             # the precision of a clock that has run for hours
             if self.left[index] <= 1e-12 * max(1.0, then):
                 ended.append(index)
