@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import trace
-from autopar.planner import choose, exact_search, regions
+from autopar.planner import exact_search, mesh_search, regions
 from autopar.planner.named_layouts import Constraint
 
 LIMIT = 1e-9
@@ -231,7 +231,7 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         monkeypatch.setattr(exact_search, "node_seconds", lambda *_: rng.random())
         monkeypatch.setattr(exact_search, "optimizer_seconds", lambda *_: rng.random())
         monkeypatch.setattr(regions, "path_seconds", convert)
-        monkeypatch.setattr(choose, "candidates", candidates)
+        monkeypatch.setattr(mesh_search, "candidates", candidates)
 
     return from_seed
 
