@@ -228,7 +228,7 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 
         rng = Drawn.draws = random.Random(seed)
         weight = rng.choice([0.02, 0.3, 1.0])  # of conversions: the smaller, the more of them
-        monkeypatch.setattr(exact_search, "node_seconds", lambda *_: rng.random())
+        monkeypatch.setattr(exact_search, "node_costs", lambda *_: (rng.random(), []))
         monkeypatch.setattr(exact_search, "optimizer_seconds", lambda *_: rng.random())
         monkeypatch.setattr(regions, "path_seconds", convert)
         monkeypatch.setattr(mesh_search, "candidates", candidates)
