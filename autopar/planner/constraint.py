@@ -15,15 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
 from autopar.ir.dim_roles import Factors, Kinds, has_weight, loop_dim_of
 from autopar.ir.layout import Layout, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import OpShardingRule
 from autopar.ir.strategy import Choice, PartialPassThrough, Shapes, Slot, Strategy, strategies
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)

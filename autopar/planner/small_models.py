@@ -135,11 +135,8 @@ def _bytes(problem: Search, saved: ActivationMemory) -> list[Table]:
             shares = [saved.of(nodes[member]) for member in problem.members[variable].nodes]
             each = [sum(map(bytes_of, shares, item)) for item in items]
         elif name in parameters:
-            size, trained = (
-                value_of(nodes[name]).dtype.itemsize,
-                (name, 0) in problem.notes.gradient,
-            )
-            own = saved.bytes_per_element(size, trained)
+            size = value_of(nodes[name]).dtype.itemsize
+            own = saved.bytes_per_element(size, (name, 0) in problem.notes.gradient)
             each = [own * layout.local_size for layout in items]
         else:
             continue

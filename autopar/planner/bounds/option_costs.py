@@ -20,7 +20,6 @@ from autopar.cost.activations import Price
 from autopar.cost.compute import optimizer_seconds_of
 from autopar.ir.dim_roles import goes_with_weight, has_weight, loop_dim_of
 from autopar.ir.graph import module_path
-from autopar.ir.mesh import Mesh
 from autopar.ir.program import Annotations
 from autopar.ir.sharding_rule import OpShardingRule
 from autopar.ir.strategy import Choice, Slot
@@ -190,7 +189,7 @@ class OptionCosts:
             for a, axis in enumerate(mesh.axes):
                 for position, name in enumerate(variable.region.nodes):
                     allowed[m, a] &= self._on_axis(
-                        variable, position, name, axis.size, a, mesh, constraint, eased
+                        variable, position, name, axis.size, a, constraint, eased
                     )
         return allowed
 
@@ -201,7 +200,6 @@ class OptionCosts:
         name: str,
         size: int,
         axis: int,
-        mesh: Mesh,
         constraint: Constraint,
         eased: bool,
     ) -> Bools:
