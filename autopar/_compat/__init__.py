@@ -7,6 +7,7 @@ DTensors. compiling.py has what compiles derived graphs, and imports that where 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -89,6 +90,21 @@ def forget_groups(device_mesh: torch.distributed.DeviceMesh) -> None:
     the groups' threads. The mesh can communicate no more.
     """
     getattr(device_mesh, "_pg_registry", {}).clear()
+
+
+def forget_default_groups() -> None:
+    """Lets go of the process group that functions of torch.distributed.nn have as a default: where
+    that module is imported after the group was opened, as dynamo does, they would hold it, and so
+    its threads, until Python ends. None stands for the running group as well.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in list(vars(module).values()) if module is not None else ():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(isinstance(value, torch.distributed.ProcessGroup) for value in defaults):
+            function.__defaults__ = tuple(
+                None if isinstance(value, torch.distributed.ProcessGroup) else value
+                for value in defaults
+            )
 
 
 def backend_name(name: str, device_type: str) -> str:
@@ -280,6 +296,7 @@ __all__ = [
     "dynamo_sources",
     "exporting",
     "fake_mode",
+    "forget_default_groups",
     "forget_groups",
     "from_part",
     "functions_applied",

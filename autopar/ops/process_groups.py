@@ -148,6 +148,7 @@ def _end_groups() -> None:
         return
     for connection in _connections.values():
         _compat.forget_groups(connection.device_mesh)
+    _compat.forget_default_groups()
     disconnect()
     if running:
         dist.destroy_process_group()
