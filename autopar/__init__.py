@@ -1,6 +1,5 @@
 """autopar: take a single-device PyTorch model and make it a distributed one."""
 
-from autopar import report
 from autopar.api import apply, parallelize, plan, verify
 from autopar.errors import (
     AutoparError,
@@ -12,8 +11,9 @@ from autopar.errors import (
     VerificationError,
     WorldError,
 )
+from autopar.ir.graph import listing
 from autopar.ir.plan import Plan
-from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.runtime.dynamo_backend import backend
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.verify import Check
@@ -40,8 +40,8 @@ __all__ = [
     "WorldError",
     "apply",
     "backend",
+    "listing",
     "parallelize",
     "plan",
-    "report",
     "verify",
 ]

@@ -19,7 +19,6 @@ from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ops import devices
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import edit, mesh_search, world_size
-from autopar.planner.named_layouts import Layouts
 from autopar.planner.planner import (
     Inputs,
     analyse,
@@ -29,7 +28,7 @@ from autopar.planner.planner import (
     rewrite_for_ranks,
     trace_model,
 )
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import Layouts, PlanRequest
 from autopar.runtime import agreement
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (

@@ -33,16 +33,25 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
-def test_examples_in_docstrings_give_what_they_say() -> None:
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(autopar.__path__, "autopar.")
+    if not module.name.endswith("__main__")
+]
+WITH_EXAMPLES = [
+    name for name in MODULES if ">>>" in inspect.getsource(importlib.import_module(name))
+]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples_in_docstrings_give_what_they_say(name: str) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    names = [m.name for m in pkgutil.walk_packages(autopar.__path__, "autopar.")]
-    tried = 0
-    for name in names:
-        if not name.endswith("__main__"):
-            results = doctest.testmod(importlib.import_module(name), optionflags=flags)
-            assert not results.failed, name
-            tried += results.attempted
-    assert tried > 40
+    results = doctest.testmod(importlib.import_module(name), optionflags=flags)
+    assert results.attempted and not results.failed
+
+
+def test_many_modules_have_examples() -> None:
+    assert len(WITH_EXAMPLES) > 20
 
 
 @pytest.mark.parametrize("name", autopar.__all__)

@@ -15,7 +15,7 @@ from sizes import too_long
 ROOT = Path(__file__).parent.parent
 AUTOPAR = ROOT / "autopar"
 FILES = sorted(AUTOPAR.rglob("*.py"))
-MOST_FILES, MOST_NAMES = 147, 15  # 140 files is where this shall go
+MOST_FILES, MOST_NAMES = 140, 15
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 
 
@@ -119,7 +119,7 @@ def test_no_module_or_public_name_uses_a_retired_word() -> None:
 
 
 # What is clean in methods, fields and arguments, too; the others follow.
-CLEAN = ("api.py", "errors.py", "cli/*.py", "cli/doctor/*.py", "cost/*.py", "report/*.py",
+CLEAN = ("api.py", "errors.py", "cli/*.py", "cli/doctor/*.py", "cost/*.py",
          "runtime/*.py")  # fmt: skip
 UNCLEAN = ("runtime/backends.py",)
 # "spans" are the events of a trace; verbs and nouns that end as participles do

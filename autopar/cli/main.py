@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar import api
 from autopar.cli.doctor import examination as doctoring
-from autopar.cli.doctor import facts as facts_of_machine
+from autopar.cli.doctor.machine import facts as facts_of_machine
 from autopar.cli.options import (
     MODEL_HELP,
     AnywayOption,

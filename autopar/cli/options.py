@@ -18,8 +18,8 @@ from autopar.cli.targets import NAMED
 from autopar.cli.terminal import console
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError
-from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
-from autopar.planner.named_layouts import NAMES, Layouts
+from autopar.planner.named_layouts import NAMES
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 from autopar.world import World
 from autopar.world.world import calibrated
 

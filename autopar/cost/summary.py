@@ -19,7 +19,7 @@ from torch import fx
 from autopar.cost.algorithms import algorithms, flat_algorithms
 from autopar.cost.communication import collective_cost, sent_collectives
 from autopar.cost.compute import node_seconds
-from autopar.cost.simulator.timeline import Timeline
+from autopar.cost.simulator import Timeline
 from autopar.ir.graph import every_node
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Collective, Row

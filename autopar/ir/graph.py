@@ -269,7 +269,8 @@ def listing(module: fx.GraphModule) -> str:
     return relu
     <BLANKLINE>
 
-    `>>` in front marks communication. The mesh, which every line would repeat, is left out.
+    `>>` in front marks communication. The mesh, which every line would repeat, is left out. Raises
+    AttributeError where `module` has no graph.
     """
     return "\n".join(_listing_lines(module)) + "\n"
 

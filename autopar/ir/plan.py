@@ -28,7 +28,7 @@ from autopar.world import World, json_file
 
 if TYPE_CHECKING:  # what a plan answers with stands above it
     from autopar.cost.formula import Formula
-    from autopar.cost.simulator.timeline import Timeline
+    from autopar.cost.simulator import Timeline
     from autopar.planner.planner import PlanContext
     from autopar.planner.why import Why
 

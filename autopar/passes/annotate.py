@@ -6,6 +6,10 @@ probed on small tensors, and where that finds no rule, they run unsharded.
 
 A traced Program enters and leaves with its `Annotations`. planner/planner.py runs this pass after
 `trace`, and runtime/calibrate_on_ranks.py runs it to list the matmuls that are timed.
+
+The pass `chains` groups the annotated nodes: the two matmuls of an MLP and the activation between
+them are the chain "blocks.3.mlp". The planner chooses the layouts of a chain together, and the
+plan's table shows a row for each.
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import producer, where
-from autopar.ir.program import Annotations, Atom, Program, Value
+from autopar.ir.graph import chain_name, producer, where
+from autopar.ir.program import Annotations, Atom, Chain, Program, Value
 from autopar.ir.sharding_rule import Dims, OpShardingRule, bound, operands_of, results_of, shape_of
 from autopar.ops.custom_functions import is_custom
 from autopar.ops.rules import unsplit
@@ -323,3 +327,35 @@ def _propagate(node: fx.Node, searched: set[str], gradient: set[Value]) -> None:
             value.dtype.is_floating_point or value.dtype.is_complex
         ):
             gradient.add((node.name, index))
+
+
+# -- the pass `chains` -----------------------------------------------------------------------------
+def chains(program: Program) -> Program:
+    """Return the program with its searched nodes grouped by the module that they belong to.
+
+    The module is a block's part ("blocks.3.mlp") or a child of the model ("head").
+    """
+    assert program.annotations is not None
+    groups: dict[str, list[str]] = {}
+    for node in program.module.graph.nodes:
+        if node.op == "call_function" and node.name in program.annotations.searched:
+            groups.setdefault(chain_name(node), []).append(node.name)
+    rules = program.annotations.specs
+    grouped = tuple(
+        Chain(
+            name,
+            tuple(nodes),
+            tuple(n for n in nodes if n in rules and rules[n].product is not None),
+        )
+        for name, nodes in groups.items()
+    )
+    return dataclasses.replace(program, chains=grouped)
+
+
+def check_chains(program: Program) -> None:
+    """The contract: every searched node is in exactly one chain."""
+    assert program.annotations is not None
+    members = [name for chain in program.chains for name in chain.nodes]
+    calls = {n.name for n in program.module.graph.nodes if n.op == "call_function"}
+    assert len(members) == len(set(members)), "a node is in two chains"
+    assert set(members) == program.annotations.searched & calls, "a searched node is in no chain"

@@ -36,7 +36,7 @@ from autopar.planner import small_models
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.mesh_search import GAP, Candidate, bounds_of, meshes_by_bound, promising_meshes
-from autopar.planner.named_layouts import NAMES, Layouts, candidates
+from autopar.planner.named_layouts import NAMES, candidates
 from autopar.planner.objective import cost_terms
 from autopar.planner.rematerialize import (
     Estimated,
@@ -44,7 +44,7 @@ from autopar.planner.rematerialize import (
     RematerializationSteps,
     TriedRematerialization,
 )
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import Layouts, PlanRequest
 
 _STEP = 8.0  # factor between the first prices; its square root after a turn
 _TRIES = 4

@@ -28,6 +28,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import results_of, shape_of
 from autopar.ir.strategy import Choice, Slot
+from autopar.planner.bounds import Bound, Joint
 from autopar.planner.bounds.arrays import Meshes
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
@@ -37,7 +38,6 @@ from autopar.planner.bounds.factor_graph import (
     frame,
     shorten_frame,
 )
-from autopar.planner.bounds.message_passing import Bound, Joint
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search

@@ -23,9 +23,7 @@ from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
 from autopar.planner.constraint import Constraint, Role, fits
-from autopar.planner.grids import Grid, Grid2D, Grid3D, Grid4D, Grid25D
-
-Layouts = str | Grid | Mapping[str, "str | Grid"]
+from autopar.planner.request import Grid, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 
 _DATA = Role("m", "batch", stored="whole")
 _SHARDED_DATA = Role("m", "batch", stored="split")

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost.activations import Middle, activation_bytes
-from autopar.cost.simulator.timeline import bucket_seconds
+from autopar.cost.simulator import bucket_seconds
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program

@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from autopar._compat import pytree
 from autopar.cost.memory import with_flight
-from autopar.cost.simulator.timeline import Timeline, timeline
+from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import summary_rows
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
@@ -36,17 +36,16 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
 from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
-from autopar.passes import PIPELINE, annotate, chains, trace
+from autopar.passes import PIPELINE, annotate, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.signature import without_cache
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import check_choices, search_meshes
-from autopar.planner.named_layouts import Layouts
 from autopar.planner.overlap_search import plans_by_step
 from autopar.planner.rematerialize import rematerialize_to_fit
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import Layouts, PlanRequest
 from autopar.planner.why import Why, why
 from autopar.planner.world_size import larger_world
 from autopar.world import World
@@ -178,7 +177,7 @@ def analyse(
     program = manager.run("annotate", program, annotate.annotate, annotate.check)
     program = annotate.reduced_in(program, reduce_dtype)
     program = annotate.replicate_stored(program) if whole else program
-    return manager.run("chains", program, chains.chains, chains.check)
+    return manager.run("chains", program, annotate.chains, annotate.check_chains)
 
 
 def choose_plan(

@@ -1,20 +1,121 @@
-"""What a plan is asked to be, and the part of the answer that needs no search.
+"""What a plan is asked to be: the request, and the grids that a layout can be given as.
 
 Example: PlanRequest("fsdp", Budget.of(world, "auto", "adamw", "full")) asks for FSDP's layout
-within the memory of the world's devices, with every repeated block recomputed. api.py and
-runtime/apply.py build requests; planner.py and the searches read them.
+within the memory of the world's devices, with every repeated block recomputed; PlanRequest(Grid4D(
+x=2, z=4)) for a 4D layout with these sizes. api.py and runtime/apply.py build requests, cli/ reads
+grids; planner.py and the searches read both. named_layouts.py gives the axes of a grid their roles.
+
+The formulas of the grids count the words (elements) that one rank receives for one product
+Y[m,n] = X[m,k] · W[k,n] forward, by ring collectives; docs/layouts.md has the backward, pictures
+and comparisons. A plan raises LayoutError where sizes do not fit the ranks or the model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
 from autopar.cost.memory import Budget
 from autopar.ir.graph import blocks
 from autopar.ir.program import Program
-from autopar.planner.named_layouts import Layouts
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid2D:
+    """A mesh of d1 · d2 ranks: d1 on n and d2 on k, swapped at the next product. W never moves; Y
+    is all-reduced over the axis on k, dX over the axis on n.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    >>> plan = autopar.plan(model, 4, (torch.ones(8, 8),), Grid2D(2, 2))
+    >>> [row.layout for row in plan.rows[:2]]
+    ['x→n, y→k', 'x→k, y→n']
+
+    `first`: "column" puts d1 on n at the first product of a chain, "row" puts it on k. Words, the
+    mean of two products: (1-1/d2)·mn/d1 + (1-1/d1)·mk/d2. d2 = 1 is Megatron-LM (arXiv 1909.08053,
+    section 3). Raises, when planned, LayoutError where d1 · d2 is not the number of ranks. Source:
+    ATP, arXiv 2301.08658.
+    """
+
+    d1: int
+    d2: int
+    first: str = "column"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid3D:
+    """A mesh of x · y · z ranks: one axis on each of m, n and k, which one the search chooses for
+    every product. X and W are gathered, Y is reduce-scattered, and each of them may be spread over
+    all three between uses.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    >>> plan = autopar.plan(model, 8, (torch.ones(8, 8),), Grid3D(2, 2, 2))
+    >>> [row.layout for row in plan.rows[:2]]
+    ['x→n, y→m, z→k', 'x→k, y→m, z→n']
+
+    Words with x on m, y on n and z on k: (1-1/y)·mk/(xz) + (1-1/x)·kn/(yz) + (1-1/z)·mn/(xy).
+    Raises, when planned, LayoutError where x · y · z is not the number of ranks. Source: Agarwal,
+    Balle, Gustavson, Joshi, Palkar 1995; for training, arXiv 2105.14450.
+    """
+
+    x: int
+    y: int
+    z: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid4D:
+    """AxoNN's mesh of x · y · z · data ranks: data and z on m, x on k and y on n, swapped at the
+    next product. z splits stored weights too: W is gathered over z, dW is reduce-scattered over it
+    and all-reduced over data, Y is all-reduced over x and dX over y.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    >>> plan = autopar.plan(model, 8, (torch.ones(8, 8),), Grid4D(x=2, z=2, data=2))
+    >>> [row.layout for row in plan.rows[:2]]
+    ['data→m, z→m, x→k', 'data→m, z→m, x→n']
+
+    Words with r = m/(z·data) rows, the mean of two products: (1-1/z)·kn/(xy) + (1-1/x)·rn/y +
+    (1-1/y)·rk/x. Sizes default to 1: data alone is DDP, z alone is FSDP or ZeRO-3 (arXiv
+    1910.02054, section 7), y alone is Megatron-LM. Raises, when planned, LayoutError where the
+    product of the sizes is not the number of ranks, or data · z does not divide the batch. Source:
+    AxoNN, arXiv 2305.13525, its communication model; 2502.08145.
+    """
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    data: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid25D:
+    """Tesseract's mesh of d layers of q × q ranks (SUMMA-2.5): depth and row on m, col on n. X and
+    W lie in q × q blocks, on each depth other rows of X and the same W.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    >>> plan = autopar.plan(model, 8, (torch.ones(8, 8),), Grid25D(q=2, d=2))
+    >>> [row.layout for row in plan.rows[:2]]
+    ['depth→m, row→m, col→n', 'depth→m, row→m, col→n']
+
+    `panels`: SUMMA broadcasts operands in q panels, again in the backward, and no rank holds more
+    than two; else operands are gathered in full and saved. The results are equal. Words:
+    (1-1/q)·(mk/d + kn)/q. Raises, when planned, LayoutError where d · q² is not the number of
+    ranks, q is less than d, or d · q does not divide the batch. Source: arXiv 2105.14500; d = 1:
+    van de Geijn and Watts 1997, Optimus (arXiv 2104.05343).
+    """
+
+    q: int
+    d: int = 1
+    panels: bool = True
+
+
+Grid = Grid2D | Grid3D | Grid4D | Grid25D
+Layouts = str | Grid | Mapping[str, "str | Grid"]
 
 
 @dataclasses.dataclass(frozen=True)

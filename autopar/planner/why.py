@@ -29,12 +29,13 @@ from autopar.ir.plan_table import format_bytes, format_seconds
 from autopar.ir.program import Program
 from autopar.ir.strategy import Choice, split_of
 from autopar.passes import emit_program, recompute
-from autopar.planner.bounds.message_passing import Bound
+from autopar.planner.bounds import Bound
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import Near, search
 from autopar.planner.mesh_search import bound_on, near
-from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import CostTerms, cost_terms
+from autopar.planner.request import Layouts
 
 _AROUND = (8, 4, 2)  # options per region elsewhere; fewer where tables outgrow memory
 _READ = (4, 8, 16, 32, 64, 128)  # options per region among which runners-up are sought

@@ -31,7 +31,7 @@ from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.edit import check_edits, compare_figures, is_unchanged
-from autopar.planner.named_layouts import Layouts, candidates
+from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import cost_terms
 from autopar.planner.planner import (
     Inputs,
@@ -43,7 +43,7 @@ from autopar.planner.planner import (
     fit_to_memory,
     trace_model,
 )
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import Layouts, PlanRequest
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
 from autopar.world import World, ranks, store

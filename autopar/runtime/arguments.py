@@ -21,8 +21,8 @@ from autopar.cost.memory import STATES, Budget, limit_text, text_of
 from autopar.errors import AutoparError, InputError, LayoutError, PlanError
 from autopar.ir.plan import Plan
 from autopar.passes import OPTIONS
-from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.planner.named_layouts import NAMES
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.runtime.module import Deferred, ParallelModule
 from autopar.world import World, ranks
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar._compat import pytree
+from autopar.cost.calibration import calibrate, local_matmuls
 from autopar.cost.calibration.fit import Attended
 from autopar.cost.calibration.measure import Progress
-from autopar.cost.calibration.procedure import calibrate, local_matmuls
 from autopar.ir.sharding_rule import OpShardingRule, results_of
 from autopar.passes import annotate, trace
 from autopar.planner.planner import Inputs, call_arguments

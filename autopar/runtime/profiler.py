@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from autopar._compat import pytree
-from autopar.cost.simulator.timeline import COMPUTE, WAITS, Seen, Span
+from autopar.cost.simulator import COMPUTE, WAITS, Seen, Span
 from autopar.errors import PlanError
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.op_log import (

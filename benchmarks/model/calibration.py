@@ -26,7 +26,17 @@ import numpy as np
 import torch
 
 from autopar.cost.algorithms import flat_algorithms
-from autopar.cost.calibration import measure
+from autopar.cost.calibration import (
+    CPU_SIZES,
+    GPU_SIZES,
+    Times,
+    calibrate,
+    cases,
+    lines,
+    measure,
+    patterns,
+    time_collectives,
+)
 from autopar.cost.calibration.fit import (
     CPU_KEYS,
     GPU_KEYS,
@@ -36,16 +46,6 @@ from autopar.cost.calibration.fit import (
     fitted,
 )
 from autopar.cost.calibration.measure import Case, actual_bytes
-from autopar.cost.calibration.procedure import (
-    CPU_SIZES,
-    GPU_SIZES,
-    Times,
-    calibrate,
-    cases,
-    lines,
-    patterns,
-    time_collectives,
-)
 from autopar.cost.compute import attention_seconds
 from autopar.cost.network import Pattern
 from autopar.ir.sharding_rule import Attends

@@ -35,7 +35,7 @@ from autopar.cost.memory import Budget
 from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program, recompute, trace
+from autopar.passes import annotate, emit_program, recompute, trace
 from autopar.planner import mesh_search
 from autopar.planner.constraint import Constraint
 from autopar.planner.mesh_search import best
@@ -112,7 +112,7 @@ def run(case: Case) -> dict[str, float | str]:
     model, inputs = case.make()
     with timed(found, "trace"):
         program = trace.trace(model, inputs, {})
-        program = chains.chains(annotate.annotate(program))
+        program = annotate.chains(annotate.annotate(program))
     found["GB after trace"] = peak()
     with timed(found, "choose"):
         program = fitting(program, world) if case.fits else chosen(program, world, case.mesh)

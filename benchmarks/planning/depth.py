@@ -23,9 +23,9 @@ from rich.table import Table
 from autopar import World
 from autopar.cli.targets import NAMED, Batch, resolve
 from autopar.cost.memory import Budget
-from autopar.cost.simulator.timeline import timeline
+from autopar.cost.simulator import timeline
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program, trace
+from autopar.passes import annotate, emit_program, trace
 from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel
 from autopar.planner.overlap_search import simulate_plan
@@ -72,7 +72,7 @@ def analysed(model: str, layers: int, ranks: int) -> Program:
     """A named model of so many layers, one sample of 4096 tokens a rank."""
     NAMED["benchmark"] = replace(NAMED[model], layers=layers)
     target = resolve("benchmark", Batch(ranks, 4096), ranks)
-    return chains.chains(annotate.annotate(trace.trace(target.model, target.inputs, {})))
+    return annotate.chains(annotate.annotate(trace.trace(target.model, target.inputs, {})))
 
 
 def table(found: list[Row], title: str) -> Table:

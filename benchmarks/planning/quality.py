@@ -46,7 +46,7 @@ from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
-from autopar.passes import annotate, chains, emit_program, trace
+from autopar.passes import annotate, emit_program, trace
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.overlap_search import simulate_plan
 from autopar.planner.planner import fastest_plans
@@ -123,7 +123,7 @@ def planned(
     """`again`: searched as if products' weights in blocks were gathered again in the backward."""
     model, inputs = made
     program = annotate.reduced_in(annotate.annotate(trace.trace(model, inputs, {})), dtype)
-    program = chains.chains(program)
+    program = annotate.chains(program)
     fetching = regather_weights(program)
     assert fetching.annotations is not None
     program = emit_program(chosen(fetching if again else program, world, mesh), world)
@@ -259,7 +259,7 @@ def block() -> dict[str, float]:
 def hidden() -> dict[str, dict[str, float]]:
     """The GPT's plans, the shortest simulated step first; one of them has the least sum."""
     model, inputs = small_gpt()
-    program = chains.chains(annotate.annotate(trace.trace(model, inputs, {})))
+    program = annotate.chains(annotate.annotate(trace.trace(model, inputs, {})))
     model = ShortenedModel(program, world := cluster())
     return {
         f"plan {number}": {

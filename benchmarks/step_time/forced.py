@@ -5,7 +5,7 @@ come to the same plan: which of two equal plans is measured first would be chanc
 from __future__ import annotations
 
 from autopar import Grid2D, Grid3D, Grid4D, Grid25D
-from autopar.planner.named_layouts import Layouts
+from autopar.planner.request import Layouts
 
 _MLP = ("*.up", "*.down")
 FORCED: dict[str, Layouts] = {

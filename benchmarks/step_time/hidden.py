@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from autopar.cost.simulator import COMPUTE, WAITS
 from autopar.cost.simulator.engine import Event
-from autopar.cost.simulator.timeline import COMPUTE, WAITS
 from autopar.runtime.profiler import MeasuredStep
 from benchmarks.step_time.traces import merged, total
 

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autopar
 from autopar.passes import OPTIONS
-from autopar.planner.named_layouts import Layouts
+from autopar.planner.request import Layouts
 from autopar.runtime.backends import Overlap
 from benchmarks.models import Llama
 from benchmarks.step_time.forced import FORCED

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from autopar.cli import main, options, terminal
 from autopar.cli.targets import NAMED, Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
-from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.world import World
 from models import Mlp as MseMlp
 

@@ -19,11 +19,19 @@ import torch
 from typer.testing import CliRunner
 
 from autopar.cli import main
-from autopar.cli.doctor import Absent, Examination, Finding, Session, machine, training
+from autopar.cli.doctor import (
+    Absent,
+    AttentionModel,
+    Finding,
+    Session,
+    machine,
+    merge_findings,
+    run_check,
+    training,
+)
 from autopar.cli.doctor import examination as doctor_command
 from autopar.cli.doctor import kernels as doctor_kernels
-from autopar.cli.doctor.examination import page
-from autopar.cli.doctor.session import AttentionModel, merge_findings, run_check
+from autopar.cli.doctor.examination import Examination, page
 from launch import RANK_SCRIPTS, ROOT, environment
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import autopar
 import models
 from autopar.cost.calibration import fit as timing
+from autopar.cost.calibration import time_computing
 from autopar.cost.calibration.measure import Matmul
-from autopar.cost.calibration.procedure import time_computing
 from autopar.cost.compute import (
     attention_seconds,
     attention_share,

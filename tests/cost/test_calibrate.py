@@ -16,17 +16,19 @@ import torch
 from typer.testing import CliRunner
 
 from autopar.cli import main, options
+from autopar.cost import calibration
 from autopar.cost.algorithms import flat_algorithms, formula
-from autopar.cost.calibration import fit, measure, procedure
-from autopar.cost.calibration.measure import Case, Matmul, actual_bytes
-from autopar.cost.calibration.procedure import (
+from autopar.cost.calibration import (
     Times,
     cases,
+    fit,
     lines,
     local_matmuls,
+    measure,
     patterns,
     with_matmuls,
 )
+from autopar.cost.calibration.measure import Case, Matmul, actual_bytes
 from autopar.cost.communication import collective_cost
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
@@ -46,7 +48,7 @@ def made_up(world: World, factors: dict[str, float], noise: float = 0.0) -> Time
     """What calibration would measure if the formulas were true, with relative noise."""
     rng = np.random.default_rng(0)
     seconds: dict[Case | Matmul, float] = {}
-    for case in cases(world.ranks, procedure.CPU_SIZES):
+    for case in cases(world.ranks, calibration.CPU_SIZES):
         way = formula(world, case.kind, case.pattern)
         exact = factors.get(case.kind, 1.0) * way.seconds(actual_bytes(case))
         seconds[case] = exact * float(np.exp(noise * rng.standard_normal()))
@@ -149,7 +151,7 @@ def test_what_was_measured_is_priced_as_measured() -> None:
 
 def test_gloos_scatters_are_exchanges_and_a_sum() -> None:
     exchange = Measured("all_to_all", ((4, 1),), 4, 1e-3, 1e-9, bends=((4096.0, 1e-9),))
-    (found,) = procedure.scatter_of_measures(
+    (found,) = calibration.scatter_of_measures(
         [exchange, replace(exchange, kind="broadcast")], GUESS.device
     )
     world = replace(GUESS, measured=(exchange, found))
@@ -175,7 +177,7 @@ def test_efficiencies_of_products() -> None:
 def test_every_pattern_of_a_world() -> None:
     assert patterns(4) == [((2, 1),), ((4, 1),), ((2, 2),)]
     assert len(patterns(8)) == 6 and len(patterns(6)) == 5
-    found = cases(4, procedure.CPU_SIZES)
+    found = cases(4, calibration.CPU_SIZES)
     assert len({case.whole_bytes for case in found}) >= 5
     assert {case.kind for case in found} == set(KINDS)
     assert {case.pattern for case in found if not case.together} == {((2, 1),), ((2, 2),)}
@@ -218,8 +220,8 @@ def test_operands_are_taken_in_turn() -> None:
 def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:
     case = Case("all_gather", ((2, 1),), True, 4096)
     short, long = measure.Often(3, 1e-4), measure.Often(1, 0.3)
-    assert procedure._visits(case, short) == 12 and procedure._visits(case, long) == 1
-    assert procedure._visits(case._replace(together=False), short) == 3
+    assert calibration._visits(case, short) == 12 and calibration._visits(case, long) == 1
+    assert calibration._visits(case._replace(together=False), short) == 3
 
 
 def test_rounds_visit_each_case_as_often_as_asked() -> None:
@@ -232,7 +234,7 @@ def test_rounds_visit_each_case_as_often_as_asked() -> None:
 def test_forms_of_products_are_timed_with_copies() -> None:
     shapes = [Matmul(torch.float32, 64, 32, 16, form) for form in FORMS]
     shares: list[float] = []
-    found = procedure.time_kernel_choices(
+    found = calibration.time_kernel_choices(
         shapes, torch.device("cpu"), 0.1, lambda share, doing: shares.append(share)
     )
     assert [(f.m, f.n, f.k, f.form) for f in found] == [(64, 32, 16, f) for f in FORMS]
@@ -250,7 +252,7 @@ def test_a_long_look_at_short_work() -> None:
 
 def test_one_process_calibrates_its_device_alone() -> None:
     shares: list[float] = []
-    world = procedure.calibrate(
+    world = calibration.calibrate(
         World.of(1), [], seconds=0.2, progress=lambda share, _: shares.append(share)
     )
     assert world.measured == () and world.device.launch_s > 0
@@ -261,7 +263,7 @@ def test_one_process_calibrates_its_device_alone() -> None:
 
 def test_other_ranks_than_the_world_has() -> None:
     with pytest.raises(WorldError, match="has 8 ranks, 1 are running"):
-        procedure.calibrate(TRUE)
+        calibration.calibrate(TRUE)
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 import autopar
 import models
 from autopar.cost.network import pattern
-from autopar.cost.simulator import buckets
+from autopar.cost.simulator import Seen, bucket_seconds, buckets, simulate
 from autopar.cost.simulator.engine import Event, in_order, simulate_overlap
 from autopar.cost.simulator.step_events import Events, link
-from autopar.cost.simulator.timeline import Seen, bucket_seconds, simulate
 from autopar.ir.mesh import Mesh
 from autopar.world import Level
 

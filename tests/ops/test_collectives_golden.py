@@ -22,8 +22,7 @@ from autopar.cost import algorithms
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.planner.bounds.option_costs import OptionCosts
-from autopar.planner.grids import Grid2D, Grid4D, Grid25D
-from autopar.planner.named_layouts import Layouts
+from autopar.planner.request import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.runtime import lockstep
 from autopar.runtime.verify import _Rank
 from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, h, i, m, v

@@ -24,7 +24,7 @@ from autopar.ir.reshard import reshard_steps
 from autopar.ops import collectives as c
 from autopar.ops import comm
 from autopar.ops.collectives import emit_step, groups_of
-from autopar.planner.grids import Grid4D
+from autopar.planner.request import Grid4D
 from autopar.runtime import lockstep
 from autopar.world import Device, Level, World
 

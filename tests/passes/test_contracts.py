@@ -15,7 +15,7 @@ from torch import fx
 
 import autopar
 import models
-from autopar import report
+from autopar import listing
 from autopar.ir.layout import I, Layout, P, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -24,7 +24,6 @@ from autopar.ops.collectives import set_hierarchy
 from autopar.passes import (
     PIPELINE,
     annotate,
-    chains,
     finalize,
     hierarchy,
     kernel_choice,
@@ -41,7 +40,7 @@ aten = torch.ops.aten
 CHECKS = {
     "trace": trace.check,
     "annotate": annotate.check,
-    "chains": chains.check,
+    "chains": annotate.check_chains,
     "choose": mesh_search.check_choices,
     "rewrite": rewrite.check,
     "hierarchy": hierarchy.check,
@@ -59,7 +58,7 @@ def programs() -> dict[str, Program]:
     world = World.of(4)
     made = {"trace": trace.trace(model, args)}
     made["annotate"] = annotate.annotate(made["trace"])
-    made["chains"] = chains.chains(made["annotate"])
+    made["chains"] = annotate.chains(made["annotate"])
     request = PlanRequest(autopar.Grid25D(q=2, d=1))
     made["choose"] = mesh_search.search_meshes(made["chains"], world, request)
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
@@ -302,7 +301,7 @@ def test_the_runner_checks_what_every_pass_makes(
         return noted(made, specs={}) if name == "annotate" else spoil(made)
 
     spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
-    module = {"annotate": annotate, "chains": chains, "recompute": recompute}.get(name, planner)
+    module = {"annotate": annotate, "chains": annotate, "recompute": recompute}.get(name, planner)
     function = name if module is not planner else "search_plan"
     listed_pass = next((step for step in PIPELINE if step.name == name), None)
     honest = listed_pass.run if listed_pass is not None else getattr(module, function)
@@ -321,9 +320,9 @@ def test_every_graph_is_kept_and_prints() -> None:
     assert list(par.graphs) == list(CHECKS)
     assert set(par.plan.seconds_by_pass) == set(CHECKS)
     for graph in par.graphs.values():
-        assert "linear" in str(graph.graph) and "linear" in report.listing(graph)
+        assert "linear" in str(graph.graph) and "linear" in listing(graph)
     ready = autopar.plan(model, 4, args, layout="megatron").ready
-    text = report.listing(ready.graphs["rewrite"])
+    text = listing(ready.graphs["rewrite"])
     assert ">> all_reduce" in text and "# up" in text and "tp:P" in text
     assert "all_reduce" not in str(ready.graphs["trace"].graph)
 
@@ -332,7 +331,7 @@ def test_passes_do_not_change_what_they_are_given() -> None:
     made = programs()
     before = [str(program.module.graph) for program in made.values()]
     annotate.annotate(made["trace"])
-    chains.chains(made["annotate"])
+    annotate.chains(made["annotate"])
     rewrite.rewrite(made["choose"], World.of(4))
     world = World.of(4)
     finalize.finalize(summa.summa(hierarchy.hierarchy(made["rewrite"], world), world), world)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import autopar
 import models
+from autopar.cost.calibration import local_matmuls
 from autopar.cost.calibration.measure import COPIES
-from autopar.cost.calibration.procedure import local_matmuls
 from autopar.errors import WorldError
 from autopar.ir.plan import Plan
 from autopar.ops import sharded

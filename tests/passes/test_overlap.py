@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from test_timeline import op, programs, sent
 
+from autopar.cost.simulator import Span
 from autopar.cost.simulator.engine import Event, simulate_overlap
-from autopar.cost.simulator.timeline import Span
 from autopar.runtime.profiler import MeasuredStep
 from benchmarks.step_time.hidden import Account, account, could_be, least_exposed, usual
 from benchmarks.step_time.overlap import gains, parse, sentence, table

@@ -12,12 +12,12 @@ import torch
 
 import autopar
 import models
-from autopar import PlanError, report
+from autopar import PlanError, listing
 from autopar._compat import pytree
 from autopar.ir.graph import every_node
 from autopar.ops import collectives, comm
 from autopar.ops.recomputation import recompute_in_backward, regather_in_backward
-from autopar.planner.grids import Grid4D
+from autopar.planner.request import Grid4D
 from autopar.runtime import lockstep
 from autopar.runtime.verify import _Rank
 
@@ -203,7 +203,7 @@ def test_a_block_that_is_not_there() -> None:
 def test_the_listing_shows_what_runs_twice() -> None:
     model, inputs = example("gpt")
     plan = autopar.plan(model, 2, inputs, "megatron", recompute="full")
-    text = report.listing(plan.ready.program.module)
+    text = listing(plan.ready.program.module)
     assert "= recompute_in_backward(" in text and "\n    >> all_reduce" in text
     plain = autopar.plan(model, 2, inputs, "megatron", recompute="none").ready.program.module
     names = [n.target for n, _ in every_node(plan.ready.program.module) if "source" in n.meta]

@@ -12,11 +12,11 @@ from torch import nn
 import models
 from autopar import PlanError, World
 from autopar.cost.memory import Budget, Recompute
-from autopar.cost.simulator.timeline import timeline
+from autopar.cost.simulator import timeline
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, emit_program, trace
+from autopar.passes import annotate, emit_program, trace
 from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel
 from autopar.planner.memory_search import _LimitedSearch
@@ -66,7 +66,7 @@ class Deepened(nn.Module):
 
 
 def program_of(model: nn.Module, args: Any, given: Any = None) -> Program:
-    return chains.chains(annotate.annotate(trace.trace(model, args, given or {})))
+    return annotate.chains(annotate.annotate(trace.trace(model, args, given or {})))
 
 
 def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:

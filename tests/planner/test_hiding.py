@@ -14,7 +14,7 @@ from autopar import Plan
 from autopar.cost.activations import Middle, activation_bytes
 from autopar.cost.memory import Budget
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, trace
+from autopar.passes import annotate, trace
 from autopar.planner import mesh_search, overlap_search
 from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.exact_search import search
@@ -33,7 +33,7 @@ WORLD = cluster()
 @lru_cache
 def program() -> Program:
     model, inputs = small_gpt()
-    return chains.chains(annotate.annotate(trace.trace(model, inputs, {})))
+    return annotate.chains(annotate.annotate(trace.trace(model, inputs, {})))
 
 
 @lru_cache

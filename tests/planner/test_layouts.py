@@ -27,8 +27,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import trace
 from autopar.planner import exact_search
-from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
-from autopar.planner.named_layouts import Layouts
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 from launch import launched
 
 LIMIT = 1e-9

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.cli.doctor import Examination, Finding, Session, exchanges, kernels
+from autopar.cli.doctor import Finding, Session, exchanges, kernels
+from autopar.cli.doctor.examination import Examination
 from autopar.ops import comm
 from autopar.runtime import module
 

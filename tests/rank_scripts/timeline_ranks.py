@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import autopar
 import models
-from autopar.planner.grids import Grid4D
+from autopar.planner.request import Grid4D
 from on_ranks import Facts, caught, everywhere, run_tasks
 
 LAYOUTS: dict[str, Any] = {"fsdp": "fsdp", "4d": Grid4D(x=2, data=2)}

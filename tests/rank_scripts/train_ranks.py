@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 import models
 from autopar.ir.layout import Layout
-from autopar.planner.grids import Grid2D, Grid4D, Grid25D
-from autopar.planner.named_layouts import Layouts
+from autopar.planner.request import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.runtime import backends
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.planner.grids import Grid2D, Grid3D, Grid4D, Grid25D
-from autopar.planner.named_layouts import Layouts
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
 
 BATCH, SEQUENCE = 16, 32
 m, h, i, v = BATCH * SEQUENCE, 64, 128, 1024

@@ -10,12 +10,12 @@ from torch import nn
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, chains, trace
+from autopar.passes import annotate, trace
 from autopar.world import World
 
 
 def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    return chains.chains(annotate.annotate(trace.trace(model, args, kwargs)))
+    return annotate.chains(annotate.annotate(trace.trace(model, args, kwargs)))
 
 
 class RandomNet(nn.Module):

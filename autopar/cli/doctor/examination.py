@@ -32,8 +32,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.cli import terminal
-from autopar.cli.doctor import exchanges, kernels, machine, training
-from autopar.cli.doctor.session import Finding, Result, Session, merge_findings, run_check
+from autopar.cli.doctor import (
+    Finding,
+    Result,
+    Session,
+    exchanges,
+    kernels,
+    machine,
+    merge_findings,
+    run_check,
+    training,
+)
 from autopar.errors import RankError
 from autopar.ir.plan_table import format_bytes
 from autopar.world import json_file, store

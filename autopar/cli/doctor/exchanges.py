@@ -25,8 +25,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _compat
-from autopar.cli.doctor import machine
-from autopar.cli.doctor.session import Absent, Finding, Session, grid_4d, parallel
+from autopar.cli.doctor import Absent, Finding, Session, grid_4d, machine, parallel
 from autopar.cost.calibration import measure
 from autopar.cost.communication import flat_price
 from autopar.cost.network import pattern

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar import api
-from autopar.cli.doctor.session import (
+from autopar.cli.doctor import (
     Absent,
     AttentionModel,
     DropoutModel,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar import api
-from autopar.cli.doctor.session import (
+from autopar.cli.doctor import (
     Absent,
     Finding,
     Session,
@@ -34,7 +34,7 @@ from autopar.cli.doctor.session import (
 from autopar.cost.calibration import measure
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Plan
-from autopar.planner.grids import Grid, Grid25D
+from autopar.planner.request import Grid, Grid25D
 from autopar.runtime.module import ParallelModule
 from autopar.world import ranks
 

@@ -3,7 +3,7 @@ a collective runs (`World.contention`). cost/contention.py says what the cost mo
 
 On CPUs the backend's threads and copies take cores and caches from matmuls, on GPUs its kernels
 take multiprocessors. `measure_contention` runs matmuls alone and with a collective under way, as
-large as a bucket of gradients. procedure.py calls it, on all ranks.
+large as a bucket of gradients. `calibrate` calls it, on all ranks.
 """
 
 from __future__ import annotations

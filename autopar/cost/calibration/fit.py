@@ -1,7 +1,7 @@
 """From measurements to the numbers of a `World`: lines through times, the levels and factors that
 explain them, efficiencies of matmuls, shares of attention.
 
-procedure.py calls `fitted` on the measured collectives, `efficiencies` on the measured matmuls, and
+`calibrate` calls `fitted` on the measured collectives, `efficiencies` on the measured matmuls, and
 `wanted`, `s_per_flop` and `shares` for attention: forward and backward by the kernel that torch
 takes, with a causal mask and without, for a few numbers of keys and head sizes, a model's own among
 them. The lines are least squares of relative errors with no unknown below 0 (Lawson and Hanson

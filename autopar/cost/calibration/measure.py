@@ -3,7 +3,7 @@ matmuls, memory bandwidth, launches.
 
 Every function here is collective: all ranks call it in the same order and measure the same.
 `in_rounds` measures all cases in rounds, each in another order, until the time is used up, so that
-drift meets all alike. procedure.py, contention.py and fit.py call these functions.
+drift meets all alike. `calibrate`, contention.py and fit.py call these functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Buckets: small collectives of one kind, group and element type that are fused into one.
 
 `together` says which collectives of a step are fused, in what order and up to what size; `joined`
-makes a step's events with them fused. timeline.py calls both for a modelled step,
+makes a step's events with them fused. `timeline` calls both for a modelled step,
 passes/overlap/bucket.py for the graphs that run.
 
 Fused are sums of gradients on which no matmul depends any more, and gathers of stored tensors, in

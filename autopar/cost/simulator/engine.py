@@ -3,7 +3,7 @@ group), whose heads share the links that they run over.
 
 Events enter `simulate_overlap`, a `Run` leaves: when each event starts and ends, and in which order
 ops run and collectives are issued. The same simulation decides the order of a scheduled graph
-(passes/overlap/schedule.py) and says what a layout would take (timeline.py). Nothing in it depends
+(passes/overlap/schedule.py) and says what a layout would take (`timeline`). Nothing in it depends
 on the rank: the same events give the same order everywhere.
 """
 

@@ -5,7 +5,7 @@ The backward is the forward graph read from its end: a reshard has the collectiv
 matmul has one matmul for the gradient of its input and one for that of its weight, anything else
 takes twice its forward. The optimizer starts when all gradients are there, as it does in torch.
 
-timeline.py calls `Events(program, world).run()` and simulates the result; `joinable` and `joint`
+`timeline` calls `Events(program, world).run()` and simulates the result; `joinable` and `joint`
 then say which collectives may be fused, and what the fused one takes. graph_events.py calls `link`.
 """
 

@@ -3,9 +3,9 @@
 Mesh axes have options (for a region) or states (for a value), each numbered. An array has one dim
 per axis, over its options or states, and one for the mesh: first, [mesh, option of axis 0, option
 of axis 1, …], in `Meshes` and `NodeCosts`; last in `spread`, `least` and `only`, which translate
-between joint options and joint states of message_passing.py. `NodeCosts` gives what a node takes by
+between joint options and joint states of message passing. `NodeCosts` gives what a node takes by
 the joint options of its axes: computation, the collectives inside it, and the price of the bytes it
-saves. Used by option_costs.py, reshard_costs.py, message_passing.py and mesh_search.py.
+saves. Used by option_costs.py, reshard_costs.py, __init__.py and mesh_search.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ allowed, on many meshes.
 Example: for a matmul on a 2-axis mesh, an array [mesh, option of axis 0, option of axis 1] of
 seconds, BIG where both axes cannot split so. The constraint of each mesh narrows what an axis may
 do, as planner/constraint.py says. A frame, meshes and constraints enter, `Rated` options leave.
-Used by message_passing.py and mesh_search.py.
+Used by __init__.py and mesh_search.py.
 """
 
 from __future__ import annotations

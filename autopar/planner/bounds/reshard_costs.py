@@ -12,7 +12,7 @@ gathers or keeps the parts costs no more and makes the other cheaper; likewise o
 parts before a gather. So any path sorts into slices (in every order of the axes, as one may wait
 for another to leave its dim), then changes that keep the parts, then gathers (nothing is in their
 way). A shard gathered and sliced again keeps the parts if its slice moves up to its gather. Used by
-message_passing.
+message passing in __init__.py.
 """
 
 from __future__ import annotations
