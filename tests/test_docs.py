@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
 import inspect
+import io
 import os
 import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,8 +23,34 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [path for path in sorted(DOCS.glob("*.md")) if "```python" in path.read_text()]
 
 
-def blocks(text: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+class Block(NamedTuple):
+    """A block of Python, and what the page says that it prints: the text that stands right after it
+    or after a sentence with "prints"; None where the page does not say.
+    """
+
+    code: str
+    printed: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    fences = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    found, after = [], 0
+    for fence in fences.finditer(text):
+        kind, body = fence.groups()
+        if kind == "python":
+            found.append(Block(body, None))
+        elif kind == "text" and found and says_it_prints(text[after : fence.start()]):
+            found[-1] = found[-1]._replace(printed=body)
+        after = fence.end()
+    return found
+
+
+def says_it_prints(between: str) -> bool:
+    return not between.strip() or re.search(r"\bprints\b", between) is not None
+
+
+def lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
@@ -30,7 +58,17 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks(page.read_text())):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(block.code, f"{page.name}, block {number}", "exec"), names)
+        if block.printed is not None:
+            assert lines(out.getvalue()) == lines(block.printed), f"block {number}"
+
+
+def test_what_pages_say_is_printed_is_compared() -> None:
+    (block,) = blocks("```python\nprint(1)\n```\n\nIt prints one:\n\n```text\n1\n```\n")
+    assert block == Block("print(1)\n", "1\n")
+    all_blocks = [block for page in PAGES for block in blocks(page.read_text())]
+    assert sum(block.printed is not None for block in all_blocks) > 10
 
 
 MODULES = [
@@ -95,5 +133,5 @@ def test_pages_build_and_their_links_lead_somewhere(tmp_path: Path) -> None:
 
 def test_blocks_are_found() -> None:
     text = "Text\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n\n```python\ny = 2\n```\n"
-    assert blocks(text) == ["x = 1\n", "y = 2\n"]
+    assert [block.code for block in blocks(text)] == ["x = 1\n", "y = 2\n"]
     assert "index" in [path.stem for path in PAGES]
