@@ -179,7 +179,7 @@ def _apply(
     program = context.program
     device_mesh, run = build_runner(context, place.type, backend, overlap)
     agreement.require_same_tensors(tensors, sync_parameters)
-    program = dataclasses.replace(program, plan=context.kept())
+    program = dataclasses.replace(program, plan=context.without_tensors())
     order = list(tensors_by_name(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))

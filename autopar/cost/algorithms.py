@@ -100,7 +100,7 @@ def flat_algorithms(world: World, kind: str, digits: Pattern) -> tuple[Algorithm
     """
     if not digits:
         return (FREE,)
-    measured = world.found(kind, digits)
+    measured = world.timing(kind, digits)
     if measured is not None:
         start, rate = start_s(measured.start_s, world), measured.s_per_byte
         return (Algorithm("measured", (), start, rate, measured.bends),)

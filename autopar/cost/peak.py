@@ -235,7 +235,7 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
     needs memory of its own, and the device, as on GPUs an optimizer steps all parameters at once.
     Raises PlanError for an unknown optimizer.
 
-    Example: peak(plan.ready.program, "sgd").peak
+    Example: peak(plan.context.program, "sgd").peak
     """
     assert program.plan is not None
     backend, at_once = "", False

@@ -113,11 +113,11 @@ class Plan:
     # digests of the splits and of the layouts, as autopar planned them: edits change them
     planned: tuple[str, str] = field(default=("", ""), compare=False)
     # which figures of a file differ from those computed anew, in sentences
-    told: tuple[str, ...] = field(default=(), compare=False)
+    changed_figures: tuple[str, ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)  # other costs of this layout
     seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # of planning
     # the PlanContext that `apply` needs; only in the process that planned
-    ready: PlanContext | None = field(default=None, compare=False, repr=False)
+    context: PlanContext | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Table:
         """Return the plan as a table for people, one line a subgraph. Print it with rich.
@@ -156,7 +156,7 @@ class Plan:
                 *(f"not split: {escape(reason)}" for reason in self.unsplit),
                 *(escape(f"{what} again in the backward: {names}") for names, what in self.dropped),
                 *self._as_fast(),
-                *(escape(line) for line in (*self.notes, *self.told)),
+                *(escape(line) for line in (*self.notes, *self.changed_figures)),
             ]
         )
         return table
@@ -252,12 +252,12 @@ class Plan:
         >>> plan.formula().bytes(Gdata=[1, 2, 4])  # the all-reduce of 144 float32 gradients
         array([  0., 576., 864.])
         """
-        if self.ready is None:
+        if self.context is None:
             raise PlanError(
                 "a plan from a file holds no graph to read formulas off: plan again in this "
                 "process, with autopar.plan(model, world, inputs, layout)"
             )
-        return self.ready.formula(pattern)
+        return self.context.formula(pattern)
 
     def timeline(self, overlap: bool = True) -> Timeline:
         """Return the modelled step event by event: a `cost.simulator.timeline.Timeline` with its
@@ -269,9 +269,9 @@ class Plan:
         >>> plan.timeline().seconds <= plan.timeline(overlap=False).seconds
         True
         """
-        if self.ready is None:
+        if self.context is None:
             raise PlanError("a plan from a file holds no graph: plan again to see its timeline")
-        return self.ready.timeline(overlap)
+        return self.context.timeline(overlap)
 
     def why(self, pattern: str) -> Why:
         """Return why these nodes have this choice: a `planner.why.Why`, to print with rich, with up
@@ -286,12 +286,12 @@ class Plan:
         >>> why.chosen, [runner.layout for runner in why.runners]
         ('linear x→n', ['linear x→k', 'linear x→m'])
         """
-        if self.ready is None:
+        if self.context is None:
             raise PlanError(
                 "a plan from a file does not know what it was chosen from: plan again in this "
                 "process, with autopar.plan(model, world, inputs, layout)"
             )
-        return self.ready.why(pattern)
+        return self.context.why(pattern)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, in one step: a save that fails leaves the file that was there.

@@ -70,7 +70,7 @@ def compare_figures(before: Plan, after: Plan) -> Plan:
     unsplit = () if before.edited else tuple(dict.fromkeys(after.unsplit))
     smaller = None if before.edited else after.smaller
     return dataclasses.replace(
-        after, told=tuple(notes), bound=bound, unsplit=unsplit, smaller=smaller
+        after, changed_figures=tuple(notes), bound=bound, unsplit=unsplit, smaller=smaller
     )
 
 

@@ -66,7 +66,7 @@ class PlanContext:
     source: Program
     layout: Layouts | None = None  # that was asked for; None for a plan from a file
 
-    def kept(self) -> Plan:
+    def without_tensors(self) -> Plan:
         """Return the plan as a parallel module holds it: it answers every question and holds no
         tensor.
         """
@@ -74,7 +74,7 @@ class PlanContext:
         programs = (dataclasses.replace(p, tensors={}) for p in (self.program, self.source))
         program, source = programs
         context = dataclasses.replace(self, program=program, source=source)
-        return dataclasses.replace(self.program.plan, ready=context)
+        return dataclasses.replace(self.program.plan, context=context)
 
     def on_device(self, device: torch.device) -> PlanContext:
         """Return this context with the tensors that its graph creates placed on the device of a
@@ -256,7 +256,7 @@ def finish_plan(
     # under a limit of memory "auto" may have been a named layout
     layout = plan.layout if request.layout == "auto" else request.layout
     context = PlanContext(planned, manager.graphs, world, chosen, layout)
-    return dataclasses.replace(plan, ready=context)
+    return dataclasses.replace(plan, context=context)
 
 
 def _reserve_flight_bytes(plan: Plan, request: PlanRequest) -> Plan:

@@ -286,7 +286,7 @@ def _changed_error(x: DTensor) -> RuntimeError:
 
 def plan_context(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:
     """Return the plan's context, made anew where it is missing or outdated."""
-    context: PlanContext | None = plan.ready
+    context: PlanContext | None = plan.context
     if context is not None and is_unchanged(plan, context.program):
         return context
     if inputs is None:
@@ -296,16 +296,16 @@ def plan_context(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanCon
             "model again"
         )
     renewed = renew_plan(model, plan, inputs)
-    for line in renewed.told:
+    for line in renewed.changed_figures:
         warnings.warn(line, stacklevel=2)
-    assert isinstance(renewed.ready, PlanContext)
-    return renewed.ready
+    assert isinstance(renewed.context, PlanContext)
+    return renewed.context
 
 
 def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     """Return a plan from a file for this model on the plan's world: edits are checked against the
-    rules and every figure is computed anew; `told` says which differ. Raises PlanError for another
-    model, and with the node for a choice that cannot be.
+    rules and every figure is computed anew; `changed_figures` says which differ. Raises PlanError
+    for another model, and with the node for a choice that cannot be.
 
     Example: renew_plan(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
     """

@@ -79,7 +79,7 @@ def backend(
         common_world, request = agree_on_request(
             world, layout, *settings, replicated=True, inputs=inputs, options=others
         )
-        context = plan_on_rank_0(model, common_world, inputs, request).ready
+        context = plan_on_rank_0(model, common_world, inputs, request).context
         assert isinstance(context, PlanContext)
         device = next((x.device for x in _all_tensors(model, inputs)), CPU)
         context = context.on_device(device)

@@ -308,11 +308,11 @@ def running_ranks() -> tuple[int, int]:
     return ranks, _ranks_per_node(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
 
 
-def _ranks_per_node(ranks: int, told: int = 0) -> int:
-    """Return the ranks a node: `told`, else the number of GPUs here, else `ranks`; also `ranks`
+def _ranks_per_node(ranks: int, stated: int = 0) -> int:
+    """Return the ranks a node: `stated`, else the number of GPUs here, else `ranks`; also `ranks`
     where that number does not divide them.
     """
-    per_node = told or (torch.cuda.device_count() if torch.cuda.is_available() else ranks)
+    per_node = stated or (torch.cuda.device_count() if torch.cuda.is_available() else ranks)
     return per_node if 0 < per_node < ranks and ranks % per_node == 0 else ranks
 
 

@@ -177,19 +177,19 @@ class World:
         """
         return self.factors.get(kind, 1.0)
 
-    def found(
+    def timing(
         self, kind: str, pattern: tuple[tuple[int, int], ...], together: bool = True
     ) -> Measured | None:
         """Return the timing of a collective over the groups of a pattern; None if not measured.
         `pattern` is of (size, stride) pairs, outer first; `together`: all its groups ran at once.
 
-        >>> World.preset("dgx-h100").found("all_reduce", ((8, 1),)) is None
+        >>> World.preset("dgx-h100").timing("all_reduce", ((8, 1),)) is None
         True
         """
-        return self._found.get((kind, pattern, together))
+        return self._timings.get((kind, pattern, together))
 
     @cached_property
-    def _found(self) -> dict[tuple[str, tuple[tuple[int, int], ...], bool], Measured]:
+    def _timings(self) -> dict[tuple[str, tuple[tuple[int, int], ...], bool], Measured]:
         return {(m.kind, m.pattern, m.together): m for m in self.measured}
 
     def __str__(self) -> str:
@@ -209,26 +209,26 @@ class World:
 
     # -- making one --------------------------------------------------------------------------------
     @staticmethod
-    def of(given: World | int | Any | None) -> World:
+    def of(world: World | int | Any | None) -> World:
         """Return a world from what a user may give: a World, a number of ranks on nodes like this
         one, a DeviceMesh, or None for what runs. Raises WorldError for anything else.
 
         >>> World.of(4).ranks
         4
         """
-        if isinstance(given, World):
-            return given
-        if given is None:
+        if isinstance(world, World):
+            return world
+        if world is None:
             return World.detect()
-        if isinstance(given, int) and not isinstance(given, bool):
-            if given < 1:
-                raise WorldError(f"a world of {given} ranks: at least 1 is needed")
-            return World(*_world_fields(machines.like_here(given)))
-        if hasattr(given, "mesh") and hasattr(given, "mesh_dim_names"):
-            return World.of(given.mesh.numel())
+        if isinstance(world, int) and not isinstance(world, bool):
+            if world < 1:
+                raise WorldError(f"a world of {world} ranks: at least 1 is needed")
+            return World(*_world_fields(machines.like_here(world)))
+        if hasattr(world, "mesh") and hasattr(world, "mesh_dim_names"):
+            return World.of(world.mesh.numel())
         raise WorldError(
             "a world is a World, a number of ranks or a DeviceMesh; this is of type "
-            f"{type(given).__name__}: {shown(given)}"
+            f"{type(world).__name__}: {shown(world)}"
         )
 
     @staticmethod

@@ -78,7 +78,7 @@ def measured(layers: int, layout: str, ranks: int) -> dict[str, float]:
     pipeline = Counted()
     source = trace_model(model, inputs, pipeline)
     chose = choose_plan(pipeline, analyse(pipeline, source), world, asked)
-    program = finish_plan(pipeline, source, chose, world, asked).ready.program
+    program = finish_plan(pipeline, source, chose, world, asked).context.program
     run = Timed(program, world, OPTIONS)
     started = time.process_time()
     with _compat.fake_mode():

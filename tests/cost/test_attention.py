@@ -115,7 +115,7 @@ def test_search_bound_and_plan_agree_on_it() -> None:
     assert found.plan.seconds == pytest.approx(exact, rel=1e-6)
     assert max(found.bound, *found.bounds) <= exact * (1 + 1e-5)
     plan = autopar.plan(model, world, args, smaller=False, overlap=False)
-    spent = cost_terms(plan.ready.source, plan, world)
+    spent = cost_terms(plan.context.source, plan, world)
     assert sum(spent.values()) == pytest.approx(plan.seconds, rel=1e-9)
 
 
@@ -126,7 +126,7 @@ def test_derived_graphs_take_what_the_plan_says() -> None:
     model, args = models.Gpt(layers=1), models.gpt()[1]
     world = slow_attention(WORLD)
     plan = autopar.plan(model, world, args, "megatron", smaller=False)
-    run, notes = derived_from(plan), plan.ready.program.annotations
+    run, notes = derived_from(plan), plan.context.program.annotations
     assert notes is not None
     ((name, spec),) = [(n, s) for n, s in notes.specs.items() if s.attends is not None]
     choice = plan.choices[name]
@@ -156,8 +156,8 @@ def ways_split(layout: Any) -> list[int]:
 def test_compute_is_what_grows() -> None:
     model, args, _ = models.gpt()
     plan = autopar.plan(model, 2, args, "megatron", smaller=False)
-    before = cost_terms(plan.ready.source, plan, plan.world)
-    after = cost_terms(plan.ready.source, plan, slow_attention(plan.world))
+    before = cost_terms(plan.context.source, plan, plan.world)
+    after = cost_terms(plan.context.source, plan, slow_attention(plan.world))
     assert after[COMPUTE] > 2 * before[COMPUTE]
     assert {k: v for k, v in after.items() if k != COMPUTE} == {
         k: v for k, v in before.items() if k != COMPUTE

@@ -146,7 +146,7 @@ def test_what_was_measured_is_priced_as_measured() -> None:
         Traffic("all_gather", 10**6), ("a",), Mesh.parse("a4.b2"), 4, world, flat_algorithms
     )
     assert price.seconds == pytest.approx(5e-3 + 3e-9 * 4e6) and price.algorithm.name == "measured"
-    assert hash(world) != hash(TRUE) and world.found("all_gather", ((4, 2),), False) is alone
+    assert hash(world) != hash(TRUE) and world.timing("all_gather", ((4, 2),), False) is alone
 
 
 def test_gloos_scatters_are_exchanges_and_a_sum() -> None:

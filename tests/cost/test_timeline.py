@@ -237,8 +237,8 @@ def test_what_a_bucket_copies_is_lost_to_computing(layout: str) -> None:
     levels = (Level(2, 5e9, 1e-4), Level(2, 1e7, 2e-3))
     world = autopar.World(levels, autopar.World.of(4).device, backend="gloo")
     plan = autopar.plan(model, world, args, layout=layout)
-    assert plan.ready is not None
-    step = Events(plan.ready.program, world)
+    assert plan.context is not None
+    step = Events(plan.context.program, world)
     step.run()
     alike: dict[Any, list[int]] = {}
     for index, (like, _) in step.joinable.items():
@@ -263,7 +263,7 @@ def test_starts_are_saved_but_no_overlap_is_given_up() -> None:
         sums = [event for event in found.events if event.lane]
         assert any(event.parts for event in sums) == joins
         assert sum(event.bytes for event in sums) == pytest.approx(plan.comm_bytes)
-        apart, *others = bucket_seconds(plan.ready.program, world)
+        apart, *others = bucket_seconds(plan.context.program, world)
         assert found.seconds == min(apart, *others) == plan.overlapped
         assert (found.seconds < apart) == joins
         for event in sums:

@@ -45,11 +45,11 @@ def test_a_plan_from_a_file_is_priced_as_it_was_planned(
     loaded = autopar.Plan.from_json(json.loads(json.dumps(before.to_json())))
     assert loaded == before and loaded.world == before.world and not loaded.edited
     after = renew_plan(model, loaded, inputs(made))
-    assert not after.told
+    assert not after.changed_figures
     assert after.seconds == pytest.approx(before.seconds, rel=1e-12)
     assert (after.comm_bytes, after.peak_bytes) == (before.comm_bytes, before.peak_bytes)
     assert after.collectives == before.collectives and after.unsplit == before.unsplit
-    spent = cost_terms(before.ready.source, before, before.world)
+    spent = cost_terms(before.context.source, before, before.world)
     assert sum(spent.values()) == pytest.approx(before.seconds, rel=1e-12)
 
 
@@ -61,7 +61,7 @@ def test_a_plan_is_rewritten_on_the_world_that_it_was_planned_for(tmp_path: Any)
     before = autopar.plan(model, two_nodes, args, "ddp")
     before.save(tmp_path / "plan.json")
     after = renew_plan(model, autopar.Plan.load(tmp_path / "plan.json"), args)
-    wanted, found = (str(p.ready.program.module.graph) for p in (before, after))
+    wanted, found = (str(p.context.program.module.graph) for p in (before, after))
     assert found == wanted and "inside: 4" in wanted
 
 
@@ -72,7 +72,7 @@ def test_figures_that_differ_from_the_file_are_told() -> None:
         data["seconds"] *= 2
 
     after = renew_plan(model, edited(planned(made, 4), slower), args)
-    (line,) = after.told
+    (line,) = after.changed_figures
     assert line.startswith("seconds: ") and "the file says" in line
     one = edited(planned(made, 1), slower)
     with pytest.warns(UserWarning, match="seconds: "):
@@ -135,7 +135,7 @@ def test_an_edited_plan_runs(edit: Edit, world: int) -> None:
     check = autopar.verify(model, None, args, layout=plan)
     assert check.grad_error < 1e-9 and check.ranks == world
     after = renew_plan(model, plan, args)
-    assert after.told[0].startswith("edited by hand since it was planned: ")
+    assert after.changed_figures[0].startswith("edited by hand since it was planned: ")
     assert after.seconds > before["seconds"]
     again = autopar.Plan.from_json(json.loads(json.dumps(after.to_json())))
     assert again.edited and again.choices == after.choices

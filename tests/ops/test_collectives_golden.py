@@ -111,7 +111,7 @@ def wire_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, Any], list[Ca
         return exchange(run, kind, x, group)
 
     def run(plan: Plan, inputs: Any) -> list[Call]:
-        program = plan.ready.program
+        program = plan.context.program
 
         def step(rank: int) -> None:
             own = _Rank(program, plan.mesh.coordinate(rank), pytree.tree_leaves(inputs))

@@ -90,7 +90,7 @@ def losses(program: Program, inputs: tuple[Tensor, ...]) -> list[float]:
 def test_ranks_that_hold_the_same_heads_drop_the_same(layout: str) -> None:
     """Else their activations would differ, and so their losses, which all layouts make equal."""
     model, inputs, _ = models.gpt(dropout=0.2)
-    program = autopar.plan(model, 4, inputs, layout=layout, smaller=False).ready.program
+    program = autopar.plan(model, 4, inputs, layout=layout, smaller=False).context.program
     own = [e for e in program.signature.inputs if e.target.startswith("@")]
     assert own, "no attention is seeded by the rank's place"
     found = losses(program, inputs)
@@ -108,7 +108,7 @@ def losses_by_hash(program: Program, inputs: tuple[Tensor, ...]) -> float:
 def test_ranks_that_hold_other_heads_drop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeded by all of its place, a rank that holds the same as another drops otherwise."""
     model, inputs, _ = models.gpt(dropout=0.2)
-    program = autopar.plan(model, 4, inputs, layout="megatron", smaller=False).ready.program
+    program = autopar.plan(model, 4, inputs, layout="megatron", smaller=False).context.program
     (axis,) = program.plan.mesh.names
     seeds = {seed_at(5, {axis: k}, f"@{axis}").item() for k in range(4)}
     assert [e.target for e in program.signature.inputs if "@" in e.target] == [f"@{axis}"]

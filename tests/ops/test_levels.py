@@ -194,7 +194,7 @@ def test_what_is_looked_up_for_positions_is_stored() -> None:
     its gradient may go with those of the weights.
     """
     model, args, _ = models.gpt()
-    program = autopar.plan(model, UNEQUAL, args, layout="ddp").ready.program
+    program = autopar.plan(model, UNEQUAL, args, layout="ddp").context.program
     late = [move for move in sent_collectives(program) if move.backward]
     looked_up = [m for m in late if m.node.all_input_nodes[0].name.startswith("embedding")]
     assert looked_up and all(move.node in stored(program) for move in looked_up)
@@ -207,7 +207,7 @@ def test_what_may_be_joined_goes_in_the_same_levels() -> None:
     world = World.preset("pcie-4090", 16)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256))
     plan = autopar.plan(model, world, (torch.randn(32, 512),), layout="ddp")
-    sums = [move for move in sent_collectives(plan.ready.program) if move.backward]
+    sums = [move for move in sent_collectives(plan.context.program) if move.backward]
     alone = {
         collective_cost(m.traffic, m.axes, plan.mesh, m.element_bytes, world).algorithm.inside
         for m in sums
@@ -270,7 +270,7 @@ def test_what_goes_over_the_wire_is_what_was_priced(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 256))
     plan = autopar.plan(model, UNEQUAL, (torch.randn(8, 512),), layout=layout)
-    program = plan.ready.program
+    program = plan.context.program
     inputs = pytree.tree_leaves((torch.randn(8, 512),))
     expected: dict[str, int] = {}
     for move in sent_collectives(program):

@@ -85,8 +85,8 @@ def test_copies_have_one_seed_and_other_dropouts_another(name: str) -> None:
 def test_copies_in_blocks_that_run_again_have_it_too(layout: Any) -> None:
     model, inputs = dropping("blocks")
     plan = autopar.plan(model, 2, inputs, layout=layout, recompute="full", smaller=False)
-    assert plan.ready is not None
-    calls = plan.ready.program.module.graph.find_nodes(
+    assert plan.context is not None
+    calls = plan.context.program.module.graph.find_nodes(
         op="call_function", target=recompute_in_backward
     )
     assert len(calls) == 2
@@ -171,7 +171,7 @@ def test_an_op_that_nothing_splits_runs_once_for_all_its_results() -> None:
 
     model, inputs = Dropped(both), (torch.randn(12, 24),)
     plan = autopar.plan(model, 4, inputs, layout="ddp", smaller=False)
-    assert plan.ready is not None
-    nodes = plan.ready.program.module.graph.nodes
+    assert plan.context is not None
+    nodes = plan.context.program.module.graph.nodes
     assert sum(node.target is torch.ops.autopar_test_masks.scans.default for node in nodes) == 1
     autopar.verify(model, 4, inputs, layout="ddp")

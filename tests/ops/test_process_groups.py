@@ -36,7 +36,7 @@ def test_a_step_communicates_over_the_groups_of_its_plan(
 ) -> None:
     model, args, kwargs = getattr(models, name)()
     plan = autopar.plan(model, 8, args or kwargs, layout=layout, smaller=False)
-    program = plan.ready.program
+    program = plan.context.program
     seen: set[str] = set()
     exchange = peaks._Shapes.exchange
 

@@ -15,7 +15,7 @@ from launch import launched
 
 def test_what_is_beside_the_loss() -> None:
     model, args, _ = models.gpt()  # returns logits and the loss
-    program = autopar.plan(model, 2, args, layout="ddp", smaller=False).ready.program
+    program = autopar.plan(model, 2, args, layout="ddp", smaller=False).context.program
     assert aux_output_places(program) == {0}
 
 

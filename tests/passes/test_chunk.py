@@ -78,8 +78,8 @@ def derived(layout: str, gloo: bool = True) -> Scheduled:
 
 def derived_from(plan: autopar.Plan, gloo: bool = True) -> Scheduled:
     """The graphs of a plan."""
-    run = Scheduled(plan.ready.program, WORLD, (), "aot_eager")  # nothing in place
-    program = plan.ready.program
+    run = Scheduled(plan.context.program, WORLD, (), "aot_eager")  # nothing in place
+    program = plan.context.program
     with pytest.MonkeyPatch.context() as patch, _compat.fake_mode():
         patch.setattr(comm, "_reduce_scatter_is_slow", lambda *_: gloo)
         run.derived([value_of(entry, program) for entry in program.signature.inputs])

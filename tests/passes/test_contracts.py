@@ -321,7 +321,7 @@ def test_every_graph_is_kept_and_prints() -> None:
     assert set(par.plan.seconds_by_pass) == set(CHECKS)
     for graph in par.graphs.values():
         assert "linear" in str(graph.graph) and "linear" in listing(graph)
-    ready = autopar.plan(model, 4, args, layout="megatron").ready
+    ready = autopar.plan(model, 4, args, layout="megatron").context
     text = listing(ready.graphs["rewrite"])
     assert ">> all_reduce" in text and "# up" in text and "tp:P" in text
     assert "all_reduce" not in str(ready.graphs["trace"].graph)

@@ -83,7 +83,7 @@ def forged(ranks: int, right: float) -> World:
 
 
 def targets(plan: Plan) -> list[object]:
-    return [node.target for node in plan.ready.program.module.graph.nodes]  # type: ignore[union-attr]
+    return [node.target for node in plan.context.program.module.graph.nodes]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("layout", ["ddp", "megatron", "4d"])
@@ -94,7 +94,7 @@ def test_products_take_the_form_that_gains(layout: str) -> None:
     linear = torch.ops.aten.linear.default
     assert targets(plain).count(linear) == targets(plan).count(sharded.linear) > 4
     assert linear not in targets(plan)
-    nodes = plan.ready.program.module.graph.nodes  # type: ignore[union-attr]
+    nodes = plan.context.program.module.graph.nodes  # type: ignore[union-attr]
     copied = {node.args[3] for node in nodes if node.target is sharded.linear}
     assert copied == {("right", "right", "right")}
 

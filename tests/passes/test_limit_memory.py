@@ -23,7 +23,7 @@ STORED: frozenset[str] = frozenset({"x0", "x1", "x2", "x3"})
 
 
 def scheduled(plan: autopar.Plan) -> Scheduled:
-    program = plan.ready.program
+    program = plan.context.program
     run = Scheduled(program, plan.world, ("bucket", "schedule"))
     with _compat.fake_mode():
         run.derived([value_of(entry, program) for entry in program.signature.inputs])
@@ -51,10 +51,10 @@ def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
     assert max(found.values()) <= 1.01 * bound
     if recompute == "none":  # they are held anyway
         return
-    program = plan.ready.program
+    program = plan.context.program
     free = dataclasses.replace(plan, memory=None)
-    ready = dataclasses.replace(plan.ready, program=dataclasses.replace(program, plan=free))
-    unbound = held(scheduled(dataclasses.replace(free, ready=ready)))
+    ready = dataclasses.replace(plan.context, program=dataclasses.replace(program, plan=free))
+    unbound = held(scheduled(dataclasses.replace(free, context=ready)))
     assert unbound["backward"] > 1.1 * bound
 
 
@@ -63,7 +63,7 @@ def test_where_there_is_no_room_every_collective_is_waited_for() -> None:
     model, args, _ = models.gpt()
     plan = autopar.plan(model, 2, args, "ddp", smaller=False)
     assert plan.device_limit is None and plan.memory is not None
-    program = plan.ready.program
+    program = plan.context.program
 
     def ran(limit: float) -> tuple[Scheduled, list[str]]:
         low = dataclasses.replace(plan, device_limit=limit)

@@ -63,11 +63,11 @@ def test_only_weights_of_products_are_gathered_again(name: str, ranks: int, layo
     assert more == calls(again, inputs) - calls(plain, inputs) > 0
     made = [c for c in again.collectives if c.backward and c.kind == "all_gather"]
     assert more <= len(made)
-    module = again.ready.program.module
+    module = again.context.program.module
     twice = [n for n, again in every_node(module) if again and n.op == "call_function"]
     assert all("step" in node.meta for node in twice)
     assert sum(node.target is collectives.all_gather for node in twice) == more
-    seconds = [plan.ready.timeline(overlap=False).seconds for plan in (plain, again)]
+    seconds = [plan.context.timeline(overlap=False).seconds for plan in (plain, again)]
     assert seconds[1] - seconds[0] == pytest.approx(again.seconds - plain.seconds, rel=0.02)
 
 
@@ -77,7 +77,7 @@ def test_what_gathers_nothing_regathers_nothing() -> None:
         plan = autopar.plan(model, ranks, inputs, layout, recompute="gathers")
         assert (
             plan.regather == ()
-            and plan.ready.program.module.graph.find_nodes(
+            and plan.context.program.module.graph.find_nodes(
                 op="call_function", target=regather_in_backward
             )
             == []
@@ -134,7 +134,7 @@ def test_the_timeline_runs_them_twice() -> None:
     model, inputs = example("gpt")
     plain = autopar.plan(model, 4, inputs, "megatron-sp", recompute="none")
     again = autopar.plan(model, 4, inputs, "megatron-sp", recompute="full")
-    first, second = (plan.ready.timeline(overlap=False) for plan in (plain, again))
+    first, second = (plan.context.timeline(overlap=False) for plan in (plain, again))
     more = [e for e in second.events if e.kind not in ("compute",)]
     less = [e for e in first.events if e.kind not in ("compute",)]
     assert len(more) - len(less) == len(again.collectives) - len(plain.collectives)
@@ -145,7 +145,7 @@ def test_the_timeline_runs_them_twice() -> None:
 
 def calls(plan: autopar.Plan, inputs: Any) -> int:
     """The collectives that rank 0 takes part in, in a forward and a backward."""
-    program, count = plan.ready.program, 0
+    program, count = plan.context.program, 0
     tensors = {name: tensor.detach() for name, tensor in program.tensors.items()}
     program = dataclasses.replace(program, tensors=tensors)
     leaves = pytree.tree_leaves(inputs)
@@ -192,10 +192,10 @@ def test_a_plan_keeps_its_blocks_in_a_file(tmp_path: Path) -> None:
 def test_a_block_that_is_not_there() -> None:
     model, inputs = example("gpt")
     made = autopar.plan(model, 1, inputs)
-    plan = dataclasses.replace(made, regather=("blocks.8",), ready=None)
+    plan = dataclasses.replace(made, regather=("blocks.8",), context=None)
     with pytest.raises(PlanError, match=r"blocks\.8 cannot be regathered|regathers 'blocks\.8'"):
         autopar.apply(model, plan, inputs)
-    plan = dataclasses.replace(made, recompute=("blocks.7",), ready=None)
+    plan = dataclasses.replace(made, recompute=("blocks.7",), context=None)
     with pytest.raises(PlanError, match=r"recomputes 'blocks\.7'.* are blocks\.0, blocks\.1"):
         autopar.apply(model, plan, inputs)
 
@@ -203,10 +203,10 @@ def test_a_block_that_is_not_there() -> None:
 def test_the_listing_shows_what_runs_twice() -> None:
     model, inputs = example("gpt")
     plan = autopar.plan(model, 2, inputs, "megatron", recompute="full")
-    text = listing(plan.ready.program.module)
+    text = listing(plan.context.program.module)
     assert "= recompute_in_backward(" in text and "\n    >> all_reduce" in text
-    plain = autopar.plan(model, 2, inputs, "megatron", recompute="none").ready.program.module
-    names = [n.target for n, _ in every_node(plan.ready.program.module) if "source" in n.meta]
+    plain = autopar.plan(model, 2, inputs, "megatron", recompute="none").context.program.module
+    names = [n.target for n, _ in every_node(plan.context.program.module) if "source" in n.meta]
     assert names == [n.target for n in plain.graph.nodes if "source" in n.meta]
 
 

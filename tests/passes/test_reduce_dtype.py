@@ -53,7 +53,7 @@ def planned(layout: str, reduce_dtype: Any = None) -> Plan:
 
 def of_weights(plan: Plan) -> list[SentCollective]:
     """The backward collectives of stored tensors."""
-    found = list(sent_collectives(plan.ready.program))
+    found = list(sent_collectives(plan.context.program))
     assert len(found) == len(plan.collectives)
     return [
         m for m in found if m.backward and not m.inside and m.node.meta["value"][0] in plan.stored
@@ -68,7 +68,7 @@ def test_sums_of_gradients_are_wider_and_nothing_else(layout: str) -> None:
     assert {m.element_bytes for m in of_weights(narrow)} <= {2}
     others = [
         m
-        for m in sent_collectives(plan.ready.program)
+        for m in sent_collectives(plan.context.program)
         if not m.inside and m not in of_weights(plan)
     ]
     assert all(m.element_bytes == 2 for m in others if m.node.meta["value"][0] in plan.stored)
@@ -87,7 +87,7 @@ def test_fsdp_sends_half_as_much_again() -> None:
 @pytest.mark.parametrize("layout", ["auto", "fsdp"])
 def test_the_search_reckons_as_the_price_does(layout: str) -> None:
     plan = planned(layout, **WIDE)
-    program = plan.ready.source
+    program = plan.context.source
     assert sum(cost_terms(program, program.plan, plan.world).values()) == pytest.approx(
         program.plan.seconds, rel=1e-9
     )
@@ -97,7 +97,7 @@ def test_casts_of_parameters_count_as_parameters() -> None:
     """Stored in float32, gathered as bfloat16 after the cast, added up in float32."""
     inputs = (torch.zeros(8, 32),)
     plan = autopar.plan(Casting(), 4, inputs, layout="fsdp", smaller=False, **WIDE)
-    found = [m for m in sent_collectives(plan.ready.program) if not m.inside]
+    found = [m for m in sent_collectives(plan.context.program) if not m.inside]
     gathers = {m.element_bytes for m in found if m.traffic.collective == "all_gather"}
     scatters = {m.element_bytes for m in found if m.traffic.collective == "reduce_scatter"}
     assert gathers == {2} and scatters == {4}
@@ -107,7 +107,7 @@ def test_nothing_changes_for_float32() -> None:
     model, inputs = gpt(torch.float32)
     plans = [autopar.plan(model, 4, inputs, smaller=False, **more) for more in ({}, WIDE)]
     assert plans[0].seconds == plans[1].seconds and plans[0].choices == plans[1].choices
-    assert not any("reduce_dtype" in n.kwargs for n in plans[1].ready.program.module.graph.nodes)
+    assert not any("reduce_dtype" in n.kwargs for n in plans[1].context.program.module.graph.nodes)
 
 
 # -- what runs -------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_file_keeps_it(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = renew_plan(model, loaded, inputs)
-    assert again.comm_bytes == plan.comm_bytes and not again.told
+    assert again.comm_bytes == plan.comm_bytes and not again.changed_figures
 
 
 def test_other_dtypes_are_refused() -> None:

@@ -31,7 +31,7 @@ def scheduled(passes: tuple[str, ...] = OPTIONS) -> Scheduled:
     model, args, _ = models.gpt()
     world = autopar.World.of(4)
     plan = autopar.plan(model, world, args, layout="2.5d")
-    program = plan.ready.program
+    program = plan.context.program
     assert plan.memory is not None
     run = Scheduled(dataclasses.replace(program, plan=plan), world, passes)
     with _compat.fake_mode():

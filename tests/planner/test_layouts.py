@@ -248,7 +248,7 @@ def test_panels_come_twice_where_gathers_are_kept() -> None:
     assert again > 0 and panels.comm_bytes - again == pytest.approx(whole.comm_bytes)
     assert panels.stored == whole.stored and panels.choices == whole.choices
     count = [
-        sum("summa_linear" in str(n.target) for n in plan.ready.program.module.graph.nodes)
+        sum("summa_linear" in str(n.target) for n in plan.context.program.module.graph.nodes)
         for plan in (panels, whole)
     ]
     assert count == [4 * models.LAYERS, 0]
@@ -287,7 +287,7 @@ def test_a_hybrid_is_what_each_part_says() -> None:
 
 def test_a_hybrid_has_the_panels_of_its_grid() -> None:
     plan = planned("gpt", *HYBRIDS[2])
-    panels = [n for n in plan.ready.program.module.graph.nodes if "summa_linear" in str(n.target)]
+    panels = [n for n in plan.context.program.module.graph.nodes if "summa_linear" in str(n.target)]
     assert len(panels) == 4
 
 

@@ -38,7 +38,7 @@ def test_what_runners_up_cost_more(layout: str) -> None:
     for runner in answer.runners:
         assert runner.layout != answer.chosen
         assert sum(runner.by_term.values()) == pytest.approx(runner.more_seconds, abs=1e-12)
-        spent = sum(cost_terms(plan.ready.source, runner.plan, WORLD).values())
+        spent = sum(cost_terms(plan.context.source, runner.plan, WORLD).values())
         assert spent == pytest.approx(runner.plan.seconds, rel=1e-9)
         assert spent - plan.seconds == pytest.approx(runner.more_seconds, abs=1e-12)
     printed = text(answer)

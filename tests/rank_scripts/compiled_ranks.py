@@ -85,8 +85,8 @@ def by_name() -> Facts:
     facts["stored"] = sorted({s.kind for x in plan.stored.values() for s in x.states})
     facts["returned"] = sorted({s.kind for x in plan.outputs.values() for s in x.states})
     facts["split"] = sorted({c for x in plan.choices.values() for c in x.splits})
-    facts["names"] = [e.target for e in plan.ready.program.signature.inputs]
-    facts["subgraphs"] = [chain.name for chain in plan.ready.source.chains]
+    facts["names"] = [e.target for e in plan.context.program.signature.inputs]
+    facts["subgraphs"] = [chain.name for chain in plan.context.source.chains]
     return facts
 
 

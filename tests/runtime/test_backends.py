@@ -47,7 +47,7 @@ def derived(layout: Any, backend: Any, passes: tuple[str, ...] = OPTIONS) -> Sch
     """The small GPT's graphs by a backend, on tensors without storage. Four ranks."""
     model, args, _ = models.gpt()
     world = autopar.World.of(RANKS)
-    program = autopar.plan(model, world, args, layout=layout, smaller=False).ready.program
+    program = autopar.plan(model, world, args, layout=layout, smaller=False).context.program
     process_groups.connect(program.plan.mesh, "cpu")
     run = Scheduled(program, world, passes, backend)
     with _compat.fake_mode():
@@ -139,7 +139,7 @@ def held(plan: autopar.Plan, passes: tuple[str, ...]) -> tuple[Scheduled, int]:
     """The derived graphs, and the most bytes that a step by them holds, counted as cost/peak.py
     counts: memories without storage, by torch's own rules.
     """
-    program = plan.ready.program
+    program = plan.context.program
     run = Scheduled(dataclasses.replace(program, plan=plan), plan.world, passes)
     with _compat.fake_mode():
         values = [value_of(entry, program) for entry in program.signature.inputs]

@@ -227,7 +227,7 @@ def test_the_plan_of_a_parallel_module_can_be_asked(two_ranks: None) -> None:  #
     par = autopar.parallelize(Net(), 2, (rows(),), layout="ddp")
     assert par.plan.timeline().seconds > 0
     assert par.plan.why("up") is not None
-    assert not par.plan.ready.program.tensors and not par.plan.ready.source.tensors
+    assert not par.plan.context.program.tensors and not par.plan.context.source.tensors
 
 
 # -- the command line ------------------------------------------------------------------------------

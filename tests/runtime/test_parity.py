@@ -143,7 +143,7 @@ def test_megatron_splits_products_and_never_the_batch(name: str) -> None:
     plan = autopar.plan(model, 4, inputs, layout="megatron")
     assert str(plan.mesh) == "tp4"
     assert not any(layout.axes_of("S") for layout in plan.inputs.values())
-    ready = plan.ready.program
+    ready = plan.context.program
     products = [row for row in plan.rows if "tp" in row.layout]
     assert products, [row.layout for row in plan.rows]
     assert sum(layout.states[0].kind == "S" for _, layout in stored(plan)) >= len(stored(plan)) / 3

@@ -42,7 +42,7 @@ def derived(
 
 def _run(plan: autopar.Plan, world: autopar.World, passes: tuple[str, ...]) -> Scheduled:
     """What the passes make where nothing bounds the memory; test_limit_memory.py bounds it."""
-    program = plan.ready.program
+    program = plan.context.program
     free = dataclasses.replace(program.plan, memory=None)
     program = dataclasses.replace(program, plan=free)
     run = Scheduled(program, world, passes)
