@@ -290,7 +290,7 @@ _GPU_NETWORK = Level(1, 25e9, NETWORK_S, per="rank")
 _CPU_NETWORK = Level(1, 1.25e9, GLOO_NETWORK_S)
 
 
-class Found(NamedTuple):
+class Detected(NamedTuple):
     """The detected parts of a World; `launch_s` is the seconds to start a collective."""
 
     levels: tuple[Level, ...]
@@ -316,7 +316,7 @@ def _ranks_per_node(ranks: int, stated: int = 0) -> int:
     return per_node if 0 < per_node < ranks and ranks % per_node == 0 else ranks
 
 
-def like_here(ranks: int, per_node: int | None = None) -> Found:
+def like_here(ranks: int, per_node: int | None = None) -> Detected:
     """Describe so many ranks on nodes like this one, `per_node` (default: a rank a GPU) on each."""
     per_node = per_node or _ranks_per_node(ranks)
     gpu = torch.cuda.is_available()
@@ -329,8 +329,8 @@ def like_here(ranks: int, per_node: int | None = None) -> Found:
     if dist.is_available() and dist.is_initialized():
         backend = backends().get("cuda" if gpu else "cpu", backend)
     if gpu:
-        return Found(tuple(levels), _detect_gpu(), backend, LAUNCH_S)
-    return Found(tuple(levels), _detect_cpu(per_node), backend, GLOO_LAUNCH_S)
+        return Detected(tuple(levels), _detect_gpu(), backend, LAUNCH_S)
+    return Detected(tuple(levels), _detect_cpu(per_node), backend, GLOO_LAUNCH_S)
 
 
 def _detect_gpu() -> Device:

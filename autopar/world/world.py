@@ -315,8 +315,8 @@ class World:
         return parsed_inside(World, data, where)
 
 
-def _world_fields(found: machines.Found) -> tuple[Any, ...]:
-    return found.levels, found.device, found.backend, "", found.launch_s
+def _world_fields(detected: machines.Detected) -> tuple[Any, ...]:
+    return detected.levels, detected.device, detected.backend, "", detected.launch_s
 
 
 def _describe_level(level: Level) -> str:
