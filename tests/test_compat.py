@@ -145,6 +145,19 @@ def test_a_mesh_lets_go_of_its_groups(group: dist.ProcessGroup) -> None:
     assert not held
 
 
+@covers("forget_default_groups")
+def test_functions_let_go_of_the_group_they_have_as_a_default(group: dist.ProcessGroup) -> None:
+    from torch.distributed.nn import functional
+
+    before = functional.all_reduce.__defaults__
+    functional.all_reduce.__defaults__ = (dist.ReduceOp.SUM, group)
+    try:
+        _compat.forget_default_groups()
+        assert functional.all_reduce.__defaults__ == (dist.ReduceOp.SUM, None)
+    finally:
+        functional.all_reduce.__defaults__ = before
+
+
 @covers("register_work")
 def test_wait_tensor_waits_for_work_that_we_started(group: dist.ProcessGroup) -> None:
     x = torch.ones(3)
