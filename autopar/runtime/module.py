@@ -8,7 +8,7 @@ call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
-from autopar.runtime.step_graph import StepGraph
+from autopar.runtime.step_graph import Seed, StepGraph
 from autopar.world import ranks
 
 if TYPE_CHECKING:
@@ -81,15 +81,15 @@ class ParallelModule(nn.Module):
         self._coordinate = self._mesh.coordinate(rank)
         self._layouts = program.layouts
         run = program.module if run is None else run
-        self._first = StepGraph(program, run, device_mesh, self._coordinate, device)
+        self._seed, self._watch = Seed(seed % (1 << 62)), InputsWatch(number)
+        self._first = StepGraph(program, run, device_mesh, self._coordinate, device, self._seed)
         self._others = others
-        self._watch = InputsWatch(number)
+        others.begin(self._first, self._watch)
         named = dict(
             pair for entry in program.signature.inputs for pair in self._hold(entry, tensors)
         )
         for name in sorted(named, key=list(order).index):  # optimizer states follow this order
             self._register(name, *named[name])
-        self.seed = seed % (1 << 62)
         self.train(program.signature.training)
 
     # -- its tensors -------------------------------------------------------------------------------
@@ -197,23 +197,6 @@ class ParallelModule(nn.Module):
         inputs = (leaves[e.position] for e in graph.user_inputs if e.position is not None)
         self._watch.count_call([x for x in inputs if not isinstance(x, DTensor)])
         return graph, values
-
-    # -- what graphs of other calls ask ------------------------------------------------------------
-    def stored_layouts(self) -> Iterator[tuple[str, Layout]]:
-        """Yield the names of the parameters with the layouts in which they are stored."""
-        for entry in self._first.signature.inputs:
-            if entry.kind == "parameter":
-                yield entry.target, self._layouts[entry.node]
-
-    def constant(self, target: str) -> torch.Tensor | None:
-        """Return a tensor that the model holds as an attribute; None where no rank has it."""
-        entries = (e for e in self._first.signature.inputs if e.kind == "constant")
-        held = next((e for e in entries if target in (e.target, *e.names)), None)
-        return None if held is None else self.get_buffer(held.node)
-
-    def agree_on_call(self, what: str) -> None:
-        """Raise a RankError on all ranks unless all make a call of this kind now."""
-        self._watch.agree(what)
 
     def _graph_for(self, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
         """Return the graph that runs such a call, which is planned where there is none yet, and the

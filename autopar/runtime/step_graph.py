@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -26,8 +27,12 @@ from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import as_planned_call
 from autopar.runtime.apply import placements, to_dtensor, to_local
 
-if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
+
+@dataclasses.dataclass
+class Seed:
+    """The seed of a module's random numbers, which every call that draws some moves on."""
+
+    value: int
 
 
 class StepGraph:
@@ -42,11 +47,12 @@ class StepGraph:
         device_mesh: DeviceMesh | None,
         coordinate: dict[str, int],
         device: torch.device,
+        seed: Seed,
         own: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.program, self.run = dataclasses.replace(program, tensors={}), run
         self.device_mesh, self.coordinate, self.device = device_mesh, coordinate, device
-        self.own = dict(own or {})
+        self.seed, self._own = seed, dict(own or {})
         self.signature = program.signature
         self.autocast: Autocast = program.signature.autocast
         self.user_inputs = [e for e in program.signature.inputs if e.kind == "user"]
@@ -95,13 +101,13 @@ class StepGraph:
                 )
         return leaves
 
-    def values(self, leaves: list[Any], owner: ParallelModule) -> list[Any]:
+    def values(self, leaves: list[Any], owner: nn.Module) -> list[Any]:
         """Return the values of the graph's placeholders: the rank's own part of everything. Raises
         InputError for an input or a gradient that was not planned.
         """
         return to_local([self._feed(entry, leaves, owner) for entry in self.signature.inputs])
 
-    def _feed(self, entry: Input, leaves: list[Any], owner: ParallelModule) -> Any:
+    def _feed(self, entry: Input, leaves: list[Any], owner: nn.Module) -> Any:
         if entry.kind == "user":
             assert entry.position is not None
             leaf = leaves[entry.position]
@@ -109,11 +115,12 @@ class StepGraph:
             return leaf if isinstance(leaf, DTensor) else own  # `to_local` takes it apart
         if entry.kind == "seed":
             if entry.target != "seed":
-                return seed_at(owner.seed, self.coordinate, entry.target)
-            owner.seed = next_seed(owner.seed)
-            return filled((), owner.seed, self.device)
+                return seed_at(self.seed.value, self.coordinate, entry.target)
+            self.seed.value = next_seed(self.seed.value)
+            return filled((), self.seed.value, self.device)
         if entry.kind in ("coordinate", "constant"):
-            return self.own[entry.node] if entry.node in self.own else owner.get_buffer(entry.node)
+            held = self._own.get(entry.node)
+            return owner.get_buffer(entry.node) if held is None else held
         if entry.kind == "buffer":
             now = owner.get_buffer(entry.target)  # what the backward saves must not be written over
             return now.clone() if entry.target in self._mutated else now
@@ -168,7 +175,7 @@ class StepGraph:
         return args, kwargs
 
     # -- results -----------------------------------------------------------------------------------
-    def outputs(self, results: Any, owner: ParallelModule) -> Any:
+    def outputs(self, results: Any, owner: nn.Module) -> Any:
         """Return what the model returns, of what the graph returned; new values of buffers are
         written into the owner's.
         """

@@ -296,9 +296,9 @@ def test_gradients_of_inputs_that_were_not_planned(two_ranks: None) -> None:
     with refused(InputError, *says, model=model):
         par(rows().requires_grad_())
     planned = parallel(model, (rows().requires_grad_(),))
-    (entry,) = planned._user_inputs()
+    (entry,) = planned._first.user_inputs
     for x in (rows(), rows().requires_grad_()):  # planned with one: both are welcome
-        assert planned._own_part(entry, x) is x
+        assert planned._first.own_part(entry, x) is x
 
 
 def test_a_parameter_that_was_frozen_when_planned(two_ranks: None) -> None:
@@ -323,7 +323,7 @@ def test_distributed_inputs_that_lie_otherwise(two_ranks: None) -> None:
     with refused(InputError, "input args[0] is a DTensor"):
         par(part)
     part = DTensor.from_local(rows()[:6], mesh, [Shard(0)], run_check=False)
-    assert par._own_part(par._user_inputs()[0], part).shape == (6, 24)
+    assert par._first.own_part(par._first.user_inputs[0], part).shape == (6, 24)
     torch.testing.assert_close(par.shard(rows().fill_(2)).to_local(), torch.full((6, 24), 2.0))
 
 

@@ -19,9 +19,9 @@ import dataclasses
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,18 +32,16 @@ from autopar._compat import pytree
 from autopar.cost.memory import Budget, Recompute
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
-from autopar.ir.program import Autocast, Input, Program, autocast_text, under_autocast
+from autopar.ir.program import Autocast, Program, autocast_text, under_autocast
 from autopar.ops.devices import filled
 from autopar.planner.planner import Call, PlanContext
 from autopar.planner.request import PlanRequest
+from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.step_graph import StepGraph
 from autopar.world import ranks
 from autopar.world.world import say_once
-
-if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
 
 MOST = 8  # graphs besides the training one
 
@@ -147,9 +145,13 @@ class OtherCalls:
         self._graphs: OrderedDict[CallKey, StepGraph] = OrderedDict()
         self._dropped = False
 
-    def graph_for(
-        self, args: Any, kwargs: Any, owner: ParallelModule
-    ) -> tuple[StepGraph, list[Any]]:
+    def begin(self, first: StepGraph, watch: InputsWatch) -> None:
+        """Take the graph of the training plan, whose stored tensors all graphs read, and what
+        compares the calls of the ranks.
+        """
+        self._first, self._watch = first, watch
+
+    def graph_for(self, args: Any, kwargs: Any, owner: nn.Module) -> tuple[StepGraph, list[Any]]:
         """Return the graph for a call, planned if it is the first of its kind, and the call's
         leaves. Collective where it is. Raises what `plan` raises, and InputError where the model
         could not be copied.
@@ -174,13 +176,13 @@ class OtherCalls:
             )
         self._dropped = True
 
-    def _new_graph(self, key: CallKey, args: Any, kwargs: Any, owner: ParallelModule) -> StepGraph:
+    def _new_graph(self, key: CallKey, args: Any, kwargs: Any, owner: nn.Module) -> StepGraph:
         if self._skeleton is None:
             raise InputError(
                 f"the plan is for another call than {key}, and the model cannot be traced again, "
                 "because copy.deepcopy does not copy it: call it as it was planned, or plan again"
             )
-        owner.agree_on_call(f"a call in {key}")
+        self._watch.agree(f"a call in {key}")
         started = time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
@@ -188,18 +190,20 @@ class OtherCalls:
             context = self._planned(key, args, kwargs, owner)
         context = context.on_device(self._device)
         device_mesh, run = build_runner(context, self._device.type, self._backend, self._overlap)
-        own = _own_tensors(context.program, owner, self._device)
+        own = self._own_tensors(context.program, owner)
         if not ranks.rank():
             seconds = time.perf_counter() - started
             say_once(f"a call in {key}: planned in {seconds:.1f} s on the same mesh")
-        coordinate = self._plan.mesh.coordinate(ranks.rank())
-        return StepGraph(context.program, run, device_mesh, coordinate, self._device, own)
+        place = self._first.coordinate, self._device, self._first.seed
+        return StepGraph(context.program, run, device_mesh, *place, own)
 
-    def _planned(self, key: CallKey, args: Any, kwargs: Any, owner: ParallelModule) -> PlanContext:
+    def _planned(self, key: CallKey, args: Any, kwargs: Any, owner: nn.Module) -> PlanContext:
         assert self._skeleton is not None
         model = self._skeleton.in_mode(key.training)
+        held = dict(owner.named_parameters())
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(owner.get_parameter(name).requires_grad and key.gradients)
+            trained = name in held and held[name].requires_grad
+            parameter.requires_grad_(trained and key.gradients)
         call = Call(*pytree.tree_map_only(torch.Tensor, self._example(key), (args, kwargs)))
         budget = Budget(self._plan.device_limit, self._plan.optimizer, self._recompute(key))
         request = PlanRequest(
@@ -207,7 +211,7 @@ class OtherCalls:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what was said of the model was said at its plan
-            plan = plan_on_rank_0(model, self._plan.world, call, request, self._stored(owner))
+            plan = plan_on_rank_0(model, self._plan.world, call, request, self._stored())
         assert isinstance(plan.context, PlanContext)
         return plan.context
 
@@ -235,45 +239,36 @@ class OtherCalls:
 
         return example
 
-    def _stored(self, owner: ParallelModule) -> Plan:
+    def _stored(self) -> Plan:
         """Return the training plan with the stored layouts by the names of parameters."""
-        return dataclasses.replace(self._plan, stored=dict(owner.stored_layouts()))
-
-
-def _own_tensors(
-    program: Program, owner: ParallelModule, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Return the coordinates of a new graph, and the constants that it was traced with."""
-    assert program.plan is not None
-    coordinate = program.plan.mesh.coordinate(ranks.rank())
-    own: dict[str, torch.Tensor] = {}
-    held = {name for name, _ in owner.named_parameters(remove_duplicate=False)}
-    for entry in program.signature.inputs:
-        if entry.kind == "coordinate":
-            own[entry.node] = filled((1,), coordinate[entry.target], device)
-        elif entry.kind == "constant":
-            own[entry.node] = _constant(entry, program.tensors, owner, device)
-        elif entry.kind == "parameter" and entry.target not in held:
-            raise InputError(
-                f"this call needs the parameter {entry.target}, which the planned step does not "
-                "use and no rank holds: plan with inputs for which the model uses all that it needs"
-            )
-    return own
-
-
-def _constant(
-    entry: Input, tensors: Mapping[str, torch.Tensor], owner: ParallelModule, device: torch.device
-) -> torch.Tensor:
-    """Return a constant: a number that stands in the code is traced again, an attribute of the
-    model is what the module has of it.
-    """
-    value = tensors[entry.target]
-    if not value.is_meta:
-        return value.detach().to(device)
-    held = owner.constant(entry.target)
-    if held is None:
-        raise InputError(
-            f"this call needs the tensor {entry.target}, which the planned step does not use and "
-            "no rank holds: make it a buffer (register_buffer)"
+        layouts = self._first.program.layouts
+        parameters = (e for e in self._first.signature.inputs if e.kind == "parameter")
+        return dataclasses.replace(
+            self._plan, stored={entry.target: layouts[entry.node] for entry in parameters}
         )
-    return held
+
+    def _own_tensors(self, program: Program, owner: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the coordinates of a new graph, and the constants that it was traced with. Raises
+        InputError where the graph needs a tensor that no rank holds.
+        """
+        held = {name for e in self._first.signature.inputs for name in (e.target, *e.names)}
+        own: dict[str, torch.Tensor] = {}
+        for entry in program.signature.inputs:
+            value = program.tensors.get(entry.target)
+            if entry.kind == "coordinate":
+                own[entry.node] = filled((1,), self._first.coordinate[entry.target], self._device)
+            elif entry.kind == "constant" and value is not None and not value.is_meta:
+                own[entry.node] = value.detach().to(self._device)  # a number of the code
+            elif entry.stored and entry.target not in held:
+                raise InputError(
+                    f"this call needs {entry.target}, which the planned step does not use and no "
+                    "rank holds: plan with inputs for which the model uses all that it needs"
+                )
+            elif entry.kind == "constant":
+                own[entry.node] = owner.get_buffer(self._constant(entry.target))
+        return own
+
+    def _constant(self, target: str) -> str:
+        """Return the buffer that holds an attribute of the model."""
+        constants = (e for e in self._first.signature.inputs if e.kind == "constant")
+        return next(e.node for e in constants if target in (e.target, *e.names))
