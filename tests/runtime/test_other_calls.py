@@ -99,11 +99,11 @@ class Scaled(nn.Module):
 
 
 def test_other_numbers_and_arguments_are_planned_too() -> None:
-    model = Scaled()
-    par = autopar.parallelize(copy.deepcopy(model), 1, {"x": rows(), "scale": 2.0})
+    model, x = Scaled(), rows()
+    par = autopar.parallelize(copy.deepcopy(model), 1, {"x": x, "scale": 2.0})
     for kwargs in ({"scale": 3.0}, {"scale": 2}, {}, {"scale": 2.0, "mode": "mean"}):
-        torch.testing.assert_close(par(x=rows(), **kwargs), model(rows(), **kwargs))
-    torch.testing.assert_close(par(rows().double().float(), 2.0), model(rows(), 2.0))
+        torch.testing.assert_close(par(x=x, **kwargs), model(x, **kwargs))
+    torch.testing.assert_close(par(x, 2.0), model(x, 2.0))
 
 
 def test_the_oldest_graph_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_the_oldest_graph_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     par: Any = autopar.parallelize(nn.Linear(4, 4), 1, (torch.ones(8, 4),))
     for count in (7, 6):
         par(torch.ones(count, 4))
-    with pytest.warns(UserWarning, match="more than 2 kinds .* inputs .7, 4. torch.float32 is"):
+    with pytest.warns(UserWarning, match="more than 2 kinds .* inputs .7, 4. float32 is"):
         par(torch.ones(5, 4))
     kept = [key.leaves[0] for key in par._others._graphs]
     assert [shape for shape, _, _ in kept] == [(6, 4), (5, 4)]
@@ -119,7 +119,7 @@ def test_the_oldest_graph_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(par._others._graphs) == 2  # the training graph is not among them
 
 
-def test_a_tensor_that_no_rank_holds() -> None:
+def test_a_tensor_that_no_rank_holds(two_ranks: None) -> None:  # noqa: F811
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -128,6 +128,6 @@ def test_a_tensor_that_no_rank_holds() -> None:
         def forward(self, x: Tensor, spare: bool = False) -> Tensor:
             return (self.spare if spare else self.used)(x)
 
-    par = autopar.parallelize(Two(), 1, {"x": torch.ones(2, 4)})
+    par = autopar.parallelize(Two(), 2, {"x": torch.ones(2, 4)}, layout="ddp")
     with pytest.raises(InputError, match=r"this call needs spare\.weight, which the planned step"):
         par(torch.ones(2, 4), spare=True)

@@ -90,7 +90,8 @@ class Skeleton:
             memo[id(tensor)] = _without_numbers(tensor)
         with _CopyWithoutNumbers():
             self.model: nn.Module = copy.deepcopy(model, memo)
-        self._modes = [module.training for module in self.model.modules()]
+        frozen = model.training  # then a module in eval mode is meant to stay in it
+        self._modes = [module.training or not frozen for module in self.model.modules()]
 
     def in_mode(self, training: bool) -> nn.Module:
         """Return the model in eval mode, or with every module in the mode that it trains in."""
