@@ -45,12 +45,10 @@ def test_ranks_that_make_different_calls_all_hear_of_it(facts: dict[str, Any]) -
 
 def test_a_skeleton_holds_no_number() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
-    model[0].factor = torch.ones(3)
     model[2].eval()
     held = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
     skeleton = Skeleton(model)
     assert all(t.is_meta for t in (*skeleton.model.parameters(), *skeleton.model.buffers()))
-    assert skeleton.model[0].factor.is_meta and not model[0].factor.is_meta  # type: ignore[index]
     modes = [module.training for module in skeleton.in_mode(True)]
     assert modes == [True, True, False]
     assert not any(module.training for module in skeleton.in_mode(False).modules())
@@ -119,15 +117,21 @@ def test_the_oldest_graph_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(par._others._graphs) == 2  # the training graph is not among them
 
 
-def test_a_tensor_that_no_rank_holds(two_ranks: None) -> None:  # noqa: F811
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.spare = nn.Linear(4, 4), nn.Linear(4, 4)
+class Two(nn.Module):
+    """One of two layers is used, and one of two attributes that are no buffers."""
 
-        def forward(self, x: Tensor, spare: bool = False) -> Tensor:
-            return (self.spare if spare else self.used)(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.factors = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([4.0, 3.0, 2.0, 1.0])]
 
-    par = autopar.parallelize(Two(), 2, {"x": torch.ones(2, 4)}, layout="ddp")
-    with pytest.raises(InputError, match=r"this call needs spare\.weight, which the planned step"):
-        par(torch.ones(2, 4), spare=True)
+    def forward(self, x: Tensor, which: int = 0, factor: int = 0) -> Tensor:
+        y: Tensor = self.layers[which](x) * self.factors[factor]
+        return y
+
+
+@pytest.mark.parametrize("other", [{"which": 1}, {"factor": 1}])
+def test_what_the_planned_step_does_not_use(other: dict[str, int]) -> None:
+    model, x = Two(), torch.ones(2, 4)
+    par = autopar.parallelize(copy.deepcopy(model), 1, {"x": x})
+    torch.testing.assert_close(par(x, **other), model(x, **other))

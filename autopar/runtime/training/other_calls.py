@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from autopar._compat import pytree
 from autopar.cost.memory import Budget, Recompute
@@ -82,16 +81,17 @@ class CallKey(NamedTuple):
 
 # -- the model without its numbers -----------------------------------------------------------------
 class Skeleton:
-    """A copy of a model whose tensors have no storage, and the mode of each of its modules."""
+    """A copy of a model whose parameters and buffers have no storage, and the mode of each of its
+    modules. Tensors that are plain attributes are copied with their numbers: a graph may hold them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             memo[id(tensor)] = _without_numbers(tensor)
-        with _CopyWithoutNumbers():
-            self.model: nn.Module = copy.deepcopy(model, memo)
-        frozen = model.training  # then a module in eval mode is meant to stay in it
-        self._modes = [module.training or not frozen for module in self.model.modules()]
+        self.model: nn.Module = copy.deepcopy(model, memo)
+        trains = model.training  # then a module in eval mode is meant to stay in it
+        self._modes = [module.training or not trains for module in self.model.modules()]
 
     def in_mode(self, training: bool) -> nn.Module:
         """Return the model in eval mode, or with every module in the mode that it trains in."""
@@ -106,17 +106,6 @@ def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad)
-
-
-class _CopyWithoutNumbers(TorchFunctionMode):
-    """Copies of tensors that a module holds as plain attributes have no storage either."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function is torch.Tensor.__deepcopy__ and not args[0].is_meta:
-            return _without_numbers(args[0])
-        return function(*args, **(kwargs or {}))
 
 
 def skeleton_of(model: nn.Module) -> Skeleton | None:
@@ -191,7 +180,7 @@ class OtherCalls:
             context = self._planned(key, args, kwargs, owner)
         context = context.on_device(self._device)
         device_mesh, run = build_runner(context, self._device.type, self._backend, self._overlap)
-        own = self._own_tensors(context.program, owner)
+        own = self._own_tensors(context.program)
         if not ranks.rank():
             seconds = time.perf_counter() - started
             say_once(f"a call in {key}: planned in {seconds:.1f} s on the same mesh")
@@ -248,28 +237,12 @@ class OtherCalls:
             self._plan, stored={entry.target: layouts[entry.node] for entry in parameters}
         )
 
-    def _own_tensors(self, program: Program, owner: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the coordinates of a new graph, and the constants that it was traced with. Raises
-        InputError where the graph needs a tensor that no rank holds.
-        """
-        held = {name for e in self._first.signature.inputs for name in (e.target, *e.names)}
+    def _own_tensors(self, program: Program) -> dict[str, torch.Tensor]:
+        """Return the coordinates of a new graph, and the constants that it was traced with."""
         own: dict[str, torch.Tensor] = {}
         for entry in program.signature.inputs:
-            value = program.tensors.get(entry.target)
             if entry.kind == "coordinate":
                 own[entry.node] = filled((1,), self._first.coordinate[entry.target], self._device)
-            elif entry.kind == "constant" and value is not None and not value.is_meta:
-                own[entry.node] = value.detach().to(self._device)  # a number of the code
-            elif entry.stored and entry.target not in held:
-                raise InputError(
-                    f"this call needs {entry.target}, which the planned step does not use and no "
-                    "rank holds: plan with inputs for which the model uses all that it needs"
-                )
             elif entry.kind == "constant":
-                own[entry.node] = owner.get_buffer(self._constant(entry.target))
+                own[entry.node] = program.tensors[entry.target].detach().to(self._device)
         return own
-
-    def _constant(self, target: str) -> str:
-        """Return the buffer that holds an attribute of the model."""
-        constants = (e for e in self._first.signature.inputs if e.kind == "constant")
-        return next(e.node for e in constants if target in (e.target, *e.names))
