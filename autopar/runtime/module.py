@@ -27,7 +27,7 @@ from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
-from autopar.runtime.step_graph import Seed, StepGraph
+from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.world import ranks
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ class ParallelModule(nn.Module):
         >>> par.shard(x).shape  # a world of one rank keeps all of it
         torch.Size([4, 8])
         """
-        args, kwargs = self._graph_for(args, kwargs)[0].shard(args, kwargs)
+        graph, leaves = self._graph_for(args, kwargs)
+        args, kwargs = graph.shard(leaves)
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,12 +240,12 @@ class ParallelModule(nn.Module):
         graph, leaves = self._graph_for(args, kwargs)
         ranks.together("reading the inputs", lambda: graph.values(leaves, self))
         with restore_after(self):
-            return measure_step(graph.run, lambda run: self._step(graph, run, args, kwargs), times)
+            return measure_step(graph.run, lambda run: self._step(graph, run, leaves), times)
 
-    def _step(self, graph: StepGraph, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _step(self, graph: StepGraph, run: Callable[..., Any], leaves: list[Any]) -> None:
         self.zero_grad()
         with phase("forward"):
-            values = graph.values(graph.leaves(args, kwargs), self)
+            values = graph.values(leaves, self)
             with without_autocast(graph.autocast):
                 results = graph.outputs(run(*values), self)
         with phase("backward"):

@@ -38,7 +38,7 @@ from autopar.planner.request import PlanRequest
 from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
-from autopar.runtime.step_graph import StepGraph
+from autopar.runtime.training.step_graph import StepGraph
 from autopar.world import ranks
 from autopar.world.world import say_once
 
@@ -151,7 +151,9 @@ class OtherCalls:
         if graph is None:
             graph = self._graphs[key] = self._new_graph(key, args, kwargs, owner)
             self._drop_oldest()
-        return graph, graph.leaves(args, kwargs)
+        leaves = graph.bind(args, kwargs, owner.training)
+        assert leaves is not None, key
+        return graph, leaves
 
     def _drop_oldest(self) -> None:
         if len(self._graphs) <= MOST:

@@ -63,9 +63,8 @@ class StepGraph:
         """Return the leaves of a call in the planned order, None where this graph is not for it."""
         if training != self.signature.training or not self._under_planned_autocast():
             return None
-        try:
-            leaves = self.leaves(args, kwargs)
-        except InputError:
+        leaves = as_planned_call(self.signature.forward, self.signature.in_spec, args, kwargs)
+        if leaves is None or any(_differ(leaves[at], value) for at, value in self.signature.fixed):
             return None
         fits = all(self._fits(entry, leaves[entry.position or 0]) for entry in self.user_inputs)
         return leaves if fits else None
@@ -83,23 +82,6 @@ class StepGraph:
             and value.dtype == self.program.dtypes[entry.node]
             and not (value.requires_grad and not entry.trainable and torch.is_grad_enabled())
         )
-
-    def leaves(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the leaves of a call in the planned order. Raises InputError where the arguments
-        are others, or where one that is no tensor has another value.
-        """
-        leaves = as_planned_call(self.signature.forward, self.signature.in_spec, args, kwargs)
-        for position, value in self.signature.fixed:
-            leaf = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
-            if type(leaf) is not type(value) or leaf != value:
-                text = repr(leaf)
-                if isinstance(leaf, torch.Tensor):
-                    text = f"a tensor {tuple(leaf.shape)} {leaf.dtype}"
-                raise InputError(
-                    f"input {position} is {text}, planned was {value!r}; what is no "
-                    "tensor is part of the plan: plan again"
-                )
-        return leaves
 
     def values(self, leaves: list[Any], owner: nn.Module) -> list[Any]:
         """Return the values of the graph's placeholders: the rank's own part of everything. Raises
@@ -163,9 +145,9 @@ class StepGraph:
                 "global tensor, or what `shard` makes of it"
             )
 
-    def shard(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def shard(self, leaves: list[Any]) -> tuple[Any, Any]:
         """Return (args, kwargs) with the rank's own part of each tensor, as DTensors."""
-        leaves = self.leaves(args, kwargs)
+        leaves = list(leaves)
         for entry in self.user_inputs:
             assert entry.position is not None
             own = self.own_part(entry, leaves[entry.position])
@@ -191,3 +173,10 @@ class StepGraph:
                 value = to_dtensor(value, self.program.layouts[output.node], self.device_mesh)
             leaves.append(value)
         return pytree.tree_unflatten(leaves, self.signature.out_spec)
+
+
+def _differ(value: Any, planned: Any) -> bool:
+    """Whether an argument that is no tensor has another value than planned; 2 and 2.0 make other
+    graphs, and a tensor equals no number.
+    """
+    return type(value) is not type(planned) or value != planned
