@@ -5,8 +5,8 @@ its default.
 
     planned: model(ids, labels=y)        a call of model(labels=y, ids=ids) gives the same leaves
 
-`trace` checks the example call with `check_call`, runtime/training/step_graph.py binds every call with
-`as_planned_call`, and planner/planner.py traces under `without_cache`.
+`trace` checks the example call with `check_call`, runtime/training/step_graph.py binds every call
+with `as_planned_call`, and planner/planner.py traces under `without_cache`.
 """
 
 from __future__ import annotations
