@@ -232,12 +232,12 @@ _ODD_FACTOR = 0x2545F4914F6CDD1D
 
 
 class InputsWatch:
-    """Compares the inputs of one module over the ranks. `number` tells modules apart: it is the
-    same on all ranks.
+    """Compares the inputs of one module over the ranks. `name` tells modules apart: it is the same
+    on all ranks.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number, self._calls, self._next = number, 0, 1
+    def __init__(self, name: str) -> None:
+        self.name, self._calls, self._next = name, 0, 1
         self._sums: dict[torch.device, torch.Tensor] = {}
         self._since = time.perf_counter()
         self._compared = 0  # the call that was compared last
@@ -289,7 +289,7 @@ class InputsWatch:
         """Return what the rank that comes last concludes from what all ranks report. That rank also
         deletes the keys of the last comparison, which all ranks have left behind by then.
         """
-        store, key = beating.store, f"autopar/inputs/{self._number}/{self._calls}"
+        store, key = beating.store, f"autopar/inputs/{self.name}/{self._calls}"
         store.set(f"{key}/{beating.rank}", report)
         if store.add(f"{key}/come", 1) < beating.size:
             self._wait(beating, key)
@@ -303,7 +303,7 @@ class InputsWatch:
             MOST, math.ceil((time.perf_counter() - began) / (SHARE * seconds_per_call))
         )
         store.set(f"{key}/verdict", json.dumps(verdict))
-        old = f"autopar/inputs/{self._number}/{self._compared}"
+        old = f"autopar/inputs/{self.name}/{self._compared}"
         for name in ("come", "verdict", *map(str, range(beating.size))) if self._compared else ():
             store.delete_key(f"{old}/{name}")
         return verdict

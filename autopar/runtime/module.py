@@ -7,8 +7,9 @@ call.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
+from autopar.runtime.training.parts import hold
 from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.world import ranks
 
@@ -81,15 +83,20 @@ class ParallelModule(nn.Module):
         self._coordinate = self._mesh.coordinate(rank)
         self._layouts = program.layouts
         run = program.module if run is None else run
-        self._seed, self._watch = Seed(seed % (1 << 62)), InputsWatch(number)
+        self._seed, self._watch = Seed(seed % (1 << 62)), InputsWatch(str(number))
         self._first = StepGraph(program, run, device_mesh, self._coordinate, device, self._seed)
         self._others = others
         others.begin(self._first, self._watch)
         named = dict(
             pair for entry in program.signature.inputs for pair in self._hold(entry, tensors)
         )
+        self._take(named)
+        for name, part in others.parts():
+            self.add_module(name, part)
         for name in sorted(named, key=list(order).index):  # optimizer states follow this order
-            self._register(name, *named[name])
+            hold(self, name, *named[name])
+        self.register_load_state_dict_pre_hook(_cut_state)
+        self._copies = itertools.count()
         self.train(program.signature.training)
 
     # -- its tensors -------------------------------------------------------------------------------
@@ -128,20 +135,42 @@ class ParallelModule(nn.Module):
         """Return the tensor on this rank's device; one without numbers stays on the meta device."""
         return part if part.is_meta else part.to(self._device)
 
-    def _register(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-        module: nn.Module = self
-        *path, last = name.split(".")
-        root = name.split(".")[0]
-        if hasattr(ParallelModule, root) or root in _RESERVED_NAMES:
-            raise PlanError(f"a ParallelModule has its own {root!r}: rename {name} in the model")
-        for part in path:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(last, tensor)
-        else:
-            module.register_buffer(last, tensor, persistent=persistent)
+    def _take(self, names: Iterable[str]) -> None:
+        """Raise PlanError where the model has a name that this module needs for itself."""
+        for name in names:
+            root = name.split(".")[0]
+            if hasattr(ParallelModule, root) or root in _RESERVED_NAMES:
+                raise PlanError(
+                    f"a ParallelModule has its own {root!r}: rename {name} in the model"
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the original has by this name where that says the same here: its config and
+        other plain values. Raises AttributeError for methods, which would run without the ranks.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_others" not in self.__dict__:
+                raise
+            if name == "device":
+                return self._device
+            return self._others.attribute(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Return a module with its own parameters and buffers, which shares the planned graphs.
+        Collective, as its calls are.
+        """
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__ = dict(self.__dict__)
+        for registry in ("_parameters", "_buffers", "_modules"):
+            shared = {"graph": self.graph} if registry == "_modules" else {}
+            own = {k: v for k, v in self.__dict__[registry].items() if k not in shared}
+            twin.__dict__[registry] = {**copy.deepcopy(own, memo), **shared}
+        twin._copies = itertools.count()
+        twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
+        return twin
 
     def layout(self, name: str) -> Layout:
         """Return the stored layout of a parameter, by any of its names; else raise InputError.
@@ -156,6 +185,22 @@ class ParallelModule(nn.Module):
             if entry.kind == "parameter" and name in (entry.target, *entry.names):
                 return self._layouts[entry.node]
         raise InputError(f"no parameter {name!r}; the names are those of the original model")
+
+    def _as_stored(self, name: str, parameter: DTensor, value: torch.Tensor) -> torch.Tensor:
+        """Return a value for a parameter as a DTensor that lies as the parameter does. Collective
+        where it is a DTensor that lies otherwise.
+        """
+        if isinstance(value, DTensor):
+            same = value.device_mesh == parameter.device_mesh
+            if same and value.placements == parameter.placements:
+                return value
+            value = value.full_tensor()
+        layout = self.layout(name)
+        if tuple(value.shape) != layout.shape:
+            return value  # load_state_dict says so, with all others
+        return to_dtensor(
+            self._to_device(layout.cut(value, self._coordinate)), layout, self._device_mesh
+        )
 
     # -- its inputs --------------------------------------------------------------------------------
     def shard(self, *args: Any, **kwargs: Any) -> Any:
@@ -250,6 +295,17 @@ class ParallelModule(nn.Module):
                 results = graph.outputs(run(*values), self)
         with phase("backward"):
             backward(results)
+
+
+def _cut_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Put the rank's parts in the place of whole tensors, and of DTensors that lie otherwise, in a
+    state that is about to be loaded.
+    """
+    assert isinstance(module, ParallelModule)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor):
+            state[prefix + name] = module._as_stored(name, parameter, value)
 
 
 class Deferred(nn.Module):

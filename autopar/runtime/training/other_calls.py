@@ -19,7 +19,7 @@ import dataclasses
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from autopar.planner.request import PlanRequest
 from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
+from autopar.runtime.training.parts import mirror
 from autopar.runtime.training.step_graph import StepGraph
 from autopar.world import ranks
 from autopar.world.world import say_once
@@ -140,6 +141,23 @@ class OtherCalls:
         compares the calls of the ranks.
         """
         self._first, self._watch = first, watch
+
+    def parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that hold the parts of the model's parameters, by name."""
+        if self._skeleton is not None:
+            yield from mirror(self._skeleton.model).named_children()
+
+    def attribute(self, name: str) -> Any:
+        """Return a plain value that the original has as an attribute, such as a config. Raises
+        AttributeError for what it has not, and for tensors, modules and methods.
+        """
+        value = None if self._skeleton is None else getattr(self._skeleton.model, name, None)
+        if value is None or callable(value) or isinstance(value, torch.Tensor | nn.Module):
+            raise AttributeError(
+                f"a ParallelModule has no {name!r}, and of the original it has plain values alone: "
+                "call a method on the original model"
+            )
+        return value
 
     def graph_for(self, args: Any, kwargs: Any, owner: nn.Module) -> tuple[StepGraph, list[Any]]:
         """Return the graph for a call, planned if it is the first of its kind, and the call's
