@@ -45,6 +45,7 @@ from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, Deferred, ParallelModule
 from autopar.runtime.original import compare_original
 from autopar.runtime.reference import to_float64
+from autopar.runtime.training.other_calls import OtherCalls, skeleton_of
 from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks
 
@@ -179,13 +180,16 @@ def _apply(
     program = context.program
     device_mesh, run = build_runner(context, place.type, backend, overlap)
     agreement.require_same_tensors(tensors, sync_parameters)
-    program = dataclasses.replace(program, plan=context.without_tensors())
+    plan_kept = context.without_tensors()
+    program = dataclasses.replace(program, plan=plan_kept)
     order = list(tensors_by_name(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
     placed = program, context.graphs, device_mesh, ranks.rank(), seed, order, run, number
+    others = OtherCalls(skeleton_of(model), plan_kept, backend, overlap, place)
     return ranks.together(
-        "placing the parameters", lambda: ParallelModule(*placed, tensors=tensors, device=place)
+        "placing the parameters",
+        lambda: ParallelModule(*placed, others=others, tensors=tensors, device=place),
     )
 
 

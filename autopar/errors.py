@@ -55,13 +55,13 @@ class WorldError(AutoparError):
 
 
 class InputError(AutoparError):
-    """A batch does not match the one that the model was planned for.
+    """Inputs are no arguments of the model, or not what a rank of the plan can take.
 
     >>> import autopar, torch
     >>> model = autopar.parallelize(torch.nn.Linear(8, 16), 1, (torch.ones(4, 8),))
-    >>> model(torch.ones(3, 8))
+    >>> model(torch.ones(4, 8), torch.ones(4, 8))
     Traceback (most recent call last):
-    autopar.errors.InputError: input args[0] is (3, 8) torch.float32, the plan is for (4, 8) ...
+    autopar.errors.InputError: Linear: too many positional arguments; it is called as forward...
     """
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.ir.dim_roles import Factors, Kinds, has_weight, loop_dim_of
-from autopar.ir.layout import Layout, State
+from autopar.ir.layout import I, Layout, R, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import OpShardingRule
 from autopar.ir.strategy import Choice, PartialPassThrough, Shapes, Slot, Strategy, strategies
@@ -70,6 +70,8 @@ class Constraint:
         default_factory=dict
     )  # the loop dim of every dim of a parameter
     panels: tuple[str, ...] = ()  # SUMMA's row and column axes
+    # how parameters are stored already, by placeholder: those have no other choice
+    stored: Mapping[str, Layout] = field(default_factory=dict)
 
     def roles(self, path: str) -> tuple[Role, ...] | None:
         """Return the role of every axis in the module at this path, None where it is free."""
@@ -159,6 +161,18 @@ class Constraint:
             fits = role.stores(len(found[0].shape), letters)
             layouts = [layout for layout, fit in zip(layouts, fits, strict=True) if fit] or layouts
         return layouts
+
+    def stored_already(self, name: str, gradient: bool) -> Layout | None:
+        """Return the layout in which a parameter is stored already, None where it may be chosen. A
+        value with a gradient is invariant where it is whole (I), one without is replicated (R).
+        """
+        layout = self.stored.get(name)
+        if layout is None:
+            return None
+        for axis, state in zip(layout.mesh.names, layout.states, strict=True):
+            if state.kind in ("I", "R"):
+                layout = layout.with_state(axis, I if gradient else R)
+        return layout
 
     def _letter(self, name: str, state: State) -> str | None:
         """Return the loop dim that a parameter's digit splits: None if unsharded, "" if unknown."""

@@ -174,13 +174,16 @@ class Search:
         rules = (self.constraint.roles(path), self.constraint.letters.get(node.name))
 
         joint = None if self.among is None else self.among[node.name]
+        already = self.constraint.stored_already(node.name, gradient) if parameter else None
 
-        key = ("stored", shape, signature, size, gradient, parameter, rules, joint)
+        key = ("stored", shape, signature, size, gradient, parameter, rules, joint, already)
         options = self.known.find(key)
         if options is None:
             layouts = placements(dims, shape, self.mesh, I if gradient else R, joint)
             # the user passes an input, and wants its gradient, unsharded
-            if not parameter or self.notes.whole:
+            if already is not None:
+                layouts = [already]
+            elif not parameter or self.notes.whole:
                 layouts = layouts[:1]
             else:
                 layouts = self.constraint.storage(node.name, path, layouts)

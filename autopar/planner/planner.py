@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -40,9 +40,11 @@ from autopar.passes import PIPELINE, annotate, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.signature import without_cache
+from autopar.planner.bounds.factor_graph import frame
+from autopar.planner.constraint import Constraint
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.memory_search import search_within_memory
-from autopar.planner.mesh_search import check_choices, search_meshes
+from autopar.planner.mesh_search import check_choices, exact, search_meshes
 from autopar.planner.overlap_search import plans_by_step
 from autopar.planner.rematerialize import rematerialize_to_fit
 from autopar.planner.request import Layouts, PlanRequest
@@ -131,23 +133,32 @@ def fingerprint(program: Program) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-Inputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
+class Call(NamedTuple):
+    """The arguments of a call of the model, by position and by name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
-def call_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+Inputs = Call | tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
+
+
+def call_arguments(inputs: Inputs) -> Call:
     """Return (args, kwargs) of the model call from what a user passes: a tuple of positional
     arguments, a dict of keyword arguments, or one tensor. Raises InputError for anything else.
     """
+    if isinstance(inputs, Call):
+        return inputs
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
+        return Call((), dict(inputs))
     if isinstance(inputs, torch.Tensor):
-        return (inputs,), {}
+        return Call((inputs,), {})
     if not isinstance(inputs, tuple | list):
         raise InputError(
             "inputs are a tuple of positional arguments, a dict of keyword arguments, or one "
             f"tensor, not {type(inputs).__name__}"
         )
-    return tuple(inputs), {}
+    return Call(tuple(inputs), {})
 
 
 def trace_model(model: nn.Module, inputs: Inputs, manager: PassManager | None = None) -> Program:
@@ -188,6 +199,19 @@ def choose_plan(
     """
     step = partial(search_plan, world=world, request=request)
     return manager.run("choose", program, step, check_choices)
+
+
+def choose_on_stored(manager: PassManager, program: Program, world: World, plan: Plan) -> Program:
+    """Return the program, of the same model in another call, with the fastest plan that stores its
+    parameters as `plan` does, on the same mesh. What `plan`'s layout asks of the model is dropped.
+    """
+
+    def choose(program: Program) -> Program:
+        constraint = Constraint(plan.layout, stored=plan.stored)
+        best, bound = exact(frame(program), plan.mesh, constraint, world, thorough=False)
+        return dataclasses.replace(program, plan=dataclasses.replace(best, bound=bound))
+
+    return manager.run("choose", program, choose, check_choices)
 
 
 def search_plan(program: Program, world: World, request: PlanRequest) -> Program:

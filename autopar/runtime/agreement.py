@@ -232,15 +232,16 @@ _ODD_FACTOR = 0x2545F4914F6CDD1D
 
 
 class InputsWatch:
-    """Compares the inputs of one module over the ranks. `number` tells modules apart: it is the
-    same on all ranks.
+    """Compares the inputs of one module over the ranks. `name` tells modules apart: it is the same
+    on all ranks.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number, self._calls, self._next = number, 0, 1
+    def __init__(self, name: str) -> None:
+        self.name, self._calls, self._next = name, 0, 1
         self._sums: dict[torch.device, torch.Tensor] = {}
         self._since = time.perf_counter()
         self._compared = 0  # the call that was compared last
+        self._counted = False  # whether `agree` has counted the call that is under way
 
     def count_call(self, tensors: Sequence[torch.Tensor], error: Exception | None = None) -> None:
         """Count one more call, with these tensors, or one that this rank refused with an error.
@@ -250,18 +251,32 @@ class InputsWatch:
         heartbeat = pulse()
         if heartbeat is None:
             return
-        heartbeat.step()
-        self._calls += 1
+        counted, self._counted = self._counted, False
+        if not counted:
+            heartbeat.step()
+            self._calls += 1
         for x in tensors:
             before, added = self._sums.get(x.device), digest(x)
             self._sums[x.device] = added if before is None else before * _ODD_FACTOR + added
-        if self._calls == self._next:
+        if not counted and self._calls == self._next:
             self._compare(heartbeat, error)
 
-    def _compare(self, beating: Pulse, error: Exception | None) -> None:
+    def agree(self, call: str) -> None:
+        """Count a call that is to be planned first, and wait until all ranks make it: `call` says
+        of what kind it is. Raises a RankError on every rank where another one makes another call.
+        """
+        heartbeat = pulse()
+        if heartbeat is None:
+            return
+        heartbeat.step()
+        self._calls, self._counted = self._calls + 1, True
+        self._compare(heartbeat, None, call)
+
+    def _compare(self, beating: Pulse, error: Exception | None, call: str = "") -> None:
         own = [x.item() for x in self._sums.values()]  # waits for the device
         self._sums.clear()
         report = f"error {type(error).__name__}: {error}" if error else f"inputs {own}"
+        report = f"{report} {call}" if call else report
         began = time.perf_counter()
         verdict = self._verdict(beating, report, began)
         self._next = self._calls + (1 if self._calls < FIRST else verdict["stride"])
@@ -274,7 +289,7 @@ class InputsWatch:
         """Return what the rank that comes last concludes from what all ranks report. That rank also
         deletes the keys of the last comparison, which all ranks have left behind by then.
         """
-        store, key = beating.store, f"autopar/inputs/{self._number}/{self._calls}"
+        store, key = beating.store, f"autopar/inputs/{self.name}/{self._calls}"
         store.set(f"{key}/{beating.rank}", report)
         if store.add(f"{key}/come", 1) < beating.size:
             self._wait(beating, key)
@@ -288,7 +303,7 @@ class InputsWatch:
             MOST, math.ceil((time.perf_counter() - began) / (SHARE * seconds_per_call))
         )
         store.set(f"{key}/verdict", json.dumps(verdict))
-        old = f"autopar/inputs/{self._number}/{self._compared}"
+        old = f"autopar/inputs/{self.name}/{self._compared}"
         for name in ("come", "verdict", *map(str, range(beating.size))) if self._compared else ():
             store.delete_key(f"{old}/{name}")
         return verdict
@@ -329,13 +344,24 @@ def _judge(reports: Sequence[str]) -> dict[str, Any]:
     odd = [number for number, report in enumerate(reports) if report != most_common]
     if errors:
         return {"odd": [n for n, _ in errors], "error": errors[0][1].removeprefix("error ")}
-    return {"odd": odd, "others": [n for n in range(len(reports)) if n not in odd], "error": ""}
+    others = [number for number in range(len(reports)) if number not in odd]
+    kinds = {number: report.partition("] ")[2] for number, report in enumerate(reports)}
+    first = {n: kinds[n] for n in (*odd[:1], *others[:1])} if any(kinds.values()) else {}
+    return {"odd": odd, "others": others, "error": "", "kinds": list(first.items())}
 
 
 def _refusal_text(verdict: dict[str, Any], since: int, until: int) -> str:
     odd = ranks.named(verdict["odd"])
     if verdict["error"]:
         return f"{odd} refused call {until}: {verdict['error']}"
+    if verdict["kinds"]:
+        kinds = "; ".join(
+            f"rank {number} makes {kind or 'a call as before'}" for number, kind in verdict["kinds"]
+        )
+        return (
+            f"the ranks make different calls, call {until}: {kinds}. Every rank takes the same "
+            "global batch, in the same mode: drop the incomplete last batch on all ranks or on none"
+        )
     calls = f"call {until}" if since == until else f"calls {since} to {until}"
     return (
         f"the ranks are called with different inputs: in {calls} {odd} got other numbers than "

@@ -37,6 +37,7 @@ from autopar.planner.planner import (
     Inputs,
     PlanContext,
     analyse,
+    choose_on_stored,
     choose_plan,
     fingerprint,
     finish_plan,
@@ -168,9 +169,16 @@ def _named_or_running(world: World | int | Any | None) -> World:
     return detected
 
 
-def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, request: PlanRequest) -> Plan:
+def plan_on_rank_0(
+    model: nn.Module,
+    world: World,
+    inputs: Inputs,
+    request: PlanRequest,
+    like: Plan | None = None,
+) -> Plan:
     """Return rank 0's plan, on every rank. Collective. Each step that may fail on one rank alone is
-    a `ranks.together` of its own, never one inside another.
+    a `ranks.together` of its own, never one inside another. `like`: a plan of the same model for
+    another call, whose mesh and stored layouts (by the names of parameters) are kept.
     """
     assert request.layout is not None
     layout, pipeline = request.layout, PassManager()
@@ -179,10 +187,14 @@ def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, request: Plan
     program = ranks.together(
         "annotating", lambda: analyse(pipeline, source, request.reduce_dtype, request.whole)
     )
-    ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
+    if like is None:
+        ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
 
     def search() -> Plan | None:
-        best = choose_plan(pipeline, program, world, request)
+        if like is not None:
+            best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
+        else:
+            best = choose_plan(pipeline, program, world, request)
         return fit_to_memory(pipeline, source, best, world, request).plan
 
     best_plan = ranks.together("searching", lambda: store.done_on_rank_0(search))
@@ -192,6 +204,14 @@ def plan_on_rank_0(model: nn.Module, world: World, inputs: Inputs, request: Plan
     return ranks.together(
         "rewriting", lambda: finish_plan(pipeline, source, program, world, without_budget)
     )
+
+
+def _by_placeholder(plan: Plan, program: Program) -> Plan:
+    """Return the plan with its stored layouts by the placeholders of a program, in place of the
+    names of parameters.
+    """
+    entries = [e for e in program.signature.inputs if e.target in plan.stored]
+    return dataclasses.replace(plan, stored={e.node: plan.stored[e.target] for e in entries})
 
 
 def placements(layout: Layout) -> tuple[Placement, ...]:

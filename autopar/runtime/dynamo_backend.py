@@ -226,7 +226,7 @@ class _PlannedGraph:
         # no two graphs draw the same random numbers, all ranks draw alike
         seed, number = torch.initial_seed() + (next(_GRAPH_NUMBERS) << 48), next(NUMBERS)
         seed, number = ranks.from_rank_0((seed, number))
-        self.seed, self.watch = seed % (1 << 62), InputsWatch(number)
+        self.seed, self.watch = seed % (1 << 62), InputsWatch(str(number))
         self.mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
 
     def __call__(self, values: Sequence[Any]) -> Any:

@@ -7,30 +7,33 @@ call.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import not_compiled, pytree
+from autopar._compat import not_compiled
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.program import Input, Program, autocast_text, under_autocast, without_autocast
+from autopar.ir.program import Input, Program, without_autocast
 from autopar.ops.devices import filled
-from autopar.ops.sharded.attention import seed_at
-from autopar.ops.sharded.dropout import next_seed
-from autopar.passes.trace.signature import NO_GENERATION, as_planned_call
+from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.agreement import InputsWatch
-from autopar.runtime.apply import placements, to_dtensor, to_local
+from autopar.runtime.apply import to_dtensor
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
+from autopar.runtime.training.parts import hold
+from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.world import ranks
+
+if TYPE_CHECKING:
+    from autopar.runtime.training.other_calls import OtherCalls
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
 _RESERVED_NAMES = ("graph", "graphs", "plan")
@@ -49,8 +52,9 @@ class ParallelModule(nn.Module):
     Call it with the same global inputs on every rank: it cuts out the rank's own part. Parts that
     are already cut are passed as DTensors, as `shard` makes them. It returns what the model
     returns: scalars replicated on every rank, other tensors as DTensors. `graph` is the rewritten
-    forward, `graphs` has every graph by pass. Calls raise InputError for other shapes, dtypes,
-    modes or constants than planned, and RankError where ranks pass different inputs.
+    forward, `graphs` has every graph by pass. A call in another mode, with other shapes or other
+    arguments than planned gets a graph of its own, planned at the first such call, on the same mesh
+    and the same stored parameters. RankError is raised where ranks pass different inputs.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ParallelModule(nn.Module):
         run: Callable[..., Any] | None = None,
         number: int = 0,
         *,
+        others: OtherCalls,
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
@@ -73,19 +78,25 @@ class ParallelModule(nn.Module):
         self.graph: fx.GraphModule = program.module
         self.graphs = dict(graphs)
         # the model's tensors are cut and released: only the rank's own parts stay
-        self._program, self._device_mesh = dataclasses.replace(program, tensors={}), device_mesh
-        self._device = device
+        self._device, self._device_mesh = device, device_mesh
         self._mesh: Mesh = program.plan.mesh
         self._coordinate = self._mesh.coordinate(rank)
-        self._run = program.module if run is None else run
-        self._watch = InputsWatch(number)
-        self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
+        self._layouts = program.layouts
+        run = program.module if run is None else run
+        self._seed, self._watch = Seed(seed % (1 << 62)), InputsWatch(str(number))
+        self._first = StepGraph(program, run, device_mesh, self._coordinate, device, self._seed)
+        self._others = others
+        others.begin(self._first, self._watch)
         named = dict(
             pair for entry in program.signature.inputs for pair in self._hold(entry, tensors)
         )
+        self._take(named)
+        for name, part in others.parts():
+            self.add_module(name, part)
         for name in sorted(named, key=list(order).index):  # optimizer states follow this order
-            self._register(name, *named[name])
-        self._seed = seed % (1 << 62)
+            hold(self, name, *named[name])
+        self.register_load_state_dict_pre_hook(_cut_state)
+        self._copies = itertools.count()
         self.train(program.signature.training)
 
     # -- its tensors -------------------------------------------------------------------------------
@@ -107,7 +118,7 @@ class ParallelModule(nn.Module):
             return []
         tensor: torch.Tensor
         if entry.kind == "parameter":
-            layout = self._program.layouts[entry.node]
+            layout = self._layouts[entry.node]
             local = self._to_device(layout.cut(unsharded, self._coordinate))
             tensor = nn.Parameter(
                 to_dtensor(local, layout, self._device_mesh), requires_grad=entry.trainable
@@ -124,20 +135,42 @@ class ParallelModule(nn.Module):
         """Return the tensor on this rank's device; one without numbers stays on the meta device."""
         return part if part.is_meta else part.to(self._device)
 
-    def _register(self, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-        module: nn.Module = self
-        *path, last = name.split(".")
-        root = name.split(".")[0]
-        if hasattr(ParallelModule, root) or root in _RESERVED_NAMES:
-            raise PlanError(f"a ParallelModule has its own {root!r}: rename {name} in the model")
-        for part in path:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(last, tensor)
-        else:
-            module.register_buffer(last, tensor, persistent=persistent)
+    def _take(self, names: Iterable[str]) -> None:
+        """Raise PlanError where the model has a name that this module needs for itself."""
+        for name in names:
+            root = name.split(".")[0]
+            if hasattr(ParallelModule, root) or root in _RESERVED_NAMES:
+                raise PlanError(
+                    f"a ParallelModule has its own {root!r}: rename {name} in the model"
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the original has by this name where that says the same here: its config and
+        other plain values. Raises AttributeError for methods, which would run without the ranks.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_others" not in self.__dict__:
+                raise
+            if name == "device":
+                return self._device
+            return self._others.attribute(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """Return a module with its own parameters and buffers, which shares the planned graphs.
+        Collective, as its calls are.
+        """
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__ = dict(self.__dict__)
+        for registry in ("_parameters", "_buffers", "_modules"):
+            shared = {"graph": self.graph} if registry == "_modules" else {}
+            own = {k: v for k, v in self.__dict__[registry].items() if k not in shared}
+            twin.__dict__[registry] = {**copy.deepcopy(own, memo), **shared}
+        twin._copies = itertools.count()
+        twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
+        return twin
 
     def layout(self, name: str) -> Layout:
         """Return the stored layout of a parameter, by any of its names; else raise InputError.
@@ -148,10 +181,26 @@ class ParallelModule(nn.Module):
         >>> par.layout("weight").shape
         (16, 8)
         """
-        for entry in self._program.signature.inputs:
+        for entry in self._first.signature.inputs:
             if entry.kind == "parameter" and name in (entry.target, *entry.names):
-                return self._program.layouts[entry.node]
+                return self._layouts[entry.node]
         raise InputError(f"no parameter {name!r}; the names are those of the original model")
+
+    def _as_stored(self, name: str, parameter: DTensor, value: torch.Tensor) -> torch.Tensor:
+        """Return a value for a parameter as a DTensor that lies as the parameter does. Collective
+        where it is a DTensor that lies otherwise.
+        """
+        if isinstance(value, DTensor):
+            same = value.device_mesh == parameter.device_mesh
+            if same and value.placements == parameter.placements:
+                return value
+            value = value.full_tensor()
+        layout = self.layout(name)
+        if tuple(value.shape) != layout.shape:
+            return value  # load_state_dict says so, with all others
+        return to_dtensor(
+            self._to_device(layout.cut(value, self._coordinate)), layout, self._device_mesh
+        )
 
     # -- its inputs --------------------------------------------------------------------------------
     def shard(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,63 +213,45 @@ class ParallelModule(nn.Module):
         >>> par.shard(x).shape  # a world of one rank keeps all of it
         torch.Size([4, 8])
         """
-        leaves, spec = self._leaves(args, kwargs)
-        for entry in self._user_inputs():
-            assert entry.position is not None
-            layout = self._program.layouts[entry.node]
-            own = self._own_part(entry, leaves[entry.position])
-            leaves[entry.position] = to_dtensor(own, layout, self._device_mesh)
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        graph, leaves = self._graph_for(args, kwargs)
+        args, kwargs = graph.shard(leaves)
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model_outputs(self._run_graph(args, kwargs))
-
-    def _run_graph(self, args: Any, kwargs: Any) -> Any:
-        """Return the results of the graph, run without autocast, as the casts are nodes of it."""
-        values, cast = self._checked_values(args, kwargs), self._program.signature.autocast
-        if not cast:
-            return self._run(*values)
-        with without_autocast(cast):
-            return self._run(*values)
+        graph, values = self._checked_values(args, kwargs)
+        if not graph.autocast:
+            return self._outputs(graph, graph.run(*values))
+        with without_autocast(graph.autocast):  # the casts are nodes of the graph
+            results = graph.run(*values)
+        return self._outputs(graph, results)
 
     @not_compiled
-    def _checked_values(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the values of the graph's placeholders, after the check that no rank refuses its
-        own inputs and, from time to time, that all ranks pass the same ones.
+    def _outputs(self, graph: StepGraph, results: Any) -> Any:
+        return graph.outputs(results, self)
+
+    @not_compiled  # torch.compile of this module would trace all of it, for minutes
+    def _checked_values(self, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
+        """Return the graph for a call and the values of its placeholders, after the check that no
+        rank refuses its own inputs and, from time to time, that all ranks pass the same ones.
         """
         try:
-            values = self._values(args, kwargs)
+            graph, leaves = self._graph_for(args, kwargs)
+            values = graph.values(leaves, self)
         except Exception as error:
             self._watch.count_call((), error)
             raise
-        leaves = pytree.tree_leaves((args, kwargs))
-        user_values = [leaves[e.position] for e in self._user_inputs() if e.position is not None]
-        self._watch.count_call([x for x in user_values if not isinstance(x, DTensor)])
-        return values
+        inputs = (leaves[e.position] for e in graph.user_inputs if e.position is not None)
+        self._watch.count_call([x for x in inputs if not isinstance(x, DTensor)])
+        return graph, values
 
-    @not_compiled  # torch.compile of this module would trace all of it, for minutes
-    def _values(self, args: Any, kwargs: Any) -> list[Any]:
-        """Return the values of the graph's placeholders: the rank's own part of everything."""
-        if self.training != self._program.signature.training:
-            planned, called = ("eval", "train") if self.training else ("train", "eval")
-            raise InputError(
-                f"the model was planned in {planned} mode and is called in {called} mode, but the "
-                f"mode is part of the graph: plan again after model.{called}()"
-            )
-        self._refuse_autocast()
-        leaves, _ = self._leaves(args, kwargs)
-        return to_local([self._feed(entry, leaves) for entry in self._program.signature.inputs])
-
-    def _refuse_autocast(self) -> None:
-        planned = self._program.signature.autocast
-        now = under_autocast((self._device.type, *(kind for kind, _ in planned)))
-        if now != planned:
-            raise InputError(
-                f"the model was planned under {autocast_text(planned)} and is called under "
-                f"{autocast_text(now)}, but its casts are part of the graph: plan (or "
-                "parallelize) and call it under the same one"
-            )
+    def _graph_for(self, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
+        """Return the graph that runs such a call, which is planned where there is none yet, and the
+        leaves of the call in its order.
+        """
+        leaves = self._first.bind(args, kwargs, self.training)
+        if leaves is not None:
+            return self._first, leaves
+        return self._others.graph_for(args, kwargs, self)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Raise InputError: a plan is for training steps, all of one shape."""
@@ -251,107 +282,30 @@ class ParallelModule(nn.Module):
                 "what runs on its streams would not be seen. Profile the step with torch.profiler "
                 "and its CUDA activity"
             )
-        ranks.together("reading the inputs", lambda: self._values(args, kwargs))
+        graph, leaves = self._graph_for(args, kwargs)
+        ranks.together("reading the inputs", lambda: graph.values(leaves, self))
         with restore_after(self):
-            return measure_step(self._run, lambda run: self._step(run, args, kwargs), times)
+            return measure_step(graph.run, lambda run: self._step(graph, run, leaves), times)
 
-    def _step(self, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def _step(self, graph: StepGraph, run: Callable[..., Any], leaves: list[Any]) -> None:
         self.zero_grad()
         with phase("forward"):
-            values = self._values(args, kwargs)
-            with without_autocast(self._program.signature.autocast):
-                results = self._model_outputs(run(*values))
+            values = graph.values(leaves, self)
+            with without_autocast(graph.autocast):
+                results = graph.outputs(run(*values), self)
         with phase("backward"):
             backward(results)
 
-    def _user_inputs(self) -> list[Input]:
-        return [entry for entry in self._program.signature.inputs if entry.kind == "user"]
 
-    def _leaves(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        signature = self._program.signature
-        leaves = as_planned_call(signature.forward, signature.in_spec, args, kwargs)
-        for position, value in signature.fixed:
-            leaf = leaves[position]  # 2 and 2.0 make other graphs, a tensor equals no number
-            if type(leaf) is not type(value) or leaf != value:
-                text = repr(leaf)
-                if isinstance(leaf, torch.Tensor):
-                    text = f"a tensor {tuple(leaf.shape)} {leaf.dtype}"
-                raise InputError(
-                    f"input {position} is {text}, planned was {value!r}; what is no "
-                    "tensor is part of the plan: plan again"
-                )
-        return leaves, signature.in_spec
-
-    def _feed(self, entry: Input, leaves: list[Any]) -> Any:
-        if entry.kind == "user":
-            assert entry.position is not None
-            leaf = leaves[entry.position]
-            own = self._own_part(entry, leaf)
-            return leaf if isinstance(leaf, DTensor) else own  # `to_local` takes it apart
-        if entry.kind == "seed":
-            if entry.target != "seed":
-                return seed_at(self._seed, self._coordinate, entry.target)
-            self._seed = next_seed(self._seed)
-            return filled((), self._seed, self._device)
-        if entry.kind in ("coordinate", "constant"):
-            return self.get_buffer(entry.node)
-        if entry.kind == "buffer":
-            now = self.get_buffer(entry.target)  # what the backward saves must not be written over
-            return now.clone() if entry.target in self._mutated else now
-        parameter = self.get_parameter(entry.target)
-        self._refuse_gradient(f"parameter {entry.target}", parameter, entry)
-        return parameter
-
-    def _refuse_gradient(self, what: str, tensor: torch.Tensor, entry: Input) -> None:
-        """Raise InputError for an unplanned gradient, as gradients decide where ranks sum."""
-        unplanned = tensor.requires_grad and not entry.trainable
-        if unplanned and self._mesh.axes and torch.is_grad_enabled():
-            raise InputError(
-                f"{what} requires a gradient, when the plan was made it did not: plan again with "
-                "one that does, or take it back (detach it, requires_grad_(False))"
-            )
-
-    def _own_part(self, entry: Input, value: Any) -> torch.Tensor:
-        """Return the rank's part of one input; raise InputError for what was not planned."""
-        layout, dtype = self._program.layouts[entry.node], self._program.dtypes[entry.node]
-        is_tensor = isinstance(value, torch.Tensor)
-        if not is_tensor or (tuple(value.shape), value.dtype) != (layout.shape, dtype):
-            actual = f"{tuple(value.shape)} {value.dtype}" if is_tensor else repr(value)
-            raise InputError(
-                f"input {entry.target} is {actual}, the plan is for {layout.shape} {dtype}: plan "
-                "again for other shapes or dtypes"
-            )
-        self._refuse_gradient(f"input {entry.target}", value, entry)
-        if isinstance(value, DTensor):
-            self._check_placements(entry, value)
-            return value.to_local()
-        own = layout.cut(value, self._coordinate) if layout.axes_of("S") else value
-        return own if own.device == self._device else own.to(self._device, non_blocking=True)
-
-    def _check_placements(self, entry: Input, tensor: DTensor) -> None:
-        planned = placements(self._program.layouts[entry.node])
-        if tensor.device_mesh != self._device_mesh or tensor.placements != planned:
-            raise InputError(
-                f"input {entry.target} is a DTensor with placements {tensor.placements} on "
-                f"{tensor.device_mesh}, the plan wants {planned} on {self._device_mesh}: give the "
-                "global tensor, or what `shard` makes of it"
-            )
-
-    # -- its outputs -------------------------------------------------------------------------------
-    @not_compiled
-    def _model_outputs(self, results: Any) -> Any:
-        remaining = iter(results)
-        leaves = []
-        for output in self._program.signature.outputs:
-            value = output.constant if output.node is None else next(remaining)
-            if output.kind == "mutation":
-                with torch.no_grad():
-                    self.get_buffer(output.target).copy_(value)
-                continue
-            if output.node is not None and isinstance(value, torch.Tensor) and value.dim():
-                value = to_dtensor(value, self._program.layouts[output.node], self._device_mesh)
-            leaves.append(value)
-        return pytree.tree_unflatten(leaves, self._program.signature.out_spec)
+def _cut_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Put the rank's parts in the place of whole tensors, and of DTensors that lie otherwise, in a
+    state that is about to be loaded.
+    """
+    assert isinstance(module, ParallelModule)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor):
+            state[prefix + name] = module._as_stored(name, parameter, value)
 
 
 class Deferred(nn.Module):

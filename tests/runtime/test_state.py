@@ -4,6 +4,7 @@ backward is refused, or does not matter.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 import autopar
-from autopar import InputError
 from autopar.ir import program as ir_program
 from autopar.passes import trace
 from launch import launched
@@ -45,13 +45,12 @@ def test_autocast_is_named() -> None:
     assert ir_program.autocast_text(()) == "no autocast"
 
 
-def test_one_rank_refuses_another_autocast_too() -> None:
-    par = autopar.parallelize(Net(), 1, batch())
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(InputError, match=r"planned under no autocast .* torch.autocast\('cpu'"),
-    ):
-        par(*batch())
+def test_one_rank_plans_for_another_autocast_too() -> None:
+    model = Net()
+    par = autopar.parallelize(copy.deepcopy(model), 1, batch())
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(par(*batch()), model(*batch()))
+    torch.testing.assert_close(par(*batch()), model(*batch()))
 
 
 def test_ranks_under_autocast_train_as_one_does(facts: Any) -> None:
@@ -62,11 +61,10 @@ def test_ranks_under_autocast_train_as_one_does(facts: Any) -> None:
         assert found["again"] < 1e-6, (case, found)  # by the scheduled graphs, where there are any
 
 
-def test_ranks_refuse_another_autocast(facts: Any) -> None:
-    for found in facts["autocast"].values():
-        assert "planned under torch.autocast('cpu', torch.bfloat16)" in found["without"]
-        assert "called under no autocast" in found["without"]
-        assert "planned under no autocast" in found["with"]
+def test_ranks_plan_for_another_autocast(facts: Any) -> None:
+    for case, found in facts["autocast"].items():
+        assert found["without"] < 1e-5, (case, found)
+        assert found["with"] < 1e-3, (case, found)
 
 
 def test_what_changes_before_the_backward_is_refused_or_does_not_matter(facts: Any) -> None:

@@ -1,12 +1,12 @@
 """Binds a call of a model to the arguments that were planned.
 
-An argument is the same whether it is passed by position or by name; one that is missing, unknown or
-nested otherwise is named in an InputError.
+An argument is the same whether it is passed by position or by name, and one that is left out is
+its default.
 
     planned: model(ids, labels=y)        a call of model(labels=y, ids=ids) gives the same leaves
 
-`trace` checks the example call with `check_call`, runtime/module.py binds every step's call with
-`as_planned_call`, and planner/planner.py traces under `without_cache`.
+`trace` checks the example call with `check_call`, runtime/training/step_graph.py binds every call
+with `as_planned_call`, and planner/planner.py traces under `without_cache`.
 """
 
 from __future__ import annotations
@@ -53,30 +53,28 @@ def as_planned_call(
     spec: pytree.TreeSpec,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> list[Any]:
+) -> list[Any] | None:
     """Return the leaves of a call in the order of the planned (args, kwargs), whose structure is
-    `spec`. Raises InputError that names the argument which does not fit.
+    `spec`; None where the arguments are others, or nested otherwise.
     """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if structure == spec:
         return leaves
-    planned_args, planned_kwargs = pytree.tree_unflatten([_Leaf] * spec.num_leaves, spec)
     if signature is None:
-        raise _nesting_error("the arguments", (args, kwargs), (planned_args, planned_kwargs))
-    planned = _bind_by_name(signature, planned_args, planned_kwargs, "the planned model")
-    arguments = _bind_by_name(signature, args, kwargs, "the model")
-    values = {
-        name: _value(signature, name, arguments, planned) for name in {**planned, **arguments}
-    }
-    for name in values:
-        if name not in planned and not _is_default(signature, name, values[name]):
-            raise InputError(
-                f"argument {name!r} was not given when the model was planned, with "
-                f"{', '.join(planned) or 'none'}: call it with the same arguments, or plan again "
-                "with these"
-            )
-        if name in planned and not _same_structure(values[name], planned[name]):
-            raise _nesting_error(f"argument {name!r}", values[name], planned[name])
+        return None
+    planned_args, planned_kwargs = pytree.tree_unflatten([_Leaf] * spec.num_leaves, spec)
+    try:
+        planned = _bind_by_name(signature, planned_args, planned_kwargs, "the planned model")
+        arguments = _bind_by_name(signature, args, kwargs, "the model")
+    except InputError:
+        return None
+    defaults = {p.name: p.default for p in signature.parameters.values()}
+    values = {**{name: defaults.get(name, _Leaf) for name in planned}, **arguments}
+    for name, value in values.items():
+        if name not in planned and not _is_default(signature, name, value):
+            return None
+        if name in planned and not _same_structure(value, planned[name]):
+            return None
     names = list(planned)[: len(planned_args)]
     by_position = tuple(values[name] for name in names)
     by_name = {name: values[name] for name in planned_kwargs}
@@ -110,21 +108,6 @@ def _bind_by_name(
     return by_name
 
 
-def _value(
-    signature: inspect.Signature, name: str, given: dict[str, Any], planned: dict[str, Any]
-) -> Any:
-    """Return the argument `name` of a call, or its default where the call does not pass it."""
-    if name in given:
-        return given[name]
-    parameter = signature.parameters.get(name)
-    if parameter is None or parameter.kind in _VARIADIC or parameter.default is parameter.empty:
-        raise InputError(
-            f"argument {name!r} is missing, the model was planned with {', '.join(planned)}: call "
-            "it with the same arguments, or plan again with these"
-        )
-    return parameter.default
-
-
 def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
     """Whether an argument has the value that forward would give it."""
     parameter = signature.parameters.get(name)
@@ -136,28 +119,6 @@ def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
 def _same_structure(value: Any, planned: Any) -> bool:
     """Whether an argument is nested as the planned one is."""
     return bool(pytree.tree_structure(value) == pytree.tree_structure(planned))
-
-
-def _nesting_error(what: str, given: Any, planned: Any) -> InputError:
-    """Return the InputError for an argument that is nested otherwise."""
-    return InputError(
-        f"{what} is {_show(given)}, planned was {_show(planned)}: call it with the same arguments, "
-        "or plan again with these"
-    )
-
-
-def _show(value: Any) -> str:
-    """Describe how a value is nested: "a tensor (3, 4)", "a dict of x, y", "a tuple of 2"."""
-    if value is _Leaf:
-        return "one value"
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"a {type(value).__name__} of {', '.join(map(str, value)) or 'nothing'}"
-    if isinstance(value, list | tuple):
-        inner = ", ".join(_show(v) for v in value[:4]) + (", …" if len(value) > 4 else "")
-        return f"a {type(value).__name__} of {len(value)}" + (f" ({inner})" if value else "")
-    return repr(value)[:60]
 
 
 _WARNED: weakref.WeakSet[nn.Module] = (

@@ -1,0 +1,85 @@
+"""The modules below a ParallelModule: those of the original by name and place, which hold the parts
+of its parameters and run nothing themselves.
+
+    par.blocks[0].attention.weight    # a DTensor
+    par.blocks[0](x)                  # InputError: it runs within the parallel model alone
+
+A hook on one of them would never be called, so each is refused. runtime/module.py makes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+
+
+class Part(nn.Module):
+    """Stands for a module of the original, whose class is `original`."""
+
+    original = ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise InputError: the parallel model runs as a whole."""
+        raise InputError(
+            f"{self.original or 'a module'} of a parallel model runs within it alone: call the "
+            "parallel model"
+        )
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InputError(
+            f"a hook on {self.original or 'a module'} of a parallel model would never be called: "
+            "register it on the parallel model itself, or on a parameter"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
+    register_backward_hook = _refuse_hook
+
+    def extra_repr(self) -> str:
+        return self.original
+
+
+class PartList(Part, nn.ModuleList):
+    """A Part with numbered modules: a ModuleList or a Sequential."""
+
+
+class PartDict(Part, nn.ModuleDict):
+    """A Part with named modules: a ModuleDict."""
+
+
+def mirror(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
+    """Return Parts in the places of a module and all that it holds; a module that is held twice has
+    one.
+    """
+    seen = {} if seen is None else seen
+    if id(module) not in seen:
+        numbered = isinstance(module, nn.ModuleList | nn.Sequential)
+        part = (
+            PartList() if numbered else PartDict() if isinstance(module, nn.ModuleDict) else Part()
+        )
+        part.original = type(module).__name__
+        seen[id(module)] = part
+        for name, child in module._modules.items():  # named_children leaves out what comes twice
+            if child is not None:
+                part.add_module(name, mirror(child, seen))
+    return seen[id(module)]
+
+
+def hold(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
+    """Register a parameter or a buffer under its qualified name; modules on the way that are not
+    there are made.
+    """
+    module = root
+    *path, last = name.split(".")
+    for step in path:
+        if not hasattr(module, step):
+            module.add_module(step, Part())
+        module = module.get_submodule(step)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(last, tensor)
+    else:
+        module.register_buffer(last, tensor, persistent=persistent)

@@ -1,0 +1,182 @@
+"""One planned graph of a model on a rank: how a call becomes the values of its placeholders, and
+its results those of the model.
+
+Example: for `par(tokens)` on 4 ranks, `values` gives every parameter's own part, this rank's rows
+of the tokens and the rank's coordinates, `run` runs the graph on them, and `outputs` makes DTensors
+of what it returns. A ParallelModule has a graph for training, and one for each other kind of call
+(runtime/training/other_calls.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import pytree
+from autopar.errors import InputError
+from autopar.ir.program import Autocast, Input, Program, under_autocast
+from autopar.ops.devices import filled
+from autopar.ops.sharded.attention import seed_at
+from autopar.ops.sharded.dropout import next_seed
+from autopar.passes.trace.signature import as_planned_call
+from autopar.runtime.apply import placements, to_dtensor, to_local
+
+
+@dataclasses.dataclass
+class Seed:
+    """The seed of a module's random numbers, which every call that draws some moves on."""
+
+    value: int
+
+
+class StepGraph:
+    """A planned program without the model's tensors, and `run`, which runs its graph on this rank.
+    `own`: the constants and coordinates of the graph, where the module has none by their name.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        run: Callable[..., Any],
+        device_mesh: DeviceMesh | None,
+        coordinate: dict[str, int],
+        device: torch.device,
+        seed: Seed,
+        own: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.program, self.run = dataclasses.replace(program, tensors={}), run
+        self.device_mesh, self.coordinate, self.device = device_mesh, coordinate, device
+        self.seed, self._own = seed, dict(own or {})
+        self.signature = program.signature
+        self.autocast: Autocast = program.signature.autocast
+        self.user_inputs = [e for e in program.signature.inputs if e.kind == "user"]
+        self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
+
+    # -- inputs ------------------------------------------------------------------------------------
+    def bind(self, args: Any, kwargs: Any, training: bool) -> list[Any] | None:
+        """Return the leaves of a call in the planned order, None where this graph is not for it."""
+        if training != self.signature.training or not self._under_planned_autocast():
+            return None
+        leaves = as_planned_call(self.signature.forward, self.signature.in_spec, args, kwargs)
+        if leaves is None or any(_differ(leaves[at], value) for at, value in self.signature.fixed):
+            return None
+        fits = all(self._fits(entry, leaves[entry.position or 0]) for entry in self.user_inputs)
+        return leaves if fits else None
+
+    def _under_planned_autocast(self) -> bool:
+        kinds = (self.device.type, *(kind for kind, _ in self.autocast))
+        return under_autocast(kinds) == self.autocast
+
+    def _fits(self, entry: Input, value: Any) -> bool:
+        """Whether an input has the shape and dtype that were planned, and no gradient else."""
+        layout = self.program.layouts[entry.node]
+        return (
+            isinstance(value, torch.Tensor)
+            and tuple(value.shape) == layout.shape
+            and value.dtype == self.program.dtypes[entry.node]
+            and not (value.requires_grad and not entry.trainable and torch.is_grad_enabled())
+        )
+
+    def values(self, leaves: list[Any], owner: nn.Module) -> list[Any]:
+        """Return the values of the graph's placeholders: the rank's own part of everything. Raises
+        InputError for an input or a gradient that was not planned.
+        """
+        return to_local([self._feed(entry, leaves, owner) for entry in self.signature.inputs])
+
+    def _feed(self, entry: Input, leaves: list[Any], owner: nn.Module) -> Any:
+        if entry.kind == "user":
+            assert entry.position is not None
+            leaf = leaves[entry.position]
+            own = self.own_part(entry, leaf)
+            return leaf if isinstance(leaf, DTensor) else own  # `to_local` takes it apart
+        if entry.kind == "seed":
+            if entry.target != "seed":
+                return seed_at(self.seed.value, self.coordinate, entry.target)
+            self.seed.value = next_seed(self.seed.value)
+            return filled((), self.seed.value, self.device)
+        if entry.kind in ("coordinate", "constant"):
+            held = self._own.get(entry.node)
+            return owner.get_buffer(entry.node) if held is None else held
+        if entry.kind == "buffer":
+            now = owner.get_buffer(entry.target)  # what the backward saves must not be written over
+            return now.clone() if entry.target in self._mutated else now
+        parameter = owner.get_parameter(entry.target)
+        self._refuse_gradient(f"parameter {entry.target}", parameter, entry)
+        return parameter
+
+    def _refuse_gradient(self, what: str, tensor: torch.Tensor, entry: Input) -> None:
+        """Raise InputError for an unplanned gradient, as gradients decide where ranks sum."""
+        unplanned = tensor.requires_grad and not entry.trainable
+        if unplanned and self.coordinate and torch.is_grad_enabled():
+            raise InputError(
+                f"{what} requires a gradient, when the plan was made it did not: plan again with "
+                "one that does, or take it back (detach it, requires_grad_(False))"
+            )
+
+    def own_part(self, entry: Input, value: Any) -> torch.Tensor:
+        """Return the rank's part of one input; raise InputError for what was not planned."""
+        layout, dtype = self.program.layouts[entry.node], self.program.dtypes[entry.node]
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or (tuple(value.shape), value.dtype) != (layout.shape, dtype):
+            actual = f"{tuple(value.shape)} {value.dtype}" if is_tensor else repr(value)
+            raise InputError(
+                f"input {entry.target} is {actual}, the plan is for {layout.shape} {dtype}: plan "
+                "again for other shapes or dtypes"
+            )
+        self._refuse_gradient(f"input {entry.target}", value, entry)
+        if isinstance(value, DTensor):
+            self._check_placements(entry, value)
+            return value.to_local()
+        own = layout.cut(value, self.coordinate) if layout.axes_of("S") else value
+        return own if own.device == self.device else own.to(self.device, non_blocking=True)
+
+    def _check_placements(self, entry: Input, tensor: DTensor) -> None:
+        planned = placements(self.program.layouts[entry.node])
+        if tensor.device_mesh != self.device_mesh or tensor.placements != planned:
+            raise InputError(
+                f"input {entry.target} is a DTensor with placements {tensor.placements} on "
+                f"{tensor.device_mesh}, the plan wants {planned} on {self.device_mesh}: give the "
+                "global tensor, or what `shard` makes of it"
+            )
+
+    def shard(self, leaves: list[Any]) -> tuple[Any, Any]:
+        """Return (args, kwargs) with the rank's own part of each tensor, as DTensors."""
+        leaves = list(leaves)
+        for entry in self.user_inputs:
+            assert entry.position is not None
+            own = self.own_part(entry, leaves[entry.position])
+            layout = self.program.layouts[entry.node]
+            leaves[entry.position] = to_dtensor(own, layout, self.device_mesh)
+        args, kwargs = pytree.tree_unflatten(leaves, self.signature.in_spec)
+        return args, kwargs
+
+    # -- results -----------------------------------------------------------------------------------
+    def outputs(self, results: Any, owner: nn.Module) -> Any:
+        """Return what the model returns, of what the graph returned; new values of buffers are
+        written into the owner's.
+        """
+        remaining = iter(results)
+        leaves = []
+        for output in self.signature.outputs:
+            value = output.constant if output.node is None else next(remaining)
+            if output.kind == "mutation":
+                with torch.no_grad():
+                    owner.get_buffer(output.target).copy_(value)
+                continue
+            if output.node is not None and isinstance(value, torch.Tensor) and value.dim():
+                value = to_dtensor(value, self.program.layouts[output.node], self.device_mesh)
+            leaves.append(value)
+        return pytree.tree_unflatten(leaves, self.signature.out_spec)
+
+
+def _differ(value: Any, planned: Any) -> bool:
+    """Whether an argument that is no tensor has another value than planned; 2 and 2.0 make other
+    graphs, and a tensor equals no number.
+    """
+    return type(value) is not type(planned) or value != planned
