@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -28,12 +28,10 @@ from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
+from autopar.runtime.training.other_calls import CallKey, OtherCalls
 from autopar.runtime.training.parts import hold
 from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.world import ranks
-
-if TYPE_CHECKING:
-    from autopar.runtime.training.other_calls import OtherCalls
 
 Backend = Callable[[fx.GraphModule], Callable[..., Any]]
 _RESERVED_NAMES = ("graph", "graphs", "plan")
@@ -282,6 +280,7 @@ class ParallelModule(nn.Module):
                 "what runs on its streams would not be seen. Profile the step with torch.profiler "
                 "and its CUDA activity"
             )
+        ranks.agree("call", str(CallKey.of(self.training, self._device, args, kwargs)))
         graph, leaves = self._graph_for(args, kwargs)
         ranks.together("reading the inputs", lambda: graph.values(leaves, self))
         with restore_after(self):
