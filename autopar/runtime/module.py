@@ -161,11 +161,16 @@ class ParallelModule(nn.Module):
         """
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
-        twin.__dict__ = dict(self.__dict__)
+        twin.__dict__ = {  # hooks are its own: one registered on the twin is not this module's
+            name: copy.copy(value) if isinstance(value, dict) else value
+            for name, value in self.__dict__.items()
+        }
         for registry in ("_parameters", "_buffers", "_modules"):
             shared = {"graph": self.graph} if registry == "_modules" else {}
             own = {k: v for k, v in self.__dict__[registry].items() if k not in shared}
             twin.__dict__[registry] = {**copy.deepcopy(own, memo), **shared}
+        twin._load_state_dict_pre_hooks.clear()  # torch binds them to the module they were made for
+        twin.register_load_state_dict_pre_hook(_cut_state)
         twin._copies = itertools.count()
         twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
         return twin

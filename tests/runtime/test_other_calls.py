@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_errors import refused, rows, two_layers, two_ranks  # noqa: F401
+from test_errors import Options, refused, rows, two_layers, two_ranks  # noqa: F401
 from torch import Tensor, nn
 
 import autopar
@@ -84,20 +84,8 @@ def test_what_tells_calls_apart() -> None:
     assert key(x, 2) != key(x, 2.0) != key(x, True)
 
 
-class Scaled(nn.Module):
-    """It is called with numbers, and returns what it makes of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(24, 24)
-
-    def forward(self, x: Tensor, scale: float = 1.0, mode: str = "sum") -> Tensor:
-        y = self.linear(x) * scale
-        return y.sum() if mode == "sum" else y.mean()
-
-
 def test_other_numbers_and_arguments_are_planned_too() -> None:
-    model, x = Scaled(), rows()
+    model, x = Options(), rows()
     par = autopar.parallelize(copy.deepcopy(model), 1, {"x": x, "scale": 2.0})
     for kwargs in ({"scale": 3.0}, {"scale": 2}, {}, {"scale": 2.0, "mode": "mean"}):
         torch.testing.assert_close(par(x=x, **kwargs), model(x, **kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -73,6 +74,23 @@ def test_a_copy_trains_apart(par: Any) -> None:
     assert par(x).item() == before != twin(x).item()
     assert all(p.grad is None for p in par.parameters())
     assert twin._watch.name != par._watch.name != copy.deepcopy(par)._watch.name
+
+
+def test_a_copy_has_hooks_of_its_own_and_outlives_the_first() -> None:
+    x, seen = torch.ones(4, 8), list[Any]()
+    first = autopar.parallelize(Net(), 1, (x,))
+    twin = copy.deepcopy(first)
+    twin.register_forward_hook(lambda module, inputs, result: seen.append(module))
+    first(x)
+    assert seen == []
+    twin(x)
+    assert seen == [twin]
+    del first
+    gc.collect()
+    state = {name: value + 1 for name, value in Net().state_dict().items()}
+    twin.load_state_dict(state)
+    weight = twin.get_parameter("blocks.0.0.weight")
+    torch.testing.assert_close(weight.detach(), state["blocks.0.0.weight"])
 
 
 def test_a_state_of_another_shape_is_refused_as_torch_does(par: Any) -> None:
