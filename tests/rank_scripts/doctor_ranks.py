@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.cli.doctor import Finding, Session, exchanges, kernels
 from autopar.cli.doctor.examination import Examination
 from autopar.ops import comm
-from autopar.runtime import module
+from autopar.runtime.training import step_graph
 
 OUT = Path(sys.argv[1])
 
@@ -46,12 +46,12 @@ def with_broken(name: str, broken: Callable[[Tensor], Tensor], kind: str, sessio
 
 def with_seed(following: Callable[[int], int], session: Session) -> Finding:
     """The check of dropout while the seed of a step is made of the one before in this way."""
-    right = module.next_seed
-    module.next_seed = following
+    right = step_graph.next_seed
+    step_graph.next_seed = following
     try:
         return kernels.dropout(session)
     finally:
-        module.next_seed = right
+        step_graph.next_seed = right
 
 
 def leaves(session: Session) -> Finding:
