@@ -133,26 +133,21 @@ def _fits_as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
 
 def _named_layout_plans(free: _LimitedSearch, best: _Tried) -> Iterator[_Tried]:
     """Yield plans of named layouts that could beat the best that fits: those of least time, made to
-    fit; while nothing fits, those at prices too. No bound of "auto" excludes a mesh: named layouts
-    may replicate what it must split.
+    fit, then those at prices. No bound of "auto" excludes a mesh: named layouts may replicate what
+    it must split.
     """
-    budget = free.aim
     contenders: list[tuple[_LimitedSearch, Program]] = []
     for name in NAMES[1:] if free.world.ranks > 1 else ():
         if (plan := free.model.named(name)) is None:
             continue
         chosen = free.model.chosen(plan, free.request).program
-        if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
-            contenders.append((free.under(name), chosen))
-    for under, chosen in sorted(contenders, key=lambda pair: _plan(pair[1]).seconds):
-        if not budget.fits(best.memory) or _plan(chosen).seconds < best.seconds:
-            tried = under.fitted(chosen)
-            best = _best([best, tried], budget)
-            yield tried
-    for under, chosen in contenders:
-        if not budget.fits(best.memory):
-            best = under.best(chosen)
-            yield best
+        contenders.append((free.under(name), chosen))
+    contenders.sort(key=lambda pair: _plan(pair[1]).seconds)
+    for find in (_LimitedSearch.fitted, _LimitedSearch.best):
+        for under, chosen in contenders:
+            if not free.aim.fits(best.memory) or _plan(chosen).seconds < best.seconds:
+                best = _best([best, find(under, chosen)], free.aim)
+                yield best
 
 
 def _best(tried: list[_Tried], budget: Budget) -> _Tried:

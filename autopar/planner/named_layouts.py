@@ -65,7 +65,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
     for grid in _grids(layout, ranks):
         try:
             mesh, roles = _mesh(grid, ranks)
-            _check_batch(grid, mesh, roles, kinds, program)
+            _check_batch(grid, mesh, roles, program)
             _check_products(grid, mesh, roles, weight_products)
         except LayoutError as error:
             refused = refused or error
@@ -226,7 +226,7 @@ def _hybrid(
                 "use grids of equal sizes"
             )
         played = roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)
-        _check_batch(grid, mesh, played, kinds, program)
+        _check_batch(grid, mesh, played, program)
         rules.append((pattern, played))
     name = ", ".join(f"{pattern}: {grid}" for pattern, grid in layout.items())
     panels = next((axes for grid in layout.values() if (axes := _summa_axes(grid))), ())
@@ -262,9 +262,7 @@ def _fitting(paths: set[str], pattern: str) -> list[str]:
 
 
 # -- checks and facts ------------------------------------------------------------------------------
-def _check_batch(
-    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], kinds: Kinds, program: Program
-) -> None:
+def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], program: Program) -> None:
     """Check that the axes that split the batch divide it. Raises LayoutError."""
     assert program.annotations is not None
     axes = [axis for axis, role in zip(mesh.axes, roles, strict=True) if role.splits == "batch"]
