@@ -28,7 +28,7 @@ from autopar.planner.planner import (
     rewrite_for_ranks,
     trace_model,
 )
-from autopar.planner.request import Layouts, PlanRequest
+from autopar.planner.request import Layouts, Outputs, PlanRequest
 from autopar.runtime import agreement
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (
@@ -42,9 +42,10 @@ from autopar.runtime.apply import (
 )
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
 from autopar.runtime.backends import Backend, Overlap
-from autopar.runtime.module import NUMBERS, Deferred, ParallelModule
+from autopar.runtime.module import NUMBERS, ParallelModule
 from autopar.runtime.original import compare_original
 from autopar.runtime.reference import to_float64
+from autopar.runtime.training.deferred import Deferred
 from autopar.runtime.training.other_calls import OtherCalls, skeleton_of
 from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks
@@ -62,6 +63,7 @@ def plan(
     smaller: bool = True,
     reduce_dtype: torch.dtype | str | None = None,
     overlap: Overlap = True,
+    outputs: Outputs = "replicated",
 ) -> Plan:
     """Return the fastest layout of `model` on `world`, by modelled seconds. It needs no process
     group, no GPU, and no memory for the parameters: the model may be on the meta device.
@@ -86,20 +88,23 @@ def plan(
     - `progress` is called with the name of each pass; `smaller` looks for a smaller world as fast.
     - `reduce_dtype`: torch.float32 sums narrower gradients of parameters in float32 (as FSDP does).
     - `overlap`: compare plans by a step that hides communication, not by the sum of all seconds.
+    - `outputs`: "replicated" hands every rank all of every output, as a plain tensor; "sharded" the
+      part that it computes, as a DTensor, for models whose large outputs (logits) nobody reads.
 
     Raises TraceError for a model that is no one graph, LayoutError for a layout that does not fit
     it, PlanError where nothing fits the memory, and WorldError for a `world` that is none.
     """
     check(
         "plan", model=model, layout=layout, memory=memory, optimizer=optimizer, overlap=overlap,
-        progress=progress, smaller=smaller,
+        progress=progress, smaller=smaller, outputs=outputs,
     )  # fmt: skip
     machines, summed = World.of(world), read_reduce_dtype(reduce_dtype)
     budget = Budget.of(machines, memory, optimizer, recompute)
     check_room(model, machines, budget)
-    request, pipeline = PlanRequest(layout, budget, summed, bool(overlap)), PassManager(progress)
+    request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
+    pipeline = PassManager(progress)
     source = trace_model(model, inputs, pipeline)
-    program = choose_plan(pipeline, analyse(pipeline, source, summed), machines, request)
+    program = choose_plan(pipeline, analyse(pipeline, source, request), machines, request)
     best = finish_plan(pipeline, source, program, machines, request)
     if not smaller:
         return best
@@ -206,6 +211,7 @@ def parallelize(
     reduce_dtype: torch.dtype | str | None = None,
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
+    outputs: Outputs = "replicated",
 ) -> nn.Module:
     """Return `model` on the running ranks: plan and apply in one. Collective. Rank 0 searches, the
     others receive its plan; if a rank fails, all raise.
@@ -218,7 +224,7 @@ def parallelize(
     - `world`: as in `plan`; None is what runs, as `autopar calibrate` measured it here
       (world.json), else by nominal figures, with a warning.
     - `inputs`: as in `plan`; None takes those of the first call.
-    - `layout`, `memory`, `optimizer`, `recompute`, `reduce_dtype`: as in `plan`.
+    - `layout`, `memory`, `optimizer`, `recompute`, `reduce_dtype`, `outputs`: as in `plan`.
     - `backend`, `overlap`, `sync_parameters`, `device`: as in `apply`.
 
     Raises what `plan` and `apply` raise.
@@ -226,10 +232,10 @@ def parallelize(
     with on_own_device(model, device) as place:
         check_together(
             "parallelize", model=model, layout=layout, memory=memory, optimizer=optimizer,
-            overlap=overlap, backend=backend,
+            overlap=overlap, backend=backend, outputs=outputs,
         )  # fmt: skip
         wanted = layout, backend, memory, optimizer, recompute, overlap, reduce_dtype
-        last = sync_parameters, place
+        last = sync_parameters, place, outputs
         if inputs is None:
             return Deferred(lambda values: parallelize(model, world, values, *wanted, *last))
         return _plan_and_apply(model, world, inputs, *wanted, *last)
@@ -248,10 +254,11 @@ def _plan_and_apply(
     reduce_dtype: torch.dtype | str | None,
     sync_parameters: bool,
     place: torch.device,
+    outputs: Outputs,
 ) -> ParallelModule:
     warn_alone(world)
     limits = memory, optimizer, recompute
-    own = layout, limits, reduce_dtype, overlap
+    own = layout, limits, reduce_dtype, overlap, outputs
     options = {"backend": backend, "sync_parameters": sync_parameters}
     machines, request = agree_on_request(world, *own, inputs=inputs, options=options)
     ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
@@ -267,6 +274,7 @@ def verify(
     tolerance: float = 1e-9,
     recompute: Recompute = "none",
     progress: Progress | None = None,
+    outputs: Outputs = "replicated",
 ) -> Check:
     """Prove a layout on `model`: every rank runs in lockstep in one process, in float64, and is
     compared with the original on one device.
@@ -280,8 +288,8 @@ def verify(
     model of at most 1e11 FLOP a step, with real tensors, runs once itself, on copies: its results
     and gradients must be those of the graph that was traced.
 
-    - `world`, `inputs`, `progress`: as in `plan`. `tolerance`: the largest relative error
-      (`Check`).
+    - `world`, `inputs`, `progress`, `outputs`: as in `plan`.
+    - `tolerance`: the largest relative error (`Check`).
     - `layout`: as in `plan`, or a plan, from a file too, which is verified as it is: leave `world`
       None.
     - `recompute`: "full" recomputes every block in the backward.
@@ -290,20 +298,24 @@ def verify(
     """
     check(
         "verify", model=model, layout_or_plan=layout, tolerance=tolerance, progress=progress,
+        outputs=outputs,
     )  # fmt: skip
     machines = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = PassManager(progress)
     source = trace_model(model, inputs)
-    summed = layout.reduce_dtype if isinstance(layout, Plan) else None  # in float64 all the same
-    program = analyse(pipeline, to_float64(source), summed)
+    budget = Budget.of(machines, "auto", "adamw", recompute)
+    if isinstance(layout, Plan):
+        request = PlanRequest.like(layout, None, budget)
+    else:
+        request = PlanRequest(layout, budget, outputs=outputs)
+    program = analyse(pipeline, to_float64(source), request)
     assert program.annotations is not None
     flops = sum(spec.flops for spec in program.annotations.specs.values())
     if isinstance(layout, Plan):
         require_same_graph(layout, source)
         program = dataclasses.replace(program, plan=edit.check_edits(program, layout))
     else:
-        budget = Budget.of(machines, "auto", "adamw", recompute)
-        program = choose_plan(pipeline, program, machines, PlanRequest(layout, budget))
+        program = choose_plan(pipeline, program, machines, request)
     on_ranks = rewrite_for_ranks(pipeline, program, machines)
     pipeline.progress("compare")
     single = mesh_search.search_meshes(program, World.of(1), PlanRequest())

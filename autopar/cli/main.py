@@ -27,6 +27,7 @@ from autopar.cli.options import (
     MemoryOption,
     OptimizerOption,
     OutOption,
+    OutputsOption,
     OverlapOption,
     PlanArgument,
     RanksOption,
@@ -61,6 +62,7 @@ from autopar.cost.memory import Recompute
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes
+from autopar.planner.request import Outputs
 from autopar.planner.why import Why
 from autopar.runtime import calibrate_on_ranks
 from autopar.world import World
@@ -92,6 +94,7 @@ def plan(
     recompute: RecomputeOption = "auto",
     reduce_dtype: ReduceOption = None,
     overlap: OverlapOption = True,
+    outputs: OutputsOption = "replicated",
     why: WhyOption = None,
     save: SaveOption = None,
     timeline: TimelineOption = None,
@@ -111,7 +114,7 @@ def plan(
         limits = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
         planning = partial(
             api.plan, built.model, machines, built.inputs, layouts, *limits,
-            reduce_dtype=reduce_dtype, overlap=overlap,
+            reduce_dtype=reduce_dtype, overlap=overlap, outputs=cast(Outputs, outputs),
         )  # fmt: skip
         start = time.perf_counter()
         doing = f"planning {built.name} on {_ranks_text(machines)}"

@@ -73,6 +73,13 @@ OverlapOption = Annotated[
     bool,
     typer.Option(help="Compare plans by a step in which communication runs under computation."),
 ]
+OutputsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="HOW",
+        help="What a rank returns: replicated, all of every output; sharded, its own part.",
+    ),
+]
 WhyOption = Annotated[
     str | None,
     typer.Option(metavar="PATTERN", help="Also why this subgraph or node has its layout."),

@@ -9,13 +9,15 @@ asks `rematerialization_seconds` what recomputation costs (rematerialize.py).
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
+from autopar._compat import pytree
 from autopar.cost.algorithms import algorithms, flat_algorithms
 from autopar.cost.communication import collective_cost, sent_collectives
 from autopar.cost.compute import node_seconds
@@ -53,7 +55,10 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
         plan,
         collectives=plan_collectives,
         seconds=seconds,  # the search does not count what runs twice
-        notes=_reshard_notes(program, plan_collectives, seconds),
+        notes=(
+            *_reshard_notes(program, plan_collectives, seconds),
+            *_output_notes(program, plan_collectives, seconds),
+        ),
         comm_bytes=sum(c.bytes for c in plan_collectives),
         rows=_rows(program, plan_collectives, world, step),
         overlapped=None if step is None else step.seconds,
@@ -118,6 +123,56 @@ def _reshard_notes(
         f"{spent_s * 1e3:.3g} ms, {spent_s / seconds:.0%} of the summed step; a larger batch makes "
         "that part smaller",
     )
+
+
+def _output_notes(
+    program: Program, step_collectives: Sequence[Collective], seconds: float
+) -> tuple[str, ...]:
+    """Return one sentence where it takes a noticeable part of the step to hand every rank all of
+    the outputs.
+    """
+    gathered = list(_gathered_outputs(program))
+    steps = {step for _, node in gathered for step in _steps_to(node)}
+    spent_s = sum(
+        collective.seconds
+        for sent, collective in zip(sent_collectives(program), step_collectives, strict=True)
+        if sent.node in steps
+    )
+    if spent_s <= _NOTICEABLE * seconds:
+        return ()
+    sizes = [
+        f"{path or 'the output'} of "
+        f"{math.prod(program.layouts[node.name].shape) * node.meta['element'].bytes / 1e6:,.1f} MB"
+        for path, node in gathered
+    ]
+    return (
+        f"every rank receives all of {', '.join(sizes)}: {spent_s * 1e3:.3g} ms, "
+        f"{spent_s / seconds:.0%} of the summed step; outputs='sharded' leaves each its own part",
+    )
+
+
+def _gathered_outputs(program: Program) -> Iterator[tuple[str, fx.Node]]:
+    """Yield the outputs that collectives replicate, with their paths in what the model returns;
+    scalars are replicated in any case.
+    """
+    assert program.plan is not None
+    nodes = {node.name: node for node in program.module.graph.nodes}
+    outputs = [output for output in program.signature.outputs if output.kind == "user"]
+    tree = pytree.tree_unflatten(outputs, program.signature.out_spec)
+    for path, output in pytree.tree_flatten_with_path(tree)[0]:
+        if program.plan.replicated_outputs and output.node is not None:
+            node = nodes[output.node]
+            if program.layouts[output.node].shape and _steps_to(node):
+                yield pytree.keystr(path), node
+
+
+def _steps_to(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that reshard a value into an output and serve nothing else."""
+    steps = []
+    while "step" in node.meta and len(node.users) == 1:
+        steps.append(node)
+        node = node.all_input_nodes[0]
+    return steps
 
 
 def _unknown_ops(program: Program) -> list[str]:

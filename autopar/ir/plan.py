@@ -41,7 +41,7 @@ _STEP_PARTS = {
 }
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
-    "device_limit",
+    "device_limit", "replicated_outputs",
 )  # fmt: skip
 _NAME_LISTS = ("panels", "recompute", "regather", "groups", "unsplit")
 _UNCONVERTED = (
@@ -106,6 +106,7 @@ class Plan:
     # ranks and modelled seconds of a smaller world that would be as fast
     smaller: tuple[int, float] | None = None
     reduce_dtype: torch.dtype | None = None  # in which parameters' gradients are summed
+    replicated_outputs: bool = False  # every rank returns all of every output, not its own part
     # axes of the process groups in the graph, known after the rewrite: "x", "data.x"
     groups: tuple[str, ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so

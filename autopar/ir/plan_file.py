@@ -174,6 +174,7 @@ class PlanFile:
     device_limit: Amount | None = None
     groups: tuple[str, ...] = ()
     reduce_dtype: Literal["float32"] | None = None
+    replicated_outputs: bool = False
 
 
 @cache

@@ -140,8 +140,8 @@ class Annotations:
     ranks sum the gradients of weights in `reduce_dtype`, if that is wider than their own. `share`:
     the part of the seconds of weights' collectives that a search counts, as these can hide under
     computation. `again`: weights that are assumed to be gathered again in the backward (in the
-    search for a plan that saves little). `whole`: every rank stores all parameters unsharded and
-    returns unsharded outputs.
+    search for a plan that saves little). `replicated_parameters`: every rank stores all
+    parameters unsharded. `replicated_outputs`: every rank returns unsharded outputs.
     """
 
     specs: dict[str, OpShardingRule]
@@ -156,7 +156,8 @@ class Annotations:
     reduce_dtype: torch.dtype | None = None
     share: float = 1.0
     again: frozenset[Value] = frozenset()
-    whole: bool = False
+    replicated_parameters: bool = False
+    replicated_outputs: bool = False
 
     def element(self, value: Value, own_bytes: int) -> Element:
         """Return the `Element` of a value whose elements have `own_bytes` bytes each."""

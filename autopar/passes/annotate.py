@@ -76,12 +76,14 @@ def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
     return dataclasses.replace(program, annotations=notes)
 
 
-def replicate_stored(program: Program) -> Program:
-    """Return the annotated program with its parameters stored, and its results returned, replicated
-    on all ranks. Only what happens in between is sharded.
+def replicate(program: Program, parameters: bool, outputs: bool) -> Program:
+    """Return the annotated program with its parameters stored, or its outputs returned, unsharded
+    on all ranks. What happens in between is sharded all the same.
     """
     assert program.annotations is not None
-    notes = dataclasses.replace(program.annotations, whole=True)
+    notes = dataclasses.replace(
+        program.annotations, replicated_parameters=parameters, replicated_outputs=outputs
+    )
     return dataclasses.replace(program, annotations=notes)
 
 

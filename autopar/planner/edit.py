@@ -247,6 +247,11 @@ class _Checker:
                     f"output {number} is the new value of {entry.target}, which every rank holds "
                     f"whole: the plan lays it {layout}"
                 )
+            if self.plan.replicated_outputs and layout.axes_of("S"):
+                raise PlanError(
+                    f"output {number} is {_layout(layout)} by the plan, whose outputs are "
+                    "replicated: leave it so, or set `replicated_outputs` to false"
+                )
             self._placed(f"output {number} is handed out", entry.node, layout, I)
 
     def _placed(self, what: str, name: str, layout: Layout, whole: State) -> None:

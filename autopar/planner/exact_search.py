@@ -183,7 +183,7 @@ class Search:
             # the user passes an input, and wants its gradient, unsharded
             if already is not None:
                 layouts = [already]
-            elif not parameter or self.notes.whole:
+            elif not parameter or self.notes.replicated_parameters:
                 layouts = layouts[:1]
             else:
                 layouts = self.constraint.storage(node.name, path, layouts)
@@ -275,7 +275,7 @@ class Search:
             if value not in self.native:
                 continue
             shape = shape_of(value_of(nodes[output.node]))
-            whole_only = output.kind == "mutation" or not shape or self.notes.whole
+            whole_only = output.kind == "mutation" or not shape or self.notes.replicated_outputs
             dims = self.notes.dims[value]
             signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
 
@@ -353,6 +353,7 @@ class Search:
             world=self.world,
             panels=self.constraint.panels,
             reduce_dtype=self.notes.reduce_dtype,
+            replicated_outputs=self.notes.replicated_outputs,
         )
 
     def _splits(self, strategy: Strategy) -> tuple[str, ...]:

@@ -176,18 +176,15 @@ def _traced(
     return run("trace", model, lambda module: trace.trace(module, args, kwargs), trace.check)
 
 
-def analyse(
-    manager: PassManager,
-    program: Program,
-    reduce_dtype: torch.dtype | None = None,
-    whole: bool = False,
-) -> Program:
-    """Return the program with its annotations (sharding rules, dims, factors) and its chains.
-    `whole`: parameters and results stay unsharded.
+def analyse(manager: PassManager, program: Program, request: PlanRequest | None = None) -> Program:
+    """Return the program with its annotations (sharding rules, dims, factors, and what the request
+    asks of parameters and outputs) and its chains.
     """
+    request = request or PlanRequest()
     program = manager.run("annotate", program, annotate.annotate, annotate.check)
-    program = annotate.reduced_in(program, reduce_dtype)
-    program = annotate.replicate_stored(program) if whole else program
+    program = annotate.reduced_in(program, request.reduce_dtype)
+    replicated_outputs = request.outputs == "replicated"
+    program = annotate.replicate(program, request.replicated_parameters, replicated_outputs)
     return manager.run("chains", program, annotate.chains, annotate.check_chains)
 
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
 from autopar.cost.memory import Budget
 from autopar.ir.graph import blocks
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 
 
@@ -116,6 +118,7 @@ class Grid25D:
 
 Grid = Grid2D | Grid3D | Grid4D | Grid25D
 Layouts = str | Grid | Mapping[str, "str | Grid"]
+Outputs = Literal["replicated", "sharded"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +128,16 @@ class PlanRequest:
     `layout` None: the layout of a plan from a file. `budget` None: no memory limit applies, because
     the plan was made to fit before. `reduce_dtype`: the dtype in which gradients of parameters are
     summed, None for their own. `overlap`: plans are compared by a step with communication under
-    computation, else by the sum of their seconds. `whole`: parameters and results stay unsharded.
+    computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
+    "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
     """
 
     layout: Layouts | None = "auto"
     budget: Budget | None = None
     reduce_dtype: torch.dtype | None = None
     overlap: bool = False
-    whole: bool = False
+    outputs: Outputs = "sharded"
+    replicated_parameters: bool = False
 
     @property
     def recompute(self) -> str:
@@ -143,6 +148,15 @@ class PlanRequest:
     def memory_bytes(self) -> float | None:
         """The limit on each device, None without one."""
         return None if self.budget is None else self.budget.memory_bytes
+
+    @staticmethod
+    def like(plan: Plan, layout: Layouts | None, budget: Budget | None) -> PlanRequest:
+        """Return the request for another plan that sums gradients, hides communication and hands
+        out its outputs as `plan` does.
+        """
+        overlap = plan.overlapped is not None
+        outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
+        return PlanRequest(layout, budget, plan.reduce_dtype, overlap, outputs)
 
     def under(self, layout: Layouts) -> PlanRequest:
         """Return the same request for another layout."""

@@ -44,7 +44,7 @@ from autopar.planner.planner import (
     fit_to_memory,
     trace_model,
 )
-from autopar.planner.request import Layouts, PlanRequest
+from autopar.planner.request import Layouts, Outputs, PlanRequest
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
 from autopar.world import World, ranks, store
@@ -135,7 +135,8 @@ def agree_on_request(
     limits: tuple[Limit, Optimizer, Recompute],
     reduce_dtype: torch.dtype | str | None,
     overlap: Overlap,
-    replicated: bool = False,
+    outputs: Outputs = "replicated",
+    replicated_parameters: bool = False,
     inputs: Inputs | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[World, PlanRequest]:
@@ -144,9 +145,9 @@ def agree_on_request(
     """
     ranks.together("reading the world", lambda: World.of(world))  # each rank's own, or it says why
     memory, optimizer, recompute = limits
-    request: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
-    request |= {"recompute": recompute, "overlap": overlap}
-    require_same_request(world, inputs, reduce_dtype=reduce_dtype, **request, **(options or {}))
+    asked: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
+    asked |= {"recompute": recompute, "overlap": overlap, "outputs": outputs}
+    require_same_request(world, inputs, reduce_dtype=reduce_dtype, **asked, **(options or {}))
     common_world = ranks.together(
         "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
     )
@@ -154,7 +155,8 @@ def agree_on_request(
     common_world = dataclasses.replace(ranks.from_rank_0(common_world))
     budget = ranks.together("reading the limits", lambda: Budget.of(common_world, *limits))
     sum_dtype = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    return common_world, PlanRequest(layout, budget, sum_dtype, bool(overlap), replicated)
+    request = PlanRequest(layout, budget, sum_dtype, bool(overlap), outputs, replicated_parameters)
+    return common_world, request
 
 
 def _named_or_running(world: World | int | Any | None) -> World:
@@ -184,9 +186,7 @@ def plan_on_rank_0(
     layout, pipeline = request.layout, PassManager()
     source = ranks.together("tracing", lambda: trace_model(model, inputs, pipeline))
     ranks.agree("model", fingerprint(source))
-    program = ranks.together(
-        "annotating", lambda: analyse(pipeline, source, request.reduce_dtype, request.whole)
-    )
+    program = ranks.together("annotating", lambda: analyse(pipeline, source, request))
     if like is None:
         ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
 
@@ -332,13 +332,12 @@ def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     pipeline = PassManager()
     source = trace_model(model, inputs, pipeline)
     require_same_graph(plan, source)
-    program = analyse(pipeline, source, plan.reduce_dtype)
+    request = PlanRequest.like(plan, None, Budget(None, plan.optimizer, "none"))
+    program = analyse(pipeline, source, request)
     edited = check_edits(program, plan)
     seconds = sum(cost_terms(program, edited, plan.world).values())
     edited = dataclasses.replace(edited, seconds=seconds, memory=None)
     program = dataclasses.replace(program, plan=edited)
-    budget = Budget(None, plan.optimizer, "none")
-    request = PlanRequest(None, budget, overlap=plan.overlapped is not None)
     renewed = finish_plan(pipeline, source, program, plan.world, request)
     return compare_figures(plan, renewed)
 

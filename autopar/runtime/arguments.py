@@ -23,7 +23,8 @@ from autopar.ir.plan import Plan
 from autopar.passes import OPTIONS
 from autopar.planner.named_layouts import NAMES
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
-from autopar.runtime.module import Deferred, ParallelModule
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.training.deferred import Deferred
 from autopar.world import World, ranks
 
 _GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D)
@@ -166,6 +167,10 @@ def _yes_or_no(value: Any) -> str:
     return "" if isinstance(value, bool) else "it is to be True or False"
 
 
+def _outputs(value: Any) -> str:
+    return "" if value in ("replicated", "sharded") else "it is to be 'replicated' or 'sharded'"
+
+
 def _progress(value: Any) -> str:
     return "" if value is None or callable(value) else "it is to be None or a function of a name"
 
@@ -185,6 +190,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "tolerance": _tolerance,
     "smaller": _yes_or_no,
     "progress": _progress,
+    "outputs": _outputs,
     "layout_or_plan": _layout_or_plan,
 }
 _ERRORS: dict[str, type[AutoparError]] = {

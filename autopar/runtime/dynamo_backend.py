@@ -77,7 +77,7 @@ def backend(
         limits = memory, optimizer, recompute
         settings, others = (limits, reduce_dtype, overlap), {"backend": backend}
         common_world, request = agree_on_request(
-            world, layout, *settings, replicated=True, inputs=inputs, options=others
+            world, layout, *settings, replicated_parameters=True, inputs=inputs, options=others
         )
         context = plan_on_rank_0(model, common_world, inputs, request).context
         assert isinstance(context, PlanContext)

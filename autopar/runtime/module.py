@@ -1,21 +1,21 @@
 """ParallelModule, the module that users train: it holds the rank's part of the parameters, as
-DTensors under their original names, and runs the planned graph. Deferred is planned at its first
-call.
+DTensors under their original names, and runs the planned graph.
 
-`api.apply` and `api.parallelize` make them of a planned program, its runner and a model's tensors.
+`api.apply` and `api.parallelize` make it of a planned program, its runner and a model's tensors.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
 
 from autopar._compat import not_compiled
 from autopar.errors import InputError, PlanError
@@ -28,6 +28,7 @@ from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
+from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
 from autopar.runtime.training.other_calls import CallKey, OtherCalls
 from autopar.runtime.training.parts import hold
 from autopar.runtime.training.step_graph import Seed, StepGraph
@@ -49,10 +50,14 @@ class ParallelModule(nn.Module):
 
     Call it with the same global inputs on every rank: it cuts out the rank's own part. Parts that
     are already cut are passed as DTensors, as `shard` makes them. It returns what the model
-    returns: scalars replicated on every rank, other tensors as DTensors. `graph` is the rewritten
-    forward, `graphs` has every graph by pass. A call in another mode, with other shapes or other
-    arguments than planned gets a graph of its own, planned at the first such call, on the same mesh
-    and the same stored parameters. RankError is raised where ranks pass different inputs.
+    returns, on every rank: a loss outside the model is computed on every rank alike, and its
+    backward starts from the same gradients. Planned with `outputs="sharded"`, it returns DTensors
+    of the rank's own parts in place of tensors that are no scalars.
+
+    `graph` is the rewritten forward, `graphs` has every graph by pass. A call in another mode, with
+    other shapes or other arguments than planned gets a graph of its own, planned at the first such
+    call, on the same mesh and the same stored parameters. RankError is raised where ranks pass
+    different inputs.
     """
 
     def __init__(
@@ -220,6 +225,62 @@ class ParallelModule(nn.Module):
         args, kwargs = graph.shard(leaves)
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
+    def rows(self, count: int | None = None) -> slice:
+        """Return which rows of a global batch this rank computes with by the plan, of `count` rows,
+        None for the planned number. All of them where they cannot be divided.
+
+        >>> import autopar
+        >>> autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),)).rows()
+        slice(0, 4, None)
+        """
+        share = RowShare(self._first)
+        return share.rows(share.batch if count is None else count)
+
+    def sampler(
+        self,
+        dataset: Sized,
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> RowSampler:
+        """Return what chooses the rows of a dataset that this rank reads: the `batch_sampler` of a
+        DataLoader of your own. `loader` makes both. Collective. Raises RankError where ranks ask
+        for other rows.
+
+        `batch_size`: rows of the global batch, None for the planned number. `shuffle`: another
+        order in every epoch, which `seed` decides. `drop_last`: leave an incomplete batch out.
+        """
+        return row_sampler(self._first, dataset, batch_size, shuffle, seed, drop_last)
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> Loader:
+        """Return a DataLoader of which each rank reads its own rows alone, and which gives DTensors
+        of the global batch. Collective. `options` are those of torch's DataLoader, such as
+        num_workers and collate_fn; the others are those of `sampler`.
+
+        >>> import autopar
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
+        >>> rows = torch.utils.data.TensorDataset(torch.ones(10, 8))
+        >>> [par(x).shape[0] for (x,) in par.loader(rows)]
+        [4, 4, 2]
+
+        Raises RankError where ranks ask for other rows.
+        """
+        sampler = self.sampler(
+            cast(Sized, dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        return Loader(DataLoader(dataset, batch_sampler=sampler, **options), sampler)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graph, values = self._checked_values(args, kwargs)
         if not graph.autocast:
@@ -310,43 +371,6 @@ def _cut_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor):
             state[prefix + name] = module._as_stored(name, parameter, value)
-
-
-class Deferred(nn.Module):
-    """A model that is planned at its first call, with that call's inputs."""
-
-    def __init__(self, make: Callable[[Any], nn.Module]) -> None:
-        super().__init__()
-        self._make = make
-        self.module: nn.Module | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plan_once(args, kwargs)(*args, **kwargs)
-
-    def timeline(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what ParallelModule.timeline does; it counts as the first call."""
-        return self._plan_once(args, kwargs).timeline(*args, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise InputError, as a ParallelModule does."""
-        raise InputError(NO_GENERATION)
-
-    def _plan_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.module is None:
-            if args and kwargs:
-                raise InputError(
-                    "the first call takes all inputs by position or all by name; or give `inputs` "
-                    "to parallelize"
-                )
-            self.module = self._make(kwargs or args)
-        return self.module
-
-    def parameters(self, recurse: bool = True) -> Any:
-        if self.module is None:
-            raise InputError(
-                "the parameters are known after the first call; or give `inputs` to parallelize"
-            )
-        return self.module.parameters(recurse)
 
 
 NUMBERS = itertools.count()  # numbers the modules of this process

@@ -63,7 +63,12 @@ def wrong(model: nn.Module, par: Any, args: Any, loss: Loss) -> float:
 def steps(model: nn.Module, args: Any, layout: str, losses: list[Loss]) -> Facts:
     """Errors by step; how often a backward was derived, and a graph run once more."""
     par = autopar.parallelize(
-        copy.deepcopy(model), dist.get_world_size(), args, layout=layout, overlap=True
+        copy.deepcopy(model),
+        dist.get_world_size(),
+        args,
+        layout=layout,
+        overlap=True,
+        outputs="sharded",
     )
     deriving: Any = patch.object(Scheduled, "derived", autospec=True, side_effect=Scheduled.derived)
     with deriving as derived, patch.object(backends, "through", wraps=through) as again:

@@ -142,7 +142,7 @@ def grids() -> Facts:
 
 
 def one_layout(model: nn.Module, inputs: Any, layout: Layouts, single: tuple[Any, ...]) -> Facts:
-    par = autopar.parallelize(model, None, inputs, layout=layout)
+    par = autopar.parallelize(model, None, inputs, layout=layout, outputs="sharded")
     whole_logits = joined(called(par, inputs)[1].detach(), output_layout(par))
     own = par.shard(*inputs) if isinstance(inputs, tuple) else par.shard(**inputs)[1]
     own_loss = float(called(par, own)[0])

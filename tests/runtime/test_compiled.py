@@ -81,9 +81,10 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
 def test_everything_stored_and_returned_is_whole(layout: str) -> None:
     model, args, _ = models.gpt()
     world, pipeline = autopar.World.of(4), PassManager()
-    asked = PlanRequest(layout, Budget.of(world, "auto", "adamw", "none"), whole=True)
+    budget = Budget.of(world, "auto", "adamw", "none")
+    asked = PlanRequest(layout, budget, outputs="replicated", replicated_parameters=True)
     source = trace_model(model, args, pipeline)
-    program = choose_plan(pipeline, analyse(pipeline, source, whole=True), world, asked)
+    program = choose_plan(pipeline, analyse(pipeline, source, asked), world, asked)
     plan = program.plan
     assert plan is not None and plan.mesh.size == 4
     assert plan.bound <= plan.seconds * (1 + 1e-6)

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
+import torch
+from torch import nn
+
+import autopar
 from launch import launched
 from released_ranks import LAYOUTS
+
+
+def test_alone() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)),
+        torch.ones(4, 8),
+    )
+    held = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
+    par = autopar.parallelize(model, 1, (x,))
+    assert all(ref() is not None for ref in held)
+    del model
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
+    par(x).sum().backward()
 
 
 def test_the_model_that_was_given_can_be_freed(tmp_path: Path) -> None:

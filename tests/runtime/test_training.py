@@ -14,7 +14,7 @@ LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> None:
     facts = launched(tmp_path, ranks, name)[name]
     assert facts["model untouched"]

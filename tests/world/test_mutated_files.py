@@ -13,14 +13,16 @@ from autopar.planner import edit
 from autopar.runtime import apply as applying
 
 
-@pytest.mark.parametrize(("kind", "plans", "worlds"), [("plan", 150, 0), ("world", 0, 150)])
-def test_broken_files_are_refused_or_harmless(kind: str, plans: int, worlds: int) -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["plan", "world"])
+def test_broken_files_are_refused_or_harmless(kind: str, count: int) -> None:
+    plans, worlds = (count, 0) if kind == "plan" else (0, count)
     failed, counts = mutate_files.run(plans, worlds, seed=34)
     assert not failed, "\n".join(failed)
-    assert sum(counts.values()) == 150
-    assert counts[f"{kind}: refused when it is read"] > 50
+    assert sum(counts.values()) == count
+    assert counts[f"{kind}: refused when it is read"] > count // 3
     accepted = "accepted and proven right" if kind == "plan" else "accepted, and planned on"
-    assert counts[f"{kind}: {accepted}"] > 5
+    assert counts[f"{kind}: {accepted}"] > count // 30
 
 
 def test_the_mutator_reports_raw_errors(monkeypatch: pytest.MonkeyPatch) -> None:

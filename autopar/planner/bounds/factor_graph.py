@@ -183,7 +183,7 @@ class _Builder:
     def _stored(self, node: fx.Node, parameter: bool) -> None:
         value = (node.name, 0)
         kind = self.kind(value)
-        may_split = parameter and not self.notes.whole
+        may_split = parameter and not self.notes.replicated_parameters
         slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if may_split else ()
         states = (WHOLE if kind.gradient else REPLICATED, *slots)
         variable = Variable(
@@ -292,7 +292,7 @@ class _Builder:
             if value not in self.makers:
                 continue
             kind, (maker, _) = self.kind(value), self.makers[value]
-            unsharded = output.kind == "mutation" or not kind.shape or self.notes.whole
+            unsharded = output.kind == "mutation" or not kind.shape or self.notes.replicated_outputs
             slots = () if unsharded else range(FIRST_SLOT, FIRST_SLOT + len(kind.slots))
             position = 0 if maker.region is None else maker.region.nodes.index(value[0])
             maker.handed.append((position, value[1], (WHOLE, *slots)))

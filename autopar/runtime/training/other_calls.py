@@ -216,9 +216,7 @@ class OtherCalls:
             parameter.requires_grad_(trained and key.gradients)
         call = Call(*pytree.tree_map_only(torch.Tensor, self._example(key), (args, kwargs)))
         budget = Budget(self._plan.device_limit, self._plan.optimizer, self._recompute(key))
-        request = PlanRequest(
-            "auto", budget, self._plan.reduce_dtype, self._plan.overlapped is not None
-        )
+        request = PlanRequest.like(self._plan, "auto", budget)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what was said of the model was said at its plan
             plan = plan_on_rank_0(model, self._plan.world, call, request, self._stored())

@@ -55,6 +55,7 @@ class StepGraph:
         self.seed, self._own = seed, dict(own or {})
         self.signature = program.signature
         self.autocast: Autocast = program.signature.autocast
+        self.replicated_outputs = program.plan is not None and program.plan.replicated_outputs
         self.user_inputs = [e for e in program.signature.inputs if e.kind == "user"]
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
 
@@ -92,9 +93,7 @@ class StepGraph:
     def _feed(self, entry: Input, leaves: list[Any], owner: nn.Module) -> Any:
         if entry.kind == "user":
             assert entry.position is not None
-            leaf = leaves[entry.position]
-            own = self.own_part(entry, leaf)
-            return leaf if isinstance(leaf, DTensor) else own  # `to_local` takes it apart
+            return self._own_part(entry, leaves[entry.position])
         if entry.kind == "seed":
             if entry.target != "seed":
                 return seed_at(self.seed.value, self.coordinate, entry.target)
@@ -119,8 +118,10 @@ class StepGraph:
                 "one that does, or take it back (detach it, requires_grad_(False))"
             )
 
-    def own_part(self, entry: Input, value: Any) -> torch.Tensor:
-        """Return the rank's part of one input; raise InputError for what was not planned."""
+    def _own_part(self, entry: Input, value: Any) -> torch.Tensor:
+        """Return the rank's part of one input, a DTensor where it is given as one; raise InputError
+        for what was not planned.
+        """
         layout, dtype = self.program.layouts[entry.node], self.program.dtypes[entry.node]
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor or (tuple(value.shape), value.dtype) != (layout.shape, dtype):
@@ -131,28 +132,34 @@ class StepGraph:
             )
         self._refuse_gradient(f"input {entry.target}", value, entry)
         if isinstance(value, DTensor):
-            self._check_placements(entry, value)
-            return value.to_local()
+            return self._as_planned(entry, value)
         own = layout.cut(value, self.coordinate) if layout.axes_of("S") else value
         return own if own.device == self.device else own.to(self.device, non_blocking=True)
 
-    def _check_placements(self, entry: Input, tensor: DTensor) -> None:
+    def _as_planned(self, entry: Input, tensor: DTensor) -> DTensor:
+        """Return an input as a DTensor that lies as planned; collective where it lies otherwise and
+        is not the same on the ranks of an axis.
+        """
         planned = placements(self.program.layouts[entry.node])
-        if tensor.device_mesh != self.device_mesh or tensor.placements != planned:
+        if tensor.device_mesh != self.device_mesh:
             raise InputError(
-                f"input {entry.target} is a DTensor with placements {tensor.placements} on "
-                f"{tensor.device_mesh}, the plan wants {planned} on {self.device_mesh}: give the "
-                "global tensor, or what `shard` makes of it"
+                f"input {entry.target} is a DTensor on {tensor.device_mesh}, the plan wants one on "
+                f"{self.device_mesh}: give the global tensor, or what `shard` makes of it"
             )
+        if tensor.placements == planned:
+            return tensor
+        return tensor.redistribute(placements=planned)
 
     def shard(self, leaves: list[Any]) -> tuple[Any, Any]:
         """Return (args, kwargs) with the rank's own part of each tensor, as DTensors."""
         leaves = list(leaves)
         for entry in self.user_inputs:
             assert entry.position is not None
-            own = self.own_part(entry, leaves[entry.position])
+            own = self._own_part(entry, leaves[entry.position])
             layout = self.program.layouts[entry.node]
-            leaves[entry.position] = to_dtensor(own, layout, self.device_mesh)
+            if not isinstance(own, DTensor):
+                own = to_dtensor(own, layout, self.device_mesh)
+            leaves[entry.position] = own
         args, kwargs = pytree.tree_unflatten(leaves, self.signature.in_spec)
         return args, kwargs
 
@@ -169,7 +176,10 @@ class StepGraph:
                 with torch.no_grad():
                     owner.get_buffer(output.target).copy_(value)
                 continue
-            if output.node is not None and isinstance(value, torch.Tensor) and value.dim():
+            is_part = (
+                isinstance(value, torch.Tensor) and value.dim() and not self.replicated_outputs
+            )
+            if is_part and output.node is not None:
                 value = to_dtensor(value, self.program.layouts[output.node], self.device_mesh)
             leaves.append(value)
         return pytree.tree_unflatten(leaves, self.signature.out_spec)

@@ -1,0 +1,149 @@
+"""What test_data.py starts under torchrun: `data_ranks.py FILE`. Under several layouts a model is
+trained on the batches of `par.loader`, and held against one device that reads every row; each rank
+counts the rows that it reads. What was found goes into FILE.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import autopar
+from autopar import Grid4D
+from autopar.errors import InputError
+from autopar.world import ranks
+
+ROWS, BATCH, LENGTH, WORDS, WIDTH = 21, 8, 6, 64, 32
+LAYOUTS: dict[str, Any] = {
+    "fsdp": "fsdp",
+    "megatron": "megatron",
+    "megatron-sp": "megatron-sp",
+    "grid": Grid4D(x=2, data=2),
+}
+
+
+class Tokens(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of tokens; it counts how often one is read."""
+
+    def __init__(self) -> None:
+        drawn = torch.manual_seed(7)
+        self.tokens = torch.randint(0, WORDS, (ROWS, LENGTH + 1), generator=drawn)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        self.read.append(row)
+        return self.tokens[row, :-1], self.tokens[row, 1:]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        logits: Tensor = self.head(x + self.down(F.gelu(self.up(x))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def order(epoch: int) -> list[list[int]]:
+    """The rows of every batch of an epoch, as the loader's documentation says."""
+    rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3 + epoch)).tolist()
+    return [rows[start : start + BATCH] for start in range(0, ROWS, BATCH)]
+
+
+def train(layout: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    one, data = Model(), Tokens()
+    example = tuple(torch.stack(column) for column in zip(*(data[i] for i in range(BATCH))))
+    par: Any = autopar.parallelize(copy.deepcopy(one), inputs=example, layout=layout)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (par, one)]
+    loader = par.loader(data, shuffle=True, seed=3)
+    data.read.clear()
+    apart, read = [], []
+    for epoch in range(2):
+        for batch, rows in zip(loader, order(epoch), strict=True):
+            assert all(isinstance(x, DTensor) and x.shape[0] == len(rows) for x in batch)
+            read.append(len(data.read))
+            data.read.clear()
+            whole = data.tokens[rows]
+            losses = [par(*batch), one(whole[:, :-1], whole[:, 1:])]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            apart.append(float((losses[0] - losses[1]).abs()))
+    found = dict(par.named_parameters())
+    apart += [float((found[n].full_tensor() - p).abs().max()) for n, p in one.named_parameters()]
+    return {"apart": max(apart), "read": read, "batches": len(loader), "rows": str(par.rows())}
+
+
+def resumed() -> dict[str, Any]:
+    """An epoch that is cut off after a batch, and goes on in another loader, with workers."""
+    data = Tokens()
+    example = (data.tokens[:BATCH, :-1], data.tokens[:BATCH, 1:])
+    par: Any = autopar.parallelize(Model(), inputs=example, layout="ddp")
+    first = par.loader(data, shuffle=True, seed=3)
+    list(first)
+    for _ in first:
+        state = first.state_dict()
+        break
+    later = par.loader(data, shuffle=True, seed=3, num_workers=2, prefetch_factor=2)
+    later.load_state_dict(state)
+    rest = [batch[0].full_tensor() for batch in later]
+    wanted = [data.tokens[rows, :-1] for rows in order(1)[1:]]
+    again = [batch[0].full_tensor() for batch in later]  # the epoch after it, whole
+    facts = {
+        "rest": [torch.equal(a, b) for a, b in zip(rest, wanted, strict=True)],
+        "again": [
+            torch.equal(a, data.tokens[r, :-1]) for a, r in zip(again, order(2), strict=True)
+        ],
+        "after": later.state_dict(),
+        "own loader": own_loader(par, data),
+    }
+    try:
+        par.loader(data, seed=dist.get_rank())
+    except autopar.RankError as error:
+        facts["seeds"] = str(error)
+    try:
+        par.loader(data, seed=4).load_state_dict(state)
+    except InputError as error:
+        facts["order"] = str(error)
+    return facts
+
+
+def own_loader(par: Any, data: Tokens) -> list[int]:
+    """A DataLoader of one's own, with the rows that `par.sampler` names."""
+    sampler = par.sampler(data, 4, drop_last=True)
+    loader = DataLoader(data, batch_sampler=sampler)
+    return [int(sampler.placed(batch)[0].shape[0]) for batch in loader]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    facts: dict[str, Any] = {name: train(layout) for name, layout in LAYOUTS.items()}
+    facts["read"] = {name: ranks.all_of(facts[name]["read"]) for name in LAYOUTS}
+    facts["resumed"] = resumed()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(facts), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What a parallel model hands out: replicated tensors, or each rank's own parts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import PlanError
+from launch import launched
+
+LAYOUTS = ("megatron", "fsdp", "4d", "auto")
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return launched(tmp_path_factory.mktemp("outputs"), 2, *LAYOUTS, script="outputs_ranks.py")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_outside_the_model_are_those_of_one_device(
+    facts: dict[str, Any], layout: str
+) -> None:
+    apart = facts[layout]["apart"]
+    assert len(apart) == 7 and {k: d for k, d in apart.items() if not d < 1e-5} == {}
+    assert facts[layout]["kinds"] == ["Tensor"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_output_that_the_backward_needs_is_not_written_over(
+    facts: dict[str, Any], layout: str
+) -> None:
+    assert re.search("modified (by an )?in-?place", facts[layout]["written"])
+
+
+def test_outputs_stay_where_they_are_computed_where_that_is_asked(facts: dict[str, Any]) -> None:
+    found = facts["sharded"]
+    assert found["kinds"] == ["DTensor", "DTensor", "Tensor"]
+    assert found["kinds of an odd batch"] == found["kinds"]  # the type hangs on no size
+    assert found["rows"] == 4
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 4096)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.head(x)
+        return {"loss": scores.square().mean(), "scores": scores}
+
+
+def planned(outputs: Any = "replicated", layout: str = "ddp") -> autopar.Plan:
+    with torch.device("meta"):
+        model, x = Head(), torch.ones(4096, 64)
+    world = autopar.World.preset("dgx-h100", 8)
+    return autopar.plan(model, world, (x,), layout, outputs=outputs, smaller=False)
+
+
+def test_the_plan_says_what_replicated_outputs_cost() -> None:
+    plan, sharded = planned(), planned("sharded")
+    assert plan.replicated_outputs and not sharded.replicated_outputs
+    (note,) = plan.notes
+    assert note.startswith("every rank receives all of ['scores'] of 67.1 MB: ")
+    assert "outputs='sharded' leaves each its own part" in note and not sharded.notes
+    more = plan.seconds - sharded.seconds
+    assert more > 0.02 * plan.seconds and f": {more * 1e3:.3g} ms" in note
+    assert plan.peak_bytes - sharded.peak_bytes >= 7 / 8 * 4096 * 4096 * 4
+    assert [str(plan.outputs["1"]), str(sharded.outputs["1"])] == ["whole", "data:S(0)"]
+
+
+def test_the_file_says_what_is_handed_out() -> None:
+    plan = planned()
+    data = plan.to_json()
+    assert autopar.Plan.from_json(data) == plan
+    del data["replicated_outputs"]  # a file of before
+    assert not autopar.Plan.from_json(data).replicated_outputs
+
+
+def test_an_edited_plan_keeps_its_word() -> None:
+    model, x = Head(), torch.ones(16, 64)
+    sharded = autopar.plan(model, 2, (x,), "ddp", outputs="sharded", smaller=False)
+    data = copy.deepcopy(sharded.to_json())
+    data["replicated_outputs"] = True
+    with pytest.raises(
+        PlanError, match=r"output 1 is \(S\(0,8\)\) by the plan, whose outputs are replicated"
+    ):
+        autopar.verify(model, None, (x,), autopar.Plan.from_json(data))
+
+
+@pytest.mark.parametrize("outputs", ["Whole", None, True])
+def test_other_words_are_refused(outputs: Any) -> None:
+    with pytest.raises(
+        PlanError, match=r"plan: outputs is .*: it is to be 'replicated' or 'sharded'"
+    ):
+        autopar.plan(Head(), 2, (torch.ones(16, 64),), outputs=outputs)
