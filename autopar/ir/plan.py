@@ -249,7 +249,8 @@ class Plan:
         Raises PlanError where it names none, and for a plan from a file, which holds no graph.
 
         >>> import autopar
-        >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "ddp")
+        >>> linear, x = torch.nn.Linear(8, 16), torch.ones(4, 8)
+        >>> plan = autopar.plan(linear, 4, (x,), "ddp", outputs="sharded")
         >>> plan.formula().bytes(Gdata=[1, 2, 4])  # the all-reduce of 144 float32 gradients
         array([  0., 576., 864.])
         """

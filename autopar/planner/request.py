@@ -54,7 +54,7 @@ class Grid3D:
 
     >>> import autopar, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
-    >>> plan = autopar.plan(model, 8, (torch.ones(8, 8),), Grid3D(2, 2, 2))
+    >>> plan = autopar.plan(model, 8, (torch.ones(8, 8),), Grid3D(2, 2, 2), outputs="sharded")
     >>> [row.layout for row in plan.rows[:2]]
     ['x→n, y→m, z→k', 'x→k, y→m, z→n']
 

@@ -249,6 +249,11 @@ class ParallelModule(nn.Module):
         DataLoader of your own. `loader` makes both. Collective. Raises RankError where ranks ask
         for other rows.
 
+        >>> import autopar
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
+        >>> list(par.sampler(torch.ones(10, 8)))
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
         `batch_size`: rows of the global batch, None for the planned number. `shuffle`: another
         order in every epoch, which `seed` decides. `drop_last`: leave an incomplete batch out.
         """

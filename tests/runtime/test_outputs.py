@@ -69,7 +69,8 @@ def test_the_plan_says_what_replicated_outputs_cost() -> None:
     assert note.startswith("every rank receives all of ['scores'] of 67.1 MB: ")
     assert "outputs='sharded' leaves each its own part" in note and not sharded.notes
     more = plan.seconds - sharded.seconds
-    assert more > 0.02 * plan.seconds and f": {more * 1e3:.3g} ms" in note
+    said = float(note.split(": ")[1].split(" ms")[0]) / 1e3
+    assert 0.8 * more < said <= more  # the rest is cutting out the own part in the backward
     assert plan.peak_bytes - sharded.peak_bytes >= 7 / 8 * 4096 * 4096 * 4
     assert [str(plan.outputs["1"]), str(sharded.outputs["1"])] == ["whole", "data:S(0)"]
 
