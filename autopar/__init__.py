@@ -16,12 +16,14 @@ from autopar.ir.plan import Plan
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.runtime.dynamo_backend import backend
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.training.checkpoint import Checkpoints
 from autopar.runtime.verify import Check
 from autopar.world import Device, Level, World
 
 __all__ = [
     "AutoparError",
     "Check",
+    "Checkpoints",
     "Device",
     "Grid2D",
     "Grid3D",

@@ -25,6 +25,17 @@ from autopar.world import ranks, store
 CPU = torch.device("cpu")
 
 
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator of a device that torch.manual_seed seeds."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generator: torch.Generator = module.default_generators[
+        module.current_device() if device.index is None else device.index
+    ]
+    return generator
+
+
 # -- in graphs -------------------------------------------------------------------------------------
 def take_numbers_off(graph: fx.Graph) -> None:
     """Remove the number from every device that a graph names: ranks trace on different ones."""

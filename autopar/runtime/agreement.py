@@ -31,7 +31,16 @@ import torch.distributed as dist
 from autopar._compat import pytree
 from autopar.errors import RankError
 from autopar.world import World, ranks
-from autopar.world.store import PATIENCE, Pulse, came, missing, positions, pulse
+from autopar.world.store import (
+    IN_FORWARD,
+    PATIENCE,
+    SILENT,
+    Pulse,
+    came,
+    missing,
+    positions,
+    pulse,
+)
 
 _MOST_CHARACTERS = 60  # characters of a value that is no tensor
 _LITERALS = (bool, int, float, complex, str, type(None))
@@ -253,8 +262,8 @@ class InputsWatch:
             return
         counted, self._counted = self._counted, False
         if not counted:
-            heartbeat.step()
             self._calls += 1
+            heartbeat.step(compared=self._calls == self._next)
         for x in tensors:
             before, added = self._sums.get(x.device), digest(x)
             self._sums[x.device] = added if before is None else before * _ODD_FACTOR + added
@@ -268,7 +277,7 @@ class InputsWatch:
         heartbeat = pulse()
         if heartbeat is None:
             return
-        heartbeat.step()
+        heartbeat.step(compared=True)
         self._calls, self._counted = self._calls + 1, True
         self._compare(heartbeat, None, call)
 
@@ -278,21 +287,22 @@ class InputsWatch:
         report = f"error {type(error).__name__}: {error}" if error else f"inputs {own}"
         report = f"{report} {call}" if call else report
         began = time.perf_counter()
-        verdict = self._verdict(beating, report, began)
+        verdict = self._verdict(beating, report, began, call)
+        beating.where = IN_FORWARD
         self._next = self._calls + (1 if self._calls < FIRST else verdict["stride"])
         self._since, since = time.perf_counter(), self._compared + 1
         self._compared = self._calls
         if error is None and verdict["odd"]:
             raise RankError(_refusal_text(verdict, since, self._calls))
 
-    def _verdict(self, beating: Pulse, report: str, began: float) -> dict[str, Any]:
+    def _verdict(self, beating: Pulse, report: str, began: float, call: str) -> dict[str, Any]:
         """Return what the rank that comes last concludes from what all ranks report. That rank also
         deletes the keys of the last comparison, which all ranks have left behind by then.
         """
         store, key = beating.store, f"autopar/inputs/{self.name}/{self._calls}"
         store.set(f"{key}/{beating.rank}", report)
         if store.add(f"{key}/come", 1) < beating.size:
-            self._wait(beating, key)
+            self._wait(beating, key, call)
             verdict: dict[str, Any] = json.loads(store.get(f"{key}/verdict"))
             return verdict
         everyones = store.multi_get([f"{key}/{number}" for number in range(beating.size)])
@@ -308,17 +318,39 @@ class InputsWatch:
             store.delete_key(f"{old}/{name}")
         return verdict
 
-    def _wait(self, beating: Pulse, key: str) -> None:
-        """Wait for the verdict: as long as a collective would, less where a rank is gone."""
+    def _wait(self, beating: Pulse, key: str, call: str) -> None:
+        """Wait for the verdict: as long as a collective would, less where a rank is gone or makes
+        this call without comparing it.
+        """
         until = time.monotonic() + beating.timeout.total_seconds()
         while True:
             before, remaining_s = beating.signs(), until - time.monotonic()
-            if came(beating, f"{key}/verdict", min(PATIENCE, remaining_s)):
+            if self._came(beating, key, call, min(PATIENCE, remaining_s)):
                 return
             in_time = remaining_s > PATIENCE
             silent = beating.silent_since(before) if in_time else beating.silent()
             if silent or not in_time:
                 raise RankError(self._who_stays_away(beating, key, silent))
+
+    def _came(self, beating: Pulse, key: str, call: str, seconds: float) -> bool:
+        """Whether the verdict comes in so many seconds. Raises a RankError where a rank gives two
+        signs of life from within this call and does not come.
+        """
+        until, before = time.monotonic() + seconds, set[int]()
+        while (remaining_s := until - time.monotonic()) > 0:
+            if came(beating, f"{key}/verdict", min(SILENT, remaining_s)):
+                return True
+            within = {
+                number
+                for number, sign in enumerate(beating.signs())
+                if sign is not None and sign.calls >= beating.calls and sign.where == IN_FORWARD
+            }
+            if before & within:
+                kinds = [(beating.rank, call), (min(before & within), "")]
+                verdict = {"error": "", "odd": [], "kinds": kinds}
+                raise RankError(_refusal_text(verdict, 0, self._calls))
+            before = within
+        return False
 
     def _who_stays_away(self, beating: Pulse, key: str, silent: Sequence[int]) -> str:
         come = [beating.store.check([f"{key}/{number}"]) for number in range(beating.size)]

@@ -30,7 +30,7 @@ from autopar.runtime.apply import to_dtensor
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
 from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
 from autopar.runtime.training.other_calls import CallKey, OtherCalls
-from autopar.runtime.training.parts import hold
+from autopar.runtime.training.parts import cut_state, hold
 from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.world import ranks
 
@@ -86,7 +86,7 @@ class ParallelModule(nn.Module):
         self._coordinate = self._mesh.coordinate(rank)
         self._layouts = program.layouts
         run = program.module if run is None else run
-        self._seed, self._watch = Seed(seed % (1 << 62)), InputsWatch(str(number))
+        self._seed, self._watch = Seed(seed, device), InputsWatch(str(number))
         self._first = StepGraph(program, run, device_mesh, self._coordinate, device, self._seed)
         self._others = others
         others.begin(self._first, self._watch)
@@ -98,7 +98,7 @@ class ParallelModule(nn.Module):
             self.add_module(name, part)
         for name in sorted(named, key=list(order).index):  # optimizer states follow this order
             hold(self, name, *named[name])
-        self.register_load_state_dict_pre_hook(_cut_state)
+        self.register_load_state_dict_pre_hook(cut_state)
         self._copies = itertools.count()
         self.train(program.signature.training)
 
@@ -175,7 +175,7 @@ class ParallelModule(nn.Module):
             own = {k: v for k, v in self.__dict__[registry].items() if k not in shared}
             twin.__dict__[registry] = {**copy.deepcopy(own, memo), **shared}
         twin._load_state_dict_pre_hooks.clear()  # torch binds them to the module they were made for
-        twin.register_load_state_dict_pre_hook(_cut_state)
+        twin.register_load_state_dict_pre_hook(cut_state)
         twin._copies = itertools.count()
         twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
         return twin
@@ -209,6 +209,23 @@ class ParallelModule(nn.Module):
         return to_dtensor(
             self._to_device(layout.cut(value, self._coordinate)), layout, self._device_mesh
         )
+
+    @property
+    def seed(self) -> int:
+        """The seed of the next dropout, the same on all ranks. It moves on with every call that
+        drops something, and starts anew after torch.manual_seed, from rank 0's seed.
+
+        >>> import autopar
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
+        >>> par.seed = 7
+        >>> par.seed
+        7
+        """
+        return self._seed.value
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._seed.value = value
 
     # -- its inputs --------------------------------------------------------------------------------
     def shard(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,6 +322,9 @@ class ParallelModule(nn.Module):
         """
         try:
             graph, leaves = self._graph_for(args, kwargs)
+            if graph.draws and self._seed.renewed():
+                self._watch.agree("a call after torch.manual_seed")
+                self._seed.start(ranks.from_rank_0(torch.initial_seed()))
             values = graph.values(leaves, self)
         except Exception as error:
             self._watch.count_call((), error)
@@ -365,17 +385,6 @@ class ParallelModule(nn.Module):
                 results = graph.outputs(run(*values), self)
         with phase("backward"):
             backward(results)
-
-
-def _cut_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Put the rank's parts in the place of whole tensors, and of DTensors that lie otherwise, in a
-    state that is about to be loaded.
-    """
-    assert isinstance(module, ParallelModule)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor):
-            state[prefix + name] = module._as_stored(name, parameter, value)
 
 
 NUMBERS = itertools.count()  # numbers the modules of this process

@@ -67,10 +67,12 @@ class Pulse:
         """Whether this was made for that process group."""
         return self._world() is world
 
-    def step(self) -> None:
-        """Count one more call of the model, which begins now."""
+    def step(self, compared: bool = False) -> None:
+        """Count one more call of the model, which begins now. `compared`: with a comparison of what
+        the ranks pass.
+        """
+        self.where = COMPARING if compared else IN_FORWARD
         self.calls += 1
-        self.where = "in the forward"
 
     def say(self) -> None:
         """Write a sign of life now."""
@@ -126,6 +128,7 @@ def _explained_itself(sign: Sign | None) -> bool:
 
 
 ENDED, FAILED = "ended", "failed with the others"
+COMPARING, IN_FORWARD = "comparing its inputs", "in the forward"
 _current: Pulse | None = None
 
 

@@ -88,7 +88,8 @@ def world(ranks: int) -> autopar.World:
 def planned(model: nn.Module, ranks: int, layout: Layouts, inputs: Any = None) -> tuple[Plan, Any]:
     if inputs is None:
         inputs = (torch.randint(0, v, (BATCH, SEQUENCE)), torch.randn(BATCH, SEQUENCE, h))
-    return autopar.plan(model, world(ranks), inputs, layout=layout, overlap=False), inputs
+    how: dict[str, Any] = {"overlap": False, "outputs": "sharded"}
+    return autopar.plan(model, world(ranks), inputs, layout, **how), inputs
 
 
 # -- what really runs ------------------------------------------------------------------------------

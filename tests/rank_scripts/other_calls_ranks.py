@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -113,11 +115,49 @@ def different_calls() -> str:
     return ""
 
 
+def seeded() -> dict[str, Any]:
+    """Losses with dropout after torch.manual_seed, on ranks whose seeds differ, too."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1))
+    x = torch.arange(BATCH * WIDTH).reshape(BATCH, WIDTH) / WIDTH
+    par: Any = autopar.parallelize(model, inputs=(x,), layout="fsdp")
+
+    def steps(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        return [float(par(x).sum().detach()) for _ in range(3)]
+
+    facts: dict[str, Any] = {"runs": [steps(3), steps(3), steps(4), steps(4 + dist.get_rank())]}
+    facts["same"] = len(set(ranks.all_of(json.dumps(facts)))) == 1
+    return facts
+
+
+def alone(path: str) -> None:
+    """What the ranks are told where rank 1 alone calls torch.manual_seed, long after the calls that
+    are all compared; each writes it into a file of its own.
+    """
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, 1))
+    par: Any = autopar.parallelize(model, inputs=(torch.ones(BATCH, WIDTH),), layout="fsdp")
+    said, began = "", 0.0
+    try:
+        for step in range(2000):
+            if step == 1000 and dist.get_rank():
+                torch.manual_seed(5)
+                began = time.monotonic()
+            par(torch.ones(BATCH, WIDTH))
+    except autopar.RankError as error:
+        said = str(error)
+    facts = {"said": said, "seconds": time.monotonic() - began}
+    Path(f"{path}.{dist.get_rank()}").write_text(json.dumps(facts), encoding="utf-8")
+    os._exit(0)  # a rank that was told leaves, and the other one is told then
+
+
 def main() -> None:
     path, *layouts = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if layouts == ["alone"]:
+        alone(path)
     facts: dict[str, Any] = {layout: facts_of(layout) for layout in layouts}
+    facts["seeded"] = seeded()
     facts["different"] = ranks.all_of(different_calls())
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(facts), encoding="utf-8")

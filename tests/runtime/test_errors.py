@@ -290,7 +290,7 @@ def test_gradients_of_inputs_that_were_not_planned(two_ranks: None) -> None:
     planned = parallel(model, (rows().requires_grad_(),))
     (entry,) = planned._first.user_inputs
     for x in (rows(), rows().requires_grad_()):  # planned with one: both are welcome
-        assert planned._first.own_part(entry, x) is x
+        assert planned._first._own_part(entry, x) is x
 
 
 def test_a_parameter_that_was_frozen_when_planned(two_ranks: None) -> None:
@@ -307,15 +307,17 @@ def test_a_parameter_that_was_frozen_when_planned(two_ranks: None) -> None:
 def test_distributed_inputs_that_lie_otherwise(two_ranks: None) -> None:
     par = parallel(two_layers(), (rows(),))
     mesh: DeviceMesh = par._device_mesh
-    whole = DTensor.from_local(rows(), mesh, [Replicate()], run_check=False)
-    with refused(InputError, "placements (Replicate(),)", "wants (Shard(dim=0),)", "`shard`"):
-        par(whole)
+    x = rows()
+    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    own = par._first._own_part(par._first.user_inputs[0], whole)
+    assert own.placements == (Shard(0),)
+    torch.testing.assert_close(own.to_local(), x[:6])
     other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
     part = DTensor.from_local(rows()[:6], other, [Shard(0)], run_check=False)
-    with refused(InputError, "input args[0] is a DTensor"):
+    with refused(InputError, "input args[0] is a DTensor on", "the plan wants one on", "`shard`"):
         par(part)
     part = DTensor.from_local(rows()[:6], mesh, [Shard(0)], run_check=False)
-    assert par._first.own_part(par._first.user_inputs[0], part).shape == (6, 24)
+    assert par._first._own_part(par._first.user_inputs[0], part) is part
     torch.testing.assert_close(par.shard(rows().fill_(2)).to_local(), torch.full((6, 24), 2.0))
 
 

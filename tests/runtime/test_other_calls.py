@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ import autopar
 from autopar.errors import InputError
 from autopar.runtime.training import other_calls
 from autopar.runtime.training.other_calls import CallKey, Skeleton, skeleton_of
-from launch import launched
+from launch import RANK_SCRIPTS, environment, launched
 
 LAYOUTS = ("megatron", "fsdp", "auto")
 
@@ -41,6 +45,24 @@ def test_ranks_that_make_different_calls_all_hear_of_it(facts: dict[str, Any]) -
         assert "the ranks make different calls, call 2: " in said
         assert "rank 0 makes a call in train mode, inputs (5, 12)" in said
         assert "rank 1 makes a call as before" in said
+
+
+def test_dropout_starts_anew_after_manual_seed(facts: dict[str, Any]) -> None:
+    found = facts["seeded"]
+    first, again, other, by_rank = found["runs"]
+    assert first == again and len({*first, *other}) == 6
+    assert other == by_rank and found["same"]  # rank 0's seed counts
+
+
+def test_a_rank_that_makes_another_call_alone_waits_for_nobody(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = str(RANK_SCRIPTS / "other_calls_ranks.py")
+    command = [*torchrun, "--nproc-per-node", "2", script, str(tmp_path / "facts"), "alone"]
+    subprocess.run(command, env=environment(), check=True, timeout=120, capture_output=True)
+    first, second = (json.loads((tmp_path / f"facts.{rank}").read_text()) for rank in range(2))
+    assert "rank 1 makes a call after torch.manual_seed" in second["said"]
+    assert "rank 0 makes a call as before" in second["said"] and second["seconds"] < 20
+    assert first["said"]  # once rank 1 is gone
 
 
 def test_a_skeleton_holds_no_number() -> None:

@@ -28,7 +28,7 @@ def scheduled(layout: Any, layers: int = 2, ranks: int = 8) -> Scheduled:
         model = models.Gpt(vocabulary=4096, sequence=512, hidden=1024, heads=8, layers=layers)
         ids = torch.zeros(64, 512, dtype=torch.long)
     world = autopar.World.preset("dgx-h100", ranks)
-    plan = autopar.plan(model, world, (ids, ids), layout=layout)
+    plan = autopar.plan(model, world, (ids, ids), layout, outputs="sharded")
     return _run(plan, world, ("schedule",))
 
 
@@ -37,7 +37,8 @@ def derived(
 ) -> Scheduled:
     """The graphs of the small GPT: on slow links the start of every collective counts."""
     model, args, _ = models.gpt(dropout)
-    return _run(autopar.plan(model, world, args, layout=layout), world, passes)
+    plan = autopar.plan(model, world, args, layout, outputs="sharded")
+    return _run(plan, world, passes)
 
 
 def _run(plan: autopar.Plan, world: autopar.World, passes: tuple[str, ...]) -> Scheduled:

@@ -139,8 +139,8 @@ class RowSampler(Sampler[list[int]]):
     def _order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._length))
-        generator = torch.Generator().manual_seed(self._seed + self.epoch)
-        return torch.randperm(self._length, generator=generator).tolist()
+        count, generator = self._length, torch.Generator().manual_seed(self._seed + self.epoch)
+        return torch.randperm(count, generator=generator).tolist()
 
     def placed(self, batch: Any) -> Any:
         """Return the next batch, as a DataLoader gives it, with DTensors of the global batch in

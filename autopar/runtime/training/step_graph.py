@@ -10,6 +10,7 @@ of what it returns. A ParallelModule has a graph for training, and one for each 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,18 +22,44 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.errors import InputError
 from autopar.ir.program import Autocast, Input, Program, under_autocast
-from autopar.ops.devices import filled
+from autopar.ops.devices import default_generator, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import as_planned_call
 from autopar.runtime.apply import placements, to_dtensor, to_local
 
+_SEEDS = 1 << 62  # seeds are below
 
-@dataclasses.dataclass
+
 class Seed:
-    """The seed of a module's random numbers, which every call that draws some moves on."""
+    """The seed of a module's random numbers, which every call that draws some moves on. `value`: a
+    number that is the same on all ranks.
+    """
 
-    value: int
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.start(seed)
+        self._generator = default_generator(device)
+        self._unused: tuple[int, torch.Tensor] | None = None  # the state of a generator so seeded
+
+    def start(self, seed: int) -> None:
+        """Start anew from a seed of torch's; the numbers of neighbouring ones have nothing in
+        common.
+        """
+        digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
+        self.value = int.from_bytes(digest, "big") % _SEEDS
+
+    def renewed(self) -> bool:
+        """Whether torch.manual_seed was called since numbers were drawn; one number is drawn, so
+        that the next call is told from this one.
+        """
+        generator = self._generator
+        seed, device = generator.initial_seed(), generator.device
+        if self._unused is None or self._unused[0] != seed:
+            self._unused = seed, torch.Generator(device).manual_seed(seed).get_state()
+        if not torch.equal(generator.get_state(), self._unused[1]):
+            return False
+        torch.rand((), device=device, generator=generator)
+        return True
 
 
 class StepGraph:
@@ -57,6 +84,7 @@ class StepGraph:
         self.autocast: Autocast = program.signature.autocast
         self.replicated_outputs = program.plan is not None and program.plan.replicated_outputs
         self.user_inputs = [e for e in program.signature.inputs if e.kind == "user"]
+        self.draws = any(entry.kind == "seed" for entry in program.signature.inputs)
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
 
     # -- inputs ------------------------------------------------------------------------------------

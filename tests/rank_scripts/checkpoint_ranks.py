@@ -1,0 +1,153 @@
+"""What test_checkpoint.py starts under torchrun.
+
+`checkpoint_ranks.py FILE FOLDER` trains for six steps under FSDP and saves after the third and the
+sixth; then models of other layouts go on from the third. What they lose and hold goes into FILE.
+`checkpoint_ranks.py FILE FOLDER endless` saves one step after another until it is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import autopar
+from autopar.world import ranks
+
+BATCH, WIDTH, CLASSES, HALF, STEPS = 8, 16, 6, 3, 6
+
+
+class Model(nn.Module):
+    """A tied weight, dropout and running statistics."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.up, self.drop, self.norm = nn.Linear(WIDTH, 32), nn.Dropout(drop), nn.BatchNorm1d(32)
+        self.down, self.again = nn.Linear(32, WIDTH), nn.Linear(WIDTH, 32, bias=False)
+        self.again.weight = self.up.weight
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.down(self.drop(self.norm(self.up(x)).relu()))
+        return F.cross_entropy(self.head(self.again(x)), target)
+
+
+def rows() -> TensorDataset:
+    drawn = torch.Generator().manual_seed(5)
+    features = torch.randn(32, WIDTH, generator=drawn)
+    return TensorDataset(features, torch.randint(0, CLASSES, (32,), generator=drawn))
+
+
+def fresh(drop: float, seed: int = 0) -> tuple[Model, tuple[Tensor, Tensor]]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    x, target = rows()[:BATCH]
+    return Model(drop), (x, target)
+
+
+class Run:
+    """A model with all that a training script saves."""
+
+    def __init__(self, model: Any, loader: Any, folder: Path, **options: Any) -> None:
+        self.model, self.batches = model, itertools.chain.from_iterable(loader for _ in range(9))
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.checkpoints = autopar.Checkpoints(
+            folder, model=model, optimizer=self.optimizer, schedule=self.schedule,
+            **({"loader": loader} if hasattr(loader, "state_dict") else {}), **options,
+        )  # fmt: skip
+
+    def losses(self, steps: int) -> list[float]:
+        losses = []
+        for batch in itertools.islice(self.batches, steps):
+            self.optimizer.zero_grad()
+            loss = self.model(*batch)
+            loss.backward()
+            self.optimizer.step()
+            self.schedule.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+
+def parallel_run(layout: str, folder: Path, drop: float, seed: int = 0, **options: Any) -> Run:
+    model, inputs = fresh(drop, seed)
+    par: Any = autopar.parallelize(model, inputs=inputs, layout=layout)
+    return Run(par, par.loader(rows(), shuffle=True, seed=1), folder, **options)
+
+
+def facts_of(folder: Path, drop: float) -> dict[str, Any]:
+    first = parallel_run("fsdp", folder, drop)
+    facts: dict[str, Any] = {"none yet": first.checkpoints.load()}
+    losses = first.losses(HALF)
+    first.checkpoints.save(HALF)
+    draws = [float(torch.rand(())), random.random()]
+    losses += first.losses(STEPS - HALF)
+    facts |= {"losses": losses, "later": {}, "draws": []}
+    later = parallel_run("fsdp", folder, drop, asynchronous=True)
+    later.checkpoints.load(HALF)
+    later.checkpoints.save(STEPS)  # what is written is that of step HALF, whatever comes after
+    later.losses(1)
+    later.checkpoints.wait()
+    facts["steps"] = later.checkpoints.steps()
+    for layout in ("fsdp", "megatron", "auto"):
+        for step in (HALF, STEPS):
+            run = parallel_run(layout, folder, drop, seed=9)
+            facts["loaded"] = run.checkpoints.load(step)
+            facts["draws"].append([float(torch.rand(())), random.random()] == draws)
+            facts["later"][f"{layout} {step}"] = run.losses(STEPS - HALF)
+    return facts
+
+
+def refused(folder: Path) -> str:
+    model, inputs = fresh(0.0)
+    model.head = nn.Linear(32, CLASSES + 1)
+    run = autopar.parallelize(model, inputs=inputs, layout="ddp")
+    before = {name: value.clone() for name, value in run.state_dict().items()}
+    try:
+        autopar.Checkpoints(folder, model=run).load(HALF)
+    except autopar.InputError as error:
+        same = all(
+            torch.equal(before[n].to_local(), v.to_local()) for n, v in run.named_parameters()
+        )
+        return f"{error}{'' if same else ', and the model is not as it was'}"
+    return ""
+
+
+def endless(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
+    par = autopar.parallelize(model, inputs=(torch.ones(8, 64),), layout="fsdp")
+    checkpoints = autopar.Checkpoints(folder, model=par, asynchronous=True)
+    for step in itertools.count(1):
+        with torch.no_grad():
+            for parameter in par.parameters():
+                parameter.fill_(float(step))
+        checkpoints.save(step)
+
+
+def main() -> None:
+    path, folder, *task = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if task:
+        endless(Path(folder))
+    facts: dict[str, Any] = {
+        "dropout": facts_of(Path(folder) / "dropout", 0.3),
+        "plain": facts_of(Path(folder) / "plain", 0.0),
+        "refused": ranks.all_of(refused(Path(folder) / "plain")),
+    }
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(facts), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
