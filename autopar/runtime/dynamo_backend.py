@@ -31,10 +31,10 @@ from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.planner.planner import PlanContext
 from autopar.planner.request import Layouts
-from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import agree_on_request, build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS
+from autopar.runtime.training.inputs_watch import InputsWatch
 from autopar.world import World, ranks
 
 Run = Callable[..., Any]

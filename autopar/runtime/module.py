@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, cast
 
@@ -20,21 +21,23 @@ from torch.utils.data import DataLoader, Dataset
 from autopar._compat import not_compiled
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
-from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program, without_autocast
 from autopar.ops.devices import filled
 from autopar.passes.trace.signature import NO_GENERATION
-from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import to_dtensor
-from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
+from autopar.runtime.profiler import MeasuredStep
 from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
-from autopar.runtime.training.other_calls import CallKey, OtherCalls
-from autopar.runtime.training.parts import cut_state, hold
+from autopar.runtime.training.initialize import init_weights
+from autopar.runtime.training.inputs_watch import InputsWatch
+from autopar.runtime.training.other_calls import OtherCalls
+from autopar.runtime.training.parts import hold
+from autopar.runtime.training.pretrained import load_weights, save_pretrained
 from autopar.runtime.training.step_graph import Seed, StepGraph
+from autopar.runtime.training.stored import StoredTensors, cut_state
+from autopar.runtime.training.timelines import timelines
 from autopar.world import ranks
 
-Backend = Callable[[fx.GraphModule], Callable[..., Any]]
 _RESERVED_NAMES = ("graph", "graphs", "plan")
 
 
@@ -80,16 +83,15 @@ class ParallelModule(nn.Module):
         self.plan: Plan = program.plan
         self.graph: fx.GraphModule = program.module
         self.graphs = dict(graphs)
-        # the model's tensors are cut and released: only the rank's own parts stay
         self._device, self._device_mesh = device, device_mesh
-        self._mesh: Mesh = program.plan.mesh
-        self._coordinate = self._mesh.coordinate(rank)
+        self._coordinate = program.plan.mesh.coordinate(rank)
         self._layouts = program.layouts
         run = program.module if run is None else run
         self._seed, self._watch = Seed(seed, device), InputsWatch(str(number))
         self._first = StepGraph(program, run, device_mesh, self._coordinate, device, self._seed)
         self._others = others
         others.begin(self._first, self._watch)
+        self._layout_of = self._first.layouts_of_parameters()
         named = dict(
             pair for entry in program.signature.inputs for pair in self._hold(entry, tensors)
         )
@@ -98,6 +100,8 @@ class ParallelModule(nn.Module):
             self.add_module(name, part)
         for name in sorted(named, key=list(order).index):  # optimizer states follow this order
             hold(self, name, *named[name])
+        place = self._coordinate, device, device_mesh
+        self._stored = StoredTensors(self, self._layout_of, *place, self._first.empty(tensors))
         self.register_load_state_dict_pre_hook(cut_state)
         self._copies = itertools.count()
         self.train(program.signature.training)
@@ -135,8 +139,10 @@ class ParallelModule(nn.Module):
         return tensor.clone() if on_device else self._to_device(tensor)
 
     def _to_device(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on this rank's device; one without numbers stays on the meta device."""
-        return part if part.is_meta else part.to(self._device)
+        """Return the tensor on this rank's device; a meta tensor becomes memory without numbers."""
+        return (
+            torch.empty_like(part, device=self._device) if part.is_meta else part.to(self._device)
+        )
 
     def _take(self, names: Iterable[str]) -> None:
         """Raise PlanError where the model has a name that this module needs for itself."""
@@ -176,6 +182,7 @@ class ParallelModule(nn.Module):
             twin.__dict__[registry] = {**copy.deepcopy(own, memo), **shared}
         twin._load_state_dict_pre_hooks.clear()  # torch binds them to the module they were made for
         twin.register_load_state_dict_pre_hook(cut_state)
+        twin._stored = self._stored.of(twin)
         twin._copies = itertools.count()
         twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
         return twin
@@ -189,26 +196,51 @@ class ParallelModule(nn.Module):
         >>> par.layout("weight").shape
         (16, 8)
         """
-        for entry in self._first.signature.inputs:
-            if entry.kind == "parameter" and name in (entry.target, *entry.names):
-                return self._layouts[entry.node]
-        raise InputError(f"no parameter {name!r}; the names are those of the original model")
+        if name not in self._layout_of:
+            raise InputError(f"no parameter {name!r}; the names are those of the original model")
+        return self._layout_of[name]
 
-    def _as_stored(self, name: str, parameter: DTensor, value: torch.Tensor) -> torch.Tensor:
-        """Return a value for a parameter as a DTensor that lies as the parameter does. Collective
-        where it is a DTensor that lies otherwise.
+    def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
+        """Give a model from the meta device its first numbers: those that it would have had on one
+        device, of which each rank holds its own parts alone. Collective.
+
+        `fn` is what nn.Module.apply takes; without it every module's reset_parameters is called,
+        and transformers' own initialization. All is drawn from torch's CPU generator of rank 0.
+        What has numbers already stays as it is. Raises InputError for what nothing initializes.
+
+        >>> import autopar
+        >>> with torch.device("meta"):
+        ...     model, x = nn.Linear(8, 16), torch.ones(4, 8)
+        >>> par = autopar.parallelize(model, 1, (x,))
+        >>> par.init_weights()
+        >>> bool(par.get_parameter("weight").abs().max() < 1)
+        True
         """
-        if isinstance(value, DTensor):
-            same = value.device_mesh == parameter.device_mesh
-            if same and value.placements == parameter.placements:
-                return value
-            value = value.full_tensor()
-        layout = self.layout(name)
-        if tuple(value.shape) != layout.shape:
-            return value  # load_state_dict says so, with all others
-        return to_dtensor(
-            self._to_device(layout.cut(value, self._coordinate)), layout, self._device_mesh
-        )
+        init_weights(self._others.bare_model(), fn, self._stored)
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Read the weights from safetensors files as transformers writes them, or from a folder of
+        torch.distributed.checkpoint. Each rank reads its own parts alone. Collective. Raises
+        InputError where something is missing or has another shape; nothing has changed then.
+
+        >>> import autopar, tempfile
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
+        >>> par.save_pretrained(folder := tempfile.mkdtemp())
+        >>> par.load_weights(folder)
+        """
+        load_weights(path, self._stored, self._others.prefix())
+
+    def save_pretrained(self, folder: str | os.PathLike[str], file_bytes: float = 5e9) -> None:
+        """Write the weights as transformers does, safetensors under the names of the original with
+        its config, in files of at most `file_bytes`. No rank holds more than a file. Collective.
+
+        >>> import autopar, os, tempfile
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
+        >>> par.save_pretrained(folder := tempfile.mkdtemp())
+        >>> os.listdir(folder)
+        ['model.safetensors']
+        """
+        save_pretrained(folder, self._stored.each(), self._others.config(), file_bytes)
 
     @property
     def seed(self) -> int:
@@ -321,6 +353,7 @@ class ParallelModule(nn.Module):
         rank refuses its own inputs and, from time to time, that all ranks pass the same ones.
         """
         try:
+            self._stored.has_numbers()
             graph, leaves = self._graph_for(args, kwargs)
             if graph.draws and self._seed.renewed():
                 self._watch.agree("a call after torch.manual_seed")
@@ -361,30 +394,7 @@ class ParallelModule(nn.Module):
         backward is that of the first scalar that the model returns, else of all that it returns.
         Raises InputError as a call does, PlanError where another backend runs it, or on GPUs.
         """
-        return self._timelines(1, args, kwargs)[0]
-
-    def _timelines(self, times: int, args: Any, kwargs: Any) -> list[MeasuredStep]:
-        """Return the timelines of `times` steps."""
-        if self._device.type != "cpu":
-            raise PlanError(
-                f"a timeline is read off what the CPU does, and this step runs on {self._device}: "
-                "what runs on its streams would not be seen. Profile the step with torch.profiler "
-                "and its CUDA activity"
-            )
-        ranks.agree("call", str(CallKey.of(self.training, self._device, args, kwargs)))
-        graph, leaves = self._graph_for(args, kwargs)
-        ranks.together("reading the inputs", lambda: graph.values(leaves, self))
-        with restore_after(self):
-            return measure_step(graph.run, lambda run: self._step(graph, run, leaves), times)
-
-    def _step(self, graph: StepGraph, run: Callable[..., Any], leaves: list[Any]) -> None:
-        self.zero_grad()
-        with phase("forward"):
-            values = graph.values(leaves, self)
-            with without_autocast(graph.autocast):
-                results = graph.outputs(run(*values), self)
-        with phase("backward"):
-            backward(results)
+        return timelines(self, 1, args, kwargs)[0]
 
 
 NUMBERS = itertools.count()  # numbers the modules of this process

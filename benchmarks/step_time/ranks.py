@@ -23,6 +23,7 @@ import torch.distributed as dist
 import autopar
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.calibrate_on_ranks import calibrate_on_ranks
+from autopar.runtime.training.timelines import timelines
 from autopar.world import ranks as autopar_ranks
 from benchmarks.cluster import sent_bytes
 from benchmarks.models import SUBJECTS, Subject
@@ -246,7 +247,7 @@ def look(job: Job, contestant: peers.Contestant, world: autopar.World) -> dict[s
     assert isinstance(contestant.model, autopar.ParallelModule)
     subject = SUBJECTS[job.model]
     batch = subject.batches(1)[0]
-    ran = [hidden.account(step) for step in contestant.model._timelines(LOOKS, batch, {})]
+    ran = [hidden.account(step) for step in timelines(contestant.model, LOOKS, batch, {})]
     seen = hidden.usual(autopar_ranks.all_of(ran))
     if dist.get_rank() > 0:
         return {}

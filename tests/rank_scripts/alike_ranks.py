@@ -15,6 +15,7 @@ import autopar
 from autopar import WorldError
 from autopar.ops import process_groups
 from autopar.runtime import agreement
+from autopar.runtime.training import inputs_watch
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 WIDTH = 12
@@ -162,7 +163,7 @@ def inputs() -> Facts:
     parts = [par.shard(rows(seed=7 * rank + n)) for n in range(4)]  # as a loader of its own reads
     facts["parts"] = everywhere(caught(lambda: [par(part) for part in parts]))
 
-    agreement.FIRST = 1
+    inputs_watch.FIRST = 1
     par = autopar.parallelize(net(), None, (rows(),), "ddp")
     seen, call = "", 0
     while not seen and call < 3000:
@@ -170,7 +171,7 @@ def inputs() -> Facts:
         seen = caught(lambda n=call: par(rows(rank if n == 2 and rank < 2 else 5)))
     facts["once"] = everywhere([seen, call])
 
-    agreement.FIRST = 3
+    inputs_watch.FIRST = 3
     par = autopar.parallelize(net(), None, (rows(),), "ddp")
     seen = caught(lambda: par(rows(count=24 if rank == 1 else 12)))
     facts["refused"] = everywhere(seen)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Grid4D
-from autopar.runtime import agreement
+from autopar.runtime.training import inputs_watch
 
 TIMEOUT = 8  # seconds: of the default group
 PATIENCE = 90  # seconds until all ranks are killed
@@ -156,7 +156,7 @@ def outcomes(names: list[str], base: Path) -> dict[str, list[Any]]:
 
 if __name__ == "__main__":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    agreement.SHARE = 1e-9  # after the first calls nothing is compared: collectives find out
+    inputs_watch.SHARE = 1e-9  # after the first calls nothing is compared: collectives find out
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         found = outcomes(sys.argv[2:], Path(name))

@@ -1,3 +1,3 @@
-"""What a training script does besides the planned step: validation, other batch sizes and sequence
-lengths. runtime/module.py calls it.
+"""What a training script does besides the planned step: validation and other shapes, its data, its
+first weights, checkpoints. runtime/module.py calls it.
 """

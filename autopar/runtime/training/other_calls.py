@@ -35,9 +35,9 @@ from autopar.ir.program import Autocast, Program, autocast_text, under_autocast
 from autopar.ops.devices import filled
 from autopar.planner.planner import Call, PlanContext
 from autopar.planner.request import PlanRequest
-from autopar.runtime.agreement import InputsWatch
 from autopar.runtime.apply import build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
+from autopar.runtime.training.inputs_watch import InputsWatch
 from autopar.runtime.training.parts import mirror
 from autopar.runtime.training.step_graph import StepGraph
 from autopar.world import ranks
@@ -146,6 +146,27 @@ class OtherCalls:
         """Yield the modules that hold the parts of the model's parameters, by name."""
         if self._skeleton is not None:
             yield from mirror(self._skeleton.model).named_children()
+
+    def bare_model(self) -> nn.Module:
+        """Return the model without the numbers of its tensors. Raises InputError where it could not
+        be copied.
+        """
+        if self._skeleton is None:
+            raise InputError(
+                "the model cannot be initialized by autopar, because copy.deepcopy does not copy "
+                "it: load its numbers with load_weights or load_state_dict"
+            )
+        return self._skeleton.model
+
+    def config(self) -> Any:
+        """Return the config of a model of transformers, None where there is none."""
+        return None if self._skeleton is None else getattr(self._skeleton.model, "config", None)
+
+    def prefix(self) -> str:
+        """Return what names of weights of transformers may have more or less."""
+        model = None if self._skeleton is None else self._skeleton.model
+        prefix = getattr(model, "base_model_prefix", "")
+        return prefix if isinstance(prefix, str) else ""
 
     def attribute(self, name: str) -> Any:
         """Return a plain value that the original has as an attribute, such as a config. Raises

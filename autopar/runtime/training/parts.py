@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 
@@ -84,13 +83,3 @@ def hold(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> 
         module.register_parameter(last, tensor)
     else:
         module.register_buffer(last, tensor, persistent=persistent)
-
-
-def cut_state(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Put the rank's parts in the place of whole tensors, and of DTensors that lie otherwise, in a
-    state that is about to be loaded into a ParallelModule.
-    """
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor):
-            state[prefix + name] = module._as_stored(name, parameter, value)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.errors import InputError
+from autopar.ir.layout import Layout
 from autopar.ir.program import Autocast, Input, Program, under_autocast
 from autopar.ops.devices import default_generator, filled
 from autopar.ops.sharded.attention import seed_at
@@ -86,6 +87,26 @@ class StepGraph:
         self.user_inputs = [e for e in program.signature.inputs if e.kind == "user"]
         self.draws = any(entry.kind == "seed" for entry in program.signature.inputs)
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
+
+    def layouts_of_parameters(self) -> dict[str, Layout]:
+        """Return the stored layout of every parameter, by each of its names."""
+        return {
+            name: self.program.layouts[entry.node]
+            for entry in self.signature.inputs
+            if entry.kind == "parameter"
+            for name in (entry.target, *entry.names)
+        }
+
+    def empty(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the names of the tensors of a model that have no numbers, on the meta device."""
+        kinds = ("parameter", "buffer", "constant")
+        entries = [entry for entry in self.signature.inputs if entry.kind in kinds]
+        return [
+            name
+            for entry in entries
+            if tensors[entry.target].is_meta
+            for name in entry.names or (entry.target,)
+        ]
 
     # -- inputs ------------------------------------------------------------------------------------
     def bind(self, args: Any, kwargs: Any, training: bool) -> list[Any] | None:

@@ -1,0 +1,93 @@
+"""First numbers of models from the meta device, and weights in files: every rank holds its own
+parts alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import InputError
+from launch import launched
+
+MODELS = ("plain", "llama", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("weights")
+    return launched(folder, 2, str(folder), script="weights_ranks.py")
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "megatron"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_start_is_that_of_one_device_to_the_bit(
+    facts: dict[str, Any], model: str, layout: str
+) -> None:
+    for rank in facts[f"{model} {layout}"]:
+        assert rank["unequal"] == [] and rank["draw"]
+        assert rank["apart"] < 1e-5
+        assert "has no numbers yet" in rank["empty"] and "par.init_weights()" in rank["empty"]
+
+
+def test_a_function_of_the_user_s_initializes_modules_below_too(facts: dict[str, Any]) -> None:
+    assert facts["own function"]["unequal"] == []
+    said = facts["own function"]["said"]
+    assert said.startswith("scale has no numbers and Own does not initialize it: give its class")
+
+
+def test_files_of_transformers_are_read_and_written(facts: dict[str, Any]) -> None:
+    found = facts["files"]
+    said = found.pop("said")
+    assert len(found) == 5 and not any(found.values()), found
+    assert "transformer.wpe.weight is missing" in said["missing"]
+    assert "mlp.gate_proj.weight is (64, 32) there and (128, 32) here" in said["shape"]
+
+
+def test_no_rank_holds_the_whole(facts: dict[str, Any]) -> None:
+    """Above its own parts a rank holds a module, a part, or a file, and 32 MiB of what the process
+    and its allocator need; the other half of the model are 96 MiB.
+    """
+    memory, more = facts["memory"], 32 * 2**20
+    assert memory["own"] == 24 * memory["largest"]
+    assert memory["init_weights"] < memory["own"] + memory["largest"] + more
+    assert memory["load_weights"] < 0.1 * memory["own"] + more
+    assert memory["save_pretrained"] < 2e7 + memory["largest"] + more
+
+
+class Inverse(nn.Module):
+    """A buffer that only the constructor computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.register_buffer("inverse", 1 / torch.arange(1.0, 5.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * self.inverse
+
+
+def test_what_nothing_fills_is_named() -> None:
+    with torch.device("meta"):
+        model = Inverse()
+    par = autopar.parallelize(model, 1, (torch.ones(2, 4),))
+    par.init_weights()
+    with pytest.raises(InputError, match=r"inverse has no numbers yet: .* outside of torch.device"):
+        par(torch.ones(2, 4))
+    par.load_state_dict(nn.Linear(4, 4).state_dict(prefix="up."))
+    model = Inverse().to_empty(device="cpu")
+    par = autopar.parallelize(model, 1, (torch.ones(2, 4),))
+    par.up.weight.data.fill_(2.0)
+    par.init_weights()  # nothing is empty: all is drawn anew
+    assert par.up.weight.abs().max() < 1
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    par = autopar.parallelize(nn.Linear(4, 4), 1, (torch.ones(2, 4),))
+    with pytest.raises(InputError, match=r"has no weights: no model\.safetensors, no model"):
+        par.load_weights(tmp_path)
