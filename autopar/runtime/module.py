@@ -232,7 +232,7 @@ class ParallelModule(nn.Module):
 
     def save_pretrained(self, folder: str | os.PathLike[str], file_bytes: float = 5e9) -> None:
         """Write the weights as transformers does, safetensors under the names of the original with
-        its config, in files of at most `file_bytes`. No rank holds more than a file. Collective.
+        its config, in files of at most `file_bytes`. A rank holds one file at a time. Collective.
 
         >>> import autopar, os, tempfile
         >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))

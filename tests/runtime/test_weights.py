@@ -57,7 +57,7 @@ def test_no_rank_holds_the_whole(facts: dict[str, Any]) -> None:
     assert memory["own"] == 24 * memory["largest"]
     assert memory["init_weights"] < memory["own"] + memory["largest"] + more
     assert memory["load_weights"] < 0.1 * memory["own"] + more
-    assert memory["save_pretrained"] < 2e7 + memory["largest"] + more
+    assert memory["save_pretrained"] < 3 * 2e7 + more  # safetensors copies what it writes
 
 
 class Inverse(nn.Module):
