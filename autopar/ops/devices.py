@@ -26,14 +26,14 @@ CPU = torch.device("cpu")
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator of a device that torch.manual_seed seeds."""
-    if device.type in ("cpu", "meta"):
+    """Return the generator of a device that torch.manual_seed seeds; the CPU's where the device has
+    none, as in a process that makes no numbers on it.
+    """
+    module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    generators: tuple[torch.Generator, ...] = getattr(module, "default_generators", ())
+    if module is None or not generators:
         return torch.default_generator
-    module = torch.get_device_module(device)
-    generator: torch.Generator = module.default_generators[
-        module.current_device() if device.index is None else device.index
-    ]
-    return generator
+    return generators[module.current_device() if device.index is None else device.index]
 
 
 # -- in graphs -------------------------------------------------------------------------------------

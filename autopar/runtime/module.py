@@ -257,7 +257,7 @@ class ParallelModule(nn.Module):
 
     @seed.setter
     def seed(self, value: int) -> None:
-        self._seed.value = value
+        self._seed.put(value)
 
     # -- its inputs --------------------------------------------------------------------------------
     def shard(self, *args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ def derived(layout: str, gloo: bool = True) -> Scheduled:
     """
     model, args = models.Gpt(layers=1), models.gpt()[1]
     return derived_from(
-        autopar.plan(model, WORLD, args, layout=LAYOUTS[layout], smaller=False), gloo
+        autopar.plan(model, WORLD, args, LAYOUTS[layout], smaller=False, outputs="sharded"), gloo
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,8 +51,8 @@ def compared(names: tuple[str, ...], layouts: tuple[str, ...], **more: Any) -> F
         model, inputs = example(name)
         loss, gradients = one_device(model, inputs)
         for layout in layouts:
-            torch.manual_seed(_SEED - 1)  # of the call before the first
-            par = autopar.parallelize(model, None, inputs, layout=layout, **more)
+            par: Any = autopar.parallelize(model, None, inputs, layout=layout, **more)
+            par.seed = _SEED - 1  # of the call before the first
             found = par(*inputs)
             found.backward()
             own = {

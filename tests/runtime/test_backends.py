@@ -132,7 +132,8 @@ def planned(ranks: int, layout: Any, recompute: Any) -> autopar.Plan:
     """Of a GPT with a batch four times that of the other tests, so that activations matter."""
     model, args, _ = models.gpt()
     inputs = tuple(x.repeat(4, 1) for x in args)
-    return autopar.plan(model, ranks, inputs, layout, recompute=recompute, smaller=False)
+    how: dict[str, Any] = {"recompute": recompute, "smaller": False, "outputs": "sharded"}
+    return autopar.plan(model, ranks, inputs, layout, **how)
 
 
 def held(plan: autopar.Plan, passes: tuple[str, ...]) -> tuple[Scheduled, int]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree
+from autopar._compat import pytree, without_modes
 from autopar.errors import InputError
 from autopar.ir.layout import Layout
 from autopar.ir.program import Autocast, Input, Program, under_autocast
@@ -49,17 +49,23 @@ class Seed:
         digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
         self.value = int.from_bytes(digest, "big") % _SEEDS
 
+    def put(self, value: int) -> None:
+        """Go on from this value, whatever torch.manual_seed said before."""
+        self.renewed()
+        self.value = value
+
     def renewed(self) -> bool:
         """Whether torch.manual_seed was called since numbers were drawn; one number is drawn, so
         that the next call is told from this one.
         """
         generator = self._generator
         seed, device = generator.initial_seed(), generator.device
-        if self._unused is None or self._unused[0] != seed:
-            self._unused = seed, torch.Generator(device).manual_seed(seed).get_state()
-        if not torch.equal(generator.get_state(), self._unused[1]):
-            return False
-        torch.rand((), device=device, generator=generator)
+        with without_modes():  # these are no ops of the model
+            if self._unused is None or self._unused[0] != seed:
+                self._unused = seed, torch.Generator(device).manual_seed(seed).get_state()
+            if not torch.equal(generator.get_state(), self._unused[1]):
+                return False
+            torch.rand((), device=device, generator=generator)
         return True
 
 
