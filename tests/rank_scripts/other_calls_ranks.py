@@ -138,8 +138,8 @@ def alone(path: str) -> None:
     par: Any = autopar.parallelize(model, inputs=(torch.ones(BATCH, WIDTH),), layout="fsdp")
     said, began = "", 0.0
     try:
-        for step in range(2000):
-            if step == 1000 and dist.get_rank():
+        for step in range(400):
+            if step == 200 and dist.get_rank():
                 torch.manual_seed(5)
                 began = time.monotonic()
             par(torch.ones(BATCH, WIDTH))

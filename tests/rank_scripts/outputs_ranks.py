@@ -94,6 +94,7 @@ def facts_of(layout: str) -> dict[str, Any]:
         for loss in LOSSES
         for rows in (BATCH, 5)
     }
+    facts["with others"] = with_others(par, model)
     with torch.no_grad():
         ids, _ = batch(3)
         facts["eval"] = float((par.eval()(ids)["scores"] - model(ids)["scores"]).abs().max())
@@ -112,6 +113,17 @@ def written(par: Any) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def with_others(par: Any, one: nn.Module) -> float:
+    """How far torch.func.functional_call with half of every parameter is from one device's."""
+    ids, _ = batch()
+    halves = [{n: p.detach() / 2 for n, p in module.named_parameters()} for module in (par, one)]
+    found, right = (
+        torch.func.functional_call(module, half, (ids,))["scores"]
+        for module, half in zip((par, one), halves, strict=True)
+    )
+    return float((found - right).detach().abs().max())
 
 
 def sharded() -> dict[str, Any]:

@@ -160,7 +160,8 @@ class StepGraph:
         if entry.kind == "buffer":
             now = owner.get_buffer(entry.target)  # what the backward saves must not be written over
             return now.clone() if entry.target in self._mutated else now
-        parameter = owner.get_parameter(entry.target)
+        path, _, last = entry.target.rpartition(".")
+        parameter = getattr(owner.get_submodule(path), last)  # functional_call puts others there
         self._refuse_gradient(f"parameter {entry.target}", parameter, entry)
         return parameter
 
