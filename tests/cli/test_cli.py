@@ -164,6 +164,7 @@ def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
         (("plan", "gpt2", "--batch", "8x2048"), "gpt2 reads at most 1024 tokens, not 2048"),
         (("plan", "gpt2", "--layout", "5d"), "LayoutError: unknown layout '5d'; known ones: auto"),
         (("plan", "gpt2", "--world", "no/such.json"), "Error: "),
+        (("plan", "test_cli:tiny", "--outputs", "half"), "outputs is 'half': it is to be"),
         (("verify", "test_cli:on_meta"), "parameters on the meta device"),
         (("verify", "test_cli:tiny", "--ranks", "3", "--layout", "ddp"), "a batch of 16"),
         (("show", "no_such_plan.json"), "no_such_plan.json: No such file or directory"),

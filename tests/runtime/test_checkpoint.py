@@ -103,6 +103,10 @@ def test_old_ones_go_and_one_of_the_same_step_is_replaced(tmp_path: Path) -> Non
         checkpoints.save(step)
     assert checkpoints.steps() == [20, 5] and checkpoints.load() == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-20", "step-5"]
+    (tmp_path / "step-5").rename(tmp_path / ".step-5.old")  # killed while it was replaced
+    assert checkpoints.load() == 5 and checkpoints.steps() == [20, 5]
+    with pytest.raises(InputError, match="most is 0: at least the last checkpoint stays"):
+        autopar.Checkpoints(tmp_path, model=model, most=0)
 
 
 def killed(folder: Path, seconds: float) -> int:

@@ -84,6 +84,42 @@ def test_what_nothing_fills_is_named() -> None:
     assert par.up.weight.abs().max() < 1
 
 
+def test_what_a_load_refuses_stays_without_numbers() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    par = autopar.parallelize(model, 1, (torch.ones(2, 4),))
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        par.load_state_dict({"weight": torch.ones(8, 8), "bias": torch.ones(4)})
+    with pytest.raises(InputError, match="weight has no numbers yet: "):
+        par(torch.ones(2, 4))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def test_one_name_of_a_tied_weight_is_enough() -> None:
+    with torch.device("meta"):
+        model = Tied()
+    par = autopar.parallelize(model, 1, (torch.ones(2, 4),))
+    par.load_state_dict({"down.weight": torch.eye(4)}, strict=False)
+    assert torch.equal(par(torch.ones(2, 4)), torch.ones(2, 4))
+
+
+def test_what_an_initialization_leaves_out_is_nan() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4, bias=False)
+    par = autopar.parallelize(model, 1, (torch.ones(2, 4),))
+    par.init_weights(lambda module: module.weight[0].zero_())
+    assert par(torch.ones(2, 4)).isnan().sum() == 6
+
+
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     par = autopar.parallelize(nn.Linear(4, 4), 1, (torch.ones(2, 4),))
     with pytest.raises(InputError, match=r"has no weights: no model\.safetensors, no model"):

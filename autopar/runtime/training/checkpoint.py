@@ -81,6 +81,10 @@ class Checkpoints:
         asynchronous: bool = False,
         **others: Stateful,
     ) -> None:
+        if most < 1:
+            raise InputError(
+                f"most is {most}: at least the last checkpoint stays, so give 1 or more"
+            )
         self.folder, self.most, self.asynchronous = Path(folder), most, asynchronous
         self._model, self._optimizer, self._others = model, optimizer, others
         self._lock = threading.Lock()
@@ -126,9 +130,20 @@ class Checkpoints:
     def _make_room(self, partial: Path) -> None:
         """Make an empty folder to write to, in place of what a killed run left."""
         if not ranks.rank():
+            self._put_back()
             for left in self.folder.glob(f".{_STEP}*"):
                 shutil.rmtree(left)
             partial.mkdir(parents=True)
+
+    def _put_back(self) -> list[int]:
+        """Put back a checkpoint that was moved away for one of its step that never came, and return
+        all steps.
+        """
+        for old in self.folder.glob(f".{_STEP}*.old") if not ranks.rank() else ():
+            place = self.folder / old.name.removeprefix(".").removesuffix(".old")
+            if not place.exists():
+                old.rename(place)
+        return self.steps()
 
     def _drop_old(self) -> None:
         for step in self.steps()[: -self.most]:
@@ -151,7 +166,7 @@ class Checkpoints:
         lacks something; the model is then as it was.
         """
         self.wait()
-        there = ranks.from_rank_0(self.steps())
+        there = ranks.from_rank_0(ranks.together("looking for checkpoints", self._put_back))
         if step is None and not there:
             return None
         step = there[-1] if step is None else step

@@ -14,6 +14,7 @@ runtime/module.py calls it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -169,15 +170,13 @@ def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def _refuse_unwritten(model: nn.Module, steps: list[_Step]) -> None:
     """Raise InputError where a parameter is written by no module's initialization."""
-    written = {name for step in steps if not step.drawn for name in step.writes}
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    for names in groups.values():
-        if not written & set(names):
-            holder = model.get_submodule(names[0].rpartition(".")[0])
+    first = _shared(model, last=False)
+    written = {first[name] for step in steps if not step.drawn for name in step.writes}
+    for name, _ in model.named_parameters():
+        if first[name] not in written:
+            holder = model.get_submodule(name.rpartition(".")[0])
             raise InputError(
-                f"{names[0]} has no numbers and {type(holder).__name__} does not initialize it: "
+                f"{name} has no numbers and {type(holder).__name__} does not initialize it: "
                 "give its class a reset_parameters, or give init_weights a function as "
                 "nn.Module.apply takes it"
             )
@@ -202,15 +201,22 @@ def _run(
             continue
         for name in step.writes:
             if _tensor_at(model, name).is_meta:
-                memory = torch.empty_like(empty[name], device="cpu")
-                is_parameter = isinstance(empty[name], nn.Parameter)
-                _put(model, name, nn.Parameter(memory, False) if is_parameter else memory)
+                _put(model, name, _memory_for(empty[name]))
         step.init(step.module)
         for name in step.writes:
             if not step.drawn and until[name] == number and shared.get(name, name) == name:
                 take(name, _tensor_at(model, name).detach())
             if step.drawn or until[name] == number:
                 _put(model, name, empty[name])
+
+
+def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the CPU in place of one on the meta device: nan, or zeros, so that what an
+    initialization leaves out is seen.
+    """
+    nan = tensor.is_floating_point() or tensor.is_complex()
+    memory = torch.full_like(tensor.detach(), math.nan if nan else 0, device="cpu")
+    return nn.Parameter(memory, False) if isinstance(tensor, nn.Parameter) else memory
 
 
 def _shared(model: nn.Module, last: bool) -> dict[str, str]:

@@ -141,8 +141,10 @@ def cut_state(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> No
     state that is about to be loaded into a ParallelModule.
     """
     stored: StoredTensors = module._stored
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, tensor in stored.by_name().items():
         value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor):
-            state[prefix + name] = stored.place(name, value)
-    stored.empty -= {name.removeprefix(prefix) for name in state}
+        if isinstance(value, torch.Tensor):
+            if isinstance(tensor.tensor, DTensor):
+                state[prefix + name] = stored.place(name, value)
+            if tuple(value.shape) == tensor.shape:  # of others load_state_dict raises
+                stored.empty -= {*tensor.names}
