@@ -204,9 +204,9 @@ class ParallelModule(nn.Module):
         """Give a model from the meta device its first numbers: those that it would have had on one
         device, of which each rank holds its own parts alone. Collective.
 
-        `fn` is what nn.Module.apply takes; without it every module's reset_parameters is called,
-        and transformers' own initialization. All is drawn from torch's CPU generator of rank 0.
-        What has numbers already stays as it is. Raises InputError for what nothing initializes.
+        Every module's reset_parameters is called, then transformers' own initialization, then `fn`
+        as by nn.Module.apply. All is drawn from torch's CPU generator of rank 0. What has numbers
+        already stays as it is. Raises InputError for what nothing initializes.
 
         >>> import autopar
         >>> with torch.device("meta"):

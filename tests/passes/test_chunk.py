@@ -240,10 +240,10 @@ CUT: dict[tuple[str, Phase], dict[str, int]] = {
     ("megatron-sp", "backward"): {"all_gather": 2, "all_to_all": 2},
     ("4d", "forward"): {"all_reduce": 3},
     ("4d", "backward"): {"all_reduce": 2},
-    ("atp", "forward"): {"all_reduce": 5},
+    ("atp", "forward"): {"all_reduce": 4},
     ("atp", "backward"): {"all_reduce": 4},
-    ("3d", "forward"): {"all_gather": 4, "all_to_all": 5},
-    ("3d", "backward"): {"all_gather": 4, "all_to_all": 3},
+    ("3d", "forward"): {"all_gather": 3, "all_to_all": 2},
+    ("3d", "backward"): {"all_gather": 2, "all_to_all": 2},
 }
 
 

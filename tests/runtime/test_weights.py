@@ -112,12 +112,80 @@ def test_one_name_of_a_tied_weight_is_enough() -> None:
     assert torch.equal(par(torch.ones(2, 4)), torch.ones(2, 4))
 
 
+class Bare(nn.Module):
+    """A parameter that its constructor leaves without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
 def test_what_an_initialization_leaves_out_is_nan() -> None:
     with torch.device("meta"):
-        model = nn.Linear(4, 4, bias=False)
+        model = Bare()
     par = autopar.parallelize(model, 1, (torch.ones(2, 4),))
     par.init_weights(lambda module: module.weight[0].zero_())
     assert par(torch.ones(2, 4)).isnan().sum() == 6
+
+
+class Deep(nn.Module):
+    """Modules that draw, in modules that draw for them, a tied weight, and one in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Embedding(16, 8, padding_idx=0)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.again = nn.Sequential(self.mlp[0])
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.ids.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.ids(ids))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.again(self.mlp(x)))
+
+
+def scaled(module: nn.Module) -> None:
+    """Reads what the constructors drew, of modules below and of tied weights too."""
+    if isinstance(module, nn.Linear):
+        module.weight.mul_(0.5)
+    if isinstance(module, nn.MultiheadAttention):
+        module.in_proj_weight[:8].normal_()
+        module.out_proj.weight.add_(1)
+
+
+def drawn_anew(module: nn.Module) -> None:
+    """Writes over some, as most functions do."""
+    if isinstance(module, nn.Embedding | nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Embedding):
+        module.weight[0].zero_()
+    if isinstance(module, Deep):
+        for name, parameter in module.named_parameters():
+            if name.endswith("out_proj.weight"):
+                nn.init.orthogonal_(parameter)
+
+
+@pytest.mark.parametrize("function", [scaled, drawn_anew])
+def test_a_function_comes_after_the_constructors(function: Any) -> None:
+    torch.manual_seed(6)
+    one = Deep()
+    with torch.no_grad():
+        one.apply(function)
+    draw = torch.rand(())
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.device("meta"):
+        model = Deep()
+    par = autopar.parallelize(model, 1, (ids,))
+    torch.manual_seed(6)
+    par.init_weights(function)
+    assert torch.rand(()) == draw
+    state = par.state_dict()
+    assert [n for n, x in one.state_dict().items() if not torch.equal(state[n], x)] == []
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:

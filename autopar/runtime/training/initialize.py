@@ -6,10 +6,12 @@
     par.init_weights()  # those that GPT(config) would have had on one device
 
 Every rank draws the same numbers on the CPU, one module after another in the order in which one
-device does: children first. What a module draws is cut to the rank's part and freed, as soon as no
-later module writes it. Which tensors a module's initialization writes is found on the meta device
-first. The model without its numbers enters, the tensors of a ParallelModule are written.
-runtime/module.py calls it.
+device does: constructors, children first; what a model of transformers does at its end; a function
+of the user's. What a module draws is cut to the rank's part and freed. A tensor that is initialized
+twice is not held from the first time to the last: the first is drawn for the generator alone, and
+again, from the generator's state of then, where the last one reads it. Which tensors an
+initialization writes is found on the meta device first. The model without its numbers enters, the
+tensors of a ParallelModule are written. runtime/module.py calls it.
 """
 
 from __future__ import annotations
@@ -20,31 +22,34 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from autopar._compat import TorchDispatchMode
+from autopar._compat import TorchDispatchMode, pytree
 from autopar.errors import InputError
 from autopar.runtime.training.stored import StoredTensors
 from autopar.world import ranks
 
 Init = Callable[[nn.Module], Any]
+CONSTRUCTOR, PRETRAINED, USER = range(3)  # what initializes, in the order in which it does
 
 
 class _Step(NamedTuple):
-    """The initialization of one module; `writes`: the names of the tensors that it writes. `drawn`:
-    as its constructor does, for the generator alone, because the numbers are drawn once more.
+    """The initialization of one module. `writes`: the names of the tensors that it writes; `over`:
+    of those, the ones whose earlier numbers it does not read.
     """
 
     name: str
     module: nn.Module
     init: Init | None
+    kind: int
     writes: tuple[str, ...]
-    drawn: bool = False
+    over: frozenset[str]
 
 
 def init_weights(model: nn.Module, init: Init | None, stored: StoredTensors) -> None:
     """Initialize `model`, whose tensors are on the meta device, module by module, and store the
-    numbers of what has none yet; where all has some, of everything. `init`: as for nn.Module.apply;
-    None calls what each module has itself. Raises InputError for parameters that nothing
+    numbers of what has none yet; where all has some, of everything. `init`: what is called on every
+    module at last, as by nn.Module.apply. Raises InputError for parameters that nothing
     initializes. Collective.
     """
     wanted = set(stored.empty) or set(stored.by_name())
@@ -53,47 +58,49 @@ def init_weights(model: nn.Module, init: Init | None, stored: StoredTensors) -> 
         if name in wanted:
             stored.fill(name, value)
 
-    steps = list(_applied(model, init) if init is not None else _constructed(model))
+    steps = list(_constructed(model))
+    if init is not None:
+        steps += [_step(*named, init, USER) for named in _children_first("", model)]
     _refuse_unwritten(model, steps)
     own, common = torch.get_rng_state(), ranks.from_rank_0(torch.get_rng_state())
     torch.set_rng_state(common)
     with torch.no_grad():
-        _run(model, steps, take, last=init is not None)
+        _Run(model, steps).store(take)
     if not torch.equal(own, common):
         torch.set_rng_state(own)
         torch.rand(())  # no rank's generator is as after torch.manual_seed: see Seed.renewed
 
 
 # -- the order -------------------------------------------------------------------------------------
-def _applied(model: nn.Module, init: Init) -> Iterator[_Step]:
-    """Yield the calls of nn.Module.apply, children first."""
-    for name, module in _children_first("", model):
-        yield _step(name, module, init)
-
-
 def _constructed(model: nn.Module) -> Iterator[_Step]:
     """Yield what happens as the model is made on one device. Modules of torch initialize
     themselves. A model of transformers then initializes all below it again, but for a model of
     transformers within, which has done so at its own end.
     """
     done: set[int] = set()
+    seen: set[int] = set()  # a module in two places is made once
 
-    def construct(name: str, module: nn.Module, within: bool) -> Iterator[_Step]:
-        owns = _is_pretrained(module)
+    def construct(name: str, module: nn.Module) -> Iterator[_Step]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
         for child, inner in module.named_children():
-            yield from construct(f"{name}{child}.", inner, within or owns)
-        yield _step(name, module, _reset_of(module))._replace(drawn=within or owns)
-        if owns:
+            yield from construct(f"{name}{child}.", inner)
+        yield _step(name, module, _reset_of(module), CONSTRUCTOR)
+        if _is_pretrained(module):
             for inner_name, inner in _children_first(name, module):
                 if id(inner) not in done:
-                    yield _step(inner_name, inner, cast(Any, module)._init_weights)
+                    own = cast(Any, module)._init_weights
+                    yield _step(inner_name, inner, own, PRETRAINED)
                     done.add(id(inner))
 
-    yield from construct("", model, False)
+    yield from construct("", model)
 
 
-def _step(name: str, module: nn.Module, init: Init | None) -> _Step:
-    return _Step(name, module, init, tuple(_written(name, module, init)))
+def _step(name: str, module: nn.Module, init: Init | None, kind: int) -> _Step:
+    writes = {} if init is None else dict(_written(name, module, init))
+    over = frozenset(n for n, overwritten in writes.items() if overwritten)
+    return _Step(name, module, init, kind, tuple(writes), over)
 
 
 def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -117,40 +124,75 @@ def _reset_of(module: nn.Module) -> Init | None:
 
 
 # -- what is written -------------------------------------------------------------------------------
+_READS = 1000  # of numbers that an initialization makes at most, before it is given up
+# Ops that write every number of a tensor and read none.
+_OVERWRITES = frozenset({"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "random_"})
+
+
+class _NotMeta(TorchFunctionMode):
+    """Hides the meta device, on which functions of torch.nn.init return at once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return False if func == _IS_META else func(*args, **(kwargs or {}))
+
+
+_IS_META = cast(Any, torch.Tensor.is_meta).__get__
+
+
 class _Writes(TorchDispatchMode):
-    """Records the storages that ops write to."""
+    """Records the storages that ops write to, and those that are written over, all of them, before
+    an op reads them. A number that is read, such as whether any is too large, is zero.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: set[int] = set()
+        self.written: set[int] = set()
+        self.over: set[int] = set()
+        self._touched: set[int] = set()
+        self._reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            self._reads += 1
+            if self._reads < _READS:  # else torch says that there is none
+                return torch.zeros((), dtype=args[0].dtype).item()
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(value, torch.Tensor):
-                self.storages.add(value.untyped_storage()._cdata)
+            if argument.alias_info is None or argument.alias_info.is_write:  # else it makes a view
+                written = argument.alias_info is not None
+                for tensor in pytree.tree_leaves(value):
+                    if isinstance(tensor, torch.Tensor):
+                        self._touch(tensor, written, func._schema.name.split("::")[1])
         return func(*args, **(kwargs or {}))
 
+    def _touch(self, tensor: torch.Tensor, written: bool, op: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+        if written:
+            self.written.add(key)
+            if key not in self._touched and op in _OVERWRITES and whole:
+                self.over.add(key)
+        self._touched.add(key)
 
-def _written(name: str, module: nn.Module, init: Init | None) -> Iterator[str]:
+
+def _written(name: str, module: nn.Module, init: Init) -> Iterator[tuple[str, bool]]:
     """Yield the names of the tensors of a module, and of those below it, that its initialization
-    writes: all of them where that cannot be found on the meta device.
+    writes, and whether it writes over all that they held: every tensor where that cannot be found
+    on the meta device.
     """
-    if init is None:
-        return
     named = dict(_tensors(module))
     before, mode = {n: id(x) for n, x in named.items()}, _Writes()
-    found: set[int] | None
+    runs = True
     try:
-        with mode, torch.no_grad():
+        with mode, _NotMeta(), torch.no_grad():
             init(module)
-        found = mode.storages
     except Exception:  # whatever needs numbers
-        found = None
+        runs = False
     for tensor_name, tensor in dict(_tensors(module)).items():
         replaced = before.get(tensor_name) != id(tensor)
-        if found is None or replaced or tensor.untyped_storage()._cdata in found:
-            yield name + tensor_name
+        key = tensor.untyped_storage()._cdata
+        if not runs or replaced or key in mode.written:
+            yield name + tensor_name, runs and not replaced and key in mode.over
     for tensor_name, tensor in named.items():  # what was put in its place is no part of the model
         _put(module, tensor_name, tensor)
 
@@ -170,8 +212,8 @@ def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def _refuse_unwritten(model: nn.Module, steps: list[_Step]) -> None:
     """Raise InputError where a parameter is written by no module's initialization."""
-    first = _shared(model, last=False)
-    written = {first[name] for step in steps if not step.drawn for name in step.writes}
+    first = _first_names(model)
+    written = {first[name] for step in steps for name in step.writes}
     for name, _ in model.named_parameters():
         if first[name] not in written:
             holder = model.get_submodule(name.rpartition(".")[0])
@@ -183,31 +225,89 @@ def _refuse_unwritten(model: nn.Module, steps: list[_Step]) -> None:
 
 
 # -- numbers ---------------------------------------------------------------------------------------
-def _run(
-    model: nn.Module,
-    steps: list[_Step],
-    take: Callable[[str, torch.Tensor], None],
-    last: bool = False,
-) -> None:
-    """Run these initializations. A tensor has memory from the first that writes it to the last.
-    Where several modules share one, each draws its own, and those of the first are taken, or of the
-    `last`.
+class _Run:
+    """Runs initializations in their order. A tensor has memory from the first of the last kind that
+    writes it to the last of them.
     """
-    until = {name: n for n, step in enumerate(steps) if not step.drawn for name in step.writes}
-    empty = dict(_tensors(model))
-    shared = _shared(model, last)
-    for number, step in enumerate(steps):
-        if step.init is None:
-            continue
-        for name in step.writes:
-            if _tensor_at(model, name).is_meta:
-                _put(model, name, _memory_for(empty[name]))
+
+    def __init__(self, model: nn.Module, steps: list[_Step]) -> None:
+        self._model, self._steps = model, steps
+        self._empty = dict(_tensors(model))
+        self._first = _first_names(model)
+        self._names: dict[str, list[str]] = {}
+        for name, first in self._first.items():
+            self._names.setdefault(first, []).append(name)
+        self._kind: dict[str, int] = {}
+        self._writers: dict[str, list[int]] = {}  # the steps that write a name
+        for number, step in enumerate(steps):
+            for name in step.writes:
+                self._kind[self._first[name]] = step.kind
+                self._writers.setdefault(name, []).append(number)
+        self._until = {
+            self._first[name]: number
+            for number, step in enumerate(steps)
+            for name in step.writes
+            if self._is_kept(step, name)
+        }
+        self._generator: dict[int, torch.Tensor] = {}  # its state before each step
+
+    def store(self, take: Callable[[str, torch.Tensor], None]) -> None:
+        """Run all, and hand every tensor on as soon as no later step writes it."""
+        for number, step in enumerate(self._steps):
+            if step.init is None:
+                continue
+            self._generator[number] = torch.get_rng_state()
+            for name in step.writes:
+                if _tensor_at(self._model, name).is_meta:
+                    self._put(step, name, self._earlier(number, name))
+            step.init(step.module)
+            for name in step.writes:
+                kept, first = self._is_kept(step, name), self._first[name]
+                if kept and self._until[first] > number:
+                    continue
+                value = _tensor_at(self._model, name)
+                if kept and not value.is_meta:  # one of several names has been handed on
+                    take(first, value.detach())
+                self._put(step, name, self._empty[name])
+
+    def _is_kept(self, step: _Step, name: str) -> bool:
+        """Whether what a step writes here counts. Constructors of modules that share a tensor each
+        draw their own, of which the first one's counts; afterwards they share it.
+        """
+        first = self._first[name]
+        return step.kind == self._kind[first] and (step.kind == USER or first == name)
+
+    def _put(self, step: _Step, name: str, tensor: torch.Tensor) -> None:
+        for each in self._names[self._first[name]] if step.kind == USER else (name,):
+            _put(self._model, each, tensor)
+
+    def _earlier(self, number: int, name: str) -> torch.Tensor:
+        """Return the memory that a step writes to: with the numbers of steps before it where it may
+        read them.
+        """
+        step, first = self._steps[number], self._first[name]
+        memory = _memory_for(self._empty[name])
+        if name in step.over or not self._is_kept(step, name):
+            return memory
+        generator = torch.get_rng_state()
+        for writer in self._writers.get(first, ()):
+            if self._steps[writer].kind < step.kind:
+                torch.set_rng_state(self._generator[writer])
+                memory = self._again(self._steps[writer], first, memory)
+        torch.set_rng_state(generator)
+        return memory
+
+    def _again(self, step: _Step, name: str, memory: torch.Tensor) -> torch.Tensor:
+        """Run a step once more, for one of the tensors that it writes."""
+        assert step.init is not None
+        held = {n: _tensor_at(self._model, n) for n in step.writes}
+        for n in step.writes:
+            _put(self._model, n, memory if n == name else _memory_for(self._empty[n]))
         step.init(step.module)
-        for name in step.writes:
-            if not step.drawn and until[name] == number and shared.get(name, name) == name:
-                take(name, _tensor_at(model, name).detach())
-            if step.drawn or until[name] == number:
-                _put(model, name, empty[name])
+        memory = _tensor_at(self._model, name)
+        for n, tensor in held.items():
+            _put(self._model, n, tensor)
+        return memory
 
 
 def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,12 +319,10 @@ def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(memory, False) if isinstance(tensor, nn.Parameter) else memory
 
 
-def _shared(model: nn.Module, last: bool) -> dict[str, str]:
-    """Return for each name of a tensor that name whose module draws the numbers that count."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in _tensors(model):
-        groups.setdefault(id(tensor), []).append(name)
-    return {name: names[-1 if last else 0] for names in groups.values() for name in names}
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return for each name of a tensor the first of its names."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in _tensors(model)}
 
 
 def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:
