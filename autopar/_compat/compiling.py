@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.errors import PlanError
@@ -37,28 +37,38 @@ def derive(
     compiler: Callable[..., Any],
     partition: Callable[..., Any],
     decompositions: dict[Any, Any] | None = None,
+    *,
+    keeps_saved: bool = True,
 ) -> Callable[..., Any]:
     """What runs the graphs that AOTAutograd derives from `module` for such values, cut in two by
     `partition`, each made runnable by `compiler(graph, example_inputs)`. Both are compiled before
     this returns: torch would otherwise compile the backward when it is first run, where a rank
     that fails leaves the others waiting. Where a script compiles the call of backward(), dynamo
-    leaves them alone.
+    leaves them alone. `keeps_saved`: the backward writes to no value that the forward saved, so
+    that it may run again, after `backward(retain_graph=True)`.
     """
 
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._guards import TracingContext, detect_fake_mode, tracing
 
     def apart(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         run = compiler(gm, example_inputs)
         made: Callable[..., Any] = torch.compiler.disable(run)
         return takes_a_list(made) if getattr(run, "_boxed_call", False) else made
 
-    with config.patch(force_non_lazy_backward_lowering=True):
+    def backward(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        metadata: Any = context.fw_metadata
+        metadata.bw_donated_idxs = []  # what AOTAutograd lets a compiler overwrite
+        return apart(gm, example_inputs)
+
+    context = TracingContext(detect_fake_mode(values) or FakeTensorMode())
+    with config.patch(force_non_lazy_backward_lowering=True), tracing(context):
         return aot_module_simplified(
             module,
             list(values),
             fw_compiler=apart,
-            bw_compiler=apart,
+            bw_compiler=backward if keeps_saved else apart,
             partition_fn=partition,
             decompositions=decompositions,
         )

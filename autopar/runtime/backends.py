@@ -196,7 +196,9 @@ class Scheduled:
         self.forward, self.backward, self._above = None, None, 0.0
         module = tagged(self.module)  # values that the plan recomputes are not saved
         module, self._late = as_constants(module, self._constant)
-        run = derive(module, values, self._compiled, self._partition, decompositions)
+        keeps = self.backend != "inductor"  # which reuses the memory of what was saved
+        compiling = self._compiled, self._partition, decompositions
+        run = derive(module, values, *compiling, keeps_saved=keeps)
         if self.forward is None and self._late:  # the scalar is no loss
             self._constant = frozenset()
             return self.derived(values)
@@ -207,9 +209,8 @@ class Scheduled:
         torch.compile is called with tensors, whatever calling convention it declares.
         """
         backward = gm is not self.forward
-        return guarded(
-            self._unguarded(gm, example_inputs, backward), "backward" if backward else "forward"
-        )
+        run = self._unguarded(gm, example_inputs, backward)
+        return guarded(run, "backward") if backward else guarded(_without_views(run), "forward")
 
     def _unguarded(
         self, gm: fx.GraphModule, example_inputs: Any, backward: bool
@@ -294,6 +295,18 @@ def _erase_unused(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not writes(node):
             graph.erase_node(node)
+
+
+def _without_views(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same forward, of whose results autograd knows none as a view: a script may write
+    over what it is handed.
+    """
+
+    def call(*values: Any) -> Any:
+        results = run(*values)
+        return [x.detach() if isinstance(x, torch.Tensor) and x._is_view() else x for x in results]
+
+    return takes_a_list(call) if getattr(run, "_boxed_call", False) else call
 
 
 def _make_boxed(gm: fx.GraphModule, within: Callable[[], Any]) -> Callable[..., Any]:

@@ -22,16 +22,14 @@ from autopar._compat import not_compiled
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.program import Input, Program, without_autocast
-from autopar.ops.devices import filled
+from autopar.ir.program import Program, without_autocast
 from autopar.passes.trace.signature import NO_GENERATION
-from autopar.runtime.apply import to_dtensor
 from autopar.runtime.profiler import MeasuredStep
 from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
 from autopar.runtime.training.initialize import init_weights
 from autopar.runtime.training.inputs_watch import InputsWatch
 from autopar.runtime.training.other_calls import OtherCalls
-from autopar.runtime.training.parts import hold
+from autopar.runtime.training.parts import hold, own_tensors
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
 from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.runtime.training.stored import StoredTensors, cut_state
@@ -92,9 +90,7 @@ class ParallelModule(nn.Module):
         self._others = others
         others.begin(self._first, self._watch)
         self._layout_of = self._first.layouts_of_parameters()
-        named = dict(
-            pair for entry in program.signature.inputs for pair in self._hold(entry, tensors)
-        )
+        named = dict(own_tensors(self, self._first, tensors))
         self._take(named)
         for name, part in others.parts():
             self.add_module(name, part)
@@ -107,43 +103,6 @@ class ParallelModule(nn.Module):
         self.train(program.signature.training)
 
     # -- its tensors -------------------------------------------------------------------------------
-    def _hold(
-        self, entry: Input, tensors: Mapping[str, torch.Tensor]
-    ) -> list[tuple[str, tuple[torch.Tensor, bool]]]:
-        """Return a parameter or buffer, and whether it is saved in state_dict, for every name that
-        the original model has for it. Coordinates and constants are registered at once.
-        """
-        if entry.kind == "coordinate":
-            place = filled((1,), self._coordinate[entry.target], self._device)
-            self.register_buffer(entry.node, place, persistent=False)
-            return []
-        if entry.kind not in ("parameter", "buffer", "constant"):
-            return []
-        unsharded = tensors[entry.target].detach()
-        if entry.kind == "constant":
-            self.register_buffer(entry.node, self._own_copy(unsharded), persistent=False)
-            return []
-        tensor: torch.Tensor
-        if entry.kind == "parameter":
-            layout = self._layouts[entry.node]
-            local = self._to_device(layout.cut(unsharded, self._coordinate))
-            tensor = nn.Parameter(
-                to_dtensor(local, layout, self._device_mesh), requires_grad=entry.trainable
-            )
-        else:
-            tensor = self._own_copy(unsharded)
-        return [(name, (tensor, entry.persistent)) for name in entry.names or (entry.target,)]
-
-    def _own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        on_device = tensor.device == self._device
-        return tensor.clone() if on_device else self._to_device(tensor)
-
-    def _to_device(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on this rank's device; a meta tensor becomes memory without numbers."""
-        return (
-            torch.empty_like(part, device=self._device) if part.is_meta else part.to(self._device)
-        )
-
     def _take(self, names: Iterable[str]) -> None:
         """Raise PlanError where the model has a name that this module needs for itself."""
         for name in names:
@@ -186,6 +145,14 @@ class ParallelModule(nn.Module):
         twin._copies = itertools.count()
         twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
         return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise InputError: what pickle would write hangs on this process and its groups."""
+        raise InputError(
+            "a ParallelModule cannot be pickled, as it belongs to the process groups of this run: "
+            "save par.state_dict(), par.save_pretrained(folder) or autopar.Checkpoints, and "
+            "parallelize the model anew where it is loaded"
+        )
 
     def layout(self, name: str) -> Layout:
         """Return the stored layout of a parameter, by any of its names; else raise InputError.

@@ -4,17 +4,24 @@ of its parameters and run nothing themselves.
     par.blocks[0].attention.weight    # a DTensor
     par.blocks[0](x)                  # InputError: it runs within the parallel model alone
 
-A hook on one of them would never be called, so each is refused. runtime/module.py makes them.
+A hook on one of them would never be called, so each is refused. The tensors of a model and the
+graph of its plan enter, `own_tensors` gives the rank's part of each, and `hold` registers it.
+runtime/module.py calls them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from autopar.errors import InputError
+from autopar.ir.program import Input
+from autopar.ops.devices import filled
+from autopar.runtime.apply import to_dtensor
+from autopar.runtime.training.step_graph import StepGraph
 
 
 class Part(nn.Module):
@@ -83,3 +90,39 @@ def hold(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> 
         module.register_parameter(last, tensor)
     else:
         module.register_buffer(last, tensor, persistent=persistent)
+
+
+def own_tensors(
+    root: nn.Module, graph: StepGraph, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, tuple[torch.Tensor, bool]]]:
+    """Yield the rank's part of each parameter and buffer, and whether it is saved in state_dict, by
+    every name that the original has for it. Coordinates and constants are registered on `root`.
+    """
+    for entry in graph.signature.inputs:
+        if entry.kind == "coordinate":
+            place = filled((1,), graph.coordinate[entry.target], graph.device)
+            root.register_buffer(entry.node, place, persistent=False)
+        elif entry.kind in ("parameter", "buffer", "constant"):
+            tensor = _own_tensor(entry, graph, tensors[entry.target].detach())
+            if entry.kind == "constant":
+                root.register_buffer(entry.node, tensor, persistent=False)
+                continue
+            for name in entry.names or (entry.target,):
+                yield name, (tensor, entry.persistent)
+
+
+def _own_tensor(entry: Input, graph: StepGraph, unsharded: torch.Tensor) -> torch.Tensor:
+    """Return the rank's part of a parameter, or its own copy of another tensor, on its device; a
+    meta tensor becomes memory without numbers.
+    """
+    layout = graph.program.layouts[entry.node] if entry.kind == "parameter" else None
+    part = unsharded if layout is None else layout.cut(unsharded, graph.coordinate)
+    if part.is_meta:
+        part = torch.empty_like(part, device=graph.device)
+    elif part.device != graph.device:
+        part = part.to(graph.device)
+    elif layout is None:
+        part = part.clone()
+    if layout is None:
+        return part
+    return nn.Parameter(to_dtensor(part, layout, graph.device_mesh), requires_grad=entry.trainable)
