@@ -13,6 +13,7 @@ from autopar.errors import (
 )
 from autopar.ir.graph import listing
 from autopar.ir.plan import Plan
+from autopar.ops.rules.user_rules import rule
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.runtime.dynamo_backend import backend
 from autopar.runtime.module import ParallelModule
@@ -45,5 +46,6 @@ __all__ = [
     "listing",
     "parallelize",
     "plan",
+    "rule",
     "verify",
 ]

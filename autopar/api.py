@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,8 +45,8 @@ from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, ParallelModule
 from autopar.runtime.original import compare_original
 from autopar.runtime.reference import to_float64
-from autopar.runtime.training.deferred import Deferred
 from autopar.runtime.training.other_calls import OtherCalls, skeleton_of
+from autopar.runtime.training.parts import Deferred
 from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks
 
@@ -212,7 +212,7 @@ def parallelize(
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
     outputs: Outputs = "replicated",
-) -> nn.Module:
+) -> ParallelModule:
     """Return `model` on the running ranks: plan and apply in one. Collective. Rank 0 searches, the
     others receive its plan; if a rank fails, all raise.
 
@@ -237,7 +237,10 @@ def parallelize(
         wanted = layout, backend, memory, optimizer, recompute, overlap, reduce_dtype
         last = sync_parameters, place, outputs
         if inputs is None:
-            return Deferred(lambda values: parallelize(model, world, values, *wanted, *last))
+            later = Deferred(
+                lambda values: parallelize(model, world, values, *wanted, *last), ParallelModule
+            )
+            return cast(ParallelModule, later)  # it has the same face
         return _plan_and_apply(model, world, inputs, *wanted, *last)
 
 

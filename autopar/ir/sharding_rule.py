@@ -165,7 +165,7 @@ def rule(
     product: str | None = None,
 ) -> None:
     """Add one line to TABLE; the module's docstring explains the notation."""
-    line = _Pattern(target, pattern)
+    line = Pattern(target, pattern)
 
     def build(node: fx.Node) -> OpShardingRule:
         operands, results, sizes = line.fitted(node)
@@ -193,7 +193,7 @@ def rule(
 Fitted = tuple[tuple[Dims | None, ...], tuple[Dims, ...], dict[str, int]]
 
 
-class _Pattern:
+class Pattern:
     """The parsed pattern of one line of TABLE."""
 
     def __init__(self, target: Any, text: str) -> None:

@@ -31,9 +31,8 @@ from autopar.runtime.training.inputs_watch import InputsWatch
 from autopar.runtime.training.other_calls import OtherCalls
 from autopar.runtime.training.parts import hold, own_tensors
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
-from autopar.runtime.training.step_graph import Seed, StepGraph
+from autopar.runtime.training.step_graph import Seed, StepGraph, timelines
 from autopar.runtime.training.stored import StoredTensors, cut_state
-from autopar.runtime.training.timelines import timelines
 from autopar.world import ranks
 
 _RESERVED_NAMES = ("graph", "graphs", "plan")

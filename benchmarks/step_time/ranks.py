@@ -23,7 +23,7 @@ import torch.distributed as dist
 import autopar
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.calibrate_on_ranks import calibrate_on_ranks
-from autopar.runtime.training.timelines import timelines
+from autopar.runtime.training.step_graph import timelines
 from autopar.world import ranks as autopar_ranks
 from benchmarks.cluster import sent_bytes
 from benchmarks.models import SUBJECTS, Subject

@@ -269,3 +269,14 @@ def test_options_of_the_command_line_that_cannot_be_meant() -> None:
         command = ["plan", "test_misuse:tiny", "--ranks", "2", option]
         result = CliRunner().invoke(main.app, command)
         assert result.exit_code == 2 and f"optimizer is '{says}'" in result.stderr
+
+
+def test_a_model_that_is_planned_later_has_the_face_of_one_that_is_planned() -> None:
+    par = autopar.parallelize(nn.Linear(8, 16), 1)
+    with pytest.raises(InputError, match="its loader are known after the first call"):
+        par.loader(torch.ones(10, 8))
+    with pytest.raises(AttributeError):
+        _ = par.fc
+    par(torch.ones(4, 8))
+    assert par.plan.world.ranks == 1 and par.rows() == slice(0, 4)
+    par.load_weights  # noqa: B018

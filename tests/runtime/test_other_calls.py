@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import InputError
 from autopar.runtime.training import other_calls
-from autopar.runtime.training.other_calls import CallKey, Skeleton, skeleton_of
+from autopar.runtime.training.other_calls import Skeleton, skeleton_of
+from autopar.runtime.training.step_graph import CallKey
 from launch import RANK_SCRIPTS, environment, launched
 
 LAYOUTS = [("fsdp",), pytest.param(("megatron", "auto"), marks=pytest.mark.slow)]

@@ -63,7 +63,9 @@ class Trial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Op:
+class TrialOp:
+    """A function of tensors that is tried."""
+
     call: Call
     asked: tuple[bool, ...]  # operands whose gradient is compared
 
@@ -133,7 +135,7 @@ def _without_logging() -> Iterator[None]:
 def _find_rule(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
     shapes, mode = [shape_of(v) for v in values], strict_fake_mode()
     samples = [_sample(v, i, positive=False) for i, v in enumerate(values)]
-    op = _Op(call, _takes_gradients(call, mode, samples))
+    op = TrialOp(call, _takes_gradients(call, mode, samples))
     imagined = op.imagine(mode, samples, shapes)
     if imagined is None:
         return None
@@ -142,7 +144,7 @@ def _find_rule(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
     if not factors:
         return None
     rule = _rule_of_factors(shapes, [shape_of(r) for r in imagined.results], factors)
-    return replace(rule, nonlinear=not all(_is_linear(op, trial) for trial in trials))
+    return replace(rule, nonlinear=not all(gradients_add_up(op, trial) for trial in trials))
 
 
 def differing_results(call: Call, values: Sequence[Tensor]) -> list[int]:
@@ -150,7 +152,7 @@ def differing_results(call: Call, values: Sequence[Tensor]) -> list[int]:
     operands; an empty list where it cannot be tried.
     """
     samples = [_sample(v, i, positive=False).to(v.dtype) for i, v in enumerate(values)]
-    op = _Op(call, (False,) * len(samples))
+    op = TrialOp(call, (False,) * len(samples))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             if op.imagine(strict_fake_mode(), samples, [shape_of(x) for x in samples]) is None:
@@ -184,7 +186,7 @@ def _takes_gradients(call: Call, mode: FakeTensorMode, samples: list[Tensor]) ->
     return tuple(is_float and takes_gradient(place) for place, is_float in enumerate(floats))
 
 
-def _run_trials(op: _Op, values: Sequence[Tensor], imagined: Outcome) -> list[Trial]:
+def _run_trials(op: TrialOp, values: Sequence[Tensor], imagined: Outcome) -> list[Trial]:
     """Return trials with random operands; none if a second run differs, or if fake tensors have
     other shapes.
     """
@@ -193,7 +195,7 @@ def _run_trials(op: _Op, values: Sequence[Tensor], imagined: Outcome) -> list[Tr
         samples = [_sample(v, 100 * seed + i, positive=seed == 1) for i, v in enumerate(values)]
         cotangents = [_cotangent(r, 7000 + i, scale) for i, r in enumerate(imagined.results)]
         uncut, again = op.run(samples, cotangents), op.run(samples, cotangents)
-        if not _same_form(uncut, imagined) or not _all_near(uncut.tensors, again.tensors):
+        if not _same_form(uncut, imagined) or not all_near(uncut.tensors, again.tensors):
             return []
         if not any(bool(t.isnan().any()) for t in uncut.tensors):  # nan is nan: proves nothing
             trials.append(Trial(samples, cotangents, uncut))
@@ -227,7 +229,7 @@ def _same_form(made: Outcome, imagined: Outcome) -> bool:
     return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
-def _all_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+def all_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(_near(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -243,7 +245,7 @@ def _near(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=rounding * largest, equal_nan=True)
 
 
-def _is_linear(op: _Op, trial: Trial) -> bool:
+def gradients_add_up(op: TrialOp, trial: Trial) -> bool:
     """Whether the gradients for two parts of a cotangent add up to that for their sum. If not, no
     rank may run the backward on a part.
     """
@@ -251,12 +253,12 @@ def _is_linear(op: _Op, trial: Trial) -> bool:
     remainder = [c - p for c, p in zip(trial.cotangents, part, strict=True)]
     sides = [op.run(trial.operands, cotangents).gradients for cotangents in (part, remainder)]
     added = [a + b for a, b in zip(*sides, strict=True) if a is not None and b is not None]
-    return _all_near(added, [g for g in trial.whole.gradients if g is not None])
+    return all_near(added, [g for g in trial.whole.gradients if g is not None])
 
 
 # -- factors ---------------------------------------------------------------------------------------
 def _factors(
-    op: _Op, mode: FakeTensorMode, trials: Sequence[Trial], shapes: Sequence[tuple[int, ...]]
+    op: TrialOp, mode: FakeTensorMode, trials: Sequence[Trial], shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[Cuts, Cuts]]:
     """Yield (dim of each operand, dim of each result) of every factor; no dim belongs to two."""
     used: set[tuple[str, int, int]] = set()
@@ -280,7 +282,7 @@ def _combinations(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[Cuts
 
 
 def _commutes(
-    op: _Op, mode: FakeTensorMode, trials: Sequence[Trial], cuts: Cuts, size: int
+    op: TrialOp, mode: FakeTensorMode, trials: Sequence[Trial], cuts: Cuts, size: int
 ) -> Cuts | None:
     """Return the dim on which each result comes out cut when the operands are; None if one does
     not, or if a gradient is wrong.
@@ -309,7 +311,7 @@ def _commutes(
     return result_cuts
 
 
-def _agrees(op: _Op, trial: Trial, parts: Sequence[Tensor], cuts: Cuts, made: Cuts) -> bool:
+def _agrees(op: TrialOp, trial: Trial, parts: Sequence[Tensor], cuts: Cuts, made: Cuts) -> bool:
     """Whether the runs on these parts give the parts of the uncut results and gradients, and
     gradients of uncut operands that add up.
     """
@@ -324,11 +326,11 @@ def _agrees(op: _Op, trial: Trial, parts: Sequence[Tensor], cuts: Cuts, made: Cu
         expected = [_take(g, dim, index) for _, g, dim in rows if g is not None and dim is not None]
         sliced = [g for g, _, dim in rows if g is not None and dim is not None]
         results = _slices(trial.whole.results, made, index)
-        if not _all_near([*outcome.results, *sliced], [*results, *expected]):
+        if not all_near([*outcome.results, *sliced], [*results, *expected]):
             return False
         terms = [g for g, _, dim in rows if _uncut(g, dim)]
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
-    return _all_near(sums, [g for g, dim in zip(gradients, cuts, strict=True) if _uncut(g, dim)])
+    return all_near(sums, [g for g, dim in zip(gradients, cuts, strict=True) if _uncut(g, dim)])
 
 
 def _uncut(gradient: Tensor | None, dim: int | None) -> TypeGuard[Tensor]:

@@ -19,9 +19,9 @@ import dataclasses
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from autopar._compat import pytree
 from autopar.cost.memory import Budget, Recompute
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
-from autopar.ir.program import Autocast, Program, autocast_text, under_autocast
+from autopar.ir.program import Program
 from autopar.ops.devices import filled
 from autopar.planner.planner import Call, PlanContext
 from autopar.planner.request import PlanRequest
@@ -39,45 +39,11 @@ from autopar.runtime.apply import build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.training.inputs_watch import InputsWatch
 from autopar.runtime.training.parts import mirror
-from autopar.runtime.training.step_graph import StepGraph
+from autopar.runtime.training.step_graph import CallKey, StepGraph
 from autopar.world import ranks
 from autopar.world.world import say_once
 
 MOST = 8  # graphs besides the training one
-
-
-class CallKey(NamedTuple):
-    """What tells calls apart that need graphs of their own. `leaves`: shape, dtype and gradient of
-    every tensor, type and value of everything else.
-    """
-
-    training: bool
-    gradients: bool
-    autocast: Autocast
-    structure: pytree.TreeSpec
-    leaves: tuple[Hashable, ...]
-
-    @staticmethod
-    def of(training: bool, device: torch.device, args: Any, kwargs: Any) -> CallKey:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        recorded = torch.is_grad_enabled()
-        looks = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad and recorded)
-            if isinstance(x, torch.Tensor)
-            else (type(x), x)
-            for x in leaves
-        )
-        return CallKey(training, recorded, under_autocast((device.type,)), structure, looks)
-
-    def __str__(self) -> str:
-        tensors = [look for look in self.leaves if isinstance(look, tuple) and len(look) == 3]
-        shapes = ", ".join(
-            f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in tensors
-        )
-        mode = "train" if self.training else "eval"
-        gradients = "" if self.gradients else " without gradients"
-        cast = f" under {autocast_text(self.autocast)}" if self.autocast else ""
-        return f"{mode} mode{gradients}{cast}, inputs {shapes or 'none'}"
 
 
 # -- the model without its numbers -----------------------------------------------------------------

@@ -1,17 +1,18 @@
-"""The modules below a ParallelModule: those of the original by name and place, which hold the parts
-of its parameters and run nothing themselves.
+"""Modules that stand for others. Those below a ParallelModule stand for the original's by name and
+place, hold the parts of its parameters, and run nothing themselves.
 
     par.blocks[0].attention.weight    # a DTensor
     par.blocks[0](x)                  # InputError: it runs within the parallel model alone
 
 A hook on one of them would never be called, so each is refused. The tensors of a model and the
 graph of its plan enter, `own_tensors` gives the rank's part of each, and `hold` registers it.
-runtime/module.py calls them.
+runtime/module.py calls them. `Deferred` stands for a ParallelModule before its plan: what
+`autopar.parallelize` returns without inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +21,11 @@ from torch import nn
 from autopar.errors import InputError
 from autopar.ir.program import Input
 from autopar.ops.devices import filled
+from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.training.step_graph import StepGraph
+
+_LATER = "are known after the first call; or give `inputs` to parallelize"
 
 
 class Part(nn.Module):
@@ -126,3 +130,55 @@ def _own_tensor(entry: Input, graph: StepGraph, unsharded: torch.Tensor) -> torc
     if layout is None:
         return part
     return nn.Parameter(to_dtensor(part, layout, graph.device_mesh), requires_grad=entry.trainable)
+
+
+class Deferred(nn.Module):
+    """A model that is planned at its first call, with that call's inputs: `make` returns the
+    ParallelModule, which takes its place within. `face`: what has the names that it will have.
+    """
+
+    def __init__(self, make: Callable[[Any], nn.Module], face: type[nn.Module]) -> None:
+        super().__init__()
+        self._make, self._face = make, face
+        self.module: nn.Module | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plan_once(args, kwargs)(*args, **kwargs)
+
+    def timeline(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what ParallelModule.timeline does; it counts as the first call."""
+        return self._plan_once(args, kwargs).timeline(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise InputError, as a ParallelModule does."""
+        raise InputError(NO_GENERATION)
+
+    def _plan_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.module is None:
+            if args and kwargs:
+                raise InputError(
+                    "the first call takes all inputs by position or all by name; or give `inputs` "
+                    "to parallelize"
+                )
+            self.module = self._make(kwargs or args)
+        return self.module
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the ParallelModule has by this name, once there is one; before that raise
+        InputError.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            if self.module is not None:
+                return getattr(self.module, name)
+            if name in ("plan", "graph", "graphs") or hasattr(self._face, name):
+                raise InputError(f"the model's plan and its {name} {_LATER}") from None
+            raise
+
+    def parameters(self, recurse: bool = True) -> Any:
+        if self.module is None:
+            raise InputError(f"the parameters {_LATER}")
+        return self.module.parameters(recurse)

@@ -4,15 +4,15 @@ its results those of the model.
 Example: for `par(tokens)` on 4 ranks, `values` gives every parameter's own part, this rank's rows
 of the tokens and the rank's coordinates, `run` runs the graph on them, and `outputs` makes DTensors
 of what it returns. A ParallelModule has a graph for training, and one for each other kind of call
-(runtime/training/other_calls.py).
+(runtime/training/other_calls.py), told apart by its CallKey. `timelines` says how its steps run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,14 +20,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree, without_modes
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
-from autopar.ir.program import Autocast, Input, Program, under_autocast
+from autopar.ir.program import (
+    Autocast,
+    Input,
+    Program,
+    autocast_text,
+    under_autocast,
+    without_autocast,
+)
 from autopar.ops.devices import default_generator, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import as_planned_call
 from autopar.runtime.apply import placements, to_dtensor, to_local
+from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
+from autopar.world import ranks
 
 _SEEDS = 1 << 62  # seeds are below
 
@@ -67,6 +76,40 @@ class Seed:
                 return False
             torch.rand((), device=device, generator=generator)
         return True
+
+
+class CallKey(NamedTuple):
+    """What tells calls apart that need graphs of their own. `leaves`: shape, dtype and gradient of
+    every tensor, type and value of everything else.
+    """
+
+    training: bool
+    gradients: bool
+    autocast: Autocast
+    structure: pytree.TreeSpec
+    leaves: tuple[Hashable, ...]
+
+    @staticmethod
+    def of(training: bool, device: torch.device, args: Any, kwargs: Any) -> CallKey:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        recorded = torch.is_grad_enabled()
+        looks = tuple(
+            (tuple(x.shape), x.dtype, x.requires_grad and recorded)
+            if isinstance(x, torch.Tensor)
+            else (type(x), x)
+            for x in leaves
+        )
+        return CallKey(training, recorded, under_autocast((device.type,)), structure, looks)
+
+    def __str__(self) -> str:
+        tensors = [look for look in self.leaves if isinstance(look, tuple) and len(look) == 3]
+        shapes = ", ".join(
+            f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in tensors
+        )
+        mode = "train" if self.training else "eval"
+        gradients = "" if self.gradients else " without gradients"
+        cast = f" under {autocast_text(self.autocast)}" if self.autocast else ""
+        return f"{mode} mode{gradients}{cast}, inputs {shapes or 'none'}"
 
 
 class StepGraph:
@@ -246,3 +289,31 @@ def _differ(value: Any, planned: Any) -> bool:
     graphs, and a tensor equals no number.
     """
     return type(value) is not type(planned) or value != planned
+
+
+def timelines(module: Any, times: int, args: Any, kwargs: Any) -> list[MeasuredStep]:
+    """Return the timelines of `times` steps of a ParallelModule. Collective. Raises InputError as a
+    call does, PlanError on GPUs.
+    """
+    device = module.device
+    if device.type != "cpu":
+        raise PlanError(
+            f"a timeline is read off what the CPU does, and this step runs on {device}: "
+            "what runs on its streams would not be seen. Profile the step with torch.profiler "
+            "and its CUDA activity"
+        )
+    ranks.agree("call", str(CallKey.of(module.training, device, args, kwargs)))
+    graph, leaves = module._graph_for(args, kwargs)
+    ranks.together("reading the inputs", lambda: graph.values(leaves, module))
+    with restore_after(module):
+        return measure_step(graph.run, lambda run: _step(module, graph, run, leaves), times)
+
+
+def _step(module: Any, graph: StepGraph, run: Callable[..., Any], leaves: list[Any]) -> None:
+    module.zero_grad()
+    with phase("forward"):
+        values = graph.values(leaves, module)
+        with without_autocast(graph.autocast):
+            results = graph.outputs(run(*values), module)
+    with phase("backward"):
+        backward(results)
