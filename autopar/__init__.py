@@ -16,6 +16,7 @@ from autopar.ir.plan import Plan
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.runtime.dynamo_backend import backend
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.training.adapters import fabric_strategy, prepare
 from autopar.runtime.training.checkpoint import Checkpoints
 from autopar.runtime.verify import Check
 from autopar.world import Device, Level, World
@@ -42,8 +43,10 @@ __all__ = [
     "WorldError",
     "apply",
     "backend",
+    "fabric_strategy",
     "listing",
     "parallelize",
     "plan",
+    "prepare",
     "verify",
 ]
