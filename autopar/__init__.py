@@ -17,6 +17,7 @@ from autopar.ops.rules.user_rules import rule
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.runtime.dynamo_backend import backend
 from autopar.runtime.module import ParallelModule
+from autopar.runtime.training.adapters import fabric_strategy, prepare
 from autopar.runtime.training.checkpoint import Checkpoints
 from autopar.runtime.verify import Check
 from autopar.world import Device, Level, World
@@ -43,9 +44,11 @@ __all__ = [
     "WorldError",
     "apply",
     "backend",
+    "fabric_strategy",
     "listing",
     "parallelize",
     "plan",
+    "prepare",
     "rule",
     "verify",
 ]

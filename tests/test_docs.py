@@ -10,16 +10,20 @@ import io
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
+from torch.distributed.run import get_args_parser
 
 import autopar
 
 DOCS = Path(__file__).parent.parent / "docs"
+EXAMPLES = DOCS.parent / "examples"
 PAGES = [path for path in sorted(DOCS.glob("*.md")) if "```python" in path.read_text()]
 
 
@@ -129,6 +133,32 @@ def test_pages_build_and_their_links_lead_somewhere(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stderr[-4000:]
     assert (tmp_path / "api.html").is_file()
+
+
+def torchrun_commands() -> list[list[str]]:
+    """The words after each torchrun of the page on several machines and of its Slurm script."""
+    page = (DOCS / "multi-node.md").read_text()
+    texts = re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    texts.append((EXAMPLES / "slurm.sbatch").read_text())
+    lines = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
+    commands = [re.match(r"(?:srun [^#]*?)?torchrun (.*)", line) for line in lines]
+    return [shlex.split(command[1]) for command in commands if command]
+
+
+def test_torchrun_takes_the_commands_for_several_machines() -> None:
+    assert len(torchrun_commands()) == 5
+    for words in torchrun_commands():
+        options = get_args_parser().parse_args(words)
+        assert options.rdzv_backend == "c10d" and options.rdzv_endpoint.endswith(":29500")
+        assert options.module or (DOCS.parent / options.training_script).is_file()
+
+
+def test_scripts_for_queues_are_well_formed() -> None:
+    subprocess.run(["bash", "-n", str(EXAMPLES / "slurm.sbatch")], check=True)
+    job = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    program, script, *_ = container["command"]
+    assert program == "torchrun" and (DOCS.parent / script).is_file()
 
 
 def test_blocks_are_found() -> None:

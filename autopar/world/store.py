@@ -16,6 +16,7 @@ import atexit
 import itertools
 import json
 import math
+import os
 import threading
 import time
 import weakref
@@ -61,7 +62,7 @@ class Pulse:
     @property
     def store(self) -> Store:
         """The store of the running group. Nothing may wait in it, or signs of life are held up."""
-        return _compat.default_store()
+        return of_this_attempt(_compat.default_store())
 
     def is_of(self, world: Any) -> bool:
         """Whether this was made for that process group."""
@@ -159,6 +160,17 @@ def _end_at_exit() -> None:
 def _end_pulse() -> None:
     if _current is not None:
         _current.end()
+
+
+def of_this_attempt(store: Store) -> Store:
+    """Return a store without what the ranks of an earlier attempt wrote. torchrun keeps one store
+    for all attempts, unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is 1: the ranks that it starts again
+    would find the values of those that are gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store)
 
 
 def _key(rank: int) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,18 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def launched(
-    folder: Path, ranks: int, *tasks: str, script: str = "train_ranks.py", seconds: int = SECONDS
+    folder: Path,
+    ranks: int,
+    *tasks: str,
+    script: str = "train_ranks.py",
+    seconds: int = SECONDS,
+    options: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What `ranks` processes of a script of rank_scripts/ saw in these tasks."""
+    """What `ranks` processes of a script of rank_scripts/ saw in these tasks; `options` are
+    torchrun's.
+    """
     out = folder / "facts.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
     process = subprocess.Popen(
         [*torchrun, "--nproc-per-node", str(ranks), str(RANK_SCRIPTS / script), str(out), *tasks],
         stdout=subprocess.PIPE,
