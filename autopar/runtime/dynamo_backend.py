@@ -35,6 +35,7 @@ from autopar.runtime.apply import agree_on_request, build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS
 from autopar.runtime.training.inputs_watch import InputsWatch
+from autopar.runtime.training.step_graph import Seed
 from autopar.world import World, ranks
 
 Run = Callable[..., Any]
@@ -209,6 +210,17 @@ class _CapturedGraph:
         return _PlannedGraph(context, run, places, input_places)
 
 
+class _Starts(Seed):
+    """The seed from which the graphs of a device have started, and how often."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, device)
+        self.times = 0
+
+
+_STARTS: dict[torch.device, _Starts] = {}
+
+
 class _PlannedGraph:
     """A planned graph, called with all values of the captured one: parameters, buffers and inputs
     are the script's own tensors.
@@ -223,10 +235,9 @@ class _PlannedGraph:
         self.program = dataclasses.replace(program, tensors=constants)
         self.run, self.places, self.input_places = run, places, input_places
         self.own = program.plan.mesh.coordinate(ranks.rank())
-        # no two graphs draw the same random numbers, all ranks draw alike
-        seed, number = torch.initial_seed() + (next(_GRAPH_NUMBERS) << 48), next(NUMBERS)
-        seed, number = ranks.from_rank_0((seed, number))
-        self.seed, self.watch = seed % (1 << 62), InputsWatch(str(number))
+        self.draws = any(entry.kind == "seed" for entry in program.signature.inputs)
+        self.number, number = ranks.from_rank_0((next(_GRAPH_NUMBERS), next(NUMBERS)))
+        self.watch, self.seed, self.starts = InputsWatch(str(number)), 0, 0
         self.mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
 
     def __call__(self, values: Sequence[Any]) -> Any:
@@ -236,6 +247,8 @@ class _PlannedGraph:
         exact = [
             x for x in input_values if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)
         ]
+        if self.draws:
+            self._renew_seed(device)
         self.watch.count_call(exact)
         signature = self.program.signature
         with without_autocast(signature.autocast):
@@ -249,6 +262,19 @@ class _PlannedGraph:
             else:
                 leaves.append(value)
         return pytree.tree_unflatten(leaves, signature.out_spec)
+
+    def _renew_seed(self, device: Any) -> None:
+        """Start anew after torch.manual_seed, as every graph of this process does. No two graphs
+        draw the same numbers, and all ranks draw alike.
+        """
+        seeds = _STARTS.setdefault(device, _Starts(device))
+        if seeds.renewed() or not seeds.times:
+            self.watch.agree("a call after torch.manual_seed")
+            seeds.start(ranks.from_rank_0(torch.initial_seed()))
+            seeds.times += 1
+        if self.starts != seeds.times:
+            self.starts = seeds.times
+            self.seed = (seeds.value + (self.number << 48)) % (1 << 62)
 
     def _feed(self, entry: Input, values: Sequence[Any], device: Any) -> torch.Tensor:
         """Return the value of one placeholder of the planned graph."""

@@ -58,6 +58,8 @@ def test_named_layouts_pieces_and_dropout_on_two_ranks(tmp_path: Path) -> None:
     same(facts["pieces"])
     assert facts["pieces"]["plans"] == 2 and facts["pieces"]["others"] < LOSS
     assert facts["dropped"]["equal"] and len(set(facts["dropped"]["losses"])) == 3
+    seeded = facts["dropped"]["seeded"]
+    assert seeded[:2] == seeded[2:4] and len(set(seeded)) == 4
     same(facts["inner"])
     step = facts["whole step"]
     assert step["loss"] < LOSS and step["parameters"] < LOSS and step["plans"] == 2
