@@ -1,0 +1,92 @@
+"""docs/models.md, written from the rows of docs/models.json alone."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.zoo.catalog import FAMILY_OF
+from benchmarks.zoo.rows import NAMED_LAYOUTS, Row
+
+LAYOUTS = ("auto", *NAMED_LAYOUTS)
+# what a layout is refused for, where the model has nothing that it could split
+REFUSALS = ("LayoutError", "PlanError")
+PREFACE = """\
+# Models
+
+Written by `make zoo` from `docs/models.json` alone; do not edit. `make zoo ZOO="llama bert"` runs
+these models again.
+
+Each model has two layers and random weights, and is made from its configuration as a user makes it:
+`use_cache`, dropout and the training mode are left as they are. It is traced and planned for four
+ranks, then `autopar.verify` runs all four in one process, in float64, in three layouts: `auto` (the
+plan, without the search for hidden communication), `megatron` and `fsdp`. It compares the loss,
+every gradient, and the parameters after three steps of AdamW with one device.
+
+A layout's column has the largest relative error. `trace` and `plan` are wall seconds, `CPU` all
+processor seconds of the row. `no rule` lists the ops that autopar has no sharding rule for: each
+runs unsharded on every rank, and takes the part of the modelled step that stands behind it. Numbers
+in brackets lead to reasons below a table.
+"""
+
+
+def at_parity(row: Row) -> bool:
+    """Whether auto is proven, and every other layout is proven or does not apply."""
+    layouts = row["layouts"]
+    proven = [name for name in LAYOUTS if "error" in layouts.get(name, {})]
+    refused = [
+        name
+        for name in NAMED_LAYOUTS
+        if layouts.get(name, {}).get("reason", "").startswith(REFUSALS)
+    ]
+    return "auto" in proven and len(proven) + len(refused) == len(LAYOUTS)
+
+
+def verdict(row: Row) -> str:
+    """Return one line about a row."""
+    cells = [f"{name} {entry.get('error', entry.get('reason'))}" for name, entry in
+             row["layouts"].items()]  # fmt: skip
+    return f"{'parity' if at_parity(row) else 'FAILS'}, {row.get('cpu_s')} s: {'; '.join(cells)}"
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """Write the page: what is at parity, then a table a family."""
+    path.write_text("\n".join(page_lines(results)) + "\n", encoding="utf-8")
+
+
+def page_lines(results: dict[str, Any]) -> list[str]:
+    """Return the lines of the page."""
+    rows, versions = results["rows"], results["versions"]
+    proven = sum(at_parity(row) for row in rows.values())
+    text = ", ".join(f"{name} {number}" for name, number in versions.items())
+    lines = [PREFACE, f"**{proven} of {len(rows)} models are at parity** ({text})."]
+    for family, names in groupby(rows, key=lambda name: FAMILY_OF[name]):
+        lines += ["", f"## {family.capitalize()}", "", *table_lines({n: rows[n] for n in names})]
+    return lines
+
+
+def table_lines(rows: dict[str, Row]) -> list[str]:
+    """Return the table of some rows, and the reasons below it."""
+    headings = ("model", *LAYOUTS, "mesh", "trace", "plan", "CPU", "no rule")
+    reasons: list[str] = []
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    for name, row in rows.items():
+        cells = [name, *(cell(row, layout, reasons) for layout in LAYOUTS)]
+        figures = (row.get(key, "") for key in ("mesh", "trace_s", "plan_s", "cpu_s"))
+        costs = (f"`{op}` {part:.1%}" for op, part in row.get("without_rule", {}).items())
+        lines.append("| " + " | ".join([*cells, *map(str, figures), ", ".join(costs)]) + " |")
+    return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
+
+
+def cell(row: Row, layout: str, reasons: list[str]) -> str:
+    """Return the error in a layout, or the number of its reason, which joins `reasons`."""
+    entry = row["layouts"].get(layout)
+    if entry is None:
+        return ""
+    if "error" in entry:
+        return f"{entry['error']:.0e}"
+    text = " ".join(entry["reason"].replace("|", "\\|").replace("<", "&lt;").split())
+    if text not in reasons:
+        reasons.append(text)
+    return f"[{reasons.index(text) + 1}]"

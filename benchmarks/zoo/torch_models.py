@@ -1,0 +1,3 @@
+"""Plain models of torch.nn."""
+from benchmarks.zoo.sizes import Factory
+MODELS: dict[str, Factory] = {}
