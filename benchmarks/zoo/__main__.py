@@ -8,33 +8,47 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import multiprocessing
 import sys
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo import catalog, page, rows
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-_NAME = "AUTOPAR_ZOO"
 
 
 def run_apart(name: str, timeout: float) -> rows.Row:
-    """Return the row of a model that is measured in a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.zoo"]
-    environment = {**os.environ, _NAME: name}
+    """Return the row of a model that is measured in a process of its own.
+
+    The process is a fork, so that torch is imported once for all of them.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_row, args=(name, sender))
+    process.start()
+    sender.close()
     try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return failure(f"not done after {timeout:.0f} s")
-    if done.returncode:
-        return failure((done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1])
-    row: rows.Row = json.loads(done.stdout.splitlines()[-1])
-    return row
+        if not receiver.poll(timeout):
+            return failure(f"not done after {timeout:.0f} s")
+        row: rows.Row = receiver.recv()
+        return row
+    except EOFError:
+        process.join()
+        return failure(f"the process ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def send_row(name: str, sender: Connection) -> None:
+    """Measure a model and send its row."""
+    try:
+        sender.send(rows.measure(catalog.FACTORIES[name]))
+    except Exception as error:
+        sender.send(failure(f"its factory fails: {rows.reason(error)['reason']}"))
 
 
 def failure(text: str) -> rows.Row:
@@ -78,7 +92,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if _NAME in os.environ:
-        print(json.dumps(rows.measure(catalog.FACTORIES[os.environ[_NAME]])))
-    else:
-        sys.exit(main())
+    sys.exit(main())

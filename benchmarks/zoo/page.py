@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.catalog import FAMILY_OF
-from benchmarks.zoo.rows import NAMED_LAYOUTS, Row
+from benchmarks.zoo.rows import LAYOUTS, Row
 
-LAYOUTS = ("auto", *NAMED_LAYOUTS)
 # what a layout is refused for, where the model has nothing that it could split
 REFUSALS = ("LayoutError", "PlanError")
 PREFACE = """\
@@ -20,12 +19,12 @@ these models again.
 
 Each model has two layers and random weights, and is made from its configuration as a user makes it:
 `use_cache`, dropout and the training mode are left as they are. It is traced and planned for four
-ranks, then `autopar.verify` runs all four in one process, in float64, in three layouts: `auto` (the
-plan, without the search for hidden communication), `megatron` and `fsdp`. It compares the loss,
-every gradient, and the parameters after three steps of AdamW with one device.
+ranks, then all four run in one process, in float64, in three layouts: `auto`, `megatron` and `fsdp`.
+Compared with one device are, as `autopar.verify` does it, every node, the loss, every gradient, and
+the parameters after three steps of AdamW; and the traced graph with the model itself.
 
-A layout's column has the largest relative error. `trace` and `plan` are wall seconds, `CPU` all
-processor seconds of the row. `no rule` lists the ops that autopar has no sharding rule for: each
+A layout's column has the largest relative error. `trace` and `plan` (of `auto`) are CPU seconds,
+and `CPU` is those of the whole row. `no rule` lists the ops that autopar has no sharding rule for: each
 runs unsharded on every rank, and takes the part of the modelled step that stands behind it. Numbers
 in brackets lead to reasons below a table.
 """
@@ -37,7 +36,7 @@ def at_parity(row: Row) -> bool:
     proven = [name for name in LAYOUTS if "error" in layouts.get(name, {})]
     refused = [
         name
-        for name in NAMED_LAYOUTS
+        for name in LAYOUTS[1:]
         if layouts.get(name, {}).get("reason", "").startswith(REFUSALS)
     ]
     return "auto" in proven and len(proven) + len(refused) == len(LAYOUTS)

@@ -1,4 +1,4 @@
-"""One row of the table: a model is traced, planned and proven in every layout."""
+"""One row of the table: a model is traced once, then planned and proven in every layout."""
 
 from __future__ import annotations
 
@@ -6,89 +6,132 @@ import re
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-import autopar
+from autopar._compat import pytree
 from autopar.cost.compute import node_seconds
+from autopar.cost.memory import Budget
+from autopar.ir.program import Program
 from autopar.ir.strategy import Strategy
+from autopar.passes.pass_manager import PassManager
+from autopar.planner import mesh_search
+from autopar.planner.planner import (
+    analyse,
+    call_arguments,
+    choose_plan,
+    rewrite_for_ranks,
+    trace_model,
+)
+from autopar.planner.request import PlanRequest
+from autopar.runtime.original import compare_original
+from autopar.runtime.reference import to_float64
+from autopar.runtime.verify import compare
+from autopar.world import World
+from benchmarks.zoo.sizes import Factory
 
-RANKS = 4
-NAMED_LAYOUTS = ("megatron", "fsdp")
+RANKS, TOLERANCE = 4, 1e-9  # the tolerance is that of `autopar.verify`
+LAYOUTS = ("auto", "megatron", "fsdp")
 Row = dict[str, Any]
 
 
-def measure(factory: Callable[[], tuple[torch.nn.Module, Any]]) -> Row:
-    """Return the row of a model: its plan, its parity in three layouts, and the CPU seconds."""
+class Subject:
+    """A traced model in float64, and its program on one device.
+
+    `prove` does what `autopar.verify` does; here all layouts share one trace.
+    """
+
+    def __init__(self, model: torch.nn.Module, inputs: Any) -> None:
+        self.leaves = pytree.tree_leaves(call_arguments(inputs))
+        self.world = World.of(RANKS)
+        started = time.process_time()
+        source = trace_model(model, inputs)
+        self.trace_s = time.process_time() - started
+        self.budget = Budget.of(self.world, "auto", "adamw", "none")
+        self.program = analyse(PassManager(), to_float64(source), PlanRequest("auto", self.budget))
+        assert self.program.annotations is not None
+        flops = sum(rule.flops for rule in self.program.annotations.specs.values())
+        compare_original(model, source, call_arguments(inputs), flops)
+        single = mesh_search.search_meshes(self.program, World.of(1), PlanRequest())
+        self.on_one = rewrite_for_ranks(PassManager(), single, World.of(1))
+
+    def choose(self, layout: str) -> Program:
+        """Return the program with its plan in a layout."""
+        request = PlanRequest(layout, self.budget)
+        return choose_plan(PassManager(), self.program, self.world, request)
+
+    def prove(self, chosen: Program) -> Row:
+        """Return the largest relative error of the loss, the gradients and three steps."""
+        on_ranks = rewrite_for_ranks(PassManager(), chosen, self.world)
+        check = compare(on_ranks, self.on_one, self.leaves, TOLERANCE)
+        worst = max(check.loss_error, check.grad_error, check.step_error)
+        return {"error": float(f"{worst:.1e}"), "nodes": check.nodes}
+
+
+def measure(factory: Factory) -> Row:
+    """Return the row of a model: its plan, its parity in every layout, and the CPU seconds."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model, inputs = factory()
     row: Row = {"model": type(model).__name__, "layouts": {}}
     started = time.process_time()
     try:
-        plan = autopar.plan(model, RANKS, inputs, overlap=False, smaller=False)
+        subject = Subject(model, inputs)
     except Exception as error:
         row["layouts"]["auto"] = reason(error)
     else:
-        row |= facts(plan)
-        row["layouts"]["auto"] = parity(model, None, inputs, plan)
-        for layout in NAMED_LAYOUTS:
-            row["layouts"][layout] = parity(model, RANKS, inputs, layout)
+        row["trace_s"] = round(subject.trace_s, 1)
+        for layout in LAYOUTS:
+            row["layouts"][layout] = layout_entry(subject, layout, row)
     return row | {"cpu_s": round(time.process_time() - started, 1)}
 
 
-def parity(model: torch.nn.Module, world: int | None, inputs: Any, layout: Any) -> Row:
-    """Return the largest relative error of loss, gradients and three steps; else the reason."""
+def layout_entry(subject: Subject, layout: str, row: Row) -> Row:
+    """Return the parity in one layout, or what it is refused for or fails with. The row is told
+    what the plan of "auto" says.
+    """
     started = time.process_time()
     try:
-        check = autopar.verify(model, world, inputs, layout)
+        chosen = subject.choose(layout)
+        if layout == "auto":
+            row["plan_s"] = round(time.process_time() - started, 1)
+            row |= facts(chosen, subject.world)
+        return subject.prove(chosen)
     except Exception as error:
         return reason(error)
-    errors = check.loss_error, check.grad_error, check.step_error
-    seconds = round(time.process_time() - started, 1)
-    return {"error": float(f"{max(errors):.1e}"), "nodes": check.nodes, "cpu_s": seconds}
 
 
 def reason(error: Exception) -> Row:
-    """Return what a layout was refused for, or failed with, without paths of this machine."""
+    """Return what a layout is refused for, or fails with, without paths of this machine."""
     text = re.sub(r"(/[\w.-]+)+/", "", f"{type(error).__name__}: {error}")
     return {"reason": text[:2000]}
 
 
-def facts(plan: autopar.Plan) -> Row:
-    """Return what the plan says: its mesh, the seconds of planning, and the ops without a rule."""
-    seconds = plan.seconds_by_pass
-    assert plan.context is not None
-    notes = plan.context.program.annotations
-    assert notes is not None
+def facts(program: Program, world: World) -> Row:
+    """Return the plan's mesh, the ops that were probed, and the ops without a rule."""
+    assert program.plan is not None and program.annotations is not None
     return {
-        "mesh": str(plan.mesh) or "one rank",
-        "trace_s": round(seconds["trace"], 1),
-        "plan_s": round(sum(seconds.values()) - seconds["trace"], 1),
-        "probed": list(notes.probed),
-        "without_rule": costs_without_rule(plan),
+        "mesh": str(program.plan.mesh) or "one rank",
+        "probed": list(program.annotations.probed),
+        "without_rule": costs_without_rule(program, world),
     }
 
 
-def costs_without_rule(plan: autopar.Plan) -> dict[str, float]:
+def costs_without_rule(program: Program, world: World) -> dict[str, float]:
     """Return for each op that runs unsharded for want of a rule its part of the modelled step.
 
-    Only the computation counts: what the op's operands need to be gathered is in the collectives.
+    Its computation counts; gathering its operands is in the step, and is not counted here.
     """
-    assert plan.context is not None
-    program = plan.context.source
-    notes = program.annotations
-    if notes is None or not notes.unknown:
-        return {}
+    plan, notes = program.plan, program.annotations
+    assert plan is not None and notes is not None
     seconds: dict[str, float] = defaultdict(float)
     for node in program.module.graph.nodes:
         if str(node.target) in notes.unknown and node.name in plan.choices:
             choice = plan.choices[node.name]
             strategy = Strategy((), choice.operands, choice.results, 1)
             gradient = (node.name, 0) in notes.gradient
-            dtype = getattr(node.meta.get("val"), "dtype", torch.float32)
-            cost = node_seconds(notes.specs[node.name], strategy, dtype, gradient, plan.world)
+            dtype = getattr(node.meta.get("val"), "dtype", torch.float64)
+            cost = node_seconds(notes.specs[node.name], strategy, dtype, gradient, world)
             seconds[str(node.target)] += cost
-    return {op: round(s / plan.seconds, 4) for op, s in sorted(seconds.items())}
+    return {op: float(f"{cost / plan.seconds:.2g}") for op, cost in sorted(seconds.items())}
