@@ -47,6 +47,15 @@ def image_classes(kind: str, **options: Any) -> Factory:
     return make
 
 
+def deit() -> Example:
+    """A classifier of images, by its class: the automatic one fails for this configuration."""
+    from transformers.models.deit.configuration_deit import DeiTConfig
+    from transformers.models.deit.modeling_deit import DeiTForImageClassification
+
+    model = DeiTForImageClassification(DeiTConfig(**PATCHES, num_labels=CLASSES)).train()
+    return model, {"pixel_values": images(), "labels": class_labels()}
+
+
 def segformer() -> Example:
     """A label for every pixel."""
     options = {
@@ -68,7 +77,7 @@ def segformer() -> Example:
 
 VISION: dict[str, Factory] = {
     "vit": image_classes("vit", **PATCHES),
-    "deit": image_classes("deit", **PATCHES),
+    "deit": deit,
     "beit": image_classes("beit", **PATCHES),
     "dinov2": image_classes("dinov2", **PATCHES, mlp_ratio=2),
     "swin": image_classes(
@@ -169,8 +178,12 @@ def llava() -> Example:
 
 def vision_encoder_decoder() -> Example:
     """A caption for an image: a vision transformer, and a decoder that attends to it."""
-    from transformers import GPT2Config, ViTConfig, VisionEncoderDecoderConfig
-    from transformers import VisionEncoderDecoderModel
+    from transformers import (
+        GPT2Config,
+        VisionEncoderDecoderConfig,
+        VisionEncoderDecoderModel,
+        ViTConfig,
+    )
 
     decoder = GPT2Config(
         vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=16,

@@ -19,14 +19,15 @@ these models again.
 
 Each model has two layers and random weights, and is made from its configuration as a user makes it:
 `use_cache`, dropout and the training mode are left as they are. It is traced and planned for four
-ranks, then all four run in one process, in float64, in three layouts: `auto`, `megatron` and `fsdp`.
+ranks, then all four run in one process, in float64, in the layouts `auto`, `megatron` and `fsdp`.
 Compared with one device are, as `autopar.verify` does it, every node, the loss, every gradient, and
 the parameters after three steps of AdamW; and the traced graph with the model itself.
 
 A layout's column has the largest relative error. `trace` and `plan` (of `auto`) are CPU seconds,
-and `CPU` is those of the whole row. `no rule` lists the ops that autopar has no sharding rule for: each
-runs unsharded on every rank, and takes the part of the modelled step that stands behind it. Numbers
-in brackets lead to reasons below a table.
+and `CPU` is those of the whole row, on a machine that did other things too. `no rule` lists the ops
+that autopar has no sharding rule for and could not find one by trial: each runs unsharded on every
+rank, and its computation takes the part of the modelled step that stands behind it. Numbers in
+brackets lead to reasons below a table.
 """
 
 
@@ -35,9 +36,7 @@ def at_parity(row: Row) -> bool:
     layouts = row["layouts"]
     proven = [name for name in LAYOUTS if "error" in layouts.get(name, {})]
     refused = [
-        name
-        for name in LAYOUTS[1:]
-        if layouts.get(name, {}).get("reason", "").startswith(REFUSALS)
+        name for name in LAYOUTS[1:] if layouts.get(name, {}).get("reason", "").startswith(REFUSALS)
     ]
     return "auto" in proven and len(proven) + len(refused) == len(LAYOUTS)
 

@@ -97,11 +97,20 @@ GPT2 = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 4 *
 
 
 # -- calls of another kind -------------------------------------------------------------------------
-def packed_llama() -> Example:
-    """Two sequences share each row; their positions begin anew at 0."""
-    model = build("AutoModelForCausalLM", "llama", {**COMMON, **GROUPED})
-    positions = torch.cat([torch.arange(3), torch.arange(SEQUENCE - 3)]).expand(BATCH, -1)
-    return model, {**labeled_tokens(), "position_ids": positions.contiguous()}
+def packed_llama(**options: Any) -> Factory:
+    """Return the factory of a decoder in whose rows two sequences stand, one behind the other;
+    their positions begin anew at 0. `options` are those of the call.
+
+    Without the cache, transformers lets no token attend to the other sequence; with it, it does
+    not look for sequences in a row.
+    """
+
+    def make() -> Example:
+        model = build("AutoModelForCausalLM", "llama", {**COMMON, **GROUPED})
+        positions = torch.cat([torch.arange(3), torch.arange(SEQUENCE - 3)]).repeat(BATCH, 1)
+        return model, {**labeled_tokens(), "position_ids": positions, **options}
+
+    return make
 
 
 def flex_llama() -> Example:
@@ -114,7 +123,8 @@ def flex_llama() -> Example:
 DECODERS: dict[str, Factory] = {
     "gpt2": causal("gpt2", **GPT2),
     "llama": causal("llama", **GROUPED),
-    "llama packed": packed_llama,
+    "llama packed": packed_llama(use_cache=False),
+    "llama packed with cache": packed_llama(),
     "llama flex": flex_llama,
     "mistral": causal("mistral", **GROUPED, sliding_window=4),
     "qwen2": causal("qwen2", num_key_value_heads=2),
