@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ Compared with one device are, as `autopar.verify` does it, every node, the loss,
 the parameters after three steps of AdamW; and the traced graph with the model itself.
 
 A layout's column has the largest relative error. `trace` and `plan` (of `auto`) are CPU seconds,
-and `CPU` is those of the whole row, on a machine that did other things too. `no rule` lists the ops
-that autopar has no sharding rule for and could not find one by trial: each runs unsharded on every
-rank, and its computation takes the part of the modelled step that stands behind it. Numbers in
-brackets lead to reasons below a table.
+and `CPU` is those of the whole row, on a machine that did other things too. Of the ops without a
+sharding rule in autopar, `by trial` lists those whose rule was found by running them on small
+tensors: they are split as others are, and cost nothing in a step. `no rule` lists those that have
+none: each runs unsharded on every rank, and its computation takes the part of the modelled step
+that stands behind it. Numbers in brackets lead to reasons below a table.
 """
 
 
@@ -66,15 +68,26 @@ def page_lines(results: dict[str, Any]) -> list[str]:
 
 def table_lines(rows: dict[str, Row]) -> list[str]:
     """Return the table of some rows, and the reasons below it."""
-    headings = ("model", *LAYOUTS, "mesh", "trace", "plan", "CPU", "no rule")
+    headings = ("model", *LAYOUTS, "mesh", "trace", "plan", "CPU", "by trial", "no rule")
     reasons: list[str] = []
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     for name, row in rows.items():
         cells = [name, *(cell(row, layout, reasons) for layout in LAYOUTS)]
         figures = (row.get(key, "") for key in ("mesh", "trace_s", "plan_s", "cpu_s"))
-        costs = (f"`{op}` {part:.1%}" for op, part in row.get("without_rule", {}).items())
-        lines.append("| " + " | ".join([*cells, *map(str, figures), ", ".join(costs)]) + " |")
+        trials = (f"`{op_name(op)}`" for op in row.get("probed", ()))
+        costs = (f"`{op_name(op)}` {p:.2%}" for op, p in row.get("without_rule", {}).items())
+        cells += [*map(str, figures), ", ".join(trials), ", ".join(costs)]
+        lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
+
+
+def op_name(op: str) -> str:
+    """Return the name of an op without its overload, and that of a function without its digest.
+
+    >>> op_name("aten.index.Tensor"), op_name("autopar_functions.Gelu_dc2963d2.default")
+    ('index', 'Gelu')
+    """
+    return re.sub(r"_[0-9a-f]{8}$", "", op.split(".")[1])
 
 
 def cell(row: Row, layout: str, reasons: list[str]) -> str:
