@@ -84,6 +84,7 @@ BART = {
     "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
 }
+NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 T5 = {
     "d_model": HIDDEN,
     "d_kv": HIDDEN // HEADS,
@@ -156,7 +157,7 @@ ENCODER_DECODERS: dict[str, Factory] = {
     "t5": sequence_to_sequence("t5", **T5),
     "bart": sequence_to_sequence("bart", **BART),
     "pegasus": sequence_to_sequence("pegasus", **BART),
-    "m2m_100": sequence_to_sequence("m2m_100", **BART),
+    "m2m_100": sequence_to_sequence("m2m_100", **BART, **NO_LAYERDROP),
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "num_key_value_heads": HEADS}
 LOCAL_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_key_value_heads": HEADS}
