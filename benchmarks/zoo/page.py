@@ -20,7 +20,7 @@ these models again.
 
 Each model has two layers and random weights, and is made from its configuration as a user makes it:
 `use_cache`, dropout and the training mode are left as they are; layers that are left out at random
-(`layerdrop`) are not, as no one graph does that. It is traced and planned for four ranks, then all
+(`layerdrop`, `drop_path_rate`) are not, as autopar refuses the branch or the draw. It is traced and planned for four ranks, then all
 four run in one process, in float64, in the layouts `auto`, `megatron` and `fsdp`. Compared with one
 device are, as `autopar.verify` does it, every node, the loss, every gradient, and the parameters
 after three steps of AdamW; and the traced graph with the model itself.
