@@ -20,17 +20,18 @@ these models again.
 
 Each model has two layers and random weights, and is made from its configuration as a user makes it:
 `use_cache`, dropout and the training mode are left as they are. Layers that are left out at random
-(`layerdrop`, `drop_path_rate`) are not, as autopar refuses the branch or the draw. A model is traced
-and planned for four ranks, then all four run in one process, in float64, in the layouts `auto`,
-`megatron` and `fsdp`. Compared with one device are, as `autopar.verify` does it, every node, the
-loss, every gradient, and the parameters after three steps of AdamW; and the traced graph with the
-model itself.
+(`layerdrop`, `drop_path_rate`) are not, as autopar refuses the branch or the draw. A model is
+traced and planned for four ranks, then all four run in one process, in float64, in the layouts
+`auto`, `megatron` and `fsdp`. Compared with one device are, as `autopar.verify` does it, every
+node, the loss, every gradient, and the parameters after three steps of AdamW; and the traced graph
+with the model itself.
 
 A layout's column has the largest relative error. `trace` and `plan` (of `auto`) are CPU seconds,
 and `CPU` is those of the whole row, on a machine that did other things too. Of the ops without a
 sharding rule in autopar, `by trial` lists those whose rule was found by running them on small
-tensors, and which are split as others are. `no rule` lists those that have none: each runs unsharded on every rank, and its computation takes the part of the modelled step
-that stands behind it. Numbers in brackets lead to reasons below a table.
+tensors, and which are split as others are. `no rule` lists those that have none: each runs
+unsharded on every rank, and its computation takes the part of the modelled step that stands behind
+it. Numbers in brackets lead to reasons below a table.
 """
 
 
