@@ -8,6 +8,7 @@ JOBS ?= 2
 DEMO ?=
 PYTEST ?=
 FUZZ ?=
+ZOO ?=
 SHARD ?=
 
 # One thread a rank: four ranks that each take every core only wait for one another.
@@ -17,7 +18,7 @@ export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo lint test test-all fuzz docs clean
+.PHONY: help install demo lint test test-all fuzz zoo docs clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +50,9 @@ test-all: lint ## lint, then every test; SHARD=1/4 only the first of four parts
 
 fuzz: $(INSTALLED) ## fresh random modules for ten minutes, held against one device; FUZZ="--gloo" passes options on
 	$(BIN)/python -m tests.fuzz --seconds 600 --ranks 2-16 --jobs $(JOBS) $(FUZZ)
+
+zoo: $(INSTALLED) ## prove three layouts of every model of the zoo, for docs/models.md; ZOO="llama bert": of these
+	$(BIN)/python -m benchmarks.zoo $(ZOO)
 
 docs: $(INSTALLED) ## build the pages of docs/ into out/docs/, with links checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

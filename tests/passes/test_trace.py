@@ -377,9 +377,15 @@ class WritesView(Writes):
         return x * self.weight
 
 
+class Conditional(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
 @pytest.mark.parametrize(
     ("model", "reason", "line"),
     [
+        (Conditional(), "cond takes a function as an operand", "return torch.cond("),
         (Branch(), "depends on the values of a tensor", "if x.sum() > 0:"),
         (Select(), "depends on the data", "return x[x > 0]"),
         (Item(), "depends on the data", "return x * x.max().item()"),

@@ -228,6 +228,22 @@ def test_a_transformers_model_is_planned_without_its_cache() -> None:
         assert "load its state_dict into the original" in said(one.generate, InputError)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
+def test_packed_sequences_are_apart_where_the_model_takes_them_apart(options: Any) -> None:
+    """With its cache on, transformers takes a row for one sequence, whatever its positions are."""
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    model, ids = transformers.LlamaForCausalLM(config), torch.arange(16).view(4, 4)
+    positions = torch.tensor([0, 1, 0, 1]).repeat(4, 1)
+    inputs = {"input_ids": ids, "position_ids": positions, **options}
+    par = autopar.parallelize(model, 1, inputs)
+    torch.testing.assert_close(par(**inputs).logits, model(**inputs).logits)
+    alone = model(ids[:, 2:], use_cache=False).logits
+    assert torch.allclose(par(**inputs).logits[:, 2:], alone) == ("use_cache" in options)
+
+
 def test_the_plan_of_a_parallel_module_can_be_asked(two_ranks: None) -> None:  # noqa: F811
     par = autopar.parallelize(Net(), 2, (rows(),), layout="ddp")
     assert par.plan.timeline().seconds > 0

@@ -76,6 +76,7 @@ def trace(
         graph, {node for node, entry in nodes.items() if entry.trainable or entry.kind == "user"}
     )
     take_numbers_off(graph)
+    _refuse_subgraphs(model, graph)
     _refuse_symbols(model, graph)
     _refuse_strides(model, graph)
     graph.lint()
@@ -276,6 +277,22 @@ def _name_outputs(results: list[Output], graph: fx.Graph) -> list[Output]:
     (output,) = (node for node in graph.nodes if node.op == "output")
     values = iter(output.args[0])
     return [r if r.node is None else replace(r, node=next(values).name) for r in results]
+
+
+def _refuse_subgraphs(model: nn.Module, graph: fx.Graph) -> None:
+    """Refuse operators that take a function of the model as an operand, such as `flex_attention`
+    and `torch.cond`: export makes a graph of that function, which no sharding rule describes.
+    """
+    for node in graph.find_nodes(op="get_attr"):
+        for user in node.users:
+            reason = f"{user.target} takes a function as an operand"
+            raise refusal(
+                model,
+                reason,
+                place(user),
+                "Write it with operators of tensors: torch.where in the place of torch.cond, "
+                "attn_implementation='sdpa' in that of flex_attention.",
+            )
 
 
 def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ with `as_planned_call`, and planner/planner.py traces under `without_cache`.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -130,6 +131,8 @@ _WARNED: weakref.WeakSet[nn.Module] = (
 def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Turn off `config.use_cache` of a transformers model for the time of this context, unless the
     call asks for the cache: only generation needs it. The first time for a model, this warns.
+
+    What the model computes stays: with its cache on, transformers looks for no packed sequences.
     """
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     on = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
@@ -146,7 +149,25 @@ def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]
     try:
         for config in on:
             config.use_cache = False
-        yield
+        with _no_packed_sequences():
+            yield
     finally:
         for config in on:
             config.use_cache = True
+
+
+@contextmanager
+def _no_packed_sequences() -> Iterator[None]:
+    """Let transformers take each row for one sequence, whatever its positions are: without a cache
+    it would begin a new one where `position_ids` do not count on.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+    masking.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = find

@@ -1,0 +1,95 @@
+"""Trace, plan and prove the models of the zoo: `python -m benchmarks.zoo llama bert`.
+
+Every model runs in a process of its own, so one that crashes costs only its row. A row is saved as
+soon as it is there. Without names, the models that have no row yet are run; `--again` runs all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.zoo import catalog, page, rows
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+
+
+def run_apart(name: str, timeout: float) -> rows.Row:
+    """Return the row of a model that is measured in a process of its own.
+
+    The process is a fork, so that torch is imported once for all of them.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_row, args=(name, sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout):
+            return failure(f"not done after {timeout:.0f} s")
+        row: rows.Row = receiver.recv()
+        return row
+    except EOFError:
+        process.join()
+        return failure(f"the process ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def send_row(name: str, sender: Connection) -> None:
+    """Measure a model and send its row."""
+    try:
+        sender.send(rows.measure(catalog.FACTORIES[name]))
+    except Exception as error:
+        sender.send(failure(f"its factory fails: {rows.reason(error)['reason']}"))
+
+
+def failure(text: str) -> rows.Row:
+    """Return the row of a model that has no plan."""
+    return {"layouts": {"auto": {"reason": text}}}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the rows of a file, in the order of the catalog; none where there is no file."""
+    saved = json.loads(path.read_text())["rows"] if path.is_file() else {}
+    return {name: saved[name] for name in catalog.FACTORIES if name in saved}
+
+
+def save(table: dict[str, rows.Row], path: Path) -> None:
+    """Write the rows with the versions they were measured with."""
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    text = json.dumps({"versions": versions, "rows": table}, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the models that are asked for, and write the page. The exit code says whether all fit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of models; by default those without a row")
+    parser.add_argument("--again", action="store_true", help="run all, rows or not")
+    parser.add_argument("--timeout", type=float, default=300.0, help="of a model, in seconds")
+    parser.add_argument("--json", type=Path, default=DOCS / "models.json", metavar="FILE")
+    parser.add_argument("--docs", type=Path, default=DOCS / "models.md", metavar="PAGE")
+    options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.names) - set(catalog.FACTORIES)):
+        parser.error(f"no model is called {unknown[0]!r}: {', '.join(catalog.FACTORIES)}")
+    table = load(options.json)
+    for name in options.names or catalog.FACTORIES:
+        if options.names or options.again or name not in table:
+            table[name] = run_apart(name, options.timeout)
+            save({n: table[n] for n in catalog.FACTORIES if n in table}, options.json)
+            print(f"{name}: {page.verdict(table[name])}", flush=True)
+    table = load(options.json)
+    page.write(json.loads(options.json.read_text()), options.docs)
+    return int(not all(page.at_parity(row) for row in table.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""docs/models.md, written from the rows of docs/models.json alone."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.zoo.catalog import FAMILY_OF
+from benchmarks.zoo.rows import LAYOUTS, Row
+
+# what a layout is refused for, where the model has nothing that it could split
+REFUSALS = ("LayoutError", "PlanError")
+PREFACE = """\
+# Models
+
+Written by `make zoo` from `docs/models.json` alone; do not edit. `make zoo ZOO="llama bert"` runs
+these models again.
+
+Each model has two layers and random weights, and is made from its configuration as a user makes it:
+`use_cache`, dropout and the training mode are left as they are. Layers that are left out at random
+(`layerdrop`, `drop_path_rate`) are not, as autopar refuses the branch or the draw. A model is
+traced and planned for four ranks, then all four run in one process, in float64, in the layouts
+`auto`, `megatron` and `fsdp`. Compared with one device are, as `autopar.verify` does it, every
+node, the loss, every gradient, and the parameters after three steps of AdamW; and the traced graph
+with the model itself.
+
+A layout's column has the largest relative error. `trace` and `plan` (of `auto`) are CPU seconds,
+and `CPU` is those of the whole row, on a machine that did other things too. Of the ops without a
+sharding rule in autopar, `by trial` lists those whose rule was found by running them on small
+tensors, and which are split as others are. `no rule` lists those that have none: each runs
+unsharded on every rank, and its computation takes the part of the modelled step that stands behind
+it. Numbers in brackets lead to reasons below a table.
+"""
+
+
+def at_parity(row: Row) -> bool:
+    """Whether auto is proven, and every other layout is proven or does not apply."""
+    layouts = row["layouts"]
+    proven = [name for name in LAYOUTS if "error" in layouts.get(name, {})]
+    refused = [
+        name for name in LAYOUTS[1:] if layouts.get(name, {}).get("reason", "").startswith(REFUSALS)
+    ]
+    return "auto" in proven and len(proven) + len(refused) == len(LAYOUTS)
+
+
+def verdict(row: Row) -> str:
+    """Return one line about a row."""
+    cells = [f"{name} {entry.get('error', entry.get('reason'))}" for name, entry in
+             row["layouts"].items()]  # fmt: skip
+    return f"{'parity' if at_parity(row) else 'FAILS'}, {row.get('cpu_s')} s: {'; '.join(cells)}"
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """Write the page: what is at parity, then a table a family."""
+    path.write_text("\n".join(page_lines(results)) + "\n", encoding="utf-8")
+
+
+def page_lines(results: dict[str, Any]) -> list[str]:
+    """Return the lines of the page."""
+    rows, versions = results["rows"], results["versions"]
+    proven = sum(at_parity(row) for row in rows.values())
+    text = ", ".join(f"{name} {number}" for name, number in versions.items())
+    lines = [PREFACE, f"**{proven} of {len(rows)} models are at parity** ({text})."]
+    for family, names in groupby(rows, key=lambda name: FAMILY_OF[name]):
+        lines += ["", f"## {family.capitalize()}", "", *table_lines({n: rows[n] for n in names})]
+    return lines
+
+
+def table_lines(rows: dict[str, Row]) -> list[str]:
+    """Return the table of some rows, and the reasons below it."""
+    headings = ("model", *LAYOUTS, "mesh", "trace", "plan", "CPU", "by trial", "no rule")
+    reasons: list[str] = []
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    for name, row in rows.items():
+        cells = [name, *(cell(row, layout, reasons) for layout in LAYOUTS)]
+        figures = (row.get(key, "") for key in ("mesh", "trace_s", "plan_s", "cpu_s"))
+        trials = (f"`{op_name(op)}`" for op in row.get("probed", ()))
+        costs = (f"`{op_name(op)}` {p:.2%}" for op, p in row.get("without_rule", {}).items())
+        cells += [*map(str, figures), ", ".join(trials), ", ".join(costs)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
+
+
+def op_name(op: str) -> str:
+    """Return the name of an op without its overload, and that of a function without its digest.
+
+    >>> op_name("aten.index.Tensor"), op_name("autopar_functions.Gelu_dc2963d2.default")
+    ('index', 'Gelu')
+    """
+    return re.sub(r"_[0-9a-f]{8}$", "", op.split(".")[1])
+
+
+def cell(row: Row, layout: str, reasons: list[str]) -> str:
+    """Return the error in a layout, or the number of its reason, which joins `reasons`."""
+    entry = row["layouts"].get(layout)
+    if entry is None:
+        return ""
+    if "error" in entry:
+        return f"{entry['error']:.0e}"
+    text = " ".join(entry["reason"].replace("|", "\\|").replace("<", "&lt;").split())
+    if text not in reasons:
+        reasons.append(text)
+    return f"[{reasons.index(text) + 1}]"
