@@ -249,14 +249,23 @@ class _Run:
             for name in step.writes
             if self._is_kept(step, name)
         }
-        self._generator: dict[int, torch.Tensor] = {}  # its state before each step
+        # The generator's states before steps that may run again, made at once: small tensors in
+        # between would keep the memory of those that are freed from being used again.
+        again = [
+            number
+            for number, step in enumerate(steps)
+            if not all(self._is_kept(step, name) for name in step.writes)
+        ]
+        states = torch.get_rng_state().repeat(len(again), 1)
+        self._generator = dict(zip(again, states, strict=True))
 
     def store(self, take: Callable[[str, torch.Tensor], None]) -> None:
         """Run all, and hand every tensor on as soon as no later step writes it."""
         for number, step in enumerate(self._steps):
             if step.init is None:
                 continue
-            self._generator[number] = torch.get_rng_state()
+            if number in self._generator:
+                self._generator[number].copy_(torch.get_rng_state())
             for name in step.writes:
                 if _tensor_at(self._model, name).is_meta:
                     self._put(step, name, self._earlier(number, name))
@@ -292,7 +301,7 @@ class _Run:
         generator = torch.get_rng_state()
         for writer in self._writers.get(first, ()):
             if self._steps[writer].kind < step.kind:
-                torch.set_rng_state(self._generator[writer])
+                torch.set_rng_state(self._generator[writer].clone())  # torch reads no views
                 memory = self._again(self._steps[writer], first, memory)
         torch.set_rng_state(generator)
         return memory
