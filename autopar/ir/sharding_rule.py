@@ -152,7 +152,12 @@ def results_of(node: fx.Node) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def rule(
+def rule(target: Any, pattern: str, **allowed: Any) -> None:
+    """Add one line to TABLE; the module's docstring explains the notation."""
+    TABLE[target] = rule_builder(target, pattern, **allowed)
+
+
+def rule_builder(
     target: Any,
     pattern: str,
     *,
@@ -163,8 +168,8 @@ def rule(
     linear: tuple[str, ...] = (),
     index: str = "",
     product: str | None = None,
-) -> None:
-    """Add one line to TABLE; the module's docstring explains the notation."""
+) -> RuleBuilder:
+    """Return what gives the rule of a node whose op has this line."""
     line = Pattern(target, pattern)
 
     def build(node: fx.Node) -> OpShardingRule:
@@ -187,7 +192,7 @@ def rule(
             2.0 * math.prod(sizes.values()) if roles else 0.0,
         )
 
-    TABLE[target] = build
+    return build
 
 
 Fitted = tuple[tuple[Dims | None, ...], tuple[Dims, ...], dict[str, int]]

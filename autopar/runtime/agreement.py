@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from autopar._compat import pytree
 from autopar.errors import RankError
+from autopar.ops.rules.user_rules import entered_rules
 from autopar.world import World, ranks
 
 _MOST_CHARACTERS = 60  # characters of a value that is no tensor
@@ -36,6 +37,7 @@ def require_same_request(world: Any, inputs: Any, **options: Any) -> None:
     """
     request = {name: _text_of(value) for name, value in options.items()}
     request["world"] = _world_text(World.detect() if world is None else World.of(world))
+    request["rules of your own"] = entered_rules()
     if inputs is not None:
         request["inputs"] = _shapes_text(inputs)
     ranks.agree_on(request)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import WorldError
 from autopar.ops import process_groups
+from autopar.ops.rules import user_rules
 from autopar.runtime import agreement
 from autopar.runtime.training import inputs_watch
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
@@ -146,6 +148,11 @@ def requests() -> Facts:
     plan = autopar.plan(net(), size, (rows(),), layout="ddp")
     other = {"overlap": False} if rank == 1 else {}
     facts["overlap of apply"] = everywhere(caught(lambda: autopar.apply(net(), plan, **other)))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setitem(user_rules._OWN, "an op", "an op as 'm -> m'")
+        call = caught(lambda: autopar.parallelize(net(), **usual))
+        facts["rules of your own"] = everywhere(call)
     alike = {**usual, "world": (None, size, autopar.World.detect())[rank % 3]}
     found = autopar.parallelize(net(), **alike)(rows())
     facts["alike"] = everywhere(float(found.detach()))

@@ -295,4 +295,4 @@ def test_a_model_that_is_planned_later_has_the_face_of_one_that_is_planned() -> 
         _ = par.fc
     par(torch.ones(4, 8))
     assert par.plan.world.ranks == 1 and par.rows() == slice(0, 4)
-    par.load_weights  # noqa: B018
+    assert torch.equal(par.get_parameter("weight"), par.module.weight)

@@ -32,7 +32,7 @@ from autopar.ir.sharding_rule import (
 from autopar.ops.rules.trials import Trial, TrialOp, all_near, gradients_add_up
 
 _SIZES = (4, 6, 8, 10, 12, 14)  # of the factors of an example, in their order; 2 divides each
-_OWN: set[Any] = set()  # the ops that have a rule of the user's
+_OWN: dict[Any, str] = {}  # the ops that have a rule of the user's, and the rule in words
 
 
 def rule(
@@ -76,18 +76,17 @@ def rule(
         raise InputError(f"autopar.rule: {target} has a rule of autopar's own")
     if pattern.count("->") != 1:
         raise InputError(f"autopar.rule: {pattern!r} is no pattern such as 'm k, k n -> m n'")
-    keywords = {"sum": sum, "whole": whole, "added": added, "linear": linear, "product": product}
-    before = TABLE.pop(target, None)
-    try:
-        sharding_rule.rule(target, pattern, **keywords)  # type: ignore[arg-type]
-        build = TABLE.pop(target)
-        TABLE[target] = _checked(target, pattern, build, example)
-    except Exception:
-        TABLE.pop(target, None)
-        if before is not None:
-            TABLE[target] = before
-        raise
-    _OWN.add(target)
+    allowed: dict[str, Any] = {"sum": sum, "whole": whole, "added": added}
+    allowed |= {"linear": linear, "product": product}
+    build = sharding_rule.rule_builder(target, pattern, **allowed)
+    TABLE[target] = _checked(target, pattern, build, example)
+    said = "".join(f", {name}={value!r}" for name, value in allowed.items() if value)
+    _OWN[target] = f"{target} as {pattern!r}{said}"
+
+
+def entered_rules() -> str:
+    """Return the rules of the user's own in words, by which ranks compare what they have."""
+    return "; ".join(sorted(_OWN.values())) or "none"
 
 
 def _overload(op: Any) -> OpOverload:

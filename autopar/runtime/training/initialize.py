@@ -301,7 +301,7 @@ class _Run:
         generator = torch.get_rng_state()
         for writer in self._writers.get(first, ()):
             if self._steps[writer].kind < step.kind:
-                torch.set_rng_state(self._generator[writer].clone())  # torch reads no views
+                torch.set_rng_state(self._generator[writer].clone())  # torch crashes on a row
                 memory = self._again(self._steps[writer], first, memory)
         torch.set_rng_state(generator)
         return memory
