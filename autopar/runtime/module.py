@@ -282,6 +282,9 @@ class ParallelModule(nn.Module):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        buckets: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        pad: Any = None,
         **options: Any,
     ) -> Loader:
         """Return a DataLoader of which each rank reads its own rows alone, and which gives DTensors
@@ -294,12 +297,25 @@ class ParallelModule(nn.Module):
         >>> [par(x).shape[0] for (x,) in par.loader(rows)]
         [4, 4, 2]
 
-        Raises RankError where ranks ask for other rows.
+        Sequences of many lengths are padded to the smallest of `buckets` that holds those of their
+        batch, so that each bucket has one graph. `lengths` has the length of the sequence in every
+        row, `pad` the number to fill up with in the place of every sequence of a sample, None for
+        what is not padded: `buckets=(512, 1024), lengths=[…], pad={"ids": 0, "labels": -100}`.
+
+        Raises RankError where ranks ask for other rows, InputError where no bucket holds a row.
         """
-        sampler = self.sampler(
-            cast(Sized, dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last
+        sampler = row_sampler(
+            self._first,
+            cast(Sized, dataset),
+            batch_size,
+            shuffle,
+            seed,
+            drop_last,
+            (buckets, lengths, pad),
         )
-        return Loader(DataLoader(dataset, batch_sampler=sampler, **options), sampler)
+        return Loader(
+            DataLoader(sampler.dataset(dataset), batch_sampler=sampler, **options), sampler
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graph, values = self._checked_values(args, kwargs)

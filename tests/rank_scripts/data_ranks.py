@@ -127,6 +127,51 @@ def resumed() -> dict[str, Any]:
     return facts
 
 
+class Sentences(Tokens):
+    """Rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths = [2 + (5 * row) % 4 for row in range(ROWS)]  # 2 to 5
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = super().__getitem__(row)
+        return tokens[: self.lengths[row]], targets[: self.lengths[row]]
+
+    def whole(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
+        """A batch as one device would pad it."""
+        samples = [self[row] for row in rows]
+        own = [F.pad(x, (0, size - len(x)), value=0) for x, _ in samples]
+        return torch.stack(own), torch.stack(
+            [F.pad(y, (0, size - len(y)), value=-100) for _, y in samples]
+        )
+
+
+def in_buckets(layout: Any) -> dict[str, Any]:
+    """Sentences in batches of 4, padded to 3 or 5 by what all of a batch need."""
+    torch.manual_seed(0)
+    one, data = Model(), Sentences()
+    par: Any = autopar.parallelize(
+        copy.deepcopy(one), inputs=data.whole(list(range(4)), 5), layout=layout
+    )
+    data.lengths[:8] = [2, 3] * 4
+    loader = par.loader(data, buckets=(5, 3), lengths=data.lengths, pad=(0, -100), num_workers=1)
+    apart, sizes = [], []
+    for number, batch in enumerate(loader):
+        rows = list(range(4 * number, min(4 * number + 4, ROWS)))
+        sizes.append(list(batch[0].shape))
+        whole = data.whole(rows, batch[0].shape[1])
+        assert all(torch.equal(x.full_tensor(), y) for x, y in zip(batch, whole, strict=True))
+        apart.append(float((par(*batch) - one(*whole)).abs().detach()))
+    facts = {"apart": max(apart), "sizes": sizes}
+    try:
+        own = [dist.get_rank() + 1] * ROWS
+        par.loader(data, buckets=(5,), lengths=own, pad=(0, -100))
+    except autopar.RankError as error:
+        facts["lengths"] = str(error)
+    return facts
+
+
 def own_loader(par: Any, data: Tokens) -> list[int]:
     """A DataLoader of one's own, with the rows that `par.sampler` names."""
     sampler = par.sampler(data, 4, drop_last=True)
@@ -141,6 +186,7 @@ def main() -> None:
     facts: dict[str, Any] = {name: train(LAYOUTS[name]) for name in names}
     facts["read"] = {name: ranks.all_of(facts[name]["read"]) for name in names}
     facts["resumed"] = resumed()
+    facts["in buckets"] = in_buckets(LAYOUTS[names[0]])
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(facts), encoding="utf-8")
     dist.destroy_process_group()

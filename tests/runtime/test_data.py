@@ -47,6 +47,13 @@ def test_an_epoch_that_was_cut_off_goes_on_where_it_was(facts: dict[str, Any]) -
     assert "is of an order with seed 3, this one has 4" in found["order"]
 
 
+def test_sequences_are_padded_to_what_the_whole_batch_needs(facts: dict[str, Any]) -> None:
+    found = facts["in buckets"]
+    assert found["sizes"] == [[4, 3], [4, 3], [4, 5], [4, 5], [4, 5], [1, 3]]
+    assert found["apart"] < 1e-5
+    assert "buckets is [5], pad (0, -100), lengths " in found["lengths"]
+
+
 def alone() -> Any:
     return autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
 
@@ -74,3 +81,44 @@ def test_a_loop_that_is_left_starts_anew() -> None:
     next(iter(loader))
     assert [x[0, 0].item() for (x,) in loader] == [0, 4, 8]
     assert loader.state_dict() == {"epoch": 1, "batch": 3, "seed": 0}
+
+
+def bucketed(rows: Any, **changes: Any) -> Any:
+    """The samples that a loader pads to 4 or 8."""
+    asked = {"buckets": (4, 8), "lengths": [3, 5], "pad": {"ids": 0}, **changes}
+    loader = alone().loader(rows, 1, collate_fn=lambda samples: samples[0], **asked)
+    dataset, sampler = loader._loader.dataset, loader.sampler
+    return [dataset[row] for (row,) in sampler]
+
+
+def test_what_is_not_named_is_not_padded() -> None:
+    rows = [{"ids": [1] * 3, "number": 7}, {"ids": torch.ones(5), "number": 8}]
+    first, second = bucketed(rows)
+    assert first["ids"].tolist() == [1, 1, 1, 0] and first["number"] == 7
+    assert second["ids"].tolist() == [1.0] * 5 + [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pad": None}, "padded sequences need pad too: give par.loader"),
+        ({"buckets": None, "lengths": None}, "sequences need buckets and lengths too"),
+        ({"buckets": (0, 8)}, r"buckets is \(0, 8\): they are lengths"),
+        ({"lengths": [3]}, "lengths has 1 entries, the dataset 2 rows"),
+        ({"lengths": [3, 9]}, "row 1 holds a sequence of 9, the largest of buckets is 8"),
+        ({"lengths": [3, 4]}, r"row 1 holds a tensor of \(5,\) where a sequence of at most 4"),
+        ({"pad": {"id": 0}}, r"pad names \['id'\], row 0 has \['ids'\]"),
+        ({"pad": {"ids": "0"}}, "pad is '0' for a list in row 0"),
+        ({"pad": (0, 0)}, r"pad is \(0, 0\) for a dict in row 0"),
+    ],
+)
+def test_buckets_that_do_not_fit_the_rows(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        bucketed([{"ids": [1] * 3}, {"ids": [1] * 5}], **changes)
+
+
+def test_a_tuple_is_padded_place_by_place() -> None:
+    rows = [(torch.ones(3), 1), (torch.ones(5), 2)]
+    assert [x.shape[0] for x, _ in bucketed(rows, pad=(0, None))] == [4, 8]
+    with pytest.raises(InputError, match="pad has 1 entries, row 0 has 2: one for each"):
+        bucketed(rows, pad=(0,))

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autopar._compat import pytree
 from autopar.errors import InputError
 from autopar.ir.layout import Layout, R, S
 from autopar.ir.mesh import Axis, Mesh
 from autopar.runtime.apply import to_dtensor
+from autopar.runtime.training.buckets import Buckets, PaddedRows, buckets_of
 from autopar.runtime.training.step_graph import StepGraph
 from autopar.world import ranks
 
@@ -103,17 +104,26 @@ def _common(lists: list[list[Axis]]) -> list[Axis]:
     return common
 
 
-class RowSampler(Sampler[list[int]]):
+class RowSampler(Sampler[list[Any]]):
     """The rows that this rank reads, a list for every batch: a `batch_sampler` for a DataLoader.
-    Every iteration is another epoch, and is shuffled otherwise.
+    Every iteration is another epoch, and is shuffled otherwise. With `buckets` a row comes with the
+    length that its batch is padded to.
 
     `state_dict` says which batch comes next. After `load_state_dict` the next iteration goes on
     there, on any number of ranks, as the order of the rows hangs on seed and epoch alone.
     """
 
     def __init__(
-        self, share: RowShare, length: int, batch: int, shuffle: bool, seed: int, drop_last: bool
+        self,
+        share: RowShare,
+        length: int,
+        batch: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        buckets: Buckets | None = None,
     ) -> None:
+        self._buckets = buckets
         self._share, self._length, self._batch = share, length, batch
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self.epoch, self._done = 0, 0  # of the batches that were given
@@ -124,7 +134,7 @@ class RowSampler(Sampler[list[int]]):
         whole, rest = divmod(self._length, self._batch)
         return whole + (1 if rest and not self._drop_last else 0)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         epoch, start = self._next
         if start >= len(self):
             epoch, start = epoch + 1, 0
@@ -134,7 +144,13 @@ class RowSampler(Sampler[list[int]]):
         for number in range(start, len(self)):
             rows = order[number * self._batch : (number + 1) * self._batch]
             self._counts.append(len(rows))
-            yield rows[self._share.rows(len(rows))]
+            own = rows[self._share.rows(len(rows))]
+            size = self._buckets.of(rows) if self._buckets else None
+            yield own if size is None else [(row, size) for row in own]
+
+    def dataset(self, dataset: Dataset[Any]) -> Dataset[Any]:
+        """Return what is asked for the rows as this sampler names them."""
+        return PaddedRows(dataset, self._buckets) if self._buckets else dataset
 
     def _order(self) -> list[int]:
         if not self._shuffle:
@@ -174,8 +190,11 @@ def row_sampler(
     shuffle: bool,
     seed: int,
     drop_last: bool,
+    padding: tuple[Sequence[int] | None, Sequence[int] | None, Any] = (None, None, None),
 ) -> RowSampler:
-    """Return the sampler of a dataset's rows for the ranks of a plan. Collective."""
+    """Return the sampler of a dataset's rows for the ranks of a plan; `padding` is the sizes of
+    buckets, the lengths of the rows and what they are padded with. Collective.
+    """
     share = RowShare(graph)
     batch = share.batch if batch_size is None else batch_size
     if not hasattr(dataset, "__len__"):
@@ -185,9 +204,16 @@ def row_sampler(
         )
     if not isinstance(batch, int) or batch < 1:
         raise InputError(f"batch_size is {batch!r}: it is a number of rows, 1 or more")
-    asked = {"rows": len(dataset), "batch_size": batch, "shuffle": shuffle, "seed": seed}
-    ranks.agree_on({name: str(value) for name, value in {**asked, "drop_last": drop_last}.items()})
-    return RowSampler(share, len(dataset), batch, shuffle, seed, drop_last)
+    asked: dict[str, Any] = {
+        "rows": len(dataset),
+        "batch_size": batch,
+        "shuffle": shuffle,
+        "seed": seed,
+    }
+    buckets = buckets_of(*padding, rows=len(dataset))
+    asked |= {"drop_last": drop_last, "buckets": buckets.described() if buckets else None}
+    ranks.agree_on({name: str(value) for name, value in asked.items()})
+    return RowSampler(share, len(dataset), batch, shuffle, seed, drop_last, buckets)
 
 
 class Loader:
