@@ -36,9 +36,12 @@ def producer(node: fx.Node) -> Value:
 
 def carries_gradient(notes: Annotations, node: fx.Node) -> bool:
     """Whether a gradient flows through any operand or result of a node."""
-    results = ((node.name, i) for i in range(len(results_of(node))))
-    operands = (producer(n) for n in operands_of(node) if n is not None)
-    return any(value in notes.gradient for value in (*results, *operands))
+    if node.name not in notes.carrying:
+        results = ((node.name, i) for i in range(len(results_of(node))))
+        operands = (producer(n) for n in operands_of(node) if n is not None)
+        carries = any(value in notes.gradient for value in (*results, *operands))
+        notes.carrying[node.name] = carries
+    return notes.carrying[node.name]
 
 
 def module_path(node: fx.Node) -> str:

@@ -158,6 +158,8 @@ class Annotations:
     again: frozenset[Value] = frozenset()
     replicated_parameters: bool = False
     replicated_outputs: bool = False
+    # Whether a node carries a gradient, as ir/graph.py found: every search asks for all nodes.
+    carrying: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
 
     def element(self, value: Value, own_bytes: int) -> Element:
         """Return the `Element` of a value whose elements have `own_bytes` bytes each."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -76,6 +76,8 @@ class DeepModel:
         long_runs = (tuple(run) for run in alike(block_looks) if len(run) > 2 * edge + more)
         self.runs = tuple(run for run in long_runs if _apart(run, self.blocks, places))
         self._shorter: dict[int | None, Program] = {}
+        # Modules without these nodes, which programs that differ in their plans alone share.
+        self._modules: dict[Hashable, fx.GraphModule] = known._modules if known else {}
 
     def under(self, plan: Plan) -> DeepModel:
         """Return the same program with another plan."""
@@ -121,7 +123,13 @@ class DeepModel:
         )
 
     def _left(self, more: set[int]) -> Program:
-        return _without(self.program, self._stands(more)) if self.runs else self.program
+        if not self.runs:
+            return self.program
+        stands = self._stands(more)
+        key = self.program.module, frozenset(stands.items())
+        if key not in self._modules:
+            self._modules[key] = _module_without(self.program.module, stands)
+        return _without(self.program, self._modules[key], {node.name for node in stands})
 
     def _stands(self, more: set[int]) -> dict[fx.Node, fx.Node]:
         """Return the nodes that are left out, each with the node that stands for it."""
@@ -220,8 +228,8 @@ def _block_layouts(
     )
 
 
-def _without(program: Program, stands: Mapping[fx.Node, fx.Node]) -> Program:
-    """Return the program without these nodes; their users take the values of the nodes that stand
+def _module_without(module: fx.GraphModule, stands: Mapping[fx.Node, fx.Node]) -> fx.GraphModule:
+    """Return the module without these nodes; their users take the values of the nodes that stand
     for them.
     """
     graph, new_nodes = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -229,20 +237,24 @@ def _without(program: Program, stands: Mapping[fx.Node, fx.Node]) -> Program:
     def taken(node: fx.Node) -> fx.Node:
         return new_nodes[stands.get(node, node)]
 
-    for node in program.module.graph.nodes:
+    for node in module.graph.nodes:
         if node.op == "output":
             graph.output(fx.map_arg(node.args[0], taken))
         elif node not in stands:
             new_nodes[node] = graph.node_copy(node, taken)
-    gone = {node.name for node in stands}
+    return fx.GraphModule(module, graph)
+
+
+def _without(program: Program, module: fx.GraphModule, gone: Set[str]) -> Program:
+    """Return the program with its module without these nodes."""
     inputs = tuple(e for e in program.signature.inputs if e.node not in gone)
     chains = tuple(chain for chain in program.chains if gone.isdisjoint(chain.nodes))
     return dataclasses.replace(
         program,
-        module=fx.GraphModule(program.module, graph),
+        module=module,
         signature=dataclasses.replace(program.signature, inputs=inputs),
         chains=chains,
-        plan=_planned(program.plan, graph),
+        plan=_planned(program.plan, module.graph),
     )
 
 

@@ -29,7 +29,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import results_of, shape_of
 from autopar.ir.strategy import Choice, Slot
 from autopar.planner.bounds import Bound, Joint
-from autopar.planner.bounds.arrays import Meshes
+from autopar.planner.bounds.arrays import meshes_of
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
     WHOLE,
@@ -233,7 +233,7 @@ def _pass_messages(
     price: Price | None,
 ) -> Bound:
     """Return a bound whose messages have converged on a shorter frame first."""
-    meshes = Meshes([mesh for mesh, _ in given], world)
+    meshes = meshes_of(tuple(mesh for mesh, _ in given), world)
     costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], price)
     short, twins = shorten_frame(whole)
     start = Bound(short, costs)

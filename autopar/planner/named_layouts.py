@@ -333,10 +333,21 @@ def _check_products(
             more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
             raise LayoutError(
                 f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on rows or columns "
-                f"of weights, but {axis.size} divides none that it could split in {len(unfit)} of "
-                f"{len(products.sides)} products: {', '.join(listed)}{more}; use an axis size that "
-                "divides them, other sizes in the model, or layout 'auto'"
+                f"of weights, where it may split {_MAY_SPLIT[role.splits]} alone, and {axis.size} "
+                f"divides none of these in {len(unfit)} of {len(products.sides)} products: "
+                f"{', '.join(listed)}{more}; use an axis size that divides them, other sizes in "
+                "the model, or layout 'auto'"
             )
+
+
+_MAY_SPLIT = {  # by Role.splits
+    "batch": "the batch",
+    "features": "features",
+    "residual": "features of the residual stream",
+    "inner": "features outside of the residual stream",
+    "unsequenced": "batch and features",
+    "any": "loop dims",
+}
 
 
 def _text(atoms: tuple[Atom, ...]) -> str:

@@ -1,7 +1,8 @@
 """From a model and a request to a plan, in reading order.
 
-`trace_model` → `analyse` (annotate, chains) → `choose_plan` → `fit_to_memory` (rewrite,
-hierarchical collectives, SUMMA, matmul kernels, finalize, recompute) → `finish_plan` (the figures).
+`trace_model` → `analyse` (random_masks, annotate, chains) → `choose_plan` → `fit_to_memory`
+(rewrite, hierarchical collectives, SUMMA, matmul kernels, finalize, recompute) → `finish_plan` (the
+figures).
 What `choose_plan` runs is `search_plan`: candidates, bounds and exact search (mesh_search.py), then
 the plans that compete by their overlapped step (overlap_search.py), then what fits the memory
 (memory_search.py).
@@ -36,7 +37,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
 from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
-from autopar.passes import PIPELINE, annotate, trace
+from autopar.passes import PIPELINE, annotate, random_masks, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.signature import without_cache
@@ -177,10 +178,11 @@ def _traced(
 
 
 def analyse(manager: PassManager, program: Program, request: PlanRequest | None = None) -> Program:
-    """Return the program with its annotations (sharding rules, dims, factors, and what the request
-    asks of parameters and outputs) and its chains.
+    """Return the program with dropout in place of random masks, its annotations (sharding rules,
+    dims, factors, and what the request asks of parameters and outputs) and its chains.
     """
     request = request or PlanRequest()
+    program = manager.run("random_masks", program, random_masks.random_masks, random_masks.check)
     program = manager.run("annotate", program, annotate.annotate, annotate.check)
     program = annotate.reduced_in(program, request.reduce_dtype)
     replicated_outputs = request.outputs == "replicated"

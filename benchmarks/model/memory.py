@@ -60,6 +60,11 @@ CASES = (
     Case("t5", 2, "megatron-sp"),
     Case("vit", 4, "2.5d"),
     Case("vit", 2, "fsdp", limit=0.8),
+    Case("gpt", 2, "fsdp", between=True),
+    Case("gpt", 4, "megatron-sp", between=True),
+    Case("wide", 4, "fsdp", limit=0.75, between=True),
+    Case("llama", 4, "auto", between=True),
+    Case("vit", 2, "ddp", between=True),
 )
 
 
@@ -124,6 +129,7 @@ def table(rows: Iterable[Counted]) -> Table:
         sizes = (row.limit, row.planned, row.measured)
         limit, planned, measured = (f"{size / 2**20:.2f}" if size else "" for size in sizes)
         how = "auto" if case.limit is not None else case.recompute
+        how += ", evaluated and saved between" * case.between
         ratio = row.refused or f"{row.ratio:.3f}" + ("" if is_good(row) else " !")
         rest = (f"{size / 2**20:.2f}" for size in (row.steady, row.start, row.largest))
         names = case.model, str(case.ranks), case.layout, how

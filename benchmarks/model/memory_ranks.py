@@ -31,7 +31,8 @@ STEPS = 4  # the first derives the graphs and makes the optimizer's states
 @dataclass(frozen=True)
 class Case:
     """A model of MODELS under a layout; `limit`: memory= as a part of what the plan without a limit
-    needs, None for no limit.
+    needs, None for no limit. `between`: before each counted step the model is evaluated on the
+    batch and on half of it, and a checkpoint is saved; all of that counts.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Case:
     recompute: str = "none"
     limit: float | None = None
     overlap: bool = True
+    between: bool = False
 
 
 @dataclass
@@ -186,8 +188,10 @@ class Counter:
             self.hook.forget_peak()
 
 
-def count(case: Case, counter: Counter) -> Counted:
-    """Run a case on the running ranks, of which each counts. Collective."""
+def count(case: Case, counter: Counter, folder: Path) -> Counted:
+    """Run a case on the running ranks, of which each counts; `folder` takes checkpoints.
+    Collective.
+    """
     torch.manual_seed(0)
     _, inputs = MODELS[case.model]()
     inputs = pytree.tree_map(lambda x: x.to(counter.device), inputs)
@@ -203,6 +207,8 @@ def count(case: Case, counter: Counter) -> Counted:
     for number in range(STEPS):
         steady = counter.live() - before
         counter.forget()
+        if case.between and number:
+            _between(module, optimizer, inputs, folder, number)
         found = module(*args, **kwargs)
         loss = _loss(found)
         try:
@@ -215,6 +221,19 @@ def count(case: Case, counter: Counter) -> Counted:
             counted.measured = max(counted.measured, counter.peak() - before)
             counted.steady = max(counted.steady, steady) if number > 1 else steady
     return counted
+
+
+def _between(
+    module: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, folder: Path, step: int
+) -> None:
+    """What a training script does between two steps."""
+    halves = pytree.tree_map(lambda x: x[: len(x) // 2], inputs)
+    module.eval()
+    with torch.no_grad():
+        for batch in (inputs, halves):
+            module(*batch) if isinstance(batch, tuple) else module(**batch)
+    module.train()
+    autopar.Checkpoints(folder, most=1, model=module, optimizer=optimizer).save(step)
 
 
 def _started(case: Case, inputs: Any, counter: Counter, counted: Counted) -> nn.Module:
@@ -266,9 +285,10 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo")
     counter = Counter(device)
-    for case in json.loads(Path(source).read_text()):
+    for number, case in enumerate(json.loads(Path(source).read_text())):
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, asdict(count(Case(**case), counter)))
+        folder = Path(out).with_suffix(f".{number}")
+        dist.all_gather_object(everywhere, asdict(count(Case(**case), counter, folder)))
         if not dist.get_rank():
             most = max(everywhere, key=lambda one: one["measured"])
             with Path(out).open("a", encoding="utf-8") as file:

@@ -27,6 +27,7 @@ from autopar.passes import (
     finalize,
     hierarchy,
     kernel_choice,
+    random_masks,
     recompute,
     rewrite,
     summa,
@@ -39,6 +40,7 @@ from autopar.world import World
 aten = torch.ops.aten
 CHECKS = {
     "trace": trace.check,
+    "random_masks": random_masks.check,
     "annotate": annotate.check,
     "chains": annotate.check_chains,
     "choose": mesh_search.check_choices,
@@ -57,7 +59,8 @@ def programs() -> dict[str, Program]:
     model, args, _ = models.gpt()
     world = World.of(4)
     made = {"trace": trace.trace(model, args)}
-    made["annotate"] = annotate.annotate(made["trace"])
+    made["random_masks"] = random_masks.random_masks(made["trace"])
+    made["annotate"] = annotate.annotate(made["random_masks"])
     made["chains"] = annotate.chains(made["annotate"])
     request = PlanRequest(autopar.Grid25D(q=2, d=1))
     made["choose"] = mesh_search.search_meshes(made["chains"], world, request)
@@ -239,10 +242,21 @@ def node_left_outside(program: Program) -> Program:
     return changed(program, graph=add)
 
 
+def mask_drawn(program: Program) -> Program:
+    def add(graph: fx.Graph) -> None:
+        node = first_call(graph, aten.gelu.default)
+        with graph.inserting_after(node):
+            graph.call_function(aten.bernoulli.p, (node, 0.5))
+
+    return changed(program, graph=add)
+
+
 BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("trace", one_input_less, "placeholders and signature differ"),
     ("trace", output_dropped, "outputs and signature differ"),
     ("trace", value_forgotten, "gelu has no value"),
+    ("random_masks", one_input_less, "placeholders and signature differ"),
+    ("random_masks", mask_drawn, r"random_masks left \['bernoulli"),
     ("annotate", not_annotated, "annotate left no annotations"),
     ("annotate", rule_forgotten, "gelu has no rule"),
     ("annotate", rule_of_two_results, "the rule of gelu has 2 results, not 1"),
@@ -280,7 +294,17 @@ def test_a_broken_contract_is_noticed(
 
 
 @pytest.mark.parametrize(
-    "name", ["trace", "rewrite", "hierarchy", "summa", "kernel_choice", "finalize", "recompute"]
+    "name",
+    [
+        "trace",
+        "random_masks",
+        "rewrite",
+        "hierarchy",
+        "summa",
+        "kernel_choice",
+        "finalize",
+        "recompute",
+    ],
 )
 def test_a_graph_out_of_order_is_noticed(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"gelu.* used before it has been defined"):
@@ -301,7 +325,8 @@ def test_the_runner_checks_what_every_pass_makes(
         return noted(made, specs={}) if name == "annotate" else spoil(made)
 
     spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
-    module = {"annotate": annotate, "chains": annotate, "recompute": recompute}.get(name, planner)
+    own = {"annotate": annotate, "chains": annotate, "recompute": recompute}
+    module = {**own, "random_masks": random_masks}.get(name, planner)
     function = name if module is not planner else "search_plan"
     listed_pass = next((step for step in PIPELINE if step.name == name), None)
     honest = listed_pass.run if listed_pass is not None else getattr(module, function)
@@ -330,7 +355,7 @@ def test_every_graph_is_kept_and_prints() -> None:
 def test_passes_do_not_change_what_they_are_given() -> None:
     made = programs()
     before = [str(program.module.graph) for program in made.values()]
-    annotate.annotate(made["trace"])
+    annotate.annotate(random_masks.random_masks(made["trace"]))
     annotate.chains(made["annotate"])
     rewrite.rewrite(made["choose"], World.of(4))
     world = World.of(4)

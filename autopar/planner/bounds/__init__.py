@@ -98,7 +98,6 @@ class Bound:
         self._place = {id(v): i for i, v in enumerate(frame.variables)}
         self._inward: dict[int, Rated] = {} if start is None else start._inward
         self._rated = {id(v): self._mesh_last(costs.rated(v)) for v in frame.variables}
-        self._moves: dict[Hashable, ReshardBounds] = {} if start is None else start._moves
         self._looks: dict[Hashable, _Look] = {} if start is None else start._looks
         self._ends: dict[int, list[_End]] = {id(v): self._ends_of(v) for v in frame.variables}
         self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
@@ -144,10 +143,11 @@ class Bound:
     def _moves_of(
         self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
     ) -> ReshardBounds:
-        key = (kind, frozenset(made), frozenset(wanted))
-        if key not in self._moves:
-            self._moves[key] = ReshardBounds(kind, frozenset(made), frozenset(wanted), self.meshes)
-        return self._moves[key]
+        key, known = (kind, frozenset(made), frozenset(wanted)), self.meshes.moves
+        if key not in known:
+            known[key] = ReshardBounds(kind, frozenset(made), frozenset(wanted), self.meshes)
+        moves: ReshardBounds = known[key]
+        return moves
 
     def _with_leaves(self, variable: Variable) -> Rated:
         """Return a variable's rated options plus the least costs of parameters with one use that it

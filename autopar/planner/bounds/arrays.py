@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,6 +49,8 @@ class Meshes:
         self.count = len(self.meshes[0].axes)
         assert all(len(mesh.axes) == self.count for mesh in meshes)
         self._lines: dict[tuple[str, tuple[int, ...], bool], tuple[Array, Array, Array]] = {}
+        self.steps: dict[Hashable, Array] = {}  # of reshards, which reshard_costs.py works out
+        self.moves: dict[Hashable, Any] = {}  # its ReshardBounds, by what they depend on
 
     def __len__(self) -> int:
         return len(self.meshes)
@@ -104,6 +106,25 @@ class Meshes:
             shaped = np.array(bends, dtype=np.float64).reshape(len(self), longest, bends_max, 2)
             self._lines[key] = lines[:, :, 0].T, lines[:, :, 1].T, np.moveaxis(shaped, 0, -1)
         return self._lines[key]
+
+
+_MESHES: dict[tuple[tuple[Mesh, ...], int], Meshes] = {}
+_KEPT, _FEW = 32, 8  # of these, each of so many meshes at most: the arrays of more are large
+
+
+def meshes_of(meshes: tuple[Mesh, ...], world: World) -> Meshes:
+    """Return these meshes with all that is known of them: searches of one plan ask for the same few
+    again and again.
+    """
+    if len(meshes) > _FEW:
+        return Meshes(meshes, world)
+    known = _MESHES.pop((meshes, id(world)), None)
+    if known is None or known.world is not world:
+        known = Meshes(meshes, world)
+    _MESHES[meshes, id(world)] = known  # the last that was asked for goes last
+    while len(_MESHES) > _KEPT:
+        del _MESHES[next(iter(_MESHES))]
+    return known
 
 
 def along(column: NDArray[Any], axis: int, count: int) -> NDArray[Any]:

@@ -228,6 +228,12 @@ class ReshardBounds:
         """Return the seconds of one step: [mesh, whether each of the other axes cuts the value (0
         or 1)].
         """
+        key = kind, axes, math.prod(self.kind.shape), self.kind.element
+        if key not in self.meshes.steps:
+            self.meshes.steps[key] = self._computed(kind, axes)
+        return self.meshes.steps[key]
+
+    def _computed(self, kind: str, axes: Places) -> NDArray[np.float64]:
         elements, element = self._cut_by_others(axes), self.kind.element
         local_bytes = elements * element.bytes
         group = self.meshes.sizes[:, list(axes)].prod(axis=1)
