@@ -68,7 +68,6 @@ def segformer() -> Example:
         "num_attention_heads": [2, 4],
         "mlp_ratios": [2, 2],
         "decoder_hidden_size": HIDDEN,
-        "drop_path_rate": 0.0,
         "num_labels": CLASSES,
     }
     labels = torch.randint(0, CLASSES, (BATCH, IMAGE, IMAGE))
@@ -79,12 +78,11 @@ def segformer() -> Example:
 VISION: dict[str, Factory] = {
     "vit": image_classes("vit", **PATCHES),
     "deit": deit,
-    "beit": image_classes("beit", **PATCHES, drop_path_rate=0.0),
+    "beit": image_classes("beit", **PATCHES),
     "dinov2": image_classes("dinov2", **PATCHES, mlp_ratio=2),
     "swin": image_classes(
         "swin", image_size=IMAGE, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4],
         window_size=4,
-        drop_path_rate=0.0,
     ),
     "convnext": image_classes(
         "convnext", hidden_sizes=[16, 32], depths=[1, 1], num_stages=2, patch_size=2
