@@ -21,10 +21,11 @@ these models again.
 Each model has two layers and random weights, and is made from its configuration as a user makes it:
 `use_cache`, dropout and the training mode are left as they are. Layers that are left out at random
 by a branch (`layerdrop` of m2m_100 and the audio models) are not, as autopar refuses the branch; so
-it does NumPy's draws, and `apply_spec_augment` of the audio models is off. A model is traced and planned for four ranks, then all four run in one process,
-in float64, in the layouts `auto`, `megatron` and `fsdp`. Compared with one device are, as
-`autopar.verify` does it, every node, the loss, every gradient, and the parameters after three steps
-of AdamW; and the traced graph with the model itself.
+it does NumPy's draws, and `apply_spec_augment` of the audio models is off. A model is traced and
+planned for four ranks, then all four run in one process, in float64, in the layouts `auto`,
+`megatron` and `fsdp`. Compared with one device are, as `autopar.verify` does it, every node, the
+loss, every gradient, and the parameters after three steps of AdamW; and the traced graph with the
+model itself.
 
 A layout's column has the largest relative error. `trace` and `plan` (of `auto`) are CPU seconds,
 and `CPU` is those of the whole row, on a machine that did other things too. Of the ops without a
