@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from autopar.errors import PlanError
 
 LARGEST = 1 << 27  # entries of one table: 1 GiB of float64
+_BLOCK = 1 << 15  # entries that are added up at a time
 _SMALL = 1 << 14  # entries of one table: adding up takes no longer than looking for an order
 
 
@@ -213,11 +214,7 @@ def _eliminate(
     parts = sorted(parts, key=lambda table: [where[v] for v in table.variables])
     key = (shape, *((id(table.costs), tuple(where[v] for v in table.variables)) for table in parts))
     if key not in memo:
-        total = np.zeros(shape)
-        for table in parts:
-            total += spread(table, where, len(dims))
-        best = total.argmin(-1)
-        costs = np.take_along_axis(total, best[..., None], -1)[..., 0]
+        costs, best = _lowest([spread(table, where, len(dims)) for table in parts], shape)
         memo[key] = (
             costs,
             best,
@@ -225,6 +222,45 @@ def _eliminate(
         )  # holding the tables keeps their ids from being reused
     costs, best, _ = memo[key]
     return costs, best
+
+
+def _lowest(
+    parts: Sequence[NDArray[np.float64]], shape: tuple[int, ...]
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return the least over the last dim of the sum of these arrays, and where it is. They are
+    added up in blocks that a cache holds: the whole sum is large, and memory is slow.
+    """
+    costs, best = np.empty(shape[:-1]), np.empty(shape[:-1], dtype=np.intp)
+    for block in _blocks(shape):
+        total: NDArray[np.float64] | float = 0.0
+        for part in parts:
+            total = total + part[tuple(at if n > 1 else _ALL for at, n in zip(block, part.shape))]
+        left = costs[block].shape
+        rows = np.broadcast_to(total, left + shape[-1:]).reshape(-1, shape[-1])
+        lowest = rows.argmin(-1)
+        best[block] = lowest.reshape(left)
+        costs[block] = rows[np.arange(len(rows)), lowest].reshape(left)  # faster than min
+    return costs, best
+
+
+_ALL = slice(None)
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield slices of all dims but the last, of at most _BLOCK entries in all if that can be."""
+    split, inner = len(shape) - 1, shape[-1]
+    while split > 0 and inner * shape[split - 1] <= _BLOCK:
+        split -= 1
+        inner *= shape[split]
+    if split == 0:
+        yield (_ALL,) * (len(shape) - 1)
+        return
+    step = max(1, _BLOCK // inner)
+    starts = range(0, shape[split - 1], step)
+    for place in np.ndindex(shape[: split - 1]):
+        for start in starts:
+            outer = tuple(slice(i, i + 1) for i in place)
+            yield (*outer, slice(start, start + step), *(_ALL,) * (len(shape) - 1 - split))
 
 
 def spread(table: Table, where: dict[int, int], dims: int) -> NDArray[np.float64]:
