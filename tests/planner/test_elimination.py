@@ -172,3 +172,18 @@ def test_a_variable_of_one_value_may_be_tied_to_any_number_of_others() -> None:
     costs = np.array([[[1.0], [3.0]], [[2.0], [0.5]]])
     tables = [Table((i, i + 1, 100), costs) for i in range(99)]
     assert minimise([*[2] * 100, 1], tables) == (0.5 * 99, [*[1] * 100, 0])
+
+
+@pytest.mark.parametrize("shape", [(9,), (2, 3, 4), (60, 50, 70, 3), (512, 512, 2), (1 << 16,)])
+def test_blocks_add_up_to_the_whole_to_the_bit(shape: tuple[int, ...]) -> None:
+    """Ties too: the first of equal values is the best."""
+    draw = np.random.default_rng(len(shape))
+    sizes = [[n if draw.random() < 0.6 else 1 for n in shape] for _ in range(4)]
+    sizes.append([*[1] * (len(shape) - 1), shape[-1]])
+    parts = [draw.integers(0, 9, size) / 7 for size in sizes]
+    whole = np.zeros(shape)
+    for part in parts:
+        whole += part
+    costs, best = elimination._lowest(parts, shape)
+    assert np.array_equal(best, whole.argmin(-1))
+    assert np.array_equal(costs, whole.min(-1))
