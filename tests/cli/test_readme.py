@@ -14,7 +14,7 @@ STEPS = 3
 
 def test_its_program_trains_on_gloo_ranks_as_on_one_device(tmp_path: Path) -> None:
     """On emulated GPUs it runs in cuda/test_emulated.py."""
-    found = launched(tmp_path, 4, str(STEPS + 1), script="readme_ranks.py")
+    found = launched(tmp_path, 4, str(STEPS + 1), script="readme_ranks.py", options=())
     torch.manual_seed(0)
     model = readme.Model()
     optimizer = torch.optim.AdamW(model.parameters())
