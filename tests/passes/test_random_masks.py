@@ -52,6 +52,14 @@ DRAWS = (
 )
 
 
+@pytest.mark.parametrize(
+    "module", [nn.Dropout1d(0.25), nn.AlphaDropout(0.25), nn.FeatureAlphaDropout(0.25)], ids=str
+)
+def test_torch_s_other_dropouts_are_masks(module: nn.Module) -> None:
+    check = autopar.verify(Model(module), 4, inputs(), layout="megatron")
+    assert max(check.loss_error, check.grad_error, check.step_error) < 1e-12
+
+
 class Model(nn.Module):
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
