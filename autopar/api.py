@@ -311,7 +311,7 @@ def verify(
         request = PlanRequest.like(layout, None, budget)
     else:
         request = PlanRequest(layout, budget, outputs=outputs)
-    program = analyse(pipeline, to_float64(source), request)
+    program = analyse(pipeline, source, request)
     assert program.annotations is not None
     flops = sum(spec.flops for spec in program.annotations.specs.values())
     if isinstance(layout, Plan):
@@ -319,6 +319,7 @@ def verify(
         program = dataclasses.replace(program, plan=edit.check_edits(program, layout))
     else:
         program = choose_plan(pipeline, program, machines, request)
+    program = to_float64(program)
     on_ranks = rewrite_for_ranks(pipeline, program, machines)
     pipeline.progress("compare")
     single = mesh_search.search_meshes(program, World.of(1), PlanRequest())

@@ -210,6 +210,16 @@ def taken_apart(op: OpOverload) -> Callable[..., Any]:
     return call
 
 
+def has_kernel(op: OpOverload, key: str) -> bool:
+    """Whether something is registered for an op under a dispatch key, by its name; also False for
+    a key that torch does not know.
+    """
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+    except RuntimeError:
+        return False
+
+
 @contextmanager
 def masks_as_given() -> Iterator[None]:
     """Within it torch.nn's transformers take an attention mask as it is. They would look at the
@@ -300,6 +310,7 @@ __all__ = [
     "forget_groups",
     "from_part",
     "functions_applied",
+    "has_kernel",
     "in_backward",
     "inductor_decompositions",
     "local_of",

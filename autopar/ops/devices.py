@@ -3,7 +3,8 @@
 A plan is the same on all ranks, so its graphs name devices without a number ("cuda"); on a rank,
 `on_device` puts the rank's own device ("cuda:1") in their place. `of_rank` and `agree_on_device`
 choose the rank's device from what the user asks for, the parameters, LOCAL_RANK and the backends of
-the running process group. The API, the planner, the runtime and the tracer call these functions.
+the running process group; `home_of` and `of_inputs` say where a trace puts tensors and inputs. The
+API, the planner, the runtime and the tracer call these functions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from autopar._compat import FakeTensor, pytree
@@ -117,6 +118,27 @@ def filled(shape: tuple[int, ...], number: int, device: torch.device) -> torch.T
     it on the CPU and wait for a copy.
     """
     return torch.full(shape, number, dtype=torch.int64, device=device)
+
+
+# -- of a model and its inputs ---------------------------------------------------------------------
+def home_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device that tensors on the meta device are taken to be on: that of the first other
+    tensor, or the CPU.
+    """
+    candidates = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+    for value in candidates:
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
+            return value.device
+    return CPU
+
+
+def of_inputs(model: nn.Module) -> torch.device | None:
+    """Return the device to which the inputs of a call are moved, wherever they are, as ranks move
+    them: that of all tensors of the model. None where these are on several devices, or on none but
+    the meta device: then inputs stay where they are.
+    """
+    held = {x.device for x in (*model.parameters(), *model.buffers()) if not x.is_meta}
+    return held.pop() if len(held) == 1 else None
 
 
 # -- of a rank -------------------------------------------------------------------------------------

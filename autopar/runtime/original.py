@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from autopar._compat import FakeTensor, TorchDispatchMode, pytree
 from autopar.errors import VerificationError
-from autopar.ir.program import Program
-from autopar.ops.devices import CPU, on_device
+from autopar.ir.program import Program, without_autocast
+from autopar.ops.devices import CPU, of_inputs, on_device
 from autopar.passes.trace import bind
 from autopar.passes.trace.export import borrowed
 
@@ -51,6 +51,8 @@ def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: 
     tensors = [*program.tensors.values(), *input_tensors]
     if 3 * flops > FLOPS or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):
         return False
+    device = of_inputs(model)
+    inputs = pytree.tree_map_only(Tensor, lambda x: x.to(device or x.device), inputs)
     floats = [x for x in tensors if x.is_floating_point()]
     roundings = [_ROUNDINGS * torch.finfo(x.dtype).eps for x in floats]
     tolerance = min(_MOST, max(roundings, default=0.0))
@@ -123,7 +125,8 @@ def _of_program(program: Program, inputs: Inputs) -> _StepResult:
     tensors = {name: _copy(tensor) for name, tensor in program.tensors.items()}
     values = bind(program, args, kwargs, tensors)
     device = next((x.device for x in values if isinstance(x, Tensor)), CPU)
-    results_of_graph = iter(on_device(program.module, device)(*values))
+    with without_autocast(program.signature.autocast):  # the casts are nodes of the graph
+        results_of_graph = iter(on_device(program.module, device)(*values))
     leaves, buffers = [], {}
     for output in program.signature.outputs:
         value = output.constant if output.node is None else next(results_of_graph)

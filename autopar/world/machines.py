@@ -317,17 +317,20 @@ def _ranks_per_node(ranks: int, stated: int = 0) -> int:
 
 
 def like_here(ranks: int, per_node: int | None = None) -> Detected:
-    """Describe so many ranks on nodes like this one, `per_node` (default: a rank a GPU) on each."""
+    """Describe so many ranks on nodes like this one, `per_node` (default: a rank a GPU) on each.
+    Ranks whose process group sends through gloo run on CPUs, also where there are GPUs.
+    """
     per_node = per_node or _ranks_per_node(ranks)
-    gpu = torch.cuda.is_available()
+    running = backends()
+    by_gloo = bool(running) and running.get("cuda", "gloo") == "gloo"
+    gpu = torch.cuda.is_available() and not by_gloo
     within_node = _links_in_node(per_node) if gpu else Level(per_node, GLOO_BYTES_PER_S, GLOO_S)
     levels = [within_node]
     if ranks > per_node:
         network = _GPU_NETWORK if gpu else _CPU_NETWORK
         levels.append(replace(network, ranks=ranks // per_node))
     backend = "nccl" if gpu else "gloo"
-    if dist.is_available() and dist.is_initialized():
-        backend = backends().get("cuda" if gpu else "cpu", backend)
+    backend = running.get("cuda" if gpu else "cpu", backend)
     if gpu:
         return Detected(tuple(levels), _detect_gpu(), backend, LAUNCH_S)
     return Detected(tuple(levels), _detect_cpu(per_node), backend, GLOO_LAUNCH_S)

@@ -40,7 +40,8 @@ def patch() -> None:
     import torch.cuda.random
 
     def properties(device: Any = None) -> Any:
-        return types.SimpleNamespace(name=NAME, total_memory=80 << 30, uuid=f"GPU-{device}")
+        facts = {"total_memory": 80 << 30, "major": 9, "minor": 0}
+        return types.SimpleNamespace(name=NAME, uuid=f"GPU-{device}", **facts)
 
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index

@@ -136,14 +136,50 @@ def steps(rank: int, name: str) -> Facts:
     return {"waits": dict(copies.found)}
 
 
+class _Forgetful(nn.Module):
+    """Makes a tensor on the CPU, wherever its parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + torch.ones(8, device="cpu")).sum()
+
+
 def mixed(rank: int) -> Facts:
-    """A model on another device than its inputs: as on a GPU, that is an error."""
+    """A model that mixes devices: as on a GPU, that is an error."""
     with made_on(f"cuda:{rank}"):
-        model, _, _ = models.gpt()
-    with made_on("cpu"):
-        _, args, kwargs = models.gpt()
-    autopar.plan(model, 8, args or kwargs)
+        model, inputs = _Forgetful(), (torch.ones(8, 8),)
+    autopar.plan(model, 8, inputs)
     return {}
+
+
+def apart(rank: int, of_model: str, of_inputs: str) -> Facts:
+    """A step of a model whose inputs are on another device than it is, before and after."""
+    places = {"cpu": "cpu", "cuda": f"cuda:{rank}"}
+    with made_on(places[of_model]) as mode:
+        model, _, _ = models.gpt()
+    with mode, torch.device(places[of_inputs]):
+        _, args, kwargs = models.gpt()
+    with mode:
+        par = autopar.parallelize(model, inputs=args or kwargs, layout="fsdp")
+        loss = scalar(par(*args, **kwargs))
+        loss.backward()
+    return facts_of(par, loss)
+
+
+def autocast(rank: int) -> Facts:
+    """The dtypes of what enters the loss of a GPT, of bfloat16 logits: a GPU takes float32."""
+    with made_on(f"cuda:{rank}"):
+        model, args, kwargs = models.gpt()
+    with torch.autocast("cuda", torch.bfloat16):
+        traced = trace_model(model, args or kwargs)
+    losses = traced.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.cross_entropy_loss.default
+    )
+    (loss,) = losses
+    return {"logits": str(loss.args[0].meta["val"].dtype), "loss": str(loss.meta["val"].dtype)}
 
 
 def readme(rank: int) -> Facts:

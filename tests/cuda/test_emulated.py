@@ -84,6 +84,16 @@ def test_a_mix_of_devices_is_refused(guard: Path) -> None:
     assert "cuda:2" in facts["error"] and "cpu" in facts["error"]
 
 
+def test_inputs_may_be_on_another_device_than_the_model(guard: Path) -> None:
+    for facts in emulated(guard, 6, "apart:cpu,cuda", "apart:cuda,cpu"):
+        on_its_device(facts, 6)
+
+
+def test_a_loss_under_autocast_is_in_float32_as_on_a_gpu(guard: Path) -> None:
+    (facts,) = emulated(guard, 0, "autocast")
+    assert facts == {"logits": "torch.float32", "loss": "torch.float32"}
+
+
 def test_a_timeline_of_streams_is_refused(guard: Path) -> None:
     (facts,) = emulated(guard, 4, "timeline")
     assert facts["error"].startswith("PlanError: a timeline is read off what the CPU does"), facts

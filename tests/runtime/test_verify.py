@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import VerificationError, World, passes
+from autopar.cli.targets import Llama, Sizes
 from autopar.ir.layout import Layout
 from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, local
@@ -215,3 +216,11 @@ def test_what_is_zero_but_for_rounding_raises_no_alarm() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Linear(24, 6))
     assert autopar.verify(model, 4, (rows(),), layout="ddp").step_error < 1e-9
+
+
+def test_a_plan_that_looks_at_memory_is_verified_too() -> None:
+    """Its peak is worked out in the model's own dtype; the ranks compute in float64."""
+    model = Llama(Sizes("llama", 2, 32, 4, 64, 16, 4, 64))  # it makes cosines in its own dtype
+    inputs = (torch.randint(0, 64, (8, 16)),) * 2
+    check = autopar.verify(model, World.preset("dgx-h100", ranks=4), inputs, layout="4d")
+    assert check.ranks == 4 and check.grad_error < 1e-9

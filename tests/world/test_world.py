@@ -15,7 +15,7 @@ import torch
 import autopar
 from autopar.errors import WorldError
 from autopar.runtime import apply
-from autopar.world import PRESETS, Device, Level, Link, World
+from autopar.world import PRESETS, Device, Level, Link, World, machines
 from autopar.world.machines import GPUS, known
 from autopar.world.world import running_world
 
@@ -247,6 +247,20 @@ def test_gpus_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.levels[0].bytes_per_s == 450e9 and world.backend == "nccl"
     assert world.device.flops == 989.4e12 and world.device.memory_bytes == 85e9
     assert world.device.name == "NVIDIA H100 80GB HBM3"
+
+
+def test_ranks_of_gloo_run_on_cpus_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cuda(monkeypatch, "NVIDIA H100 80GB HBM3", 8, peers=True)
+    for kinds, name in (
+        ({"cpu": "gloo", "cuda": "gloo"}, "cpu"),
+        ({"cpu": "gloo"}, "cpu"),
+        ({"cpu": "gloo", "cuda": "nccl"}, "NVIDIA H100 80GB HBM3"),
+        ({"cuda": "nccl"}, "NVIDIA H100 80GB HBM3"),
+    ):
+        monkeypatch.setattr(machines, "backends", lambda kinds=kinds: kinds)
+        world = World.of(8)
+        assert world.device.name == name
+        assert world.backend == ("gloo" if name == "cpu" else "nccl")
 
 
 def test_no_nvlink_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ from autopar._compat import (
 )
 from autopar.errors import TraceError
 from autopar.ops.custom_functions import Refused, honoured
+from autopar.ops.devices import home_of, of_inputs
+from autopar.passes.trace.autocast import cast_in_composites
 from autopar.passes.trace.model_state import Watch, refuse_registered, snapshot
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
 
@@ -64,6 +66,7 @@ def capture(
             with watch.saved(), _DetachWithoutGrad(), _no_packing(model), watch:
                 exported = torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
             inline_no_grad(exported.graph_module)
+            cast_in_composites(exported.graph_module)
             _refuse_writes(model, exported)
             _refuse_lost(model, exported, fakes)
             decomposed = _decompose(model, exported)
@@ -95,10 +98,11 @@ def stand_ins(
     """
     mode = fake_mode()
     _register_dataclasses((args, kwargs))
-    home = _home_device(model, args, kwargs)
+    home = home_of(model, args, kwargs)
+    own = of_inputs(model)
     # One fake for every leaf: a tensor that is passed twice (ids = labels) stays two inputs.
     args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda value: _fake(mode, value, home), (args, kwargs)
+        torch.Tensor, lambda value: _fake(mode, value, home, own), (args, kwargs)
     )
     with (
         _quiet(), torch.enable_grad(), masks_as_given(),
@@ -209,20 +213,16 @@ def _detach(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if value.is_floating_point() or value.is_complex() else value
 
 
-def _home_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Return the device that tensors on the meta device are taken to be on: that of the first other
-    tensor, or the CPU.
+def _fake(
+    mode: FakeTensorMode,
+    value: torch.Tensor,
+    home: torch.device,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Return a fake of this tensor, with its shape, strides, dtype and `requires_grad`; on its own
+    device unless another is given.
     """
-    candidates = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
-    for value in candidates:
-        if isinstance(value, torch.Tensor) and value.device.type != "meta":
-            return value.device
-    return torch.device("cpu")
-
-
-def _fake(mode: FakeTensorMode, value: torch.Tensor, home: torch.device) -> torch.Tensor:
-    """Return a fake of this tensor, with its shape, strides, dtype and `requires_grad`."""
-    device = home if value.device.type == "meta" else value.device
+    device = device or (home if value.device.type == "meta" else value.device)
     with mode:
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if isinstance(value, nn.Parameter):
