@@ -9,9 +9,7 @@ itself alone is not seen.
 An emitted program enters `peak`, a `Memory` leaves. The planner calls it to decide how much to
 recompute (rematerialize.py) and to explain a plan (why.py).
 
-Meta tensors run in a third of the time of fake tensors. They choose a kernel by themselves where
-that depends on the device; for attention the kernel of a CPU is chosen here instead, so it saves
-what it saves on a CPU.
+Which kernels run, and so what they save, is decided for the world's device (meta_kernels.py).
 """
 
 from __future__ import annotations
@@ -20,136 +18,19 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 
-from autopar._compat import OpOverload, TorchDispatchMode, fake_mode, pytree, without_modes
+from autopar._compat import TorchDispatchMode, pytree
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
-from autopar.ir.graph import called
+from autopar.cost.meta_kernels import META, run_on_meta
 from autopar.ir.mesh import group_ranks
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Input, Program
 from autopar.ops import comm
-from autopar.ops.devices import renamed
 from autopar.world import World
-
-aten = torch.ops.aten
-FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default  # saves no attention scores
-META = torch.device("meta")
-
-
-def run_on_meta(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of the module that runs on tensors of the meta device."""
-    graph, root = fx.Graph(), torch.nn.Module()
-    output = graph.graph_copy(module.graph, {})
-    for node in graph.nodes:
-        node.args = renamed(node.args, lambda _: META)
-        node.kwargs = renamed(node.kwargs, lambda _: META)
-        if node.target is aten.scaled_dot_product_attention.default:
-            node.target = attention
-        elif node.op == "call_function" and _is_factory(node):
-            node.kwargs = {**node.kwargs, "device": META}
-        for block in called(module, node):
-            name = next(n.target for n in node.all_input_nodes if n.op == "get_attr")
-            root.add_module(str(name), run_on_meta(block))
-    graph.output(output)
-    return fx.GraphModule(root, graph)
-
-
-def _is_factory(node: fx.Node) -> bool:
-    """Whether the node is a factory op, which makes a tensor without taking one."""
-    if not isinstance(node.target, OpOverload) or node.all_input_nodes:
-        return False
-    return any(argument.name == "device" for argument in node.target._schema.arguments)
-
-
-class _OperandTraits(NamedTuple):
-    """The properties of an operand by which torch chooses a kernel."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
-
-    def empty_tensor(self) -> Tensor:
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        return tensor.requires_grad_(self.trainable)
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Run `aten.scaled_dot_product_attention` on meta tensors, with the kernel that a CPU takes."""
-    operands = (query, key, value, attn_mask)
-    flash_enabled = torch.backends.cuda.flash_sdp_enabled()  # the switch holds for every device
-    traits = tuple(None if x is None else _operand_traits(x) for x in operands)
-    if not _by_flash(traits, dropout_p, is_causal, scale, enable_gqa, flash_enabled):
-        op = aten.scaled_dot_product_attention.default
-        result: Tensor = op(*operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return result
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        allowed, masked = (
-            torch.tensor(x, dtype=query.dtype, device=META) for x in (0.0, -torch.inf)
-        )
-        attn_mask = torch.where(attn_mask, allowed, masked)
-    options = {"attn_mask": attn_mask, "scale": scale}
-    output: Tensor = FLASH(query, key, value, dropout_p, is_causal, **options)[0]
-    return output
-
-
-def _operand_traits(x: Tensor) -> _OperandTraits:
-    return _OperandTraits(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
-
-
-@lru_cache(maxsize=1 << 10)
-def _by_flash(
-    traits: tuple[_OperandTraits | None, ...],
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-    allowed: bool,
-) -> bool:
-    """Whether a CPU runs these operands with the flash kernel, which saves no scores; found by a
-    run on fake tensors. The modes and hooks that count memory do not see this run.
-    """
-    with without_modes(), saved_tensors_hooks(_save_nothing, _save_nothing), fake_mode():
-        operands = [None if operand is None else operand.empty_tensor() for operand in traits]
-        with _OpRecorder() as recorder:
-            aten.scaled_dot_product_attention.default(
-                *operands, dropout, causal, scale=scale, enable_gqa=grouped
-            )
-    return FLASH in recorder.ops
-
-
-def _save_nothing(x: Any) -> Any:
-    """Save nothing, as no backward follows."""
-    return None
-
-
-class _OpRecorder(TorchDispatchMode):
-    """A dispatch mode that records the ops that run while it is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: set[Any] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.add(func)
-        return func(*args, **(kwargs or {}))
-
 
 _NEVER = 1 << 60
 
@@ -238,11 +119,11 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
     Example: peak(plan.context.program, "sgd").peak
     """
     assert program.plan is not None
-    backend, at_once = "", False
+    backend, on_gpu = "", False
     if world is not None:
-        backend, at_once = world.backend, world.device.name != "cpu"
+        backend, on_gpu = world.backend, world.device.name != "cpu"
     with _use_simulator(_Shapes(backend)):
-        return _Step(program, optimizer, at_once).run()
+        return _Step(program, optimizer, on_gpu).run()
 
 
 @contextmanager
@@ -258,8 +139,8 @@ def _use_simulator(simulator: comm.Simulator) -> Iterator[None]:
 class _Step:
     """One training step on tensors without storage."""
 
-    def __init__(self, program: Program, optimizer: Optimizer, at_once: bool) -> None:
-        self.program, self.optimizer, self.at_once = program, optimizer, at_once
+    def __init__(self, program: Program, optimizer: Optimizer, on_gpu: bool) -> None:
+        self.program, self.optimizer, self.on_gpu = program, optimizer, on_gpu
         self.lives = Lives()
 
     def run(self) -> Memory:
@@ -272,7 +153,7 @@ class _Step:
             if name not in stored_names:
                 self.lives.note(tensor)
         with self.lives:
-            outputs = run_on_meta(self.program.module)(
+            outputs = run_on_meta(self.program.module, self.on_gpu)(
                 *(self._graph_argument(e, tensors) for e in entries)
             )
             forward_end = self.lives.moment
@@ -300,7 +181,7 @@ class _Step:
 
     def _graph_argument(self, entry: Input, tensors: dict[str, Tensor]) -> Tensor | None:
         """Return what the graph is given for an input; a buffer that the step writes is copied."""
-        if entry.target.startswith("@") and not self.at_once:
+        if entry.target.startswith("@") and not self.on_gpu:
             return None  # a seed for GPU kernels, which a CPU does not have
         mutated = {o.target for o in self.program.signature.outputs if o.kind == "mutation"}
         tensor = tensors[entry.node]
@@ -343,7 +224,7 @@ class _Step:
                 layout, size = self.program.layouts[entry.node], self._element_bytes(entry)
                 state_bytes += optimizer_bytes(layout, size, self.optimizer)
                 parameter_bytes.append(layout.local_size * float(size))
-        return state_bytes, step_bytes(parameter_bytes, self.optimizer, self.at_once)
+        return state_bytes, step_bytes(parameter_bytes, self.optimizer, self.on_gpu)
 
     def _element_bytes(self, entry: Input) -> int:
         dtype = self.program.dtypes.get(entry.node)

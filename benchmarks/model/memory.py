@@ -1,12 +1,13 @@
 """The planned peak of memory of a training step against what an allocator counts on real ranks.
 
-    python -m benchmarks.model.memory [--runs 3] [--only gpt fsdp] [--json memory.json]
+    python -m benchmarks.model.memory [--runs 3] [--only gpt fsdp] [--json memory.json] [--alone]
 
 Every case is a model that `autopar.parallelize` lays out on gloo ranks (on NCCL ranks where there
 are GPUs), trained by AdamW for a few steps: forward, backward, step. Counted on every rank is what
 the allocator holds above what was there before the model: at the most during a step, and between
-two. The rank that held most is shown. On CPUs the count is a hook's (allocations.c, which gcc
-compiles), on GPUs torch's own.
+two. The rank that held most is shown. `--alone` runs rank 0 by itself, in a group that moves
+nothing: so one GPU shows what each of several would hold. On CPUs the count is a hook's
+(allocations.c, which gcc compiles), on GPUs torch's own.
 """
 
 from __future__ import annotations
@@ -77,29 +78,30 @@ def hook(folder: Path) -> Path:
     return found
 
 
-def counted(cases: Iterable[Case]) -> Iterator[Counted]:
-    """What each case took; those of a model on as many ranks run in the same processes. Raises
-    RuntimeError where these end early.
+def counted(cases: Iterable[Case], alone: bool = False) -> Iterator[Counted]:
+    """What each case took, on all of its ranks or on rank 0 `alone`; those of a model on as many
+    ranks run in the same processes. Raises RuntimeError where these end early.
     """
     groups: dict[tuple[int, str], list[Case]] = defaultdict(list)
     for case in cases:
         groups[case.ranks, case.model].append(case)
     with tempfile.TemporaryDirectory() as folder:
         for (ranks, _), several in sorted(groups.items()):
-            yield from _on_ranks(ranks, several, Path(folder))
+            yield from _on_ranks(ranks, several, Path(folder), alone)
 
 
-def _on_ranks(ranks: int, cases: list[Case], folder: Path) -> list[Counted]:
+def _on_ranks(ranks: int, cases: list[Case], folder: Path, alone: bool) -> list[Counted]:
     given, out = folder / f"cases{ranks}.json", folder / f"counted{ranks}.jsonl"
     given.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
     out.unlink(missing_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not torch.cuda.is_available():
         env |= {"LD_PRELOAD": str(hook(folder)), "GLOO_SOCKET_IFNAME": "lo"}
-    run = (sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone")
-    script = ("-m", "benchmarks.model.memory_ranks", str(given), str(out))
+    python = (sys.executable, "-W", "ignore")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    script = ("-m", "benchmarks.model.memory_ranks", str(given), str(out), str(ranks * alone))
     done = subprocess.run(
-        [*run, "--nproc-per-node", str(ranks), *script],
+        [*python, *(() if alone else torchrun), *script],
         env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     if done.returncode:
@@ -148,12 +150,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--only", nargs="+", help="cases with all of these words")
+    parser.add_argument("--alone", action="store_true", help="rank 0 by itself, as on one GPU")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     options = parser.parse_args()
     words = set(options.only or ())
     cases = [case for case in CASES if words <= _words(case)]
     rows = []
-    for row in (row for _ in range(options.runs) for row in counted(cases)):
+    for row in (row for _ in range(options.runs) for row in counted(cases, options.alone)):
         rows.append(row)
         print(f"{row.case}: {row.refused or format(row.ratio, '.3f')}", file=sys.stderr, flush=True)
         if options.json is not None:

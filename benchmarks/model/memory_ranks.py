@@ -1,6 +1,7 @@
 """What every rank of `python -m benchmarks.model.memory` runs: the cases of a file.
 
-On CPUs an allocator's hook (allocations.c) counts; on GPUs torch's own counters do.
+On CPUs an allocator's hook (allocations.c) counts; on GPUs torch's own counters do. A rank that
+runs alone is rank 0 of a group that moves nothing.
 """
 
 from __future__ import annotations
@@ -253,6 +254,7 @@ def _started(case: Case, inputs: Any, counter: Counter, counted: Counted) -> nn.
         memory=memory,
         recompute=case.recompute if case.limit is None else "auto",
         overlap=case.overlap,
+        device=counter.device,
     )
     counted.start = float(counter.peak() - there)
     plan = module.plan
@@ -276,19 +278,32 @@ def _loss(found: Any) -> torch.Tensor:
     return next(x for x in leaves if x.requires_grad and not x.dim())
 
 
+def _open_group(device: torch.device, alone_of: int) -> None:
+    """Open the group of torchrun's ranks, or one of `alone_of` ranks that moves nothing."""
+    if not alone_of:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=alone_of, store=FakeStore())
+
+
 def main() -> None:
-    source, out = sys.argv[1:]
+    source, out, alone_of = sys.argv[1], sys.argv[2], int(sys.argv[3])
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    _open_group(device, alone_of)
     counter = Counter(device)
     for number, case in enumerate(json.loads(Path(source).read_text())):
-        everywhere: list[Any] = [None] * dist.get_world_size()
         folder = Path(out).with_suffix(f".{number}")
-        dist.all_gather_object(everywhere, asdict(count(Case(**case), counter, folder)))
+        own = asdict(count(Case(**case), counter, folder))
+        everywhere: list[Any] = [own] * (1 if alone_of else dist.get_world_size())
+        if not alone_of:
+            dist.all_gather_object(everywhere, own)
         if not dist.get_rank():
             most = max(everywhere, key=lambda one: one["measured"])
             with Path(out).open("a", encoding="utf-8") as file:
