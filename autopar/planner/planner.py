@@ -296,13 +296,9 @@ def _reserve_flight_bytes(plan: Plan, request: PlanRequest) -> Plan:
 
 
 def _overlapped_timeline(program: Program, world: World) -> Timeline | None:
-    """Return the step's timeline with communication under computation. None for one rank, and for
-    plans with recomputed blocks: those are scheduled too, but no timeline models them.
-    """
+    """Return the step's timeline with communication under computation; None for one rank."""
     assert program.plan is not None
-    plan = program.plan
-    unmodelled = not plan.mesh.axes or plan.recompute or plan.regather
-    return None if unmodelled else timeline(program, world)
+    return timeline(program, world) if program.plan.mesh.axes else None
 
 
 def _keep_traced_on_one_rank(source: Program, program: Program) -> Program:

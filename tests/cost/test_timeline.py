@@ -275,10 +275,16 @@ def test_starts_are_saved_but_no_overlap_is_given_up() -> None:
 LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1), "2.5d", "auto"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_models(layout: Any, tmp_path: Path) -> None:
+AGAIN = [("fsdp", "gathers"), ("fsdp", "full"), ("megatron-sp", "full")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"), [*((layout, "none") for layout in LAYOUTS), *AGAIN], ids=str
+)
+def test_models(layout: Any, recompute: Any, tmp_path: Path) -> None:
     model, args, _ = models.gpt()
-    plan = autopar.plan(model, autopar.World.preset("perlmutter", 8), args, layout=layout)
+    world = autopar.World.preset("perlmutter", 8)
+    plan = autopar.plan(model, world, args, layout=layout, recompute=recompute)
     alone, over = plan.timeline(overlap=False), plan.timeline()
     assert alone.exposed_seconds == pytest.approx(alone.communication)
     assert alone.communication == pytest.approx(sum(c.seconds for c in plan.collectives))
@@ -295,6 +301,32 @@ def test_models(layout: Any, tmp_path: Path) -> None:
         assert found.communication == pytest.approx(found.hidden_seconds + found.exposed_seconds)
         assert found.computing + found.exposed_seconds == pytest.approx(found.seconds)
         shows(found, tmp_path / "trace.json")
+
+
+def test_what_runs_again_is_modelled() -> None:
+    """Weights that are gathered again arrive before the gradient does; what is computed again, and
+    what that sends, waits for it and delays the backward.
+    """
+    model, args, _ = models.gpt()
+    world = autopar.World((Level(4, 2e8, latency_s=0.0),), autopar.World.of(4).device)
+    inputs = tuple(x.repeat(16, 1) for x in args)
+
+    def step(recompute: Any) -> tuple[float, list[Event]]:
+        plan = autopar.plan(model, world, inputs, "fsdp", recompute=recompute, smaller=False)
+        assert plan.overlapped is not None and plan.overlapped < plan.seconds
+        return plan.overlapped, [e for e in plan.timeline().events if e.phase == "backward"]
+
+    (none, before), (gathers, fetched), (full, again) = map(step, ("none", "gathers", "full"))
+    assert none < gathers < full
+    ahead = [e for e in fetched if e.ahead]
+    assert ahead and not any(e.ahead for e in before)
+    assert {e.kind for e in ahead} == {"all_gather"} and not any(e.after for e in ahead)
+
+    def computed(events: list[Event]) -> float:
+        return sum(e.seconds for e in events if not e.lane)
+
+    assert computed(fetched) == pytest.approx(computed(before))
+    assert computed(again) > 1.2 * computed(before)
 
 
 def shows(found: Seen, path: Path) -> None:

@@ -245,7 +245,7 @@ class Events:
             lane=".".join(move.axes) + (str(stage.digits) if move.hierarchy else ""),
             link=link(self.world, stage.digits),
             bytes=price.bytes / pieces,
-            ahead=node in self.ahead and phase == "forward",
+            ahead=node in self.ahead and (phase == "forward" or move.again),
             held_bytes=held_bytes,
             takes_s=lost_s(price.seconds, self.world) / pieces,
         )
@@ -296,11 +296,14 @@ class Events:
 
     # -- backward ----------------------------------------------------------------------------------
     def _again(self, block: str | None, after: tuple[int, ...]) -> None:
-        """Add the forward of a recomputed block once more, when the backward comes to it."""
+        """Add the forward of a recomputed block once more, when the backward comes to it. What
+        needs stored tensors alone, as a weight that is gathered again, may come long before.
+        """
         nodes = self.blocks.pop(block, [])
         events_of: dict[fx.Node, tuple[int, ...]] = {}
         for node in nodes:
-            inputs = _union(events_of.get(n, after) for n in node.all_input_nodes) or after
+            begin = () if node in self.ahead else after
+            inputs = _union(events_of.get(n, begin) for n in node.all_input_nodes) or begin
             seconds = 0.0 if "step" in node.meta else self._seconds(node)[0]
             events_of[node] = self._work(node, seconds, self.repeated[node], inputs, "backward")
         block_events = _union([after, *events_of.values()])
