@@ -607,6 +607,16 @@ def test_writes_of_a_composite_op_are_counted() -> None:
     assert _compat.version_of(mean) == 1 and _compat.version_of(torch.zeros(2)) == 0
 
 
+@covers("has_kernel")
+def test_kernels_are_known_by_their_key() -> None:
+    aten = torch.ops.aten
+    assert _compat.has_kernel(aten.einsum.default, "CompositeImplicitAutograd")
+    assert _compat.has_kernel(aten.linear.default, "AutocastCPU")
+    assert not _compat.has_kernel(aten.einsum.default, "AutocastCPU")
+    assert not _compat.has_kernel(aten.mm.default, "CompositeImplicitAutograd")
+    assert not _compat.has_kernel(aten.mm.default, "NoSuchKey")
+
+
 @covers("masks_as_given")
 def test_transformers_do_not_look_at_masks() -> None:
     """Only a hint says that one is causal; a mask on the meta device could not be looked at."""
