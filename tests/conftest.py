@@ -34,14 +34,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks heavy cells slow; where all tests are collected, each line of heavy.txt names one."""
+    """Marks heavy cells slow. Where all tests are collected, UNMATCHED are lines of heavy.txt that
+    name none, for a test in test_house.py.
+    """
     names = [f"{item.path.name}::{item.nodeid.split('::', 1)[1]}" for item in items]
     for item, name in zip(items, names, strict=True):
         if heavy.heavy(name):
             item.add_marker(pytest.mark.slow)
     everything = len({item.path for item in items}) == len(list(HERE.rglob("test_*.py")))
-    if everything and (gone := heavy.unmatched(names)):
-        raise pytest.UsageError(f"tests/support/heavy.txt names tests that are not there: {gone}")
+    if everything:
+        config.stash[heavy.UNMATCHED] = heavy.unmatched(names)
     if shard := config.getoption("--shard"):
         _keep_shard(config, items, shard)
 

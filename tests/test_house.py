@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from heavy import HEAVY, UNMATCHED, unmatched
 from sizes import too_long
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +48,14 @@ def test_what_is_too_long_is_reported() -> None:
     assert list(too_long("\n" * 401)) == [
         "401 lines, 400 are enough: ask what second thing it does"
     ]
+
+
+def test_lines_of_heavy_txt_name_tests(pytestconfig: pytest.Config) -> None:
+    """As a test, since an error of collection in a worker of pytest-xdist is shown by nobody."""
+    assert unmatched([]) == HEAVY
+    if UNMATCHED not in pytestconfig.stash:
+        pytest.skip("not all tests are collected")
+    assert not pytestconfig.stash[UNMATCHED]
 
 
 def test_names_of_one_package_differ_by_more_than_an_ending() -> None:

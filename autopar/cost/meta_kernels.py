@@ -4,7 +4,8 @@ that the rank's device takes.
 Meta tensors run in a third of the time of fake tensors. They choose a kernel by themselves where
 that depends on the device, which decides what is saved for the backward:
 
-- attention saves no scores where a CPU has its flash kernel, and none on a GPU;
+- attention takes what a CPU would take, a GPU's too: a flash kernel, which saves no scores, or the
+  product of all of them;
 - rms_norm consists of four operators on a CPU, each of which saves what it needs; on a GPU it is
   one kernel that saves its operands and the scale of each row.
 
@@ -32,7 +33,9 @@ META = torch.device("meta")
 
 
 def run_on_meta(module: fx.GraphModule, on_gpu: bool = False) -> fx.GraphModule:
-    """Return a copy of the module that runs on tensors of the meta device."""
+    """Return a copy of the module that runs on tensors of the meta device; `on_gpu` takes a GPU's
+    rms_norm, which is one kernel.
+    """
     graph, root = fx.Graph(), torch.nn.Module()
     output = graph.graph_copy(module.graph, {})
     for node in graph.nodes:

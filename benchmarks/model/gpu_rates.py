@@ -7,6 +7,8 @@ Matrix products of a linear (forward, and the two of its backward) in bfloat16 a
 attention, ops without FLOPs, cross-entropy, AdamW in torch's two forms, and the start of a small
 op. A row is the median of three timings by CUDA events over many runs. The table has for each kind
 the median, the least and the largest of measured / modelled, for the nominal device of that name.
+docs/gpu_rates.json is from an earlier form of this script, which measured a few more shapes;
+`--measure` as it stands has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +158,7 @@ def measure() -> Row:
 # -- rating ----------------------------------------------------------------------------------------
 def modelled(row: Row, device: Device) -> Times:
     """Return the modelled milliseconds of each part of a row that the cost model knows."""
-    dtype: torch.dtype = getattr(torch, str(row.get("dtype", "float32")).removesuffix("-tf32"))
+    dtype: torch.dtype = getattr(torch, str(row.get("dtype", "float32")))
     size = dtype.itemsize
 
     def of_bytes(tensors: float, elements: int) -> float:
@@ -187,8 +190,7 @@ def modelled(row: Row, device: Device) -> Times:
         case "cross entropy":
             return {"forward": of_bytes(1, row["rows"] * row["vocabulary"])}
         case "adamw":
-            world = World.preset("dgx-h100", ranks=1)
-            world = World(world.levels, device, world.backend)
+            world = replace(World.of(1), device=device)
             return {"ms": 1e3 * optimizer_seconds_of(row["elements"], size, world)}
         case "launch":
             return {"us": 1e6 * device.launch_s}

@@ -71,20 +71,30 @@ def refused(*arguments: str) -> str:
 
 
 # -- plan, show ------------------------------------------------------------------------------------
-def test_plan_prints_a_table_and_saves_what_show_prints(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "heading", "subgraph"),
+    [
+        ("test_cli:tiny", "test_cli:tiny: 33.1 k parameters", "up"),
+        ("gpt2", "gpt2, batch 8x128: 124 M parameters", r"blocks\.[0-9-]+\.up"),
+    ],
+)
+def test_plan_prints_a_table_and_saves_what_show_prints(
+    target: str, heading: str, subgraph: str, tmp_path: Path
+) -> None:
     saved = str(tmp_path / "plan.json")
-    printed = run("plan", "gpt2", "--ranks", "8", "--batch", "8x128", "--save", saved).stdout
-    assert "gpt2, batch 8x128: 124 M parameters" in printed
+    batch = ("--batch", "8x128") if target == "gpt2" else ()
+    printed = run("plan", target, "--ranks", "8", *batch, "--save", saved).stdout
+    assert heading in printed
     assert "8 ranks of" in printed
-    assert re.search(r"blocks\.[0-9-]+\.up ", printed)
+    assert re.search(rf"{subgraph} ", printed)
     assert " at the peak on each device" in printed
     shown = run("show", saved).stdout
     assert table(shown) == table(printed)
-    assert len(table(shown)) > 10
+    assert len(table(shown)) > (10 if target == "gpt2" else 4)
     facts = json.loads(run("show", saved, "--json").stdout)
     assert facts["ranks"] == 8
     assert facts["seconds"] > 0
-    assert any(re.fullmatch(r"blocks\.[0-9-]+\.up", row["subgraph"]) for row in facts["rows"])
+    assert any(re.fullmatch(subgraph, row["subgraph"]) for row in facts["rows"])
 
 
 def table(text: str) -> list[str]:

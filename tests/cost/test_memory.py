@@ -44,6 +44,12 @@ def test_what_is_planned_is_held() -> None:
     _checked(case for case in CASES if case.ranks == 2 and case.model in QUICK)
 
 
+def test_rank_0_alone_holds_what_is_planned() -> None:
+    """In a group that moves nothing, as on one GPU."""
+    (row,) = counted([Case("vit", 2, "fsdp", limit=0.8)], alone=True)
+    assert is_good(row), row
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "model"), sorted({(c.ranks, c.model) for c in CASES}))
 def test_so_it_is_of_every_case(ranks: int, model: str) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
 import models
 from autopar.cost.network import pattern
-from autopar.cost.simulator import Seen, bucket_seconds, buckets, simulate
+from autopar.cost.simulator import bucket_seconds, buckets, simulate
 from autopar.cost.simulator.engine import Event, in_order, simulate_overlap
 from autopar.cost.simulator.step_events import Events, link
 from autopar.ir.mesh import Mesh
@@ -269,121 +265,6 @@ def test_starts_are_saved_but_no_overlap_is_given_up() -> None:
         for event in sums:
             assert event.bytes == pytest.approx(sum(p.bytes for p in event.parts or (event,)))
             assert not event.parts or event.name.endswith(f" and {len(event.parts) - 1} more")
-
-
-# -- models ----------------------------------------------------------------------------------------
-LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1), "2.5d", "auto"]
-
-
-AGAIN = [("fsdp", "gathers"), ("fsdp", "full"), ("megatron-sp", "full")]
-
-
-@pytest.mark.parametrize(
-    ("layout", "recompute"), [*((layout, "none") for layout in LAYOUTS), *AGAIN], ids=str
-)
-def test_models(layout: Any, recompute: Any, tmp_path: Path) -> None:
-    model, args, _ = models.gpt()
-    world = autopar.World.preset("perlmutter", 8)
-    plan = autopar.plan(model, world, args, layout=layout, recompute=recompute)
-    alone, over = plan.timeline(overlap=False), plan.timeline()
-    assert alone.exposed_seconds == pytest.approx(alone.communication)
-    assert alone.communication == pytest.approx(sum(c.seconds for c in plan.collectives))
-    sent_alone = sum(event.seconds for event in over.events if event.lane)
-    assert over.communication >= sent_alone * (1 - 1e-9)  # lanes share their links
-    assert sum(e.bytes for e in over.events) == pytest.approx(plan.comm_bytes)
-    assert over.seconds <= alone.seconds
-    if layout != "2.5d":  # whose plan counts on panels under products
-        assert alone.seconds == pytest.approx(plan.seconds, rel=0.01)
-    for found in (alone, over):
-        parts = [sum(column) for column in zip(*found.by_chain.values(), strict=True)]
-        seconds = found.computing, found.communication, found.exposed_seconds
-        assert parts == pytest.approx(list(seconds))
-        assert found.communication == pytest.approx(found.hidden_seconds + found.exposed_seconds)
-        assert found.computing + found.exposed_seconds == pytest.approx(found.seconds)
-        shows(found, tmp_path / "trace.json")
-
-
-def test_what_runs_again_is_modelled() -> None:
-    """Weights that are gathered again arrive before the gradient does; what is computed again, and
-    what that sends, waits for it and delays the backward.
-    """
-    model, args, _ = models.gpt()
-    world = autopar.World((Level(4, 2e8, latency_s=0.0),), autopar.World.of(4).device)
-    inputs = tuple(x.repeat(16, 1) for x in args)
-
-    def step(recompute: Any) -> tuple[float, list[Event]]:
-        plan = autopar.plan(model, world, inputs, "fsdp", recompute=recompute, smaller=False)
-        assert plan.overlapped is not None and plan.overlapped < plan.seconds
-        return plan.overlapped, [e for e in plan.timeline().events if e.phase == "backward"]
-
-    (none, before), (gathers, fetched), (full, again) = map(step, ("none", "gathers", "full"))
-    assert none < gathers < full
-    ahead = [e for e in fetched if e.ahead]
-    assert ahead and not any(e.ahead for e in before)
-    assert {e.kind for e in ahead} == {"all_gather"} and not any(e.after for e in ahead)
-
-    def computed(events: list[Event]) -> float:
-        return sum(e.seconds for e in events if not e.lane)
-
-    assert computed(fetched) == pytest.approx(computed(before))
-    assert computed(again) > 1.2 * computed(before)
-
-
-def shows(found: Seen, path: Path) -> None:
-    """What the file says is what the timeline says; on no track does one thing overlap another."""
-    found.save(path)
-    entries = json.loads(path.read_text())["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
-    assert list(names.values())[:2] == ["compute", "waits"]
-    tracks: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for entry in entries:
-        if entry["ph"] == "X":
-            tracks[names[entry["tid"]]].append(entry)
-    for track in tracks.values():
-        ordered = sorted(track, key=lambda e: (e["ts"], e["dur"]))
-        for one, other in itertools.pairwise(ordered):
-            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3, (one, other)  # in us
-        assert all(e["args"]["node"] and e["args"]["phase"] for e in ordered)
-    waited = sum(e["dur"] for e in tracks["waits"]) / 1e6
-    lanes = [e for name, track in tracks.items() if name not in ("compute", "waits") for e in track]
-    assert waited == pytest.approx(found.exposed_seconds)
-    assert sum(e["args"]["exposed_s"] for e in lanes) == pytest.approx(waited)
-    assert sum(e["dur"] for e in lanes) / 1e6 == pytest.approx(found.communication)
-    assert sum(e["args"]["bytes"] for e in lanes) == pytest.approx(
-        sum(total.bytes for total in found.totals())
-    )
-
-
-def test_a_plan_from_a_file_has_no_timeline(tmp_path: Path) -> None:
-    model, args, _ = models.gpt()
-    autopar.plan(model, 2, args, layout="ddp").save(tmp_path / "plan.json")
-    with pytest.raises(autopar.PlanError, match="holds no graph"):
-        autopar.Plan.load(tmp_path / "plan.json").timeline()
-
-
-def wide(layers: int, layout: Any) -> autopar.Plan:
-    with torch.device("meta"):
-        model = models.Gpt(vocabulary=4096, sequence=1024, hidden=2048, heads=16, layers=layers)
-        ids = torch.zeros(64, 1024, dtype=torch.long)
-    return autopar.plan(model, autopar.World.preset("dgx-h100", 16), (ids, ids), layout=layout)
-
-
-def test_gradients_and_gathers_hide_under_products() -> None:
-    for layout in ("ddp", "fsdp"):
-        found = wide(4, layout).timeline()
-        assert found.hidden_seconds > 0.6 * found.communication, layout
-
-
-def test_dx_is_summed_under_the_product_for_dw() -> None:
-    found = wide(2, "megatron").timeline()
-    sums = [
-        i
-        for i, e in enumerate(found.events)
-        if e.phase == "backward" and e.kind == "all_reduce" and e.bytes > 1e6
-    ]
-    assert len(sums) >= 2 * 2
-    hidden = [found.events[i].seconds - found.run.exposed.get(i, 0.0) for i in sums]
-    assert sum(h > 0 for h in hidden) >= len(hidden) - 1, hidden
 
 
 def test_links_are_those_of_the_outermost_level() -> None:

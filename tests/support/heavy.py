@@ -8,6 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+UNMATCHED = pytest.StashKey[list[str]]()
 HEAVY = (Path(__file__).parent / "heavy.txt").read_text().splitlines()
 
 

@@ -82,7 +82,7 @@ def _cast_in_node(node: fx.Node, op: OpOverload, active: Autocast) -> None:
     """
     operands = _operands(node)
 
-    def operations(dtype: torch.dtype | None, autocast: _Switches) -> _Operations | None:
+    def operations(dtype: torch.dtype | None, autocast: _Switches) -> _Operations:
         own = pytree.tree_map(lambda x: _as_dtype(x, dtype), operands)
         return _operations(op, own, autocast)
 
@@ -90,24 +90,23 @@ def _cast_in_node(node: fx.Node, op: OpOverload, active: Autocast) -> None:
         _insert_casts(node, torch.float32)
         return
     wanted = operations(None, active)
-    off = tuple((kind, None) for kind, _ in active)
-    if wanted is None or operations(None, off) == wanted:
-        return
-    for dtype in (torch.float32, *(dtype for _, dtype in active)):
-        if operations(dtype, off) == wanted:
-            _insert_casts(node, dtype)
+    for dtype in (None, torch.float32, *(dtype for _, dtype in active)):
+        try:
+            found = operations(dtype, tuple((kind, None) for kind, _ in active))
+        except Exception:  # operands of several dtypes, which another cast can mend
+            continue
+        if found == wanted:
+            if dtype is not None:
+                _insert_casts(node, dtype)
             return
     _take_apart(node, op, active)
 
 
-def _operations(op: OpOverload, operands: Any, autocast: _Switches) -> _Operations | None:
-    """Return what the composite operator runs under this autocast; None where it fails."""
+def _operations(op: OpOverload, operands: Any, autocast: _Switches) -> _Operations:
+    """Return what the composite operator runs under this autocast."""
     args, kwargs = operands
     with torch.no_grad(), _switched(autocast), _Recorder() as recorder:
-        try:
-            taken_apart(op)(*args, **kwargs)
-        except Exception:  # operands that do not match, which a cast can mend
-            return None
+        taken_apart(op)(*args, **kwargs)
     return recorder.operations
 
 
