@@ -28,11 +28,12 @@ import torch.distributed as dist
 
 from autopar.errors import WorldError
 from autopar.world.hardware import Device, Level
+from autopar.world.kernel_rates import with_kernel_rates
 from autopar.world.ranks import backends
 
 # The share of the data sheet's rate that matmuls reach, and the seconds to start a kernel: nominal
-# until one calibrates. AxoNN's authors measured 280 of 312 TFLOP/s on A100, 813 of 989 on H100 and
-# 125 of 191.5 on a die of MI250X (arXiv 2502.08145).
+# until one calibrates; kernel_rates.py knows more of some GPUs. AxoNN's authors measured 280 of 312
+# TFLOP/s on A100, 813 of 989 on H100 and 125 of 191.5 on a die of MI250X (arXiv 2502.08145).
 _REACHED = {"MI250X": 0.65}
 _REACHED_BY_MOST = 0.8
 _LAUNCH_S = 3e-6
@@ -44,7 +45,7 @@ def _gpu(
     """Return a GPU from its TFLOP/s by precision, its GB of memory, and its GB/s."""
     tflops = {"bfloat16": half, "float16": half, "float32": single, "float64": double}
     share = ((1.0, _REACHED.get(name, _REACHED_BY_MOST)),)
-    return Device(
+    device = Device(
         name,
         {dtype: rate * 1e12 for dtype, rate in tflops.items()},
         memory * 1e9,
@@ -52,6 +53,7 @@ def _gpu(
         dict.fromkeys(tflops, share),
         _LAUNCH_S,
     )
+    return with_kernel_rates(device)
 
 
 # NVIDIA data sheets of each product (V100 2020; A100, A40, A10 2021; H100, H100 NVL, H200, GH200
@@ -110,6 +112,10 @@ PEER_BYTES_PER_S = {
     "MI250X": 200e9,
     "MI300X": 448e9,
 }
+# The share of that, and of a network card's rate, that NCCL's large collectives reach: 350 to 360
+# of 450 GB/s in a node of H100 (github.com/NVIDIA/nccl, issue 1281), 340 of 400 between such nodes
+# (issue 1218), 225 of 300 over four A100 and 80 of 100 from such a node (arXiv 2305.13525).
+NCCL_REACHES = 0.8
 PCIE_BYTES_PER_S = 31.5e9  # PCIe 4.0 × 16: 16 GT/s × 16 lanes × 128/130 / 8 bits
 _PCIE_5 = ("H100 PCIe", "H100 NVL", "H200")  # twice that
 
@@ -184,38 +190,43 @@ def _with_members(level: Level, ranks: int) -> Level:
     return replace(level, ranks=ranks, bytes_per_s=level.bytes_per_s * wires)
 
 
-def _card_a_rank(bytes_per_s: float) -> Level:
-    """Return a level with a network card for each rank."""
-    return Level(1, bytes_per_s, NETWORK_S, per="rank")
+def card_a_rank(bytes_per_s: float) -> Level:
+    """Return a level with a network card of this nominal rate for each rank."""
+    return Level(1, NCCL_REACHES * bytes_per_s, NETWORK_S, per="rank")
+
+
+def nvlink(ranks: int, gpu: str, direct: bool = False) -> Level:
+    """Return the links between so many of these GPUs."""
+    return Level(ranks, NCCL_REACHES * PEER_BYTES_PER_S[gpu], NVLINK_S, direct=direct)
 
 
 PRESETS = {
     "dgx-a100": Preset(
         GPUS["A100-SXM4-80GB"],
-        (Level(8, 300e9, NVLINK_S),),
-        _card_a_rank(25e9),
+        (nvlink(8, "A100"),),
+        card_a_rank(25e9),
         8,
         "NVIDIA DGX A100 data sheet (2021): NVLink 600 GB/s both ways, 8 × 200 Gb/s InfiniBand",
     ),
     "dgx-h100": Preset(
         GPUS["H100"],
-        (Level(8, 450e9, NVLINK_S),),
-        _card_a_rank(50e9),
+        (nvlink(8, "H100"),),
+        card_a_rank(50e9),
         8,
         "NVIDIA DGX H100 data sheet (2023): NVLink 900 GB/s both ways, 8 × 400 Gb/s InfiniBand",
     ),
     "dgx-b200": Preset(
         GPUS["B200"],
-        (Level(8, 900e9, NVLINK_S),),
-        _card_a_rank(50e9),
+        (nvlink(8, "B200"),),
+        card_a_rank(50e9),
         8,
         "NVIDIA DGX B200 data sheet (2024): NVLink 1.8 TB/s both ways, 1440 GB and 64 TB/s of "
         "memory over 8 GPUs, 8 × 400 Gb/s",
     ),
     "gb200-nvl72": Preset(
         GPUS["GB200"],
-        (Level(72, 900e9, NVLINK_S),),
-        _card_a_rank(50e9),
+        (nvlink(72, "GB200"),),
+        card_a_rank(50e9),
         72,
         "NVIDIA GB200 NVL72 data sheet (2024): 72 GPUs on one NVLink switch, 1.8 TB/s both ways "
         "each; one 400 Gb/s card a GPU",
@@ -240,8 +251,8 @@ PRESETS = {
     ),
     "alps": Preset(
         GPUS["GH200"],
-        (Level(4, 450e9, NVLINK_S, direct=True),),
-        _card_a_rank(25e9),
+        (nvlink(4, "GH200", direct=True),),
+        card_a_rank(25e9),
         4,
         "four GH200 with 150 GB/s each way between any two (NVIDIA GH200 data sheet), a 200 Gb/s "
         "Slingshot card each (CSCS, Alps hardware)",
@@ -286,7 +297,7 @@ def preset(name: str) -> Preset:
 
 # -- what this process sees ------------------------------------------------------------------------
 # The network between nodes cannot be seen. Assumed: a 200 Gb/s card a GPU, 10 Gb/s a CPU node.
-_GPU_NETWORK = Level(1, 25e9, NETWORK_S, per="rank")
+_GPU_NETWORK = card_a_rank(25e9)
 _CPU_NETWORK = Level(1, 1.25e9, GLOO_NETWORK_S)
 
 
@@ -373,7 +384,7 @@ def _links_in_node(ranks: int) -> Level:
     gpus = range(torch.cuda.device_count())
     peer_access = all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
     name = _gpu_name()
-    nvlink, pcie = PEER_BYTES_PER_S.get(name or ""), pcie_bytes_per_s(name)
-    if nvlink is not None and peer_access:
-        return Level(ranks, nvlink, NVLINK_S)
+    pcie = pcie_bytes_per_s(name)
+    if name in PEER_BYTES_PER_S and peer_access:
+        return nvlink(ranks, str(name))
     return Level(ranks, pcie if peer_access else pcie / 2, PCIE_S)

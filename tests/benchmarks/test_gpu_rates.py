@@ -24,7 +24,7 @@ def test_a_row_is_rated_by_what_was_measured() -> None:
     device = GPUS["H100"]
     row = {"op": "mm", "dtype": "bfloat16", "m": 8192, "k": 8192, "n": 8192}
     took = gpu_rates.modelled(row, device)["forward"]
-    assert took == pytest.approx(1e3 * 2 * 8192**3 / (0.8 * 989.4e12), rel=0.01)
+    assert took == pytest.approx(1e3 * 2 * 8192**3 / (0.71 * 989.4e12), rel=0.01)
     row |= {"forward": 2 * took, "dx": took, "dw": took / 2}
     rated = gpu_rates.ratios({"gpu": "NVIDIA H100 80GB HBM3", "rows": [row]})
     found = {kind[-1]: ratio for kind, (ratio,) in rated.items()}

@@ -15,6 +15,7 @@ from autopar.cost.network import Load, _load_edge_by_edge, halves, load, members
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.world import KINDS, Level, World
+from autopar.world.machines import NCCL_REACHES
 from priced import CORE, EMULATED, GPU, price
 
 
@@ -33,14 +34,14 @@ from priced import CORE, EMULATED, GPU, price
 def test_groups_share_the_uplink_of_a_node(mesh: str, axes: str, rate: float) -> None:
     world = World.preset("dgx-h100", 16)
     digits = pattern(Mesh.parse(mesh), tuple(axes.split()))
-    assert 1 / load(world, digits).ring == pytest.approx(rate)
+    assert 1 / load(world, digits).ring == pytest.approx(NCCL_REACHES * rate)
 
 
 def test_a_share_falls_with_the_stride_up_to_the_size_of_a_node() -> None:
     world = World.preset("dgx-h100", 1024)
     for stride in (1, 2, 4, 8, 16, 64):
         found = 1 / load(world, ((1024 // stride, stride),)).ring
-        assert found == pytest.approx(400e9 / min(stride, 8))
+        assert found == pytest.approx(NCCL_REACHES * 400e9 / min(stride, 8))
 
 
 def test_wires_without_a_switch() -> None:
@@ -156,8 +157,8 @@ def test_counting_every_edge_gives_what_the_shortcut_gives(
 def test_groups_askew_in_the_nodes() -> None:
     """Groups of 3 and 12 in nodes of 8: two groups cross the border of the middle node."""
     world = World.preset("dgx-h100", 24)
-    assert 1 / load(world, ((3, 1),)).ring == pytest.approx(200e9)
-    assert 1 / load(world, ((12, 1),)).ring == pytest.approx(200e9)
+    assert 1 / load(world, ((3, 1),)).ring == pytest.approx(NCCL_REACHES * 200e9)
+    assert 1 / load(world, ((12, 1),)).ring == pytest.approx(NCCL_REACHES * 200e9)
     assert price(world, "a8.b3", "b", "all_reduce", 1e9).seconds > 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_timeline import shows
+from test_step_events import shows
 
 import autopar
 import models
