@@ -12,7 +12,7 @@ backward, in the graph's order, for the summary, the formulas and the simulator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -214,18 +214,26 @@ def _cost(
     )
 
 
-def path_seconds(path: Iterable[Step], element: Element, world: World) -> float:
+def path_seconds(path: Sequence[Step], element: Element, world: World) -> float:
     """Return the seconds of all collectives of a path of reshards, plus what slicing and padding in
     memory cost (so that ties go to fewer steps).
     """
-    total = 0.0
+    in_memory, sending = path_parts(path, element, world)
+    return in_memory + element.share * sending
+
+
+def path_parts(path: Sequence[Step], element: Element, world: World) -> tuple[float, float]:
+    """Return the seconds of a path of reshards in memory, and those of its collectives, whatever
+    the share of them that counts.
+    """
+    in_memory = 0.0
     for step in path:
-        total += (
+        in_memory += (
             max(step.before.local_size, step.after.local_size)
             * element.bytes
             / world.device.memory_bytes_per_s
         )
-    return total + element.share * sum(cost.seconds for cost in costs(path, element, world))
+    return in_memory, sum(cost.seconds for cost in costs(path, element, world))
 
 
 class SentCollective(NamedTuple):

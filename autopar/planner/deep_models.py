@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -39,13 +39,13 @@ from autopar.planner.mesh_search import (
     Best,
     Candidate,
     again,
-    best,
     meshes_by_bound,
     promising_meshes,
     with_bounds,
 )
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import cost_terms
+from autopar.planner.quick_search import best_at_shares, quick_best
 from autopar.planner.request import PlanRequest, with_asked_recomputation
 from autopar.world import World
 
@@ -318,6 +318,12 @@ class ShortenedModel:
         """
         return self.deep.whole(self._found(given, price).plan)
 
+    def at_shares(self, shares: Sequence[float], given: Sequence[Candidate]) -> Iterator[Plan]:
+        """Yield `plan` at each of these shares of what can overlap."""
+        longer = [with_share(self.deep.longer, share) for share in shares]
+        for plan in best_at_shares(longer, given, self.world):
+            yield self.deep.whole(plan)
+
     def best(
         self, given: Sequence[Candidate], price: Price | None = None, tries: int = _TRIES
     ) -> Plan:
@@ -355,8 +361,7 @@ class ShortenedModel:
         return self.deep.whole(again(short, start, given, self.world, price))
 
     def _found(self, given: Sequence[Candidate], price: Price | None) -> Best:
-        longer = self.deep.longer
-        return best(longer, given, self.world, price, thorough=False)
+        return quick_best(self.deep.longer, given, self.world, price)
 
     def _paid(self, plan: Plan, price: Price | None) -> float:
         """Return the seconds of the full program under a plan, plus the price of the bytes that it
@@ -374,6 +379,15 @@ class ShortenedModel:
         plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
         program = with_asked_recomputation(dataclasses.replace(self.program, plan=plan), request)
         return DeepModel(program, self.deep)
+
+
+def with_share(program: Program, share: float) -> Program:
+    """Return the program in which collectives that can overlap count this share of their
+    seconds.
+    """
+    assert program.annotations is not None
+    notes = dataclasses.replace(program.annotations, share=share)
+    return dataclasses.replace(program, annotations=notes)
 
 
 def sum_of_blocks(deep: DeepModel, world: World) -> float:

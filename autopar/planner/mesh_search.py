@@ -48,11 +48,11 @@ from autopar.world import World
 Choices = tuple[tuple[Choice, ...], ...]
 
 
-def near(bound: Bound, margin: float, most: int) -> Mapping[str, Choices]:
-    """Return for every node and stored tensor the joint choices whose bound is at most `margin`
-    seconds above the least, at most `most` per region.
+def near(bound: Bound, margin: float, most: int, place: int = 0) -> Mapping[str, Choices]:
+    """Return for every node and stored tensor the joint choices whose bound on the mesh at this
+    place is at most `margin` seconds above the least, at most `most` per region.
     """
-    joint_options = bound.near(margin, most)
+    joint_options = bound.near(margin, most, place)
     choices: dict[str, Choices] = {}
     choices_by_look: dict[Hashable, Choices] = {}
     for variable in bound.frame.variables:
@@ -92,13 +92,13 @@ Candidate = tuple[Mesh, Constraint]
 
 _TOGETHER = 96  # meshes bounded in one array: numpy works on rows of meshes
 _ROUNDS = 1  # on the shorter frame: a second round changes bounds by 1e-5 and costs as much
-_MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
+MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
 _LEFT = (8, 4, 2, 1)  # options per region searched exactly; fewer where tables outgrow memory
+QUICKLY_LEFT = _LEFT[1:]  # the same where plans only compete with others
 _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same for the last search, by number of axes
 _SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
 GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
 _TRIES = 4  # meshes searched exactly
-_QUICK = 2  # the same where plans only compete with others
 _FEW = 16  # up to this many meshes under a layout's rules are all searched exactly
 
 
@@ -111,7 +111,7 @@ class Best(NamedTuple):
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Run without garbage collection: searching the nodes of a traced graph for cycles takes as
     long as a search on one mesh, which creates hardly any cycle.
     """
@@ -137,44 +137,57 @@ def search_meshes(program: Program, world: World, request: PlanRequest) -> Progr
     return with_asked_recomputation(dataclasses.replace(program, plan=plan), request)
 
 
-@_without_garbage_collection()
+@without_garbage_collection()
 def best(
     program: Program,
     given: Sequence[Candidate],
     world: World,
     price: Price | None = None,
-    thorough: bool = True,
 ) -> Best:
     """Return the best plan over these candidates; ties go to fewer axes, then to the first
     candidate. With a `price`, the plan's seconds and all bounds include the price of the bytes that
-    it holds. Not `thorough`: fewer meshes and options are searched.
+    it holds.
     """
+    if need_no_bound(given):
+        return best_of_all(program, given, world, price)
     full_frame = frame(program)
-    if not given[0][0].axes:  # one rank: nothing to choose
-        mesh, rules = given[0]
-        plan = search(program, mesh, world, rules, None, price)
-        return Best(plan, plan.seconds, (plan.seconds,) * len(given))
-    if all(not constraint.free for _, constraint in given) and len(given) <= _FEW:
-        plans = [search(program, mesh, world, rules, None, price) for mesh, rules in given]
-        fastest = min(plans, key=lambda plan: plan.seconds)
-        return Best(fastest, fastest.seconds, tuple(plan.seconds for plan in plans))
     bounds = meshes_by_bound(full_frame, given, world, price) if len(given) > 1 else [0.0]
-    order = sorted(
-        range(len(given)), key=lambda i: (_round_seconds(bounds[i]), len(given[i][0].axes), i)
-    )
     plan_found: Plan | None = None
-    for index in order[: _TRIES if thorough else _QUICK]:
+    for index in in_order(given, bounds)[:_TRIES]:
         if plan_found is not None and bounds[index] >= plan_found.seconds * (1 - GAP):
             break
-        plan, bound = exact(full_frame, *given[index], world, price, thorough)
+        plan, bound = exact(full_frame, *given[index], world, price)
         bounds[index] = max(bounds[index], bound)
         if plan_found is None or plan.seconds < plan_found.seconds * (1 - 1e-9):
             plan_found = plan
     assert plan_found is not None
     near_bound = min(bounds) >= plan_found.seconds * (1 - _SETTLED)
-    if thorough and not near_bound and price is None:  # prices are tried one after the other
+    if not near_bound and price is None:  # prices are tried one after the other
         plan_found = again(full_frame, plan_found, given, world)
     return Best(plan_found, min(*bounds, plan_found.seconds), tuple(bounds))
+
+
+def need_no_bound(given: Sequence[Candidate]) -> bool:
+    """Whether the candidates are so few, and their rules leave so little, that each is searched."""
+    one_rank = not given[0][0].axes
+    return one_rank or (len(given) <= _FEW and not any(rules.free for _, rules in given))
+
+
+def best_of_all(
+    program: Program, given: Sequence[Candidate], world: World, price: Price | None
+) -> Best:
+    """Return the best plan of these candidates, each searched among all that its rules leave."""
+    if not given[0][0].axes:  # one rank: nothing to choose
+        given = given[:1]
+    plans = [search(program, mesh, world, rules, None, price) for mesh, rules in given]
+    fastest = min(plans, key=lambda plan: plan.seconds)
+    return Best(fastest, fastest.seconds, tuple(plan.seconds for plan in plans))
+
+
+def in_order(given: Sequence[Candidate], bounds: Sequence[float]) -> list[int]:
+    """Return the places of the candidates, the lowest bound first."""
+    places = range(len(given))
+    return sorted(places, key=lambda i: (_round_seconds(bounds[i]), len(given[i][0].axes), i))
 
 
 def with_bounds(
@@ -214,26 +227,37 @@ def meshes_by_bound(
     price: Price | None = None,
 ) -> list[float]:
     """Return a lower bound of the step in seconds for every candidate."""
-    chunks: list[list[int]] = []
-    for count in sorted({len(mesh.axes) for mesh, _ in given}):
-        same_axes = [i for i, (mesh, _) in enumerate(given) if len(mesh.axes) == count]
-        chunks.extend(same_axes[i : i + _TOGETHER] for i in range(0, len(same_axes), _TOGETHER))
     bounds = [0.0] * len(given)
-    for chunk in chunks:  # not in threads: numpy's calls are short, and they would wait for Python
-        bound = _pass_messages(whole, [given[i] for i in chunk], world, price)
+    for chunk in chunks(given):
+        # not in threads: numpy's calls are short, and they would wait for Python
+        bound = pass_messages(whole, [given[i] for i in chunk], world, price)
         for index, seconds in zip(chunk, bound.run(), strict=True):
             bounds[index] = max(0.0, float(seconds))  # messages round
     return bounds
 
 
-def _pass_messages(
+def chunks(given: Sequence[Candidate]) -> list[list[int]]:
+    """Return the places of the candidates that are bounded in one array: as many axes, not too
+    many meshes.
+    """
+    together: list[list[int]] = []
+    for count in sorted({len(mesh.axes) for mesh, _ in given}):
+        same_axes = [i for i, (mesh, _) in enumerate(given) if len(mesh.axes) == count]
+        together.extend(same_axes[i : i + _TOGETHER] for i in range(0, len(same_axes), _TOGETHER))
+    return together
+
+
+def pass_messages(
     whole: Frame,
     given: Sequence[Candidate],
     world: World,
-    price: Price | None,
+    price: Price | None = None,
+    shares: Sequence[float] = (),
 ) -> Bound:
-    """Return a bound whose messages have converged on a shorter frame first."""
-    meshes = meshes_of(tuple(mesh for mesh, _ in given), world)
+    """Return a bound whose messages have converged on a shorter frame first. `shares`: by
+    candidate, of the collectives that can overlap; () for the program's own.
+    """
+    meshes = meshes_of(tuple(mesh for mesh, _ in given), world, tuple(shares))
     costs = OptionCosts(whole, meshes, [constraint for _, constraint in given], price)
     short, twins = shorten_frame(whole)
     start = Bound(short, costs)
@@ -243,7 +267,7 @@ def _pass_messages(
 
 def bound_on(program: Program, mesh: Mesh, constraint: Constraint, world: World) -> Bound:
     """Return the bound of every option of every node on one mesh; read it with `near`."""
-    bound = _pass_messages(frame(program), [(mesh, constraint)], world, None)
+    bound = pass_messages(frame(program), [(mesh, constraint)], world, None)
     bound.run(2)
     return bound
 
@@ -262,10 +286,11 @@ def exact(
     if not mesh.axes or not constraint.free:  # rules leave little to search
         plan = search(whole.program, mesh, world, constraint, None, price)
         return plan, plan.seconds
-    bound = _pass_messages(whole, [(mesh, constraint)], world, price)
+    bound = pass_messages(whole, [(mesh, constraint)], world, price)
     bound_seconds = float(bound.run()[0])
-    counts = _LEFT if thorough else _LEFT[1:]
-    plan = _search_among(bound, _MARGIN * bound_seconds, counts, (mesh, constraint), world, price)
+    counts = _LEFT if thorough else QUICKLY_LEFT
+    limits = near_limits(bound, MARGIN * bound_seconds, counts)
+    plan = search_among(whole.program, limits, (mesh, constraint), world, price)
     if thorough and plan.seconds * (1 - GAP) > bound_seconds:
         bound_seconds = max(bound_seconds, float(bound.run(2)[0]))
     return plan, min(bound_seconds, plan.seconds)
@@ -286,30 +311,36 @@ def again(
     )
     if not found.mesh.axes or not candidate[1].free:
         return found
-    bound = _pass_messages(whole, [candidate], world, price)
+    bound = pass_messages(whole, [candidate], world, price)
     bound.run(2)
     largest_count = _AGAIN[len(found.mesh.axes)]
     counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
-    improved = _search_among(bound, math.inf, counts, candidate, world, price)
+    limits = near_limits(bound, math.inf, counts)
+    improved = search_among(whole.program, limits, candidate, world, price)
     return improved if improved.seconds < found.seconds * (1 - 1e-9) else found
 
 
-def _search_among(
-    bound: Bound,
-    margin: float,
-    counts: Sequence[int],
+def near_limits(
+    bound: Bound, margin: float, counts: Sequence[int], place: int = 0
+) -> Iterator[Mapping[str, Choices]]:
+    """Yield the lowest options of every region on the mesh at this place, by each of `counts`."""
+    for most in counts:
+        yield near(bound, margin, most, place)
+
+
+def search_among(
+    program: Program,
+    limits: Iterator[Mapping[str, Choices]],
     candidate: Candidate,
     world: World,
-    price: Price | None,
+    price: Price | None = None,
 ) -> Plan:
-    """Return the best plan among the lowest options of every region; `counts` are tried in turn
-    until tables fit in memory. Raises the last PlanError.
+    """Return the best plan among the first of these joint choices whose tables fit in memory.
+    Raises the last PlanError.
     """
     mesh, constraint = candidate
-    program = bound.frame.program
-    for most in counts:
+    for joint_choices in limits:
         try:
-            joint_choices = near(bound, margin, most)
             return search(program, mesh, world, constraint, joint_choices, price)
         except PlanError as error:
             refusal = error

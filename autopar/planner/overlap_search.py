@@ -16,6 +16,7 @@ steps. Called by planner.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import emit_program
-from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks
+from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks, with_share
 from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
 from autopar.planner.named_layouts import NAMES, candidates
 from autopar.planner.request import PlanRequest
@@ -38,6 +39,7 @@ SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
 _FREE, _RULED = 4, 2  # most promising meshes searched at every share
 _NEAR = 1.5  # times the least: plans above it are not tried
 _BLOCKS = 4  # at either end of a run, and more: enough to fill buckets as the full run does
+_HARDLY = 1.15  # times the shortest step: steps are up to 8 % shorter than their `light`
 _RUN = 6  # plans simulated by either measure: about a second each for a deep model
 
 
@@ -56,8 +58,22 @@ def plans_by_step(model: ShortenedModel, best: Program, request: PlanRequest) ->
         contenders.take_named(name)
     promising = contenders.near()
     if len(promising) > 1:
-        promising.sort(key=lambda deep: _step(deep, world))
-    return [deep.program for deep in promising]
+        promising = _by_step(promising, world)
+    return [rated.deep.program for rated in promising]
+
+
+def _by_step(promising: Sequence[_Rated], world: World) -> list[_Rated]:
+    """Return plans in order of their simulated steps. Those that could hardly be the fastest if all
+    that can overlap did are not simulated; they come last.
+    """
+    steps: dict[int, float] = {}
+    for index, rated in sorted(enumerate(promising), key=lambda pair: pair[1].light):
+        if not steps or rated.light <= _HARDLY * min(steps.values()):
+            steps[index] = _step(rated.deep, world)
+    order = sorted(
+        range(len(promising)), key=lambda i: (steps.get(i, math.inf), promising[i].light)
+    )
+    return [promising[i] for i in order]
 
 
 class _Rated(NamedTuple):
@@ -76,7 +92,6 @@ class _Others:
     def __init__(self, best: Program, model: ShortenedModel, request: PlanRequest) -> None:
         self.best, self.world, self.request = best, model.world, request
         self.deep, self.model = DeepModel(best, model.deep), model
-        self.lighter = [model.annotated(_counted(best, share)) for share in shares(self.world)]
         self.saved = Middle(best, "adamw" if request.budget is None else request.budget.optimizer)
         self.found: dict[Hashable, _Rated] = {}
         self.names: dict[str, dict[Hashable, _Rated]] = defaultdict(dict)
@@ -87,7 +102,7 @@ class _Others:
         """The fewest seconds of all plans if everything that can overlap does."""
         return min(rated.light for rated in self.found.values())
 
-    def near(self) -> list[DeepModel]:
+    def near(self) -> list[_Rated]:
         """Return the most promising plans that may fit as they are: the best by `light`, the best
         by `middle`, the best by `middle` of each named layout, and the best plan of the sum.
         """
@@ -98,10 +113,9 @@ class _Others:
         best_of_each_name = [
             next((r for r in middle if r in of.values()), None) for of in self.names.values()
         ]
-        selected = [
-            rated.deep for rated in (*light, *middle[:_RUN], *filter(None, best_of_each_name))
-        ]
-        return list(dict.fromkeys((*selected, self.deep)))
+        best = next(rated for rated in self.found.values() if rated.deep is self.deep)
+        selected = (*light, *middle[:_RUN], *filter(None, best_of_each_name), best)
+        return list({id(rated): rated for rated in selected}.values())
 
     def _may_fit(self, deep: DeepModel) -> bool:
         """Whether the bytes that a plan holds without rematerialization are within the limit; its
@@ -124,8 +138,8 @@ class _Others:
         """
         most = _FREE if all(rules.free for _, rules in given) else _RULED
         meshes = promising_meshes(bounds, given, most, _NEAR)
-        for model in reversed(self.lighter):
-            if self._enter(self._beside(model.plan(meshes)), name) > _NEAR * self.least:
+        for plan in self.model.at_shares(shares(self.world)[::-1], meshes):
+            if self._enter(self._beside(plan), name) > _NEAR * self.least:
                 return
 
     def _beside(self, plan: Plan) -> DeepModel:
@@ -143,7 +157,7 @@ class _Others:
         plan = _plan(deep.program)
         look = _plan_look(plan)
         if look not in self.found:
-            lightest = DeepModel(_counted(deep.program, shares(self.world)[-1]), deep)
+            lightest = DeepModel(with_share(deep.program, shares(self.world)[-1]), deep)
             light = sum_of_blocks(lightest, self.world)
             self.found[look] = _Rated(light, light + plan.seconds, deep)
         if name:
@@ -154,15 +168,6 @@ class _Others:
 def shares(world: World) -> tuple[float, ...]:
     """Return SHARES, none below the share of computing that is lost to what overlaps with it."""
     return tuple(dict.fromkeys(max(share, world.contention) for share in SHARES))
-
-
-def _counted(program: Program, share: float) -> Program:
-    """Return the program in which collectives that can overlap count this share of their
-    seconds.
-    """
-    assert program.annotations is not None
-    notes = dataclasses.replace(program.annotations, share=share)
-    return dataclasses.replace(program, annotations=notes)
 
 
 def simulate_plan(chosen: Program, world: World) -> float:

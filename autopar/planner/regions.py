@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.communication import path_seconds
+from autopar.cost.communication import path_parts
 from autopar.ir.layout import Element, Layout
 from autopar.ir.program import Annotations, Value
 from autopar.ir.reshard import reshard_steps
@@ -234,7 +234,7 @@ class ReshardCosts:
 
     def __init__(self, world: World, known: Known) -> None:
         self._known = known
-        self._seconds = _pricer(world)
+        self._parts = _pricer(world)
 
     def direct(self, native: Want, want: Want, element: Element) -> Array:
         """Return the seconds from each layout of the maker to each of the user."""
@@ -272,18 +272,20 @@ class ReshardCosts:
     ) -> Array:
         rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
-        unique_pairs = np.array([[self._seconds(a, b, element) for b in columns] for a in rows])
+        whole = element._replace(share=1.0)  # searches at several shares ask for the same parts
+        parts = np.array([[self._parts(a, b, whole) for b in columns] for a in rows])
+        unique_pairs = parts[..., 0] + element.share * parts[..., 1]
         return unique_pairs[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
 
 
 @lru_cache(maxsize=4)
-def _pricer(world: World) -> Callable[[Layout, Layout, Element], float]:
-    """Return the function that gives the seconds of a reshard. It remembers its results, since
-    planning takes many searches on the same few meshes.
+def _pricer(world: World) -> Callable[[Layout, Layout, Element], tuple[float, float]]:
+    """Return the function that gives the seconds of a reshard: in memory, and of its collectives.
+    It remembers its results, since planning takes many searches on the same few meshes.
     """
 
     @lru_cache(maxsize=1 << 20)
-    def seconds(source: Layout, target: Layout, element: Element) -> float:
-        return path_seconds(reshard_steps(source, target), element, world)
+    def parts(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
+        return path_parts(reshard_steps(source, target), element, world)
 
-    return seconds
+    return parts

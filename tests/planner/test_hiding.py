@@ -70,9 +70,9 @@ def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
     )
     for one in several():
         others._enter(DeepModel(one))
-    left = {id(deep.program) for deep in others.near()} - {id(best)}
+    left = {id(one.deep.program) for one in others.near()} - {id(best)}
     assert left <= {id(one) for one, size in zip(several(), sizes, strict=True) if size <= limit}
-    assert left and others.deep in others.near()
+    assert left and others.deep in {one.deep for one in others.near()}
 
 
 def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyP
         assert one.middle == pytest.approx(one.light + summed)
     first = {min(rated, key=lambda one: one.light), min(rated, key=lambda one: one.middle)}
     assert len(first) == 2
-    assert set(others.near()) == {one.deep for one in first} | {others.deep}
+    assert {one.deep for one in others.near()} == {one.deep for one in first} | {others.deep}
 
 
 def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,24 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     light = min(others.found.values(), key=lambda one: one.light)
     assert len(others.names["megatron"]) > 1 and megatron.middle > these.middle
-    assert set(others.near()) == {light.deep, these.deep, megatron.deep, others.deep}
+    near = {one.deep for one in others.near()}
+    assert near == {light.deep, these.deep, megatron.deep, others.deep}
+
+
+def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulated: list[float] = []
+
+    def step(deep: float, _: World) -> float:  # a plan is known by its `light` here
+        simulated.append(deep)
+        return 0.95 * deep
+
+    monkeypatch.setattr(overlap_search, "_step", step)
+    lights = (2.0, 1.0, 1.3, 1.05)
+    rated = [overlap_search._Rated(light, 0.0, light) for light in lights]  # type: ignore[arg-type]
+    assert [one.light for one in overlap_search._by_step(rated, WORLD)] == sorted(lights)
+    assert simulated == [1.0, 1.05]
 
 
 def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:

@@ -225,14 +225,14 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
             one = Mesh(), Constraint("auto")
             return [one if ranks == 1 else (Mesh.parse(mesh), Drawn("drawn"))]
 
-        def convert(path: Any, *_: Any) -> float:
-            return 1e-3 + weight * rng.random() if path else 0.0
+        def convert(path: Any, *_: Any) -> tuple[float, float]:
+            return 0.0, 1e-3 + weight * rng.random() if path else 0.0
 
         rng = Drawn.draws = random.Random(seed)
         weight = rng.choice([0.02, 0.3, 1.0])  # of conversions: the smaller, the more of them
         monkeypatch.setattr(exact_search, "node_costs", lambda *_: (rng.random(), []))
         monkeypatch.setattr(exact_search, "optimizer_seconds", lambda *_: rng.random())
-        monkeypatch.setattr(regions, "path_seconds", convert)
+        monkeypatch.setattr(regions, "path_parts", convert)
         monkeypatch.setattr(mesh_search, "candidates", candidates)
 
     return from_seed

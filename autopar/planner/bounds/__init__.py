@@ -315,11 +315,10 @@ class Bound:
         return messages[-1], 0.0
 
     # -- what is left ------------------------------------------------------------------------------
-    def near(self, margin: float, most: int) -> dict[str, Joint]:
-        """Return for every region and stored tensor, on the single mesh, the joint options with a
-        bound of at most `margin` seconds above the least, but only the `most` lowest.
+    def near(self, margin: float, most: int, place: int = 0) -> dict[str, Joint]:
+        """Return for every region and stored tensor, on the mesh at this place, the joint options
+        with a bound of at most `margin` seconds above the least, but only the `most` lowest.
         """
-        assert len(self.meshes) == 1
         near_options: dict[str, Joint] = {}
         options_by_look: dict[Hashable, Joint] = {}
         for variable in self.live:
@@ -329,24 +328,25 @@ class Bound:
             total: Floats | None = None
             if key not in options_by_look:
                 total = self._total(own.seconds, ends)
-                options_by_look[key] = _lowest_options(own, total, margin, most)
+                options_by_look[key] = _lowest_options(own, total[..., place], margin, most)
             if not variable.is_hub:
                 near_options[variable.name] = options_by_look[key]
-            for place, end in enumerate(self._ends[id(variable)]):
+            for number, end in enumerate(self._ends[id(variable)]):
                 if self._other(end).is_leaf:
-                    if (key, place) not in options_by_look:
+                    if (key, number) not in options_by_look:
                         total = self._total(own.seconds, ends) if total is None else total
-                        options_by_look[key, place] = self._near_leaf(end, total, margin, most)
-                    near_options[self._other(end).name] = options_by_look[key, place]
+                        stored = self._of_stored(end, total)[..., place]
+                        leaf = self._rated[id(end.edge.maker)]
+                        options_by_look[key, number] = _lowest_options(leaf, stored, margin, most)
+                    near_options[self._other(end).name] = options_by_look[key, number]
         return near_options
 
-    def _near_leaf(self, end: _End, total: Floats, margin: float, most: int) -> Joint:
-        """Return the same for a parameter with one use."""
+    def _of_stored(self, end: _End, total: Floats) -> Floats:
+        """Return the bounds of a parameter with one use, given those of its user."""
         own = self._rated[id(end.edge.maker)]
         user_costs = np.where(total < HALF, total - self._of_leaf(end), BIG)
         user = end.moves.pull(least(user_costs, end.mine, end.states))
-        stored = np.minimum(own.seconds + spread(user, end.theirs, end.states), BIG)
-        return _lowest_options(own, stored, margin, most)
+        return np.minimum(own.seconds + spread(user, end.theirs, end.states), BIG)
 
 
 def _beyond(end: _End, twins: Twins | None = None) -> Hashable:
@@ -365,7 +365,6 @@ def _lowest_options(own: Rated, total: Floats, margin: float, most: int) -> Join
     """Return the joint options of the lowest totals: at most `most`, within `margin` seconds of the
     least.
     """
-    total = total[..., 0]
     flat = total.reshape(-1)
     low = np.argsort(flat, kind="stable")[:most]
     low = low[flat[low] <= min(float(flat[low[0]]) + margin, float(HALF))]

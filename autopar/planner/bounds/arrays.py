@@ -42,10 +42,13 @@ HALF = np.float32(5e5)  # seconds: a cost above this is not allowed either
 
 
 class Meshes:
-    """Meshes with the same number of axes, and the cost of collectives on all of them."""
+    """Meshes with the same number of axes, and the cost of collectives on all of them. `shares`: by
+    mesh, of the seconds of collectives that can overlap, where these count in part; () for those
+    that the program says.
+    """
 
-    def __init__(self, meshes: Sequence[Mesh], world: World) -> None:
-        self.meshes, self.world = tuple(meshes), world
+    def __init__(self, meshes: Sequence[Mesh], world: World, shares: Sequence[float] = ()) -> None:
+        self.meshes, self.world, self.shares = tuple(meshes), world, tuple(shares)
         self.count = len(self.meshes[0].axes)
         assert all(len(mesh.axes) == self.count for mesh in meshes)
         self._lines: dict[tuple[str, tuple[int, ...], bool], tuple[Array, Array, Array]] = {}
@@ -108,20 +111,20 @@ class Meshes:
         return self._lines[key]
 
 
-_MESHES: dict[tuple[tuple[Mesh, ...], int], Meshes] = {}
-_KEPT, _FEW = 32, 8  # of these, each of so many meshes at most: the arrays of more are large
+_MESHES: dict[tuple[tuple[Mesh, ...], tuple[float, ...], int], Meshes] = {}
+_KEPT, _FEW = 32, 16  # of these, each of so many meshes at most: the arrays of more are large
 
 
-def meshes_of(meshes: tuple[Mesh, ...], world: World) -> Meshes:
+def meshes_of(meshes: tuple[Mesh, ...], world: World, shares: tuple[float, ...] = ()) -> Meshes:
     """Return these meshes with all that is known of them: searches of one plan ask for the same few
     again and again.
     """
     if len(meshes) > _FEW:
-        return Meshes(meshes, world)
-    known = _MESHES.pop((meshes, id(world)), None)
+        return Meshes(meshes, world, shares)
+    known = _MESHES.pop((meshes, shares, id(world)), None)
     if known is None or known.world is not world:
-        known = Meshes(meshes, world)
-    _MESHES[meshes, id(world)] = known  # the last that was asked for goes last
+        known = Meshes(meshes, world, shares)
+    _MESHES[meshes, shares, id(world)] = known  # the last that was asked for goes last
     while len(_MESHES) > _KEPT:
         del _MESHES[next(iter(_MESHES))]
     return known

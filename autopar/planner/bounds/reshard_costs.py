@@ -248,8 +248,14 @@ class ReshardBounds:
             if name is not None:
                 size, times = element.of(name, late), 2 if element.again and not late else 1
                 seconds = self.meshes.seconds(name, axes, elements * size)
-                total = total + times * element.share * seconds
+                total = total + times * self._share(seconds.ndim) * seconds
         return total
+
+    def _share(self, dims: int) -> float | NDArray[np.float64]:
+        """Return the part of the collectives' seconds that counts, on each mesh: [mesh, 1, …]."""
+        if self.kind.element.share == 1 or not self.meshes.shares:
+            return self.kind.element.share
+        return np.array(self.meshes.shares).reshape((-1,) + (1,) * (dims - 1))
 
     def _cut_by_others(self, axes: Places) -> NDArray[np.float64]:
         """Return the elements that a rank holds where these axes cut nothing, with the dims of
