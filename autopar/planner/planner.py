@@ -47,6 +47,7 @@ from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import check_choices, exact, search_meshes
 from autopar.planner.overlap_search import plans_by_step
+from autopar.planner.plan_cache import chosen_before
 from autopar.planner.rematerialize import rematerialize_to_fit
 from autopar.planner.request import Layouts, PlanRequest
 from autopar.planner.why import Why, why
@@ -194,10 +195,15 @@ def choose_plan(
     manager: PassManager, program: Program, world: World, request: PlanRequest
 ) -> Program:
     """Return the program with the plan that the search finds for this world, within the memory
-    budget, after a check of its layouts.
+    budget, after a check of its layouts; with the one that it found before, where plans are kept
+    (plan_cache.py).
     """
-    step = partial(search_plan, world=world, request=request)
-    return manager.run("choose", program, step, check_choices)
+    search = partial(search_plan, world=world, request=request)
+
+    def choose(program: Program) -> Program:
+        return chosen_before(program, fingerprint(program), world, request, search)
+
+    return manager.run("choose", program, choose, check_choices)
 
 
 def choose_on_stored(manager: PassManager, program: Program, world: World, plan: Plan) -> Program:
