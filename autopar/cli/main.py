@@ -56,6 +56,7 @@ from autopar.cli.terminal import (
     print_plan,
     print_summary,
     target_facts,
+    throughput_facts,
     watch_progress,
 )
 from autopar.cost.memory import Recompute
@@ -129,7 +130,8 @@ def plan(
         answer = _answer_why(best_plan, why, as_json)
         if as_json:
             reasons = {} if answer is None else {"why": answer.facts()}
-            print_json(plan_facts(best_plan) | target_facts(built) | reasons)
+            rate = throughput_facts(best_plan, built)
+            print_json(plan_facts(best_plan) | target_facts(built) | rate | reasons)
         else:
             print_plan(built, machines, best_plan, answer)
             print_files(seconds, save, timeline)

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from autopar.cli.targets import Target
+from autopar.cli.throughput import throughput
 from autopar.cost.memory import limit_text
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_amount, format_bytes, format_count, format_seconds
@@ -132,6 +133,9 @@ def print_plan(target: Target, world: World, plan: Plan, answer: Why | None) -> 
     out = console()
     print_line(out, "model", model_text(target))
     print_summary(out, plan, world)
+    rate = throughput(plan, target.inputs)
+    if rate is not None:
+        print_line(out, "training", str(rate))
     if answer is not None:
         out.print(answer)
 
@@ -200,6 +204,11 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "meshes": [{"mesh": mesh, "seconds": seconds} for mesh, seconds in plan.meshes],
         "seconds_by_pass": plan.seconds_by_pass,
     }
+
+
+def throughput_facts(plan: Plan, target: Target) -> dict[str, Any]:
+    rate = throughput(plan, target.inputs)
+    return {"throughput": None if rate is None else dataclasses.asdict(rate)}
 
 
 def target_facts(target: Target) -> dict[str, Any]:

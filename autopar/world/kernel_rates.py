@@ -33,6 +33,10 @@ _HOPPER_MATMULS = ((8.6e9, 0.59), (1.7e10, 0.71))  # FLOPs, and the share from t
 _OPS = 0.75  # of memory_bytes_per_s
 
 
+# Mean of |modelled / published - 1| of `python -m benchmarks.model.published`, by device.
+OFF_PUBLISHED = {"H100": 0.074, "A100-SXM4-80GB": 0.054, "A100": 0.068}
+
+
 class Rates(NamedTuple):
     """TFLOP/s of attention at each of KEYS: forward without and with a causal mask, and backward
     without one.

@@ -217,7 +217,7 @@ def race(job: Job, contestants: dict[str, peers.Contestant], table: list[Timed])
 
 def _scheduled(model: torch.nn.Module) -> float:
     """0 for what autopar did not schedule."""
-    run = getattr(model, "_run", None)
+    run = getattr(getattr(model, "_first", None), "run", None)
     phases = run.modelled.values() if isinstance(run, Scheduled) else ()
     return sum(phase.seconds for phase in phases)
 

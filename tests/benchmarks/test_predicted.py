@@ -122,7 +122,7 @@ def test_a_world_of_an_earlier_run_is_of_one_rate(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_small_run_from_end_to_end(tmp_path):
     options = "--model tiny --rates unlimited --layouts ddp megatron --steps 1 --warmups 1"
-    done = run("predicted", *options.split(), "--calibrate", "5", "--out", str(tmp_path))
+    done = run("model.predicted", *options.split(), "--calibrate", "5", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 layouts: median error" in " ".join(done.stdout.split())
     (cell,) = json.loads((tmp_path / "results.json").read_text())["cells"]
@@ -154,7 +154,7 @@ def test_another_loss_is_named():
 def test_by_hand_emitted_and_eager_agree(tmp_path):
     path = tmp_path / "overhead.json"
     options = "--pairs 3 --width 64 --layers 1 --sequence 16"
-    done = run("overhead", *options.split(), "--json", path)
+    done = run("step_time.overhead", *options.split(), "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = json.loads(path.read_text())["results"]
     assert [(f["ranks"], f["layout"]) for f in found] == [

@@ -114,7 +114,7 @@ def wide(layers: int, layout: Any) -> autopar.Plan:
 
 def test_gradients_and_gathers_hide_under_products() -> None:
     for layout in ("ddp", "fsdp"):
-        found = wide(4, layout).timeline()
+        found = wide(8, layout).timeline()
         assert found.hidden_seconds > 0.6 * found.communication, layout
 
 

@@ -61,7 +61,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_planning_a_model_on_meta(layers: int, ranks: int, layout: str) -> None:
-    """Seconds of one core, and less than 2 GB with torch and transformers in it."""
+    """In less than 2 GB with torch and transformers in it; benchmarks.planning says how fast."""
     script = f"import sys; sys.path[:0] = {sys.path!r}; import test_planning; "
     script += f"test_planning.plan({layers}, {ranks}, {layout!r})"
     done = subprocess.run(
@@ -72,7 +72,6 @@ def test_planning_a_model_on_meta(layers: int, ranks: int, layout: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["seconds"] < 60, facts
     assert facts["GB"] < 2, facts
     assert facts["ranks"] == ranks
     assert facts["parameters"] == 3 + 9 * layers

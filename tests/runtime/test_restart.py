@@ -30,7 +30,7 @@ def test_torchrun_starts_the_ranks_again_and_losses_go_on(
 def test_fewer_ranks_go_on_as_if_they_had_run_all_along(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     with pytest.raises(AssertionError, match="SIGKILL"):
-        launched(tmp_path, 4, folder, str(FATAL), script=SCRIPT)
+        launched(tmp_path, 4, folder, str(FATAL), script=SCRIPT, options=())
     facts = launched(tmp_path, 2, folder, str(FATAL), script=SCRIPT)
     assert (facts["ranks"], facts["restarts"], facts["start"]) == (2, 0, SAVED)
     assert facts["losses"] == pytest.approx(facts["undisturbed"][SAVED:], abs=1e-5)
