@@ -28,6 +28,7 @@ from autopar.ir.layout import I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.reshard import reshard_steps
+from autopar.passes import annotate
 from autopar.planner import mesh_search
 from autopar.planner.bounds.arrays import Meshes
 from autopar.planner.bounds.factor_graph import (
@@ -77,6 +78,16 @@ def test_the_bound_is_not_above_the_exact_search(name: str, mesh: str) -> None:
     exact = search(program, on, world, AUTO).seconds
     bound = float(bound_on(program, on, AUTO, world).run()[0])
     assert exact * (1 - 5e-3) < bound <= exact * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("gpt", "x2.y2"), ("gpt", "x16"), ("llama", "x8")])
+def test_the_bound_holds_where_every_rank_gets_every_output(name: str, mesh: str) -> None:
+    """Logits that the loss takes and the user gets: one gather serves both."""
+    program, on = annotate.replicate(traced(name), False, True), Mesh.parse(mesh)
+    world = World.preset("dgx-h100", on.size)
+    exact = search(program, on, world, AUTO).seconds
+    bound = float(bound_on(program, on, AUTO, world).run()[0])
+    assert exact * (1 - 6e-3) < bound <= exact * (1 + 1e-6)
 
 
 # -- against an integer program --------------------------------------------------------------------

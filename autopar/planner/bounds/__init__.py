@@ -164,8 +164,8 @@ class Bound:
             seconds = own.seconds
             for end in leaves:
                 seconds = seconds + self._of_leaf(end)
-            for position, index, states in variable.handed:
-                seconds = seconds + self._of_output(variable, position, index, states)
+            for kind, made, wanted in variable.handed:
+                seconds = seconds + self._of_output(variable, kind, made, wanted)
             number = len(self._folded) + 1
             self._folded[key] = Rated(number, own.options, np.minimum(seconds, BIG))
         return self._folded[key]
@@ -176,17 +176,13 @@ class Bound:
         return spread(end.moves.push(stored), end.mine, end.states)
 
     def _of_output(
-        self, variable: Variable, position: int, index: int, states: tuple[int, ...]
+        self, variable: Variable, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
     ) -> Floats:
-        """Return the cost of the best layout of an output, by the option of the region that makes
-        it.
+        """Return the cost of the best layout of an output, by the option of the variable that it is
+        taken from.
         """
-        assert variable.region is not None
-        value = (variable.region.nodes[position], index)
-        kind = self.frame.kinds[value]
-        own = tuple(option[position].results[index] for option in variable.options)
-        own_states = self._states(kind, own, variable)
-        output_states = tuple(s if kind.gradient or s != WHOLE else REPLICATED for s in states)
+        own_states = self._states(kind, made, variable)
+        output_states = tuple(s if kind.gradient or s != WHOLE else REPLICATED for s in wanted)
         moves = self._moves_of(kind, own_states, output_states)
         free = np.zeros((len(moves.states),) * self.meshes.count + (len(self.meshes),), np.float32)
         return spread(moves.pull(only(free, output_states, moves.states)), own_states, moves.states)

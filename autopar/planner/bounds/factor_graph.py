@@ -70,7 +70,8 @@ class Variable:
 
     `options`: of a region, a choice for each node; else states. `look`: variables that look alike
     cost the same. `block`: its repeated block, such as ("layers", 3). `kind`: of a parameter or a
-    hub. `handed`: the program outputs that it makes.
+    hub. `handed`: the program outputs that are taken from it: kind, the state by option, the states
+    that are wanted.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Variable:
     parameter: fx.Node | None = None
     trained: bool = False
     edges: list[Edge] = field(default_factory=list)
-    handed: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    handed: list[tuple[Kind, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     slots: tuple[tuple[int, int], ...] = ()  # of a parameter: (dim, place of the atom) of each
     place: int = -1  # among the variables of its block
 
@@ -172,7 +173,6 @@ class _Builder:
             if region.nodes:
                 self._enter(region)
         self._connect()
-        self._hand_out()
         count: Counter[tuple[str, int] | None] = Counter()
         for variable in self.variables:
             variable.place = count[variable.block]
@@ -260,21 +260,27 @@ class _Builder:
 
     # -- edges -------------------------------------------------------------------------------------
     def _connect(self) -> None:
-        """Tie the makers of values to their users, through a hub where a value has several uses."""
+        """Tie the makers of values to their users and to the program's outputs, through a hub where
+        a value has several uses.
+        """
         hubs: list[tuple[int, Variable]] = []
-        for value, uses in self.uses.items():
+        handed = self._handed_out()
+        for value in dict.fromkeys((*self.uses, *handed)):
+            uses, outputs = self.uses.get(value, []), handed.get(value, [])
             maker, maker_states = self.makers[value]
             kind, index = self.kind(value), self.variables.index(maker)
-            if len(uses) > 1:  # all consumers take one layout, or reshard from it
-                states = tuple(
-                    sorted({s for _, wanted in uses for s in wanted} | set(maker_states))
-                )
+            if len(uses) + len(outputs) > 1:  # all take one layout, or reshard from it
+                wanted_states = {s for wanted in (*(w for _, w in uses), *outputs) for s in wanted}
+                states = tuple(sorted(wanted_states | set(maker_states)))
                 hub = Variable(f"kept {value}", states, ("hub", kind, states), maker.block, kind)
                 hubs.append((index, hub))
                 self._tie(Edge(value, kind, maker, maker_states, hub, states))
                 maker, maker_states = hub, states
             for user, wanted in uses:
                 self._tie(Edge(value, kind, maker, maker_states, user, wanted))
+            if outputs:
+                maker.handed.extend((kind, maker_states, wanted) for wanted in outputs)
+                maker.look = (maker.look, tuple(maker.handed))
         hubs.sort(key=lambda pair: pair[0])
         for index, hub in reversed(hubs):
             self.variables.insert(index + 1, hub)
@@ -283,20 +289,18 @@ class _Builder:
         edge.maker.edges.append(edge)
         edge.user.edges.append(edge)
 
-    def _hand_out(self) -> None:
-        """Record the outputs of the program with the variables that make them."""
+    def _handed_out(self) -> dict[Value, list[tuple[int, ...]]]:
+        """Return the states in which each output of the program may be, by the value it is."""
+        handed: dict[Value, list[tuple[int, ...]]] = defaultdict(list)
         for output in self.program.signature.outputs:
-            if output.node is None:
+            value = None if output.node is None else producer(self.nodes[output.node])
+            if value is None or value not in self.makers:
                 continue
-            value = producer(self.nodes[output.node])
-            if value not in self.makers:
-                continue
-            kind, (maker, _) = self.kind(value), self.makers[value]
+            kind = self.kind(value)
             unsharded = output.kind == "mutation" or not kind.shape or self.notes.replicated_outputs
             slots = () if unsharded else range(FIRST_SLOT, FIRST_SLOT + len(kind.slots))
-            position = 0 if maker.region is None else maker.region.nodes.index(value[0])
-            maker.handed.append((position, value[1], (WHOLE, *slots)))
-            maker.look = (maker.look, tuple(maker.handed))
+            handed[value].append((WHOLE, *slots))
+        return handed
 
     # -- facts -------------------------------------------------------------------------------------
     def kind(self, value: Value) -> Kind:
