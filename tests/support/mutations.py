@@ -39,10 +39,27 @@ def one_axis_forgotten(node: fx.Node) -> bool:
 
 def another_axis(node: fx.Node) -> bool:
     others = [name for name in node.meta["step"].before.mesh.names if name != node.kwargs["axis"]]
-    if not others or not isinstance(node.kwargs["axis"], str):
+    if not others or not isinstance(node.kwargs["axis"], str) or _invariant_again(node):
         return False
     node.update_kwarg("axis", others[0])
     return True
+
+
+def _invariant_again(node: fx.Node) -> bool:
+    """Whether this replicates a value for a sum that is invariant: every rank has one gradient of
+    it, and a sum of that over another axis of this size is the same.
+    """
+    if node.target is not c.replicate:
+        return False
+    ends = [n for n in _single_uses(node) if n.target is c.invariant]
+    return any(n.kwargs["axis"] == node.kwargs["axis"] for n in ends)
+
+
+def _single_uses(node: fx.Node) -> Iterator[fx.Node]:
+    """What uses the node, and what alone uses that, and so on."""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        yield node
 
 
 def another_state(node: fx.Node) -> bool:
@@ -58,6 +75,8 @@ def another_state(node: fx.Node) -> bool:
 
 def _gathered_to_another_state(node: fx.Node) -> bool:
     kwargs, axis = dict(node.kwargs), node.kwargs["axis"]
+    if _only_own_part_has_a_gradient(node):
+        return False
     if kwargs.pop("to", "R") == "I":
         del kwargs["coordinate"]
     elif isinstance(axis, str):
@@ -66,6 +85,23 @@ def _gathered_to_another_state(node: fx.Node) -> bool:
         return False
     node.kwargs = kwargs
     return True
+
+
+def _only_own_part_has_a_gradient(gather: fx.Node) -> bool:
+    """Whether what a rank gave is sliced off again, or meets values that are zero elsewhere: then
+    a sum of the gradients over the ranks and the own gradient are one, and nothing is broken.
+    """
+
+    def same(node: fx.Node) -> bool:
+        return all(node.kwargs.get(k) == gather.kwargs[k] for k in ("axis", "dim", "inner"))
+
+    for node in _single_uses(gather):
+        if node.target is c.take_slice:
+            return same(node)
+        placed = [x for x in node.all_input_nodes if x.target is c.place]
+        if node.target is sharded.attention and any(map(same, placed)):
+            return True
+    return False
 
 
 def another_dim(node: fx.Node) -> bool:
