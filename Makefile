@@ -45,7 +45,7 @@ lint: $(INSTALLED) ## ruff, mypy, and whether files and functions are short
 test: lint ## lint, then the tests but for those marked slow
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
 
-test-all: lint ## lint, then every test; SHARD=1/8 only the first of eight parts
+test-all: lint ## lint, then every test; SHARD=1/12 only the first of twelve parts
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" $(if $(SHARD),--shard $(SHARD)) $(PYTEST)
 
 fuzz: $(INSTALLED) ## fresh random modules for ten minutes, held against one device; FUZZ="--gloo" passes options on

@@ -49,15 +49,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_shard(config: pytest.Config, items: list[pytest.Item], shard: str) -> None:
-    """Deselects what is not in this part. A test function's cells stay together, as they share what
-    they launch; functions are dealt out in the order of their names.
+    """Deselects what is not in this part. Tests are dealt out in the order of their names; those of
+    a file that share what a fixture launches stay together.
     """
     number, count = map(int, shard.split("/"))
-    functions = sorted({_function(item) for item in items})
-    own = {name for place, name in enumerate(functions) if place % count == number - 1}
-    config.hook.pytest_deselected(items=[item for item in items if _function(item) not in own])
-    items[:] = [item for item in items if _function(item) in own]
+    units = sorted({_unit(item) for item in items})
+    own = {unit for place, unit in enumerate(units) if place % count == number - 1}
+    config.hook.pytest_deselected(items=[item for item in items if _unit(item) not in own])
+    items[:] = [item for item in items if _unit(item) in own]
 
 
-def _function(item: pytest.Item) -> str:
-    return item.nodeid.split("[")[0]
+def _unit(item: pytest.Item) -> str:
+    """What runs in one process: the file of a test that uses a fixture of the file, else the test."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+    shared = any(found[-1].scope == "module" for found in fixtures)
+    return item.nodeid.split("::")[0] if shared else item.nodeid
