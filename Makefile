@@ -10,6 +10,8 @@ PYTEST ?=
 FUZZ ?=
 ZOO ?=
 SHARD ?=
+PYTHONS ?= python3.11 python3.12 python3.13
+TORCHES ?= 2.11 2.12 2.13
 
 # One thread a rank: four ranks that each take every core only wait for one another.
 export OMP_NUM_THREADS := 1
@@ -18,10 +20,10 @@ export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo lint test test-all fuzz zoo docs clean
+.PHONY: help install demo lint test test-all test-matrix fuzz zoo docs clean
 
 help: ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## make .venv and install the locked set (the others do it when needed)
 
@@ -47,6 +49,9 @@ test: lint ## lint, then the tests but for those marked slow
 
 test-all: lint ## lint, then every test; SHARD=1/12 only the first of twelve parts
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" $(if $(SHARD),--shard $(SHARD)) $(PYTEST)
+
+test-matrix: ## smoke and parity tests of the wheel on other Pythons and torches; PYTHONS="python3.12" TORCHES="2.11 2.13"
+	$(PYTHON) tests/support/matrix.py --pythons "$(PYTHONS)" --torches "$(TORCHES)"
 
 fuzz: $(INSTALLED) ## fresh random modules for ten minutes, held against one device; FUZZ="--gloo" passes options on
 	$(BIN)/python -m tests.fuzz --seconds 600 --ranks 2-16 --jobs $(JOBS) $(FUZZ)

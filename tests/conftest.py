@@ -60,7 +60,9 @@ def _keep_shard(config: pytest.Config, items: list[pytest.Item], shard: str) -> 
 
 
 def _unit(item: pytest.Item) -> str:
-    """What runs in one process: the file of a test that uses a fixture of the file, else the test."""
+    """Return what runs in one process: the file of a test that uses a fixture of the file, or the
+    test.
+    """
     fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
     shared = any(found[-1].scope == "module" for found in fixtures)
     return item.nodeid.split("::")[0] if shared else item.nodeid
