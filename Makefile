@@ -45,10 +45,10 @@ lint: $(INSTALLED) ## ruff, mypy, and whether files and functions are short
 	$(BIN)/python tests/support/sizes.py
 
 test: lint ## lint, then the tests but for those marked slow
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
 test-all: lint ## lint, then every test; SHARD=1/12 only the first of twelve parts
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" $(if $(SHARD),--shard $(SHARD)) $(PYTEST)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow or not slow" $(if $(SHARD),--shard $(SHARD)) $(PYTEST)
 
 test-matrix: ## smoke and parity tests of the wheel on other Pythons and torches; PYTHONS="python3.12" TORCHES="2.11 2.13"
 	$(PYTHON) tests/support/matrix.py --pythons "$(PYTHONS)" --torches "$(TORCHES)"
