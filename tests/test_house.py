@@ -22,6 +22,7 @@ LATER = (
     *("runtime/training", "report", "rules/user_rules", "passes/random_masks"),
     *("passes/trace/autocast", "cost/meta_kernels", "world/kernel_rates"),
     *("planner/quick_search", "planner/plan_cache", "cli/throughput"),
+    *("cli/huggingface",),
 )
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 

@@ -1,5 +1,5 @@
-"""The targets of the command line, by name: a built-in model, or a function that returns (model,
-inputs).
+"""The targets of the command line, by name: a built-in model, a function that returns (model,
+inputs), or a Hugging Face config.json (huggingface.py).
 
 Example: resolve("gpt2", Batch(8, 1024), 8) is GPT-2 with a batch of tokens. The built-in ones are
 GPT and Llama in published sizes, on the meta device: `autopar plan llama3-8b` plans
@@ -14,12 +14,14 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autopar.cli import huggingface
 from autopar.errors import AutoparError
 
 
@@ -256,7 +258,8 @@ class Batch:
 
 # -- from text to a target -------------------------------------------------------------------------
 def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) -> Target:
-    """Return the target that `text` names: one of NAMED, or "package.module:function".
+    """Return the target that `text` names: one of NAMED, "package.module:function", or
+    a path of a config.json of transformers (`huggingface.build`).
 
     A named model has bfloat16 parameters on the meta device. Where values are needed (`real`), it
     is cut down by `Sizes.small`, in float32 on the CPU, and its name says so. `batch` None:
@@ -269,10 +272,14 @@ def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) ->
     sizes = NAMED.get(text.lower())
     if sizes is not None:
         return _named_target(text.lower(), sizes, batch, samples, real)
+    if huggingface.names_config(text):
+        size = None if batch is None else (batch.samples, batch.sequence)
+        return Target(*huggingface.build(text, size, samples, real))
     if ":" not in text:
         raise TargetError(
             f"unknown target {text!r}: write package.module:function, a function that returns "
-            f"(model, inputs), or one of {', '.join(NAMED)}"
+            f"(model, inputs); a path of a config.json of transformers, or of a folder with one; "
+            f"or one of {', '.join(NAMED)}"
         )
     return _call_target(text, _import_function(text), batch)
 
@@ -305,7 +312,10 @@ def _import_function(text: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         missing = f"it imports {error.name!r}, which is not installed"
         if error.name and (path == error.name or path.startswith(error.name + ".")):
-            missing = f"there is no module {error.name!r} here or among what is installed"
+            missing = (
+                f"there is no module {error.name!r} here or among what is installed (looked in "
+                f"{', '.join(str(Path(folder).absolute()) for folder in sys.path)})"
+            )
         raise TargetError(f"target {text!r}: {missing}") from None
     except Exception as error:
         raise _target_error(text, f"importing {path}", error) from error
@@ -313,7 +323,11 @@ def _import_function(text: str) -> Callable[..., Any]:
         function = getattr(function, part, None)
     if not callable(function):
         names = ", ".join(_function_names(path)) or "none"
-        raise TargetError(f"target {text!r}: {path} has no function {name!r}; it has {names}")
+        file = getattr(sys.modules[path], "__file__", None)
+        raise TargetError(
+            f"target {text!r}: {path} has no function {name!r}; it has {names}"
+            + (f" ({file})" if file else "")
+        )
     return function
 
 
