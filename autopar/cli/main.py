@@ -16,6 +16,8 @@ from rich.markup import escape
 from torch import nn
 
 from autopar import api
+from autopar.cli import compare
+from autopar.cli.command import build_target, ranks_text, report_errors, require_folder
 from autopar.cli.doctor import examination as doctoring
 from autopar.cli.doctor.machine import facts as facts_of_machine
 from autopar.cli.options import (
@@ -107,18 +109,18 @@ def plan(
 
     Example: autopar plan llama3-8b --world dgx-h100 --ranks 64 --batch 64x4096
     """
-    with _report_errors(as_json):
+    with report_errors(as_json):
         for path, option in ((save, "--save"), (timeline, "--timeline")):
-            _require_folder(path, option)
+            require_folder(path, option)
         machines, layouts = read_world(world, ranks), read_layout(layout)
-        built = _build_target(target, batch, machines.ranks)
+        built = build_target(target, batch, machines.ranks)
         limits = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)
         planning = partial(
             api.plan, built.model, machines, built.inputs, layouts, *limits,
             reduce_dtype=reduce_dtype, overlap=overlap, outputs=cast(Outputs, outputs),
         )  # fmt: skip
         start = time.perf_counter()
-        doing = f"planning {built.name} on {_ranks_text(machines)}"
+        doing = f"planning {built.name} on {ranks_text(machines)}"
         best_plan = watch_progress(doing, lambda report: planning(progress=report), as_json)
         seconds = time.perf_counter() - start
         if not anyway:
@@ -151,12 +153,12 @@ def verify(
     A named model is cut down to two layers of all its heads, but narrow ones. Example: autopar
     verify gpt2 --ranks 8 --layout 4d
     """
-    with _report_errors(as_json):
+    with report_errors(as_json):
         rank_count = LOCKSTEP_RANKS if world is None and ranks is None else ranks
         machines, layouts = read_world(world, rank_count), read_layout(layout)
-        built = _build_target(target, batch, max(16, machines.ranks), real=True)
+        built = build_target(target, batch, max(16, machines.ranks), real=True)
         _refuse_meta(built)
-        doing = f"verifying {built.name} on {_ranks_text(machines)}"
+        doing = f"verifying {built.name} on {ranks_text(machines)}"
         check = watch_progress(
             doing,
             lambda report: api.verify(
@@ -180,7 +182,7 @@ def show(path: PlanArgument, as_json: JsonOption = False) -> None:
 
     Example: autopar show plan.json
     """
-    with _report_errors(as_json):
+    with report_errors(as_json):
         saved_plan = Plan.load(path)
         if as_json:
             print_json(plan_facts(saved_plan))
@@ -205,9 +207,9 @@ def calibrate(
     """
     with (
         calibrate_on_ranks.open_process_group(),
-        _report_errors(as_json=False, quiet=running.rank() > 0),
+        report_errors(as_json=False, quiet=running.rank() > 0),
     ):
-        running.together("looking for the folder", lambda: _require_folder(save, "--save"))
+        running.together("looking for the folder", lambda: require_folder(save, "--save"))
 
         def build() -> tuple[nn.Module, Any]:
             built = resolve(str(target), None if batch is None else Batch.parse(batch), 16)
@@ -233,7 +235,7 @@ def doctor(
     Exit status 1 where a check failed. Example: torchrun --standalone --nproc-per-node 4 -m autopar
     doctor
     """
-    with _report_errors(as_json):
+    with report_errors(as_json):
         if run or doctoring.is_started_by_torchrun():
             raise typer.Exit(doctoring.run(out, as_json))
         facts = facts_of_machine()
@@ -243,19 +245,13 @@ def doctor(
             doctoring.print_facts(facts, console())
 
 
+# Commands of a file of their own, one line each.
+app.command()(compare.compare)
+
+
 def main() -> None:
     """Run the `autopar` command, as `python -m autopar` does."""
     app()
-
-
-def _require_folder(path: Path | None, option: str) -> None:
-    if path is not None and not path.parent.is_dir():
-        raise FileNotFoundError(f"{option} {path}: there is no folder {path.parent}")
-
-
-def _build_target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
-    parsed = None if batch is None else Batch.parse(batch)
-    return watch_progress(f"building {text}", lambda report: resolve(text, parsed, samples, real))
 
 
 def _answer_why(plan: Plan, why: str | None, as_json: bool) -> Why | None:
@@ -291,10 +287,6 @@ def _refuse_absurd(plan: Plan, world: World, named: bool) -> None:
         )
 
 
-def _ranks_text(world: World) -> str:
-    return f"{world.ranks:,} rank{'s' if world.ranks > 1 else ''}"
-
-
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[float, str], None]]:
     """Yield what moves a progress bar on rank 0 and does nothing on others."""
@@ -303,22 +295,3 @@ def _progress_bar() -> Iterator[Callable[[float, str], None]]:
     else:
         with bar(console(stderr=True)) as progress:
             yield progress
-
-
-@contextmanager
-def _report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
-    """Print a user's mistake in red, unless `quiet`, and in --json; exit with status 2."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except (AutoparError, OSError) as error:
-        text = str(error)
-        if isinstance(error, OSError) and error.filename is not None:
-            text = f"{error.filename}: {error.strerror}"
-        if as_json:
-            print_json({"error": type(error).__name__, "message": text})
-        message = f"[bold red]{type(error).__name__}:[/] [red]{escape(text)}[/]"
-        if not quiet:
-            console(stderr=True).print(message, soft_wrap=True)
-        raise typer.Exit(2) from None

@@ -1,0 +1,66 @@
+"""What the commands share: how they refuse, what status they end with, and how they build a target.
+
+Example: inside a command, `with report_errors(as_json): ...` prints a user's mistake in red, as
+JSON too, and ends with status 2. Every file of this folder that has a command calls this one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+
+from autopar.cli.targets import Batch, Target, resolve
+from autopar.cli.terminal import console, print_json, watch_progress
+from autopar.errors import AutoparError
+from autopar.world import World
+
+
+class ExitStatus(enum.IntEnum):
+    """The exit statuses of all commands; docs/command-line.md has their table."""
+
+    DONE = 0
+    CHECK_FAILED = 1
+    REFUSED = 2
+
+
+@contextmanager
+def report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
+    """Print a user's mistake in red, unless `quiet`, and in --json; exit with REFUSED."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (AutoparError, OSError) as error:
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        if as_json:
+            print_json({"error": type(error).__name__, "message": text})
+        message = f"[bold red]{type(error).__name__}:[/] [red]{escape(text)}[/]"
+        if not quiet:
+            console(stderr=True).print(message, soft_wrap=True)
+        raise typer.Exit(ExitStatus.REFUSED) from None
+
+
+def require_folder(path: Path | None, option: str) -> None:
+    """Raise FileNotFoundError where the folder of a file to be written does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise FileNotFoundError(f"{option} {path}: there is no folder {path.parent}")
+
+
+def build_target(text: str, batch: str | None, samples: int, real: bool = False) -> Target:
+    """Return the target that a command names, with progress; arguments as `targets.resolve` has
+    them.
+    """
+    parsed = None if batch is None else Batch.parse(batch)
+    return watch_progress(f"building {text}", lambda report: resolve(text, parsed, samples, real))
+
+
+def ranks_text(world: World) -> str:
+    """Return the ranks of a world in words: "8 ranks"."""
+    return f"{world.ranks:,} rank{'s' if world.ranks > 1 else ''}"
