@@ -22,7 +22,7 @@ LATER = (
     *("runtime/training", "report", "rules/user_rules", "passes/random_masks"),
     *("passes/trace/autocast", "cost/meta_kernels", "world/kernel_rates"),
     *("planner/quick_search", "planner/plan_cache", "cli/throughput"),
-    *("cli/huggingface", "cli/command", "cli/compare", "cli/explain", "cli/sweep"),
+    *("cli/huggingface", "cli/command", "cli/compare", "cli/explain", "cli/reasons", "cli/sweep"),
     *("cli/trace", "cli/graph", "cli/schema"),
 )
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name

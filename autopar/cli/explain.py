@@ -1,0 +1,156 @@
+"""`autopar explain`: why a saved plan is as it is, and what one of its nodes or subgraphs is, costs
+and could be. reasons.py finds that, this file prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.cli.command import build_target, report_errors
+from autopar.cli.options import MODEL_HELP, BatchOption, JsonOption, PlanArgument
+from autopar.cli.reasons import (
+    CollectiveSum,
+    Explanation,
+    NodeStates,
+    Part,
+    explain_plan,
+    row_seconds,
+)
+from autopar.cli.terminal import console, print_json, print_line, watch_progress
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Row, format_seconds
+from autopar.runtime.apply import renew_plan
+
+_MOST_NODES, _MOST_STORED, _MOST_NAMES = 12, 8, 3  # lines of each kind; names in a line
+
+NodeArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[NODE]",
+        help="A node's name, a parameter's, or a subgraph's: linear_3, 'blocks.*.mlp'.",
+    ),
+]
+TracedOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TARGET",
+        help=f"Trace it again, for closed forms and alternatives: {MODEL_HELP}.",
+    ),
+]
+
+
+def explain(
+    path: PlanArgument,
+    node: NodeArgument = None,
+    target: TracedOption = None,
+    batch: BatchOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say why a saved plan is as it is; with NODE, its states, collectives, bytes and seconds, and
+    with --target its closed form and the alternatives, too.
+
+    Example: autopar explain plan.json 'blocks.*.up' --target gpt2 --batch 64x1024
+    """
+    with report_errors(as_json):
+        plan = Plan.load(path)
+        if target is not None:
+            built = build_target(target, batch, plan.world.ranks)
+            renewing = f"tracing {built.name}"
+            plan = watch_progress(renewing, lambda _: renew_plan(built.model, plan, built.inputs))
+        asking = f"explaining {node or path}"
+        explanation = watch_progress(asking, lambda _: explain_plan(plan, node), as_json)
+        if as_json:
+            print_json(dataclasses.asdict(explanation))
+        else:
+            _print(explanation, plan)
+
+
+# -- for people ------------------------------------------------------------------------------------
+def _print(explanation: Explanation, plan: Plan) -> None:
+    out = console()
+    step = explanation.seconds if explanation.overlapped is None else explanation.overlapped
+    print_line(out, "plan", f"layout {explanation.layout}, mesh {explanation.mesh}, "
+                            f"{format_seconds(step)} a step on {explanation.world}")  # fmt: skip
+    if explanation.part is not None:
+        _print_part(out, explanation.part, plan)
+        return
+    for reason in explanation.reasons:
+        print_line(out, "because", reason)
+    for mesh in explanation.meshes:
+        print_line(out, "mesh", f"{mesh.mesh}: no plan sums up to less than "
+                                f"{format_seconds(mesh.seconds)}")  # fmt: skip
+    _print_costs(out, explanation.costliest, explanation.collectives)
+
+
+def _print_part(out: Console, part: Part, plan: Plan) -> None:
+    groups: dict[tuple[object, ...], list[NodeStates]] = {}
+    for states in part.nodes:
+        key = tuple(states.splits.items()), states.operands, states.results
+        groups.setdefault(key, []).append(states)
+    for alike in list(groups.values())[:_MOST_NODES]:
+        print_line(out, "node", _node_text(alike))
+    _print_rest(out, "node", len(groups) - _MOST_NODES)
+    for name, layout in list(part.stored.items())[:_MOST_STORED]:
+        print_line(out, "stored", f"{name} {layout}")
+    _print_rest(out, "stored", len(part.stored) - _MOST_STORED)
+    _print_costs(out, part.rows, part.collectives)
+    if plan.context is None:
+        print_line(out, "more", "closed form, alternatives and the nodes of a module: add --target")
+        return
+    if part.formula is not None:
+        out.print(escape(part.formula), soft_wrap=True)
+    if part.why is not None:
+        runners = part.why["runners"]
+        print_line(out, "chosen", str(part.why["chosen"]))
+        for runner in runners:
+            milliseconds, mebibytes = runner["more_seconds"] * 1e3, runner["more_bytes"] / 2**20
+            more = f"{milliseconds:+.3f} ms a step, {mebibytes:+,.2f} MiB"
+            print_line(out, "instead", f"{runner['layout']}: {more}")
+        if not runners:
+            print_line(out, "instead", "the layout leaves no other choice here on this mesh")
+
+
+def _node_text(alike: list[NodeStates]) -> str:
+    """Return nodes with the same states in words: their names, what they split, their states."""
+    states = alike[0]
+    names = ", ".join(
+        f"{node.node} in {node.module}" if node.module else node.node
+        for node in alike[:_MOST_NAMES]
+    )
+    more = f" and {len(alike) - _MOST_NAMES} more" if len(alike) > _MOST_NAMES else ""
+    splits = " ".join(f"{axis}→{what}" for axis, what in states.splits.items()) or "one rank"
+    operands = ", ".join(text or "-" for text in states.operands)
+    return f"{names}{more}: {splits}; ({operands}) → ({', '.join(states.results)})"
+
+
+def _print_rest(out: Console, name: str, count: int) -> None:
+    if count > 0:
+        print_line(out, name, f"and {count} more: --json has all")
+
+
+def _print_costs(
+    out: Console, rows: tuple[Row, ...], collectives: tuple[CollectiveSum, ...]
+) -> None:
+    if not rows and not collectives:
+        return
+    table = Table(caption="states: I the same on all ranks, S(dim) a slice, P a part of a sum, "
+                          "R the same with partial gradients", caption_justify="left")  # fmt: skip
+    for name in ("subgraph or collective", "layout", "collectives"):
+        table.add_column(name, overflow="fold")
+    for name in ("MB sent", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        cells = map(escape, (row.subgraph, row.layout, row.collectives))
+        table.add_row(*cells, f"{row.bytes / 1e6:,.2f}", f"{row_seconds(row) * 1e3:.3f}")
+    table.add_section()
+    for each in collectives:
+        which = "backward" if each.backward else "forward"
+        name = f"{each.count} {each.kind} over {'.'.join(each.axes)}"
+        table.add_row(name, which, "", f"{each.bytes / 1e6:,.2f}", f"{each.seconds * 1e3:.3f}")
+    out.print(table)

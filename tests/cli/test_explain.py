@@ -1,0 +1,111 @@
+"""`autopar explain`: why a plan is as it is, and what its parts are, cost and could be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from test_cli import refused, run
+
+import autopar
+from autopar.cli.reasons import _grid_text, expand, explain_plan
+from autopar.ir.plan import Plan
+from models import Mlp
+
+INPUTS = (torch.zeros(16, 64), torch.zeros(16, 64))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return autopar.plan(Mlp(), 4, INPUTS)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("plans") / "plan.json")
+    run("plan", "test_cli:tiny", "--ranks", "4", "--layout", "megatron", "--save", path)
+    return path
+
+
+def test_the_reasons_are_the_plans_own_figures(plan: Plan) -> None:
+    explanation = explain_plan(plan)
+    assert any(reason.startswith(f"{len(plan.meshes)} meshes") for reason in explanation.reasons)
+    bounds = [mesh.seconds for mesh in explanation.meshes]
+    assert bounds == sorted(bounds) and bounds[0] == min(s for _, s in plan.meshes)
+    assert sum(c.bytes for c in explanation.collectives) == pytest.approx(plan.comm_bytes)
+    assert sum(c.count for c in explanation.collectives) == len(plan.collectives)
+    assert explanation.part is None
+
+
+def test_limits_and_what_runs_again_are_reasons(plan: Plan) -> None:
+    less = dataclasses.replace(
+        plan, limit=2.0**30, recompute=("blocks.0", "blocks.1"), smaller=(2, 0.5),
+        unsplit=tuple(f"node {n}" for n in range(9)),
+    )  # fmt: skip
+    reasons = " | ".join(explain_plan(less).reasons)
+    assert "the fastest plan needs more than 1.00 GiB on each device" in reasons
+    assert "computed again in the backward: 2 blocks, blocks.0 to blocks.1" in reasons
+    assert "2 ranks would be as fast: 500.00 ms" in reasons
+    assert "not split: node 4 | not split: 4 more nodes" in reasons
+
+
+def test_a_subgraph_has_its_collectives_closed_form_and_alternatives(plan: Plan) -> None:
+    part = explain_plan(plan, "up").part
+    assert part is not None and [row.subgraph for row in part.rows] == ["up"]
+    (node,) = part.nodes
+    assert node.module == "up" and node.splits == dict(
+        zip(plan.mesh.names, plan.choices[node.node].splits, strict=True)
+    )
+    own = [c for c in plan.collectives if c.chain == "up"]
+    assert sum(c.bytes for c in part.collectives) == pytest.approx(sum(c.bytes for c in own))
+    assert set(part.stored) == {"p_up_weight", "p_up_bias"}
+    assert part.formula is not None and "bytes a rank sends in a step: up" in part.formula
+    assert part.why is not None and part.why["runners"]
+
+
+def test_a_plan_from_a_file_has_neither(plan: Plan) -> None:
+    part = explain_plan(Plan.from_json(plan.to_json()), "up").part
+    assert part is not None and part.formula is part.why is None
+    assert part.rows and part.stored and not part.nodes
+    name = next(iter(plan.choices))
+    part = explain_plan(Plan.from_json(plan.to_json()), name).part
+    assert part is not None and [node.node for node in part.nodes] == [name]
+
+
+def test_the_command_traces_the_target_again(saved: str) -> None:
+    printed = run("explain", saved).stdout
+    assert "layout megatron, mesh tp4" in printed and "all_reduce over tp" in printed
+    assert "add --target" in run("explain", saved, "up").stdout
+    printed = run("explain", saved, "up", "--target", "test_cli:tiny").stdout
+    assert "in up: tp→n; (tp:R, tp:S(0), tp:S(0)) → (tp:S(1))" in printed
+    assert "sum: " in printed and "the layout leaves no other choice" in printed
+    facts = json.loads(run("explain", saved, "up", "--target", "test_cli:tiny", "--json").stdout)
+    assert facts["part"]["nodes"][0]["splits"] == {"tp": "n"}
+
+
+def test_what_cannot_be_explained(saved: str) -> None:
+    assert "'sideways' names no node, parameter or subgraph" in refused(
+        "explain", saved, "sideways"
+    )
+    text = refused("explain", saved, "--target", "test_cli:tiny_of", "--batch", "8x64")
+    assert text.startswith("PlanError: ")
+
+
+def test_names_of_several_layers() -> None:
+    assert expand("a.8-10.mlp") == ["a.8.mlp", "a.9.mlp", "a.10.mlp"]
+    assert expand("a1-2.mlp") == ["a1-2.mlp"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (autopar.Grid4D(x=2, data=2), "4d:x=2,y=1,z=1,data=2"),
+        (autopar.Grid2D(4, 2), "atp:d1=4,d2=2,first=column"),
+        (autopar.Grid25D(2, 2), "2.5d:q=2,d=2"),
+        ("fsdp", "fsdp"),
+    ],
+)
+def test_grids_are_read_back(layout: object, text: str) -> None:
+    assert _grid_text(str(layout)) == text
