@@ -16,7 +16,7 @@ from rich.markup import escape
 from torch import nn
 
 from autopar import api
-from autopar.cli import compare, explain
+from autopar.cli import compare, explain, sweep
 from autopar.cli.command import build_target, ranks_text, report_errors, require_folder
 from autopar.cli.doctor import examination as doctoring
 from autopar.cli.doctor.machine import facts as facts_of_machine
@@ -248,6 +248,7 @@ def doctor(
 # Commands of a file of their own, one line each.
 app.command()(compare.compare)
 app.command()(explain.explain)
+app.command()(sweep.sweep)
 
 
 def main() -> None:
