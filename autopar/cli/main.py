@@ -16,7 +16,7 @@ from rich.markup import escape
 from torch import nn
 
 from autopar import api
-from autopar.cli import compare, explain, sweep
+from autopar.cli import compare, explain, graph, sweep, trace
 from autopar.cli.command import build_target, ranks_text, report_errors, require_folder
 from autopar.cli.doctor import examination as doctoring
 from autopar.cli.doctor.machine import facts as facts_of_machine
@@ -249,6 +249,8 @@ def doctor(
 app.command()(compare.compare)
 app.command()(explain.explain)
 app.command()(sweep.sweep)
+app.command()(trace.trace)
+app.command()(graph.graph)
 
 
 def main() -> None:

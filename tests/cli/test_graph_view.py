@@ -1,0 +1,134 @@
+"""`autopar trace` and `autopar graph`: a graph before and after the rewrite, in text and HTML."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cli import refused, run
+from torch import nn
+
+from autopar.cli import graph_view
+from models import Mlp
+
+
+class Block(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def stack() -> tuple[nn.Module, Any]:
+    return Stack(), (torch.randn(16, 64),)
+
+
+TARGET = "test_graph_view:stack"
+
+
+def facts(*arguments: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
+    return result
+
+
+def test_trace_prints_the_graph_or_a_part_of_it() -> None:
+    printed = run("trace", TARGET).stdout
+    assert printed.count(" = linear(") == 6 and "return [mean]" in printed
+    printed = run("trace", TARGET, "--block", "blocks.1").stdout
+    assert printed.count(" = linear(") == 2 and "input p_blocks_1_up_weight" in printed
+    assert "blocks_0" not in printed and "blocks_2" not in printed
+
+
+def test_trace_as_facts() -> None:
+    whole, part = facts("trace", TARGET), facts("trace", TARGET, "--block", "blocks.1.up")
+    (linear,) = [node for node in part["nodes"] if node["function"] == "linear"]
+    assert linear in [{**node} for node in whole["nodes"]]
+    assert linear["shape"] == [16, 256] and linear["dtype"] == "float32"
+    assert linear["module"] == "blocks.1.up" and linear["layout"] is None
+    assert [node["kind"] for node in part["nodes"]].count("input") == 3
+    names = [node["name"] for node in part["nodes"]]
+    assert all(operand in names for node in part["nodes"] for operand in node["operands"])
+
+
+def test_graph_is_one_block_of_one_rank() -> None:
+    arguments = ("graph", TARGET, "--ranks", "4", "--layout", "megatron")
+    printed = run(*arguments).stdout
+    assert "layout   megatron, mesh tp4; of one rank: blocks.0" in printed
+    assert ">> all_reduce" in printed and "p_blocks_1" not in printed
+    part = facts(*arguments, "--block", "blocks.2")
+    up = next(node for node in part["nodes"] if node["module"] == "blocks.2.up"
+              and node["function"] == "linear")  # fmt: skip
+    assert up["shape"] == [16, 64] and up["layout"] == "tp:S(1)"  # a quarter of 256
+    reshards = [node["function"] for node in part["nodes"] if node["reshard"]]
+    assert reshards == ["all_reduce", "place", "all_reduce"]  # of its input, a bias, its output
+    every = facts(*arguments, "--block", "all")
+    assert len(every["nodes"]) > 2.5 * len(part["nodes"])
+
+
+def test_graph_as_a_pass_left_it() -> None:
+    arguments = ("graph", TARGET, "--ranks", "4", "--layout", "megatron", "--after", "annotate")
+    assert "all_reduce" not in run(*arguments).stdout
+    text = refused(*arguments[:-1], "fuse")
+    assert "--after fuse: there is no such pass; they are trace, " in text
+
+
+def test_a_block_that_is_none() -> None:
+    text = refused("trace", TARGET, "--block", "blocks.7")
+    assert "it names no subgraph, module or node; subgraphs are blocks.0" in text
+    assert "there is no folder" in refused("trace", TARGET, "--html", "nowhere/x.html")
+
+
+class Rows(HTMLParser):
+    """The ids and the links of a page, and its tags that were not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids += [str(values["id"])] if "id" in values else []
+        self.links += [str(values["href"])] if "href" in values else []
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("command", ["trace", "graph"])
+def test_a_page_has_a_row_for_every_node(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.html"
+    more = ("--ranks", "4", "--layout", "ddp") if command == "graph" else ()
+    nodes = facts(command, TARGET, *more, "--html", str(path))["nodes"]
+    rows = Rows(path.read_text())
+    assert not rows.open and rows.ids == [node["name"] for node in nodes]
+    assert {link.removeprefix("#") for link in rows.links} <= set(rows.ids)
+    assert len(rows.links) == sum(len(node["operands"]) for node in nodes)
+    assert not re.search(r'(src|href)="(?!#)', path.read_text())  # it needs no network
+
+
+def test_a_page_shows_names_as_they_are() -> None:
+    node = graph_view.GraphNode(
+        "a<b", "call", "f&g", ("x>",), (2, 3), None, None, "", "", True, True
+    )
+    text = graph_view.page("a & b", [("model", "<m>")], [node])
+    assert "a&lt;b" in text and "f&amp;g (again in the backward)" in text and "2×3" in text
+    assert "<m>" not in text and 'class="reshard"' in text
