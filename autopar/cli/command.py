@@ -16,21 +16,35 @@ from rich.markup import escape
 
 from autopar.cli.targets import Batch, Target, resolve
 from autopar.cli.terminal import console, print_json, watch_progress
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, VerificationError
 from autopar.world import World
 
 
 class ExitStatus(enum.IntEnum):
-    """The exit statuses of all commands; docs/command-line.md has their table."""
+    """The exit statuses of all commands; MEANINGS says what each is."""
 
     DONE = 0
     CHECK_FAILED = 1
     REFUSED = 2
+    INTERRUPTED = 130  # typer's own
+
+
+MEANINGS = {
+    ExitStatus.DONE: "done",
+    ExitStatus.CHECK_FAILED: "a check failed: `verify` found a difference, or one of `doctor`'s "
+    "checks failed; also where the reader of a pipe left, and, with a traceback, for a fault of "
+    "autopar itself",
+    ExitStatus.REFUSED: "refused: an option, the target, the layout, the world, the batch or a "
+    "file cannot be, or no plan fits; the message says what, where and what to do",
+    ExitStatus.INTERRUPTED: "interrupted, as by Ctrl-C",
+}
 
 
 @contextmanager
 def report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
-    """Print a user's mistake in red, unless `quiet`, and in --json; exit with REFUSED."""
+    """Print a user's mistake in red, unless `quiet`, and in --json; exit with REFUSED, or with
+    CHECK_FAILED where a layout was found to be wrong.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -44,7 +58,8 @@ def report_errors(as_json: bool, quiet: bool = False) -> Iterator[None]:
         message = f"[bold red]{type(error).__name__}:[/] [red]{escape(text)}[/]"
         if not quiet:
             console(stderr=True).print(message, soft_wrap=True)
-        raise typer.Exit(ExitStatus.REFUSED) from None
+        wrong = isinstance(error, VerificationError)
+        raise typer.Exit(ExitStatus.CHECK_FAILED if wrong else ExitStatus.REFUSED) from None
 
 
 def require_folder(path: Path | None, option: str) -> None:

@@ -32,7 +32,7 @@ _MOST_NODES, _MOST_STORED, _MOST_NAMES = 12, 8, 3  # lines of each kind; names i
 NodeArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="[NODE]",
+        metavar="NODE",
         help="A node's name, a parameter's, or a subgraph's: linear_3, 'blocks.*.mlp'.",
     ),
 ]

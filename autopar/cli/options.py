@@ -1,5 +1,5 @@
 """The arguments and options of the command line: their names and help texts as typer reads them,
-and how their text is read. main.py uses them.
+and how their text is read. The files of the commands use them.
 
 Example: read_layout("4d:x=2,data=4") is Grid4D(x=2, y=1, z=1, data=4).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,18 +21,29 @@ from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError
 from autopar.planner.named_layouts import NAMES
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
-from autopar.world import World
+from autopar.world import PRESETS, World
 from autopar.world.world import calibrated
 
 MODEL_HELP = (
     "package.module:function, a function that returns (model, inputs); a config.json of "
     "transformers or a folder that holds one; or one of " + ", ".join(NAMED)
 )
-TargetArgument = Annotated[str, typer.Argument(metavar="TARGET", help=MODEL_HELP)]
+
+
+def _completing(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return what a shell asks for the values that begin with what is typed."""
+    values = list(names)
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="TARGET", help=MODEL_HELP, autocompletion=_completing(NAMED))
+]
 WorldOption = Annotated[
     str | None,
     typer.Option(
         metavar="WORLD",
+        autocompletion=_completing(PRESETS),
         help="A preset's name or a JSON file; left out: world.json of this folder, which calibrate "
         "writes, else machines like this one.",
     ),
@@ -47,6 +59,7 @@ LayoutOption = Annotated[
     str,
     typer.Option(
         metavar="LAYOUT",
+        autocompletion=_completing(NAMES),
         help="auto, ddp, fsdp, megatron, megatron-sp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, "
         "3d:2,2,2, 4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2.",
     ),

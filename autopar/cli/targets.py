@@ -3,7 +3,7 @@ inputs), or a Hugging Face config.json (huggingface.py).
 
 Example: resolve("gpt2", Batch(8, 1024), 8) is GPT-2 with a batch of tokens. The built-in ones are
 GPT and Llama in published sizes, on the meta device: `autopar plan llama3-8b` plans
-`NAMED["llama3-8b"]`. main.py calls `resolve`; doctor/ trains small ones.
+`NAMED["llama3-8b"]`. command.py calls `resolve`; doctor/ trains small ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calibration on the running ranks, for `autopar calibrate`: open the process group, list a model's
 matmuls, measure them with the collectives, and return the calibrated world.
 
-cli/main.py calls it; the measuring itself is in cost/calibration.
+cli/calibrate.py calls it; the measuring itself is in cost/calibration.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """An examination: the doctor's checks run one after the other on all ranks, and the report is
-written after each, so that a run which is cut off leaves its results. cli/main.py calls `run` and
+written after each, so that a run which is cut off leaves its results. command.py calls `run` and
 `print_facts`.
 
 Example, on every rank:
