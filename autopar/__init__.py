@@ -14,7 +14,7 @@ from autopar.errors import (
 from autopar.ir.graph import listing
 from autopar.ir.plan import Plan
 from autopar.ops.rules.user_rules import rule
-from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP
 from autopar.runtime.dynamo_backend import backend
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.training.adapters import fabric_strategy, prepare
@@ -31,6 +31,7 @@ __all__ = [
     "Grid3D",
     "Grid4D",
     "Grid25D",
+    "GridHSDP",
     "InputError",
     "LayoutError",
     "Level",

@@ -24,6 +24,7 @@ LATER = (
     *("planner/quick_search", "planner/plan_cache", "cli/throughput"),
     *("cli/huggingface", "cli/command", "cli/compare", "cli/explain", "cli/reasons", "cli/sweep"),
     *("cli/trace", "cli/graph", "cli/verify", "cli/show", "cli/calibrate", "doctor/command"),
+    *("cli/schema", "cli/advise"),
 )
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 

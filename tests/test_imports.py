@@ -12,7 +12,7 @@ AUTOPAR = ROOT / "autopar"
 # From the ground up; "" is autopar/__init__.py.
 ORDER = (
     "errors", "_compat", "world", "ir", "ops", "cost", "passes", "planner", "runtime",
-    "api", "cli", "__main__", "",
+    "report", "api", "cli", "__main__", "",
 )  # fmt: skip
 
 # A pass knows no other one; its helpers stand in a folder of their own.

@@ -13,7 +13,7 @@ from typing import cast
 import typer
 
 from autopar import api
-from autopar.cli import calibrate, compare, explain, graph, show, sweep, trace, verify
+from autopar.cli import advise, calibrate, compare, explain, graph, show, sweep, trace, verify
 from autopar.cli.command import (
     MEANINGS,
     build_target,
@@ -133,6 +133,7 @@ def plan(
 app.command()(verify.verify)
 app.command()(show.show)
 app.command()(compare.compare)
+app.command()(advise.advise)
 app.command()(explain.explain)
 app.command()(sweep.sweep)
 app.command()(trace.trace)

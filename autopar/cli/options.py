@@ -20,7 +20,7 @@ from autopar.cli.terminal import console
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError
 from autopar.planner.named_layouts import NAMES
-from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, Layouts
 from autopar.world import PRESETS, World
 from autopar.world.world import calibrated
 
@@ -61,7 +61,8 @@ LayoutOption = Annotated[
         metavar="LAYOUT",
         autocompletion=_completing(NAMES),
         help="auto, ddp, fsdp, megatron, megatron-sp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, "
-        "3d:2,2,2, 4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2.",
+        "3d:2,2,2, 4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, "
+        "hsdp:shard=4,tensor=2.",
     ),
 ]
 MemoryOption = Annotated[
@@ -134,7 +135,7 @@ PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file that plan --save wrote.")
 ]
 
-GRIDS = {"atp": Grid2D, "3d": Grid3D, "4d": Grid4D, "2.5d": Grid25D}
+GRIDS = {"atp": Grid2D, "3d": Grid3D, "4d": Grid4D, "2.5d": Grid25D, "hsdp": GridHSDP}
 _UNIT_BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNIT_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

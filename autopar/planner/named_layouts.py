@@ -23,10 +23,11 @@ from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
 from autopar.planner.constraint import Constraint, Role, fits
-from autopar.planner.request import Grid, Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.planner.request import Grid, Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, Layouts
 
 _DATA = Role("m", "batch", stored="whole")
 _SHARDED_DATA = Role("m", "batch", stored="split")
+_EVERY_SHARDED = Role("m", "batch", stored="every")
 _TENSOR = Role("nk", "inner")
 _SEQUENCE = Role("nk", "inner", elsewhere="sequence")
 _INNER = Role("nk", "inner", spread=True, apart=True)
@@ -40,7 +41,7 @@ _LETTERS = {1: "x", 2: "xy", 3: "xyz", 4: "wxyz"}
 
 _ONE_AXIS = {
     "ddp": ("data", _DATA),
-    "fsdp": ("data", Role("m", "batch", stored="every")),
+    "fsdp": ("data", _EVERY_SHARDED),
     "megatron": ("tp", _TENSOR),
     "megatron-sp": ("tp", _SEQUENCE),
 }
@@ -175,6 +176,12 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
         case Grid4D():
             outer = [("data", layout.data, _DATA), ("z", layout.z, _SHARDED_DATA)]
             return [*outer, ("x", layout.x, _OUTER), ("y", layout.y, _INNER)]
+        case GridHSDP():
+            outer = [
+                ("replicate", layout.replicate, _DATA),
+                ("shard", layout.shard, _EVERY_SHARDED),
+            ]
+            return [*outer, ("tensor", layout.tensor, _SEQUENCE if layout.sequence else _TENSOR)]
         case Grid25D():
             _check_depth(layout, ranks)
             inner = [("row", layout.q, _SUMMA_ROW), ("col", layout.q, _SUMMA_COLUMN)]

@@ -116,7 +116,32 @@ class Grid25D:
     panels: bool = True
 
 
-Grid = Grid2D | Grid3D | Grid4D | Grid25D
+@dataclasses.dataclass(frozen=True)
+class GridHSDP:
+    """The degrees that other tools speak of: `replicate` · `shard` · `tensor` ranks. The first two
+    split the batch, weights are whole on the first and stored split on the second (FSDP within each
+    replica, HSDP), and `tensor` is Megatron's tensor parallelism within each shard.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    >>> plan = autopar.plan(model, 8, (torch.ones(8, 8),), GridHSDP(shard=4, tensor=2))
+    >>> [row.layout for row in plan.rows[:2]]
+    ['shard→m, tensor→n', 'shard→m, tensor→k']
+
+    `sequence`: what stands between the products of a block is split on its sequence over `tensor`
+    (Megatron's sequence parallelism, arXiv 2205.05198, section 4.2.2). Words with r = m/(replicate
+    · shard) rows: as Grid4D's with z = shard, x = 1, y = tensor. Raises, when planned, LayoutError
+    where the product of the sizes is not the number of ranks, or replicate · shard does not divide
+    the batch. Source: FSDP, arXiv 2304.11277, section 3.2; Megatron-LM, arXiv 1909.08053.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    sequence: bool = True
+
+
+Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP
 Layouts = str | Grid | Mapping[str, "str | Grid"]
 Outputs = Literal["replicated", "sharded"]
 

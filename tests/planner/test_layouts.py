@@ -27,7 +27,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import trace
 from autopar.planner import exact_search
-from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, Layouts
 from launch import launched
 
 LIMIT = 1e-9
@@ -179,6 +179,8 @@ GRIDS: list[tuple[int, Layouts]] = [
     (8, Grid2D(2, 4)),
     (8, Grid2D(4, 2, "row")),
     (8, Grid3D(2, 2, 2)),
+    (8, GridHSDP(2, 2, 2)),
+    (16, GridHSDP(2, 2, 4, sequence=False)),
 ]
 IN_THREES: list[tuple[int, Layouts]] = [
     (18, Grid25D(3, 2)),
@@ -203,6 +205,16 @@ def _grids(grids: list[tuple[int, Layouts]], variant: str = "") -> list[Any]:
 )
 def test_grids(name: str, ranks: int, grid: Layouts) -> None:
     holds(name, ranks, grid)
+
+
+def test_hsdp_stores_whole_replicas_of_shards_and_splits_the_sequence() -> None:
+    for sequence, stream in ((True, "tensor→dim 1"), (False, "tensor→I")):
+        plan = planned("gpt", 8, GridHSDP(2, 2, 2, sequence))
+        up = plan.stored["p_blocks_0_up_weight"]
+        assert up.state("replicate").kind == "I"
+        assert up.state("shard").kind == up.state("tensor").kind == "S"
+        (norm,) = (row for row in plan.rows if row.subgraph == "blocks.0-1.ln_1-2")
+        assert norm.layout == f"replicate→dim 0, shard→dim 0, {stream}"
 
 
 @pytest.mark.parametrize("grid", [Grid25D(4, 4), Grid25D(8)], ids=str)
@@ -363,6 +375,8 @@ def test_grids_on_eight_processes(tmp_path: Path) -> None:
         (8, "zero", ["unknown layout 'zero'", "megatron-sp", "2.5d"]),
         (8, 3, ["layout is 3", "megatron-sp"]),
         (8, Grid4D(-2, -2, 2, 1), ["whole numbers, 1 or more"]),
+        (8, GridHSDP(2, 2, 0), ["whole numbers, 1 or more"]),
+        (8, GridHSDP(8, 4), ["8 · 4 · 1 = 32 ranks, the world has 8"]),
         (8, Grid2D(8, -1), ["whole numbers, 1 or more"]),
         (8, Grid2D(4, 2, "diagonal"), ["`first` is 'column' or 'row'"]),
         (8, {}, ["an empty dict", "'*' for all"]),

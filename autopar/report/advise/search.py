@@ -1,0 +1,223 @@
+"""The best degrees for another tool: each that it can express is planned as a named layout.
+
+Example: `autopar advise llama3-8b --world dgx-h100 --ranks 64 --batch 64x4096 --for torchtitan`. A
+model, a world, inputs and a tool's name enter, an `Advice` leaves. The model is traced and
+annotated once. cli/ calls `advise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar._compat import pytree
+from autopar.cost.memory import Budget, Limit, Optimizer
+from autopar.errors import LayoutError, PlanError
+from autopar.ir.graph import blocks
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import format_bytes
+from autopar.ir.program import Program
+from autopar.passes.pass_manager import PassManager
+from autopar.planner.planner import Inputs, analyse, choose_plan, finish_plan, trace_model
+from autopar.planner.request import Layouts, PlanRequest
+from autopar.report.advise.degrees import MODES, Degrees, Tool, splits_of
+from autopar.report.advise.tools import TOOLS
+from autopar.world import World
+
+_LISTED = 4  # subgraphs in which a tool's plan differs from autopar's own
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The best degrees for `tool`, `text` in its own words, and `plan`, what autopar models for
+    them. `own` is autopar's plan for the same memory, None where it was not asked for. `tried`:
+    every candidate with the seconds of its modelled step, or the reason why it is none.
+    """
+
+    tool: Tool
+    degrees: Degrees
+    text: str
+    plan: Plan
+    own: Plan | None
+    tried: tuple[tuple[Degrees, float | str], ...]
+
+    @property
+    def gain(self) -> float:
+        """The part of the tool's step that autopar's own plan saves, 0 where that was not asked."""
+        return 0.0 if self.own is None else max(0.0, 1 - _step(self.own) / _step(self.plan))
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """What of autopar's own plan the tool cannot express, one sentence a subgraph."""
+        if self.own is None or not self.gain:
+            return ()
+        theirs = {row.subgraph: row.layout for row in self.plan.rows}
+        lines = [
+            f"{row.subgraph}: autopar splits {row.layout}, {self.tool.name} {theirs[row.subgraph]}"
+            for row in self.own.rows
+            if _is_product(row.layout)
+            and _is_product(theirs.get(row.subgraph, ""))
+            and _sizes(row.layout, self.own) != _sizes(theirs[row.subgraph], self.plan)
+        ]
+        more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+        between = ["what stands between the products"] if not lines else []
+        mesh = f"the mesh: autopar has {self.own.mesh}, {self.tool.name} {self.plan.mesh}"
+        return (mesh, *lines[:_LISTED], *more, *between)
+
+
+def _is_product(layout: str) -> bool:
+    """Whether a layout of the table is that of a product: its axes split loop dims."""
+    return bool(layout) and all(part.strip()[-1] in "mnk" for part in layout.split(","))
+
+
+def _sizes(layout: str, plan: Plan) -> dict[str, int]:
+    """Return over how many ranks a layout of the table splits each loop dim: {"m": 8, "n": 2}."""
+    sizes: dict[str, int] = {}
+    for part in layout.split(","):
+        axis, _, letter = part.strip().partition("→")
+        sizes[letter] = sizes.get(letter, 1) * plan.mesh.sizes.get(axis, 1)
+    return sizes
+
+
+def _step(plan: Plan) -> float:
+    return plan.seconds if plan.overlapped is None else plan.overlapped
+
+
+def advise(
+    model: nn.Module,
+    world: World,
+    inputs: Inputs,
+    tool: str,
+    memory: Limit = "auto",
+    optimizer: Optimizer = "adamw",
+    compare: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Advice:
+    """Return the fastest degrees that a tool can express for `model` on `world`, by modelled
+    seconds, within `memory`. `inputs` and the other options are those of `autopar.plan`; `compare`
+    plans without the tool's limits, too. Raises PlanError for an unknown tool and where no degrees
+    fit.
+
+    >>> import autopar
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    >>> world = autopar.World.preset("dgx-h100", 8)
+    >>> advice = advise(model, world, (torch.ones(32, 64),), "deepspeed", compare=False)
+    >>> advice.degrees.ranks, advice.plan.mesh.size
+    (8, 8)
+    """
+    if tool not in TOOLS:
+        raise PlanError(f"there is no exporter for {tool!r}: there are {', '.join(TOOLS)}")
+    budget = Budget.of(world, memory, optimizer, "auto")
+    manager = PassManager(progress)
+    source = trace_model(model, inputs, manager)
+    planning = _Planning(source, analyse(manager, source, PlanRequest(overlap=True)), world, budget)
+    candidates = list(_candidates(TOOLS[tool], planning, inputs))
+    best = _fastest(TOOLS[tool], planning, candidates, progress)
+    own = planning.plan("auto", "auto") if compare else None
+    degrees, plan, tried = best
+    return Advice(TOOLS[tool], degrees, TOOLS[tool].write(degrees), plan, own, tried)
+
+
+@dataclass
+class _Planning:
+    """A model that was traced and annotated once, to plan under many layouts."""
+
+    source: Program
+    program: Program
+    world: World
+    budget: Budget
+
+    def plan(self, layout: Layouts, recompute: Any, more_bytes: float = 0.0) -> Plan:
+        """Return the plan of a layout, with so many bytes less on each device. Raises PlanError
+        where it does not fit, LayoutError where the layout does not.
+        """
+        limit = self.budget.memory_bytes
+        if limit is not None:
+            limit -= more_bytes
+            if limit <= 0:
+                raise PlanError(f"{format_bytes(more_bytes)} are held beside the plan")
+        budget = replace(self.budget, memory_bytes=limit, recompute=recompute)
+        request, manager = PlanRequest(layout, budget, overlap=True), PassManager()
+        chosen = choose_plan(manager, self.program, self.world, request)
+        return finish_plan(manager, self.source, chosen, self.world, request)
+
+
+def _candidates(tool: Tool, planning: _Planning, inputs: Inputs) -> Iterator[Degrees | str]:
+    """Yield the degrees of a world, or why some are none for this tool or this batch."""
+    notes = planning.program.annotations
+    batch = 0 if notes is None or notes.batch is None else notes.batch.size
+    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    tokens = next((x for x in tensors if x.dim() == 2 and not x.is_floating_point()), None)
+    layers = len(blocks(planning.source.module.graph.nodes))
+    world = planning.world
+    facts = (
+        0 if tokens is None else tokens.shape[1],
+        world.levels[0].ranks if world.levels else 1,
+        layers,
+        _dtype(planning.source),
+    )
+    for replicate, shard, tensor in splits_of(world):
+        if not batch or batch % (replicate * shard):
+            yield f"a batch of {batch} rows is not divided by {replicate * shard} data ranks"
+            continue
+        for mode in MODES:
+            rows = batch // (replicate * shard)
+            degrees = Degrees(replicate, shard, tensor, mode, rows, *facts)
+            if mode != "gathers" or degrees.regathers:
+                yield tool.refuses(degrees) or degrees
+
+
+def _parameters(source: Program) -> list[torch.Tensor]:
+    """Return the parameters, a tied one once."""
+    entries = [entry for entry in source.signature.inputs if entry.kind == "parameter"]
+    return list({id(t): t for e in entries for t in [source.tensors[e.target]]}.values())
+
+
+def _dtype(source: Program) -> str:
+    """Return the dtype of most parameters: "bfloat16"."""
+    counts: dict[str, int] = {}
+    for parameter in _parameters(source):
+        name = str(parameter.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + parameter.numel()
+    return max(counts, key=lambda name: counts[name], default="float32")
+
+
+def _fastest(
+    tool: Tool,
+    planning: _Planning,
+    candidates: list[Degrees | str],
+    progress: Callable[[str], None] | None,
+) -> tuple[Degrees, Plan, tuple[tuple[Degrees, float | str], ...]]:
+    """Return the candidate with the shortest modelled step, its plan, and what was tried. Of one
+    mesh the modes are tried from the fastest on, until one fits. Raises PlanError where none does.
+    """
+    parameters = sum(parameter.numel() for parameter in _parameters(planning.source))
+    tried: list[tuple[Degrees, float | str]] = []
+    plans: dict[Degrees, Plan] = {}
+    fitting: set[tuple[int, int, int]] = set()
+    degrees_of = [d for d in candidates if isinstance(d, Degrees)]
+    for number, degrees in enumerate(degrees_of):
+        mesh = (degrees.replicate, degrees.shard, degrees.tensor)
+        if mesh in fitting:
+            continue
+        if progress is not None:
+            progress(f"{tool.name}: {number + 1} of {len(degrees_of)}")
+        more_bytes = tool.more_bytes(degrees, parameters // degrees.tensor)
+        try:
+            plans[degrees] = planning.plan(tool.grid(degrees), degrees.mode, more_bytes)
+        except (LayoutError, PlanError) as error:
+            tried.append((degrees, str(error)))
+            continue
+        fitting.add(mesh)
+        tried.append((degrees, _step(plans[degrees])))
+    if not plans:
+        reasons = [why for _, why in tried] or [d for d in candidates if isinstance(d, str)]
+        raise PlanError(
+            f"no degrees that {tool.name} can express fit {planning.world}: {reasons[-1]}"
+        )
+    best = min(plans, key=lambda degrees: _step(plans[degrees]))
+    return best, plans[best], tuple(tried)
