@@ -212,9 +212,12 @@ def speed(comparison: Comparison, plan: autopar.Plan) -> str:
 def save(
     folder: Path, plan: autopar.Plan, par: autopar.ParallelModule, comparison: Comparison
 ) -> None:
-    """plan.json, graph.txt (the rewritten graph to read) and loss.png."""
+    """plan.json, report.html (open it in a browser), graph.txt (the rewritten graph to read) and
+    loss.png.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.json")
+    plan.report(folder / "report.html", "the demo's GPT")
     (folder / "graph.txt").write_text(listing(par.graph), encoding="utf-8")
     plot(folder / "loss.png", comparison)
 
@@ -254,7 +257,7 @@ def close(
     )
     word = "[bold red]NOT shown[/]" if worst > LIMIT else "[bold green]shown[/]"
     result = f"the loss differs from one device's by at most {worst:.1e} relative"
-    files = f"(limit {LIMIT:.0e}); {folder}/ has plan.json, graph.txt, loss.png"
+    files = f"(limit {LIMIT:.0e}); {folder}/ has plan.json, report.html, graph.txt, loss.png"
     console.print(f"{word}: {subject}; {result} {files}", soft_wrap=True)
     return int(worst > LIMIT)
 

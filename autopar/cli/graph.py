@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from autopar import api
-from autopar.cli import graph_view
 from autopar.cli.command import build_target, ranks_text, report_errors, require_folder
 from autopar.cli.options import (
     BatchOption,
@@ -28,6 +27,7 @@ from autopar.cli.terminal import console, model_text, print_json, print_line, wa
 from autopar.cli.trace import HtmlOption
 from autopar.errors import PlanError
 from autopar.ir.graph import listing
+from autopar.report import graph_view
 from autopar.world import json_file
 
 

@@ -7,7 +7,9 @@ people or (--json) for programs.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import typer
@@ -34,6 +36,7 @@ from autopar.cli.options import (
     RanksOption,
     RecomputeOption,
     ReduceOption,
+    ReportOption,
     SaveOption,
     TargetArgument,
     TimelineOption,
@@ -44,6 +47,7 @@ from autopar.cli.options import (
     read_optimizer,
     read_world,
 )
+from autopar.cli.targets import Target
 from autopar.cli.terminal import (
     plan_facts,
     print_files,
@@ -59,6 +63,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes
 from autopar.planner.request import Outputs
 from autopar.planner.why import Why
+from autopar.report import page
 from autopar.world import World
 
 ABSURD_S = 600.0  # a plan whose step takes longer is refused without --anyway
@@ -91,6 +96,7 @@ def plan(
     why: WhyOption = None,
     save: SaveOption = None,
     timeline: TimelineOption = None,
+    report: ReportOption = None,
     anyway: AnywayOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -100,7 +106,7 @@ def plan(
     Example: autopar plan llama3-8b --world dgx-h100 --ranks 64 --batch 64x4096
     """
     with report_errors(as_json):
-        for path, option in ((save, "--save"), (timeline, "--timeline")):
+        for path, option in ((save, "--save"), (timeline, "--timeline"), (report, "--report")):
             require_folder(path, option)
         machines, layouts = read_world(world, ranks), read_layout(layout)
         built = build_target(target, batch, machines.ranks)
@@ -119,6 +125,8 @@ def plan(
             best_plan.save(save)
         if timeline is not None:
             best_plan.timeline(overlap).save(timeline)
+        if report is not None:
+            _write_report(best_plan, built, report, as_json)
         answer = _answer_why(best_plan, why, as_json)
         if as_json:
             reasons = {} if answer is None else {"why": answer.facts()}
@@ -126,7 +134,7 @@ def plan(
             print_json(plan_facts(best_plan) | target_facts(built) | rate | reasons)
         else:
             print_plan(built, machines, best_plan, answer)
-            print_files(seconds, save, timeline)
+            print_files(seconds, save, timeline, report)
 
 
 # Every other command has a file of its own, and one line here, in the order of --help.
@@ -145,6 +153,15 @@ app.command()(doctor.doctor)
 def main() -> None:
     """Run the `autopar` command, as `python -m autopar` does."""
     app()
+
+
+def _write_report(plan: Plan, target: Target, path: Path, as_json: bool) -> None:
+    """Write the page of the plan, with progress: the named layouts are planned for it, too."""
+
+    def write(progress: Callable[[str], None]) -> None:
+        page.write_page(plan, path, target.name, target.inputs, progress=progress)
+
+    watch_progress(f"writing {path}", write, as_json)
 
 
 def _answer_why(plan: Plan, why: str | None, as_json: bool) -> Why | None:

@@ -109,6 +109,14 @@ TimelineOption = Annotated[
         help="Write the modelled step there, event by event, for ui.perfetto.dev.",
     ),
 ]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        dir_okay=False,
+        help="Write a page about the plan there, HTML that needs no network; by plotly and jinja2.",
+    ),
+]
 AnywayOption = Annotated[
     bool,
     typer.Option(

@@ -34,8 +34,8 @@ from autopar.cli.options import (
 )
 from autopar.cli.targets import Batch, Target
 from autopar.cli.terminal import console, print_json, print_line, watch_progress
-from autopar.cli.throughput import throughput
 from autopar.cost.memory import Budget, Recompute
+from autopar.cost.throughput import throughput
 from autopar.errors import AutoparError, PlanError, WorldError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes, format_count, format_seconds

@@ -36,7 +36,7 @@ def require_plotly() -> None:
     if importlib.util.find_spec("plotly") is None:
         raise PlotError(
             "--plot: the curves are drawn by plotly, which is not installed: "
-            "pip install 'autopar[plot]' (or plotly alone); --csv needs nothing"
+            "pip install 'autopar[report]' (or plotly alone); --csv needs nothing"
         )
 
 

@@ -21,8 +21,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from autopar.cli.targets import Target
-from autopar.cli.throughput import throughput
 from autopar.cost.memory import limit_text
+from autopar.cost.throughput import throughput
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_amount, format_bytes, format_count, format_seconds
 from autopar.planner.why import Why
@@ -140,7 +140,9 @@ def print_plan(target: Target, world: World, plan: Plan, answer: Why | None) -> 
         out.print(answer)
 
 
-def print_files(seconds: float, save: Path | None, timeline: Path | None) -> None:
+def print_files(
+    seconds: float, save: Path | None, timeline: Path | None, report: Path | None
+) -> None:
     """Print how long planning took, and which files were written."""
     out = console()
     print_line(out, "planned", f"in {seconds:.1f} s" + (f", saved as {save}" if save else ""))
@@ -148,6 +150,8 @@ def print_files(seconds: float, save: Path | None, timeline: Path | None) -> Non
         print_line(
             out, "timeline", f"of the modelled step as {timeline}: open it at ui.perfetto.dev"
         )
+    if report is not None:
+        print_line(out, "report", f"as {report}: open it in a browser")
 
 
 def print_summary(out: Console, plan: Plan, world: World | None) -> None:

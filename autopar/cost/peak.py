@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,6 +126,30 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
         return _Step(program, optimizer, on_gpu).run()
 
 
+class Moment(NamedTuple):
+    """What a rank holds after `op` ops of a step, in bytes by kind."""
+
+    op: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    transient: float
+
+
+def moments(
+    program: Program, optimizer: Optimizer = "adamw", world: World | None = None, most: int = 200
+) -> list[Moment]:
+    """Return what one rank holds over a step that waits for every collective, at `most` moments
+    that lie evenly, at the peak, and last while the optimizer steps; arguments as for `peak`.
+    """
+    backend = "" if world is None else world.backend
+    step = _Step(program, optimizer, world is not None and world.device.name != "cpu")
+    with _use_simulator(_Shapes(backend)):
+        step.run(most)
+    return step.moments
+
+
 @contextmanager
 def _use_simulator(simulator: comm.Simulator) -> Iterator[None]:
     """Run collectives on this simulator within the context."""
@@ -142,9 +166,10 @@ class _Step:
     def __init__(self, program: Program, optimizer: Optimizer, on_gpu: bool) -> None:
         self.program, self.optimizer, self.on_gpu = program, optimizer, on_gpu
         self.lives = Lives()
+        self.moments: list[Moment] = []
 
-    def run(self) -> Memory:
-        """Return the memory at the peak of the step."""
+    def run(self, most: int = 0) -> Memory:
+        """Return the memory at the peak of the step; leave about `most` of its `moments`."""
         entries = self.program.signature.inputs
         tensors = {e.node: self._local_tensor(e) for e in entries}
         stored_names = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
@@ -159,7 +184,11 @@ class _Step:
             forward_end = self.lives.moment
             _backward(outputs)
         gradients = [self.lives.note(t.grad) for t in tensors.values() if t.grad is not None]
-        return self._memory(forward_end, parameters, gradients)
+        self._kinds = {id(x): "parameters" for x in parameters}
+        self._forward_end = forward_end
+        self._kinds |= {id(x): "gradients" for x in gradients}
+        self.moments = self._moments(most) if most else []
+        return self._memory()
 
     def _local_tensor(self, entry: Input) -> Tensor:
         """Return the tensor of an input, in its local shape."""
@@ -187,9 +216,31 @@ class _Step:
         tensor = tensors[entry.node]
         return tensor.clone() if entry.kind == "buffer" and entry.target in mutated else tensor
 
-    def _memory(
-        self, middle: int, parameters: list[_Lifetime], gradients: list[_Lifetime]
-    ) -> Memory:
+    def _moments(self, most: int) -> list[Moment]:
+        """Return what is held at evenly spaced moments, at the peak, and as the optimizer steps."""
+        peak_moment, _ = highest(self.lives.lives)
+        every = max(1, self.lives.moment // most)
+        states, step_extra = self._states()
+        found = []
+        for op in sorted({*range(0, self.lives.moment + 1, every), peak_moment}):
+            sizes = self._sizes(op)
+            found.append(Moment(op, optimizer=states, **sizes))
+        end = self.lives.moment + 1
+        last = self._sizes(end)
+        last["transient"] += step_extra
+        return [*found, Moment(end, optimizer=states, **last)]
+
+    def _sizes(self, moment: int) -> dict[str, float]:
+        """Return the bytes alive at a moment by kind, activations being what the forward leaves."""
+        sizes = dict.fromkeys(("parameters", "gradients", "activations", "transient"), 0.0)
+        for life in self.lives.lives:
+            if life.born <= moment < life.died:
+                saved = life.born <= self._forward_end < life.died
+                kind = self._kinds.get(id(life), "activations" if saved else "transient")
+                sizes[kind] += life.size
+        return sizes
+
+    def _memory(self) -> Memory:
         """Return the peak and what it consists of: parameters, gradients, activations, optimizer
         states, and transient memory.
         """
@@ -199,18 +250,11 @@ class _Step:
         remaining = sum(life.size for life in self.lives.lives if life.died > end)
         if remaining + step_extra > peak_bytes:
             moment, peak_bytes = end, int(remaining + step_extra)
-        alive = [x for x in self.lives.lives if x.born <= moment < x.died]
-        kinds = {id(x): "parameters" for x in parameters} | {id(x): "gradients" for x in gradients}
-        sizes = {"parameters": 0, "gradients": 0, "activations": 0}
-        for life in alive:
-            saved = life.born <= middle < life.died
-            kind = kinds.get(id(life), "activations" if saved else "")
-            if kind:
-                sizes[kind] += life.size
+        sizes = self._sizes(moment)
+        sizes["transient"] = float(peak_bytes - sum(sizes.values()) + sizes["transient"])
         return Memory(
-            **{name: float(size) for name, size in sizes.items()},
+            **sizes,
             optimizer=states,
-            transient=float(peak_bytes - sum(sizes.values())),
             peak=float(peak_bytes + states),
         )
 

@@ -9,21 +9,21 @@ the file, plan_table.py holds the lines of the table.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.markup import escape
 from rich.table import Table
 
 from autopar.errors import PlanError
-from autopar.ir import plan_file
+from autopar.ir import plan_file, plan_view
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
-from autopar.ir.plan_table import Collective, Memory, Row, blocks_text, summed_rows
+from autopar.ir.plan_table import Collective, Memory, Row, blocks_text
 from autopar.world import World, json_file
 
 if TYPE_CHECKING:  # what a plan answers with stands above it
@@ -32,13 +32,6 @@ if TYPE_CHECKING:  # what a plan answers with stands above it
     from autopar.planner.planner import PlanContext
     from autopar.planner.why import Why
 
-# The parts of a step that overlaps, with headings that are short to leave room for collectives.
-_STEP_PARTS = {
-    "computation": "compute",
-    "communication": "comm.",
-    "hidden": "hidden",
-    "exposed": "exposed",
-}
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit", "replicated_outputs",
@@ -62,7 +55,7 @@ class Choice:
     results: tuple[Layout, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A chosen layout for a model on a world. `seconds`, `comm_bytes` (sent) and `peak_bytes`
     (held) are modelled, of one rank in one training step.
@@ -128,47 +121,7 @@ class Plan:
         >>> [column.header for column in plan.table().columns[:3]]
         ['subgraph', 'layout', 'collectives']
         """
-        title = (
-            f"mesh {str(self.mesh) or 'of one rank'}, {self._hidden()}{self.seconds * 1e3:.1f} ms "
-            f"{'a step modelled' if self.overlapped is None else 'summed'}{self._certificate()}"
-        )
-        table = Table(title=title, title_justify="left", caption_justify="left")
-        table.add_column("subgraph", no_wrap=True)
-        for name in ("layout", "collectives"):
-            table.add_column(name, overflow="fold")
-        names = ["MB/rank/step", "ms"]
-        if self.overlapped is not None:
-            names = ["MB", *(f"{heading}\nms" for heading in _STEP_PARTS.values())]
-        for name in names:
-            table.add_column(name, justify="right", min_width=max(map(len, name.split())))
-        for row in self.rows:
-            table.add_row(*self._cells(row))
-        if self.overlapped is not None:
-            table.add_section()
-            table.add_row(*self._cells(summed_rows(self.rows)))
-        legend = (
-            "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, "
-            "AR all-reduce, A2A all-to-all, B broadcast"
-        )
-        table.caption = "\n".join(
-            [
-                legend,
-                *self._parts(),
-                *(f"not split: {escape(reason)}" for reason in self.unsplit),
-                *(escape(f"{what} again in the backward: {names}") for names, what in self.dropped),
-                *self._as_fast(),
-                *(escape(line) for line in (*self.notes, *self.changed_figures)),
-            ]
-        )
-        return table
-
-    def _cells(self, row: Row) -> list[str]:
-        """Return the cells of one line of the table."""
-        seconds: list[float] = [row.seconds]
-        if self.overlapped is not None:
-            seconds = [getattr(row, name) or 0.0 for name in _STEP_PARTS]
-        numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{part * 1e3:.2f}" for part in seconds)]
-        return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
+        return plan_view.table(self)
 
     @property
     def gap(self) -> float:
@@ -178,41 +131,6 @@ class Plan:
         """
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds and self.bound else 0.0
 
-    def _hidden(self) -> str:
-        """Return the seconds of the overlapped step in words, "" if the step does not overlap."""
-        if self.overlapped is None:
-            return ""
-        return f"{self.overlapped * 1e3:.1f} ms a step modelled with communication hidden, "
-
-    def _parts(self) -> list[str]:
-        """Return the line on the parts of the overlapped step, if the step overlaps."""
-        if self.overlapped is None:
-            return []
-        total = summed_rows(self.rows)
-        parts = [
-            f"{_STEP_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
-            for name in ("computation", "exposed")
-        ]
-        step = f"{' + '.join(parts)} = {self.overlapped * 1e3:.2f} ms a step"
-        return [f"MB: sent by a rank; {step}"]
-
-    def _certificate(self) -> str:
-        """Return in words how close to the optimum the plan is proven to be."""
-        if not self.bound or not self.mesh.axes:
-            return ""
-        several = f" on {len(self.meshes)} meshes" if len(self.meshes) > 1 else ""
-        least = "optimum" if self.overlapped is None else "least sum"
-        proof = "optimal" if self.gap < 1e-6 else f"at most {self.gap:.2%} above the {least}"
-        return f", {proof}{self._knowing()}{several}"
-
-    def _knowing(self) -> str:
-        """Return in words whether the bound holds within the memory limit or without any."""
-        if self.limit is None or self.gap < 1e-6:
-            return ""
-        free = min((seconds for _, seconds in self.meshes), default=self.bound)
-        within = self.bound > free * (1 + 1e-6)
-        return " within this memory" if within else " of unlimited memory"
-
     @property
     def dropped(self) -> tuple[tuple[str, str], ...]:
         """The blocks with work that the backward repeats, and which: "computed" or "weights
@@ -220,14 +138,6 @@ class Plan:
         """
         pairs = (self.recompute, "computed"), (self.regather, "weights gathered")
         return tuple((blocks_text(names), what) for names, what in pairs if names)
-
-    def _as_fast(self) -> list[str]:
-        """Return the line on a smaller world that would be as fast, if there is one."""
-        if self.smaller is None:
-            return []
-        ranks, seconds = self.smaller
-        plural = "s" if ranks > 1 else ""
-        return [f"{ranks} rank{plural} would be as fast: {seconds * 1e3:.1f} ms a step modelled"]
 
     @property
     def edited(self) -> frozenset[str]:
@@ -294,6 +204,32 @@ class Plan:
                 "process, with autopar.plan(model, world, inputs, layout)"
             )
         return self.context.why(pattern)
+
+    def report(
+        self, path: str | os.PathLike[str], name: str = "", inputs: Any = None, compare: bool = True
+    ) -> None:
+        """Write a page about the plan, one HTML file that needs no network: meshes and layouts,
+        modules with who holds what, the step, its memory, the cluster, one block's graph.
+
+        `name` of the model, for its title; `inputs` of the step give tokens/s; `compare` plans the
+        named layouts, too, for half a minute at most. A plan from a file has what the file holds.
+        Raises `report.figures.ReportError` where plotly or jinja2 is missing (the extra `report`).
+
+        >>> import autopar, tempfile
+        >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
+        >>> plan.report(path := f"{tempfile.mkdtemp()}/report.html", "a linear", compare=False)
+        >>> "<h1>a linear on 4 ranks</h1>" in open(path).read()
+        True
+        """
+        # The page stands above the plan that it is of, as what `why` and `timeline` answer with.
+        page = importlib.import_module("autopar.report.page")
+        page.write_page(self, path, name, inputs, compare)
+
+    def __repr__(self) -> str:
+        return plan_view.summary(self)
+
+    def _repr_html_(self) -> str:
+        return plan_view.notebook(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, in one step: a save that fails leaves the file that was there.

@@ -378,5 +378,8 @@ class ParallelModule(nn.Module):
         """
         return timelines(self, 1, args, kwargs)[0]
 
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
 
 NUMBERS = itertools.count()  # numbers the modules of this process

@@ -122,4 +122,4 @@ def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(sweep_plot.importlib.util, "find_spec", find_spec)
     text = refused("sweep", "test_cli:tiny", "--plot", "x.html")
-    assert "pip install 'autopar[plot]'" in text
+    assert "pip install 'autopar[report]'" in text

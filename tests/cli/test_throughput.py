@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 import models
 from autopar import Plan, World
-from autopar.cli.throughput import throughput
+from autopar.cost.throughput import throughput
 from autopar.world.machines import GPUS
 
 

@@ -13,7 +13,7 @@ import torch
 from test_cli import refused, run
 from torch import nn
 
-from autopar.cli import graph_view
+from autopar.report import graph_view
 from models import Mlp
 
 

@@ -1,0 +1,152 @@
+"""How people read a plan: its table, its figures in ten lines, and both in a notebook.
+
+Example: print(plan.table()) and repr(plan) come from here. plan.py calls this module; plan_table.py
+holds the lines.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from autopar.ir.plan_table import Row, format_amount, format_bytes, format_seconds, summed_rows
+
+if TYPE_CHECKING:
+    from autopar.ir.plan import Plan
+
+# The parts of a step that overlaps, with headings that are short to leave room for collectives.
+_STEP_PARTS = {
+    "computation": "compute",
+    "communication": "comm.",
+    "hidden": "hidden",
+    "exposed": "exposed",
+}
+
+
+def table(plan: Plan) -> Table:
+    """Return the plan as a table for people, one line a subgraph."""
+    title = (
+        f"mesh {str(plan.mesh) or 'of one rank'}, {_hidden(plan)}{plan.seconds * 1e3:.1f} ms "
+        f"{'a step modelled' if plan.overlapped is None else 'summed'}{_certificate(plan)}"
+    )
+    lines = Table(title=title, title_justify="left", caption_justify="left")
+    lines.add_column("subgraph", no_wrap=True)
+    for name in ("layout", "collectives"):
+        lines.add_column(name, overflow="fold")
+    names = ["MB/rank/step", "ms"]
+    if plan.overlapped is not None:
+        names = ["MB", *(f"{heading}\nms" for heading in _STEP_PARTS.values())]
+    for name in names:
+        lines.add_column(name, justify="right", min_width=max(map(len, name.split())))
+    for row in plan.rows:
+        lines.add_row(*_cells(plan, row))
+    if plan.overlapped is not None:
+        lines.add_section()
+        lines.add_row(*_cells(plan, summed_rows(plan.rows)))
+    legend = (
+        "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, "
+        "AR all-reduce, A2A all-to-all, B broadcast"
+    )
+    lines.caption = "\n".join(
+        [
+            legend,
+            *_parts(plan),
+            *(f"not split: {escape(reason)}" for reason in plan.unsplit),
+            *(escape(f"{what} again in the backward: {names}") for names, what in plan.dropped),
+            *_as_fast(plan),
+            *(escape(line) for line in (*plan.notes, *plan.changed_figures)),
+        ]
+    )
+    return lines
+
+
+def _cells(plan: Plan, row: Row) -> list[str]:
+    """Return the cells of one line of the table."""
+    seconds: list[float] = [row.seconds]
+    if plan.overlapped is not None:
+        seconds = [getattr(row, name) or 0.0 for name in _STEP_PARTS]
+    numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{part * 1e3:.2f}" for part in seconds)]
+    return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
+
+
+def _hidden(plan: Plan) -> str:
+    """Return the seconds of the overlapped step in words, "" if the step does not overlap."""
+    if plan.overlapped is None:
+        return ""
+    return f"{plan.overlapped * 1e3:.1f} ms a step modelled with communication hidden, "
+
+
+def _parts(plan: Plan) -> list[str]:
+    """Return the line on the parts of the overlapped step, if the step overlaps."""
+    if plan.overlapped is None:
+        return []
+    total = summed_rows(plan.rows)
+    parts = [
+        f"{_STEP_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
+        for name in ("computation", "exposed")
+    ]
+    step = f"{' + '.join(parts)} = {plan.overlapped * 1e3:.2f} ms a step"
+    return [f"MB: sent by a rank; {step}"]
+
+
+def _certificate(plan: Plan) -> str:
+    """Return in words how close to the optimum the plan is proven to be."""
+    if not plan.bound or not plan.mesh.axes:
+        return ""
+    several = f" on {len(plan.meshes)} meshes" if len(plan.meshes) > 1 else ""
+    least = "optimum" if plan.overlapped is None else "least sum"
+    proof = "optimal" if plan.gap < 1e-6 else f"at most {plan.gap:.2%} above the {least}"
+    return f", {proof}{_knowing(plan)}{several}"
+
+
+def _knowing(plan: Plan) -> str:
+    """Return in words whether the bound holds within the memory limit or without any."""
+    if plan.limit is None or plan.gap < 1e-6:
+        return ""
+    free = min((seconds for _, seconds in plan.meshes), default=plan.bound)
+    within = plan.bound > free * (1 + 1e-6)
+    return " within this memory" if within else " of unlimited memory"
+
+
+def _as_fast(plan: Plan) -> list[str]:
+    """Return the line on a smaller world that would be as fast, if there is one."""
+    if plan.smaller is None:
+        return []
+    ranks, seconds = plan.smaller
+    plural = "s" if ranks > 1 else ""
+    return [f"{ranks} rank{plural} would be as fast: {seconds * 1e3:.1f} ms a step modelled"]
+
+
+def summary(plan: Plan) -> str:
+    """Return the plan in ten lines at most."""
+    step = format_seconds(plan.seconds if plan.overlapped is None else plan.overlapped)
+    total = summed_rows(plan.rows)
+    lines = [
+        ("layout", plan.layout),
+        ("mesh", str(plan.mesh) or "one rank"),
+        ("world", str(plan.world)),
+        ("step", f"{step} modelled{_certificate(plan)}"),
+        ("sends", f"{format_amount(plan.comm_bytes)}B from a rank in a step"),
+        ("memory", f"{format_bytes(plan.peak_bytes)} at the peak{_limit(plan)}"),
+    ]
+    if plan.overlapped is not None:
+        hidden, exposed = format_seconds(total.hidden), format_seconds(total.exposed or 0.0)
+        lines.insert(4, ("hides", f"{hidden} of communication; {exposed} is exposed"))
+    lines += [("again", f"{what} in the backward: {names}") for names, what in plan.dropped]
+    return "\n".join(["Plan", *(f"  {name:7} {text}" for name, text in lines[:9])])
+
+
+def _limit(plan: Plan) -> str:
+    return "" if plan.device_limit is None else f" of {format_bytes(plan.device_limit)}"
+
+
+def notebook(plan: Plan) -> str:
+    """Return the plan as a notebook shows it: its figures and its table, as HTML without script."""
+    console = Console(record=True, width=130, file=io.StringIO())
+    console.print(summary(plan), highlight=False, markup=False)
+    console.print(table(plan))
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

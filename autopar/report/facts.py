@@ -1,0 +1,261 @@
+"""The facts of a report, gathered from a plan: words and numbers, no HTML.
+
+Example: `gather(plan, "gpt2").cards` is what the first screen shows. A plan of this process has
+all of them; one from a file has what the file holds. page.py calls `gather`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.cost.formula import Formula
+from autopar.cost.throughput import throughput
+from autopar.errors import PlanError
+from autopar.ir.graph import module_path
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Row, format_bytes, format_count, format_seconds
+from autopar.report.alternatives import Alternative, alternatives, step_seconds
+from autopar.world import World
+
+_MOST_FORMULAS = 40  # subgraphs with a closed form: each takes a moment
+
+
+@dataclass(frozen=True)
+class Card:
+    """A figure of the first screen: its name, its value, and what else there is to say of it."""
+
+    name: str
+    value: str
+    more: str = ""
+
+
+@dataclass
+class Module:
+    """A module of the tree: the line of the table that it is, if any, and the modules in it."""
+
+    name: str
+    row: Row | None = None
+    inside: dict[str, Module] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step in this module and all within: computing, and exposed."""
+        own = 0.0 if self.row is None else row_seconds(self.row)
+        return own + sum(module.seconds for module in self.inside.values())
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """What is known of a line of the table beside the line itself: the layouts of its main product
+    (X, W, Y), if it has one, and what it moves as a closed form.
+    """
+
+    matrices: tuple[tuple[str, Layout], ...] = ()
+    formula: Formula | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All facts of a report. `load`: bytes that a rank sends over each level of links in a step."""
+
+    name: str
+    plan: Plan
+    cards: tuple[Card, ...]
+    why: str
+    others: tuple[Alternative, ...]
+    tree: Module
+    subgraphs: dict[str, Subgraph]
+    load: tuple[float, ...]
+
+
+def gather(
+    plan: Plan,
+    name: str = "",
+    inputs: Any = None,
+    compare: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Facts:
+    """Return the facts of a plan. `name` of the model; `inputs` give tokens/s; `compare` plans the
+    named layouts, too.
+    """
+    others = tuple(alternatives(plan, progress=progress)) if compare else ()
+    return Facts(
+        name or "the model",
+        plan,
+        tuple(_cards(plan, name, inputs)),
+        why_text(plan, others),
+        others,
+        module_tree(plan.rows),
+        _subgraphs(plan),
+        tuple(level_load(plan)),
+    )
+
+
+def row_seconds(row: Row) -> float:
+    """Return the seconds that a line of the table takes of the step."""
+    return row.seconds if row.computation is None else row.computation + (row.exposed or 0.0)
+
+
+# -- the first screen ------------------------------------------------------------------------------
+def _cards(plan: Plan, name: str, inputs: Any) -> Iterable[Card]:
+    rate = None if inputs is None else throughput(plan, inputs)
+    error = "" if rate is None or rate.off is None else f" ± {rate.off:.0%}"
+    yield Card("model", name or "–", _parameters_text(plan))
+    yield Card("world", _world_name(plan.world), str(plan.world))
+    yield Card("mesh", str(plan.mesh) or "one rank", f"layout {plan.layout}")
+    yield Card("step", format_seconds(step_seconds(plan)) + error, _step_text(plan))
+    if rate is not None:
+        yield Card(f"{rate.unit}/s", format_count(round(rate.rate)), "on all ranks")
+        yield Card("model FLOPs utilisation", f"{rate.utilization:.0%}", "of the devices' peak")
+    limit = plan.device_limit or plan.world.device.memory_bytes
+    share = f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
+    yield Card("memory", format_bytes(plan.peak_bytes), f"at the peak of each device, {share}")
+    if plan.bound:
+        yield Card("gap", f"{plan.gap:.2%}", "of the sum that another plan could save at most")
+
+
+def _world_name(world: World) -> str:
+    return f"{world.ranks:,} × {world.device.name}"
+
+
+def _parameters_text(plan: Plan) -> str:
+    if plan.context is None:
+        return f"graph {plan.fingerprint}"
+    shapes = {name: layout.shape for name, layout in plan.stored.items()}
+    return f"{format_count(sum(map(math.prod, shapes.values())))} parameters"
+
+
+def _step_text(plan: Plan) -> str:
+    if plan.overlapped is None:
+        return "modelled; communication is waited for"
+    exposed = sum(row.exposed or 0.0 for row in plan.rows)
+    hidden = sum(row.hidden for row in plan.rows)
+    return (
+        f"modelled; communication: {format_seconds(hidden)} hidden, {format_seconds(exposed)} not"
+    )
+
+
+def why_text(plan: Plan, others: Iterable[Alternative]) -> str:
+    """Return one sentence that says why this layout."""
+    if not plan.mesh.axes:
+        return "There is one rank, so there is nothing to lay out."
+    sentence = f"Mesh {plan.mesh} under layout {plan.layout}"
+    timed = [other for other in others if other.seconds is not None]
+    second = min(timed, key=lambda other: other.seconds or 0.0, default=None)
+    mine = step_seconds(plan)
+    if second is None or second.seconds is None:
+        reason = "is the fastest that was found"
+        if plan.bound:
+            reason += f", and no other plan could save more than {plan.gap:.2%} of the sum"
+    elif second.seconds > mine:
+        more = f"{format_seconds(second.seconds)}, {second.seconds / mine - 1:.1%} more"
+        reason = (
+            f"takes {format_seconds(mine)} a step; the best named layout, {second.layout} on "
+            f"{second.mesh}, takes {more}"
+        )
+    else:
+        same = f"as {second.layout} does, the best named layout"
+        reason = f"takes {format_seconds(mine)} a step, {same}"
+    unfit = [other.layout for other in others if "fits" in other.why]
+    memory = f"; {', '.join(unfit)} do not fit the memory" if unfit else ""
+    return f"{sentence} {reason}{memory}."
+
+
+# -- the parts -------------------------------------------------------------------------------------
+def module_tree(rows: Iterable[Row]) -> Module:
+    """Return the modules of the rows as a tree: "blocks.0-11.mlp" lies in "blocks.0-11"."""
+    root = Module("")
+    for row in rows:
+        module = root
+        for part in row.subgraph.split("."):
+            module = module.inside.setdefault(part, Module(part))
+        module.row = row
+    return _joined(root)
+
+
+def _joined(module: Module) -> Module:
+    """Return a tree in which a module that only holds one other is joined with it."""
+    inside = {}
+    for part in map(_joined, module.inside.values()):
+        if part.row is None and len(part.inside) == 1:
+            (only,) = part.inside.values()
+            part = Module(f"{part.name}.{only.name}", only.row, only.inside)
+        inside[part.name] = part
+    return Module(module.name, module.row, inside)
+
+
+def _subgraphs(plan: Plan) -> dict[str, Subgraph]:
+    """Return what is known of every line of the table; nothing for a plan from a file."""
+    if plan.context is None:
+        return {}
+    products = _products(plan)
+    found = {}
+    for number, row in enumerate(plan.rows):
+        formula = _formula(plan, row) if number < _MOST_FORMULAS and row.bytes else None
+        found[row.subgraph] = Subgraph(products.get(_first(row.subgraph), ()), formula)
+    return found
+
+
+def _first(subgraph: str) -> str:
+    """Return the first of the subgraphs that a line is about: "blocks.0-11.mlp" is "blocks.0.mlp".
+
+    >>> _first("blocks.0-11.mlp"), _first("head")
+    ('blocks.0.mlp', 'head')
+    """
+    parts = subgraph.split(".")
+    return ".".join(p.split("-")[0] if p.replace("-", "").isdigit() else p for p in parts)
+
+
+def _products(plan: Plan) -> dict[str, tuple[tuple[str, Layout], ...]]:
+    """Return the layouts of X, W and Y of the first product with a weight of each subgraph."""
+    assert plan.context is not None
+    program = plan.context.source
+    found: dict[str, tuple[tuple[str, Layout], ...]] = {}
+    specs = program.annotations.specs if program.annotations is not None else {}
+    for node in program.module.graph.nodes:
+        rule, choice = specs.get(node.name), plan.choices.get(node.name)
+        if rule is None or rule.product is None or choice is None or len(choice.operands) < 2:
+            continue
+        x, w = choice.operands[:2]
+        if x is not None and w is not None and _is_parameter(node.args[1]):
+            matrices = (("X", x), ("W", w), ("Y", choice.results[0]))
+            chain = str(node.meta.get("chain") or module_path(node))
+            found.setdefault(chain, matrices)
+    return found
+
+
+def _is_parameter(operand: Any) -> bool:
+    return isinstance(operand, fx.Node) and operand.op == "placeholder"
+
+
+def _formula(plan: Plan, row: Row) -> Formula | None:
+    try:
+        return plan.formula(_first(row.subgraph))
+    except PlanError:
+        return None
+
+
+def level_load(plan: Plan) -> list[float]:
+    """Return the bytes that a rank sends over each level of links in a step: those of a collective
+    count at the outermost level that its group reaches. None for a world of single links.
+    """
+    load = [0.0] * len(plan.world.levels)
+    levels: dict[tuple[str, ...], int] = defaultdict(int)
+    for each in plan.collectives:
+        if each.axes not in levels:
+            group = plan.mesh.group(each.axes, 0)
+            inside = 1
+            for number, level in enumerate(plan.world.levels):
+                if any(rank // inside % level.ranks for rank in group):
+                    levels[each.axes] = number
+                inside *= level.ranks
+        if load:
+            load[levels[each.axes]] += each.bytes
+    return load

@@ -1,0 +1,178 @@
+"""The figures of a report, by plotly: meshes and layouts, the step's timeline, and its memory.
+
+Example: layouts_figure(facts) is a plotly figure; `bundle()` is the script that draws figures in a
+browser. page.py puts both into one file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from autopar.cost.peak import moments
+from autopar.errors import AutoparError
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import format_bytes, format_seconds
+from autopar.report.alternatives import step_seconds
+from autopar.report.facts import Facts
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_MOST_MESHES, _MOST_SPANS = 40, 4000
+_COLOURS = {
+    "compute": "#4c78a8", "wait": "#e45756", "all_gather": "#72b7b2", "reduce_scatter": "#f58518",
+    "all_reduce": "#b279a2", "all_to_all": "#eeca3b", "broadcast": "#54a24b", "reduce": "#9d755d",
+}  # fmt: skip
+_KINDS = ("parameters", "optimizer", "gradients", "activations", "transient")
+
+
+class ReportError(AutoparError):
+    """A report that cannot be made."""
+
+
+def require_libraries() -> None:
+    """Raise ReportError, with what to install, where plotly or jinja2 is missing."""
+    missing = [name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ReportError(
+            f"a report needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not "
+            "installed: pip install 'autopar[report]'"
+        )
+
+
+def bundle() -> str:
+    """Return plotly's script, to be put into a page."""
+    from plotly.offline import get_plotlyjs  # only where a report is made
+
+    return str(get_plotlyjs())
+
+
+def _figure(height: int, x: str, y: str = "") -> Figure:
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    figure.update_layout(
+        height=height,
+        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        xaxis={"title": x, "automargin": True},
+        yaxis={"title": y, "automargin": True},
+    )
+    return figure
+
+
+def layouts_figure(facts: Facts) -> Figure | None:
+    """Return step against memory for the plan and the named layouts; None without any."""
+    timed = [other for other in facts.others if other.seconds is not None]
+    if not timed:
+        return None
+    figure = _figure(340, "memory at the peak of a device, GiB", "step, ms")
+    figure.add_scatter(
+        x=[(other.peak_bytes or 0.0) / 2**30 for other in timed],
+        y=[(other.seconds or 0.0) * 1e3 for other in timed],
+        text=[other.layout for other in timed],
+        hovertext=[f"{other.layout} on {other.mesh}" for other in timed],
+        hovertemplate="%{hovertext}<br>%{y:.2f} ms, %{x:.2f} GiB<extra></extra>",
+        mode="markers+text", textposition="top center", name="named layouts",
+        marker={"size": 9, "color": "#888"},
+    )  # fmt: skip
+    plan = facts.plan
+    figure.add_scatter(
+        x=[plan.peak_bytes / 2**30], y=[step_seconds(plan) * 1e3], text=[f"<b>{plan.mesh}</b>"],
+        hovertemplate=f"the plan: {plan.layout} on {plan.mesh}<br>%{{y:.2f}} ms, %{{x:.2f}} GiB"
+        "<extra></extra>",
+        mode="markers+text", textposition="bottom center", name="the plan",
+        marker={"size": 14, "color": "#e45756", "symbol": "star"},
+    )  # fmt: skip
+    most = max(plan.peak_bytes, *(other.peak_bytes or 0.0 for other in timed))
+    if plan.device_limit is not None and plan.device_limit < 2 * most:
+        figure.add_vline(x=plan.device_limit / 2**30, line={"dash": "dot", "color": "#888"})
+    figure.update_yaxes(type="log", dtick="D1")
+    return figure
+
+
+def meshes_figure(plan: Plan) -> Figure | None:
+    """Return the meshes that were considered, each as the range above its proven bound."""
+    ordered = sorted(plan.meshes, key=lambda pair: pair[1])[:_MOST_MESHES]
+    if len(ordered) < 2:
+        return None
+    most = max(plan.seconds, *(seconds for _, seconds in ordered)) * 1.04
+    chosen = str(plan.mesh)
+    figure = _figure(60 + 17 * len(ordered), "sum of the step's seconds, ms")
+    figure.add_bar(
+        y=[mesh for mesh, _ in ordered],
+        base=[seconds * 1e3 for _, seconds in ordered],
+        x=[(most - seconds) * 1e3 for _, seconds in ordered],
+        orientation="h",
+        marker={"color": ["#e4575688" if mesh == chosen else "#8888" for mesh, _ in ordered]},
+        customdata=[seconds * 1e3 for _, seconds in ordered],
+        hovertemplate="%{y}: no plan takes less than %{customdata:.2f} ms<extra></extra>",
+        showlegend=False,
+    )
+    figure.add_vline(x=plan.seconds * 1e3, line={"color": "#e45756", "width": 2})
+    figure.update_yaxes(autorange="reversed", type="category", tickfont={"size": 10})
+    return figure
+
+
+def timeline_figure(plan: Plan) -> Figure | None:
+    """Return the modelled step on its tracks: computing, waiting, and each group's lane."""
+    if plan.context is None or not plan.mesh.axes:
+        return None
+    timeline = plan.timeline(plan.overlapped is not None)
+    spans = sorted(timeline.spans, key=lambda span: -span.seconds)[:_MOST_SPANS]
+    tracks = ["compute", "waits", *sorted({s.track for s in spans} - {"compute", "waits"})]
+    figure = _figure(90 + 34 * len(tracks), "ms since the step began")
+    for kind in sorted({span.kind for span in spans}, key=lambda k: (k != "compute", k)):
+        mine = [span for span in spans if span.kind == kind]
+        figure.add_bar(
+            y=[span.track for span in mine],
+            base=[round(span.start * 1e3, 5) for span in mine],
+            x=[round(span.seconds * 1e3, 5) for span in mine],
+            orientation="h", name=kind.replace("_", "-"),
+            marker={"color": _COLOURS.get(kind, "#888"), "line": {"width": 0}},
+            customdata=[f"{span.module} {span.name}, {span.phase}" for span in mine],
+            hovertemplate="%{customdata}<br>%{x:.3f} ms from %{base:.3f}<extra></extra>",
+        )  # fmt: skip
+    figure.update_layout(barmode="overlay")
+    figure.update_yaxes(categoryorder="array", categoryarray=tracks[::-1])
+    return figure
+
+
+def memory_figure(plan: Plan) -> Figure | None:
+    """Return what a rank holds over the step by kind, communication being waited for."""
+    if plan.context is None:
+        return None
+    held = moments(plan.context.program, plan.optimizer, plan.context.world)
+    figure = _figure(300, "ops of the step, forward and backward", "GiB")
+    for kind, colour in zip(_KINDS, ("#4c78a8", "#b279a2", "#f58518", "#72b7b2", "#bab0ac")):
+        figure.add_scatter(
+            x=[moment.op for moment in held],
+            y=[round(getattr(moment, kind) / 2**30, 5) for moment in held],
+            name=kind, stackgroup="held", line={"width": 0.5, "color": colour},
+            hovertemplate=f"{kind}: %{{y:.3f}} GiB<extra></extra>",
+        )  # fmt: skip
+    figure.update_layout(hovermode="x unified")
+    return figure
+
+
+def other_lines(facts: Facts) -> list[dict[str, Any]]:
+    """Return a line for each named layout: its step, its memory, and what it lacks."""
+    mine, lines = step_seconds(facts.plan), []
+    for other in facts.others:
+        lacks = other.why
+        if other.seconds is not None:
+            more = other.seconds / mine - 1
+            lacks = f"slower by {more:.1%}" if more > 5e-4 else "as fast"
+        lines.append(
+            {
+                "layout": other.layout,
+                "mesh": other.mesh,
+                "step": "" if other.seconds is None else format_seconds(other.seconds),
+                "memory": "" if other.peak_bytes is None else format_bytes(other.peak_bytes),
+                "lacks": lacks,
+            }
+        )
+    return lines
