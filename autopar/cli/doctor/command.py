@@ -11,6 +11,7 @@ import typer
 
 from autopar.cli.command import report_errors
 from autopar.cli.doctor import examination
+from autopar.cli.doctor.description import print_facts
 from autopar.cli.doctor.machine import facts as facts_of_machine
 from autopar.cli.options import JsonOption, OutOption, RunOption
 from autopar.cli.terminal import console, print_json
@@ -33,4 +34,4 @@ def doctor(
         if as_json:
             print_json(facts)
         else:
-            examination.print_facts(facts, console())
+            print_facts(facts, console())
