@@ -35,6 +35,7 @@ from autopar.cli.options import (
     RecomputeOption,
     ReduceOption,
     SaveOption,
+    SchemaOption,
     TargetArgument,
     TimelineOption,
     WhyOption,
@@ -44,6 +45,7 @@ from autopar.cli.options import (
     read_optimizer,
     read_world,
 )
+from autopar.cli.schema import schema_of
 from autopar.cli.terminal import (
     plan_facts,
     print_files,
@@ -71,7 +73,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "obj": schema_of},
 )
 
 
@@ -93,6 +95,7 @@ def plan(
     timeline: TimelineOption = None,
     anyway: AnywayOption = False,
     as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Choose a mesh and a layout for TARGET and say what a step costs. Needs no GPU, no memory for
     the parameters.

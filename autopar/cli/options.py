@@ -16,7 +16,7 @@ import torch
 import typer
 
 from autopar.cli.targets import NAMED
-from autopar.cli.terminal import console
+from autopar.cli.terminal import console, print_json
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError
 from autopar.planner.named_layouts import NAMES
@@ -117,6 +117,26 @@ AnywayOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no more.")]
+
+
+def _print_schema(context: typer.Context, wanted: bool) -> None:
+    """Print the schema of what the command prints with --json, and end. The context's object is
+    `schema.schema_of`: that file knows all commands, which import this one.
+    """
+    if wanted:
+        print_json(context.obj(str(context.info_name)))
+        raise typer.Exit
+
+
+SchemaOption = Annotated[
+    bool,
+    typer.Option(
+        "--json-schema",
+        is_eager=True,
+        callback=_print_schema,
+        help="Print the JSON schema of what --json prints, and no more.",
+    ),
+]
 RunOption = Annotated[
     bool,
     typer.Option(
