@@ -17,7 +17,7 @@ from typing import Any
 from autopar.cli.options import read_layout
 from autopar.cost.formula import Formula
 from autopar.errors import LayoutError, PlanError
-from autopar.ir.graph import module_path
+from autopar.ir.graph import chain_name, module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.plan_table import Row, format_bytes, format_seconds
@@ -209,7 +209,7 @@ def _chains(plan: Plan, pattern: str, nodes: dict[str, str]) -> set[str]:
     }
     if plan.context is not None and not chains:
         graph = plan.context.source.module.graph
-        chains = {str(n.meta.get("chain")) for n in graph.nodes if n.name in nodes} & names
+        chains = {chain_name(n) for n in graph.nodes if n.name in nodes} & names
     return chains
 
 

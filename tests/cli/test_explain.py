@@ -58,6 +58,9 @@ def test_a_subgraph_has_its_collectives_closed_form_and_alternatives(plan: Plan)
     assert node.module == "up" and node.splits == dict(
         zip(plan.mesh.names, plan.choices[node.node].splits, strict=True)
     )
+    named = explain_plan(plan, node.node).part
+    assert named is not None and [row.subgraph for row in named.rows] == ["up"]
+    assert named.formula == part.formula
     own = [c for c in plan.collectives if c.chain == "up"]
     assert sum(c.bytes for c in part.collectives) == pytest.approx(sum(c.bytes for c in own))
     assert set(part.stored) == {"p_up_weight", "p_up_bias"}
