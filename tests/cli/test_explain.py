@@ -32,6 +32,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_reasons_are_the_plans_own_figures(plan: Plan) -> None:
     explanation = explain_plan(plan)
     assert any(reason.startswith(f"{len(plan.meshes)} meshes") for reason in explanation.reasons)
+    turned = dataclasses.replace(plan, meshes=plan.meshes[::-1])
+    assert explain_plan(turned).meshes == explanation.meshes
     bounds = [mesh.seconds for mesh in explanation.meshes]
     assert bounds == sorted(bounds) and bounds[0] == min(s for _, s in plan.meshes)
     assert sum(c.bytes for c in explanation.collectives) == pytest.approx(plan.comm_bytes)
