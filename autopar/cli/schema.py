@@ -1,13 +1,14 @@
 """What --json prints of each command, as a JSON schema.
 
 Example: `autopar plan --json-schema` prints `schema_of("plan")`. OUTPUTS has a type for each
-command: those of `plan`, `verify`, `show`, `calibrate` and `doctor` are here, the others are the
-facts that the commands print themselves. A refusal prints a `Refusal` in place of any of them.
-tests/cli/test_schema.py holds the outputs to them.
+command: the facts that a command prints where it has a class for them, else a class of this file.
+A refusal prints a `Refusal` in place of any of them. tests/cli/test_schema.py holds the outputs to
+them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -21,6 +22,7 @@ from autopar.cli.sweep import Sweep
 from autopar.cli.throughput import Throughput
 from autopar.cli.trace import Trace
 from autopar.ir.plan_table import Memory, Row
+from autopar.report.advise.degrees import Degrees
 from autopar.world import Level, World
 
 
@@ -189,6 +191,43 @@ class ExaminationOutput(_Output):
     checks: list[CheckFacts]
 
 
+class AdvicePlan(_Output):
+    """A plan that `advise` speaks of: the tool's, or autopar's own."""
+
+    mesh: dict[str, int]
+    layout: str
+    seconds: float
+    overlapped: float | None
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class TriedDegrees(Degrees):
+    """Degrees that were tried: the seconds of their modelled step, or `why` there are none."""
+
+    overlapped: float | None
+    why: str
+
+
+class AdviseOutput(_Output):
+    """What `advise` prints: the degrees for a tool, as its own `options`; `plan`: what autopar
+    models for them; `own`: autopar's plan for the same memory, None where it was not asked for;
+    `gain`: the part of the step that it saves, by what the tool cannot express (`beyond`).
+    """
+
+    plan: AdvicePlan
+    own: AdvicePlan | None
+    tool: str
+    version: str
+    degrees: Degrees
+    options: str
+    gain: float
+    beyond: list[str]
+    tried: list[TriedDegrees]
+    target: str
+    parameters: int
+
+
 OUTPUTS: dict[str, Any] = {
     "plan": PlanOutput,
     "verify": VerifyOutput,
@@ -199,6 +238,7 @@ OUTPUTS: dict[str, Any] = {
     "trace": Trace,
     "graph": RankGraph,
     "calibrate": CalibrateOutput,
+    "advise": AdviseOutput,
     "doctor": MachineFacts | ExaminationOutput,
 }
 

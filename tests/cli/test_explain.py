@@ -109,6 +109,8 @@ def test_names_of_several_layers() -> None:
         (autopar.Grid4D(x=2, data=2), "4d:x=2,y=1,z=1,data=2"),
         (autopar.Grid2D(4, 2), "atp:d1=4,d2=2,first=column"),
         (autopar.Grid25D(2, 2), "2.5d:q=2,d=2"),
+        (autopar.GridHSDP(2, 4), "hsdp:replicate=2,shard=4,tensor=1"),
+        (autopar.Grid25D(2, panels=False), "2.5d:q=2,d=1,panels=False"),  # which none reads
         ("fsdp", "fsdp"),
     ],
 )

@@ -64,6 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("sweep", TINY, "--ranks", "2,4", "--price", "1", "--layout", "ddp"),
         ("trace", TINY),
         ("graph", TINY, "--ranks", "2", "--layout", "ddp"),
+        ("advise", TINY, "--world", "dgx-h100", "--ranks", "2", "--for", "torchtitan"),
         ("doctor",),
     ],
     ids=lambda arguments: " ".join(arguments),
@@ -78,7 +79,8 @@ def test_what_is_printed_is_what_the_schema_says(
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"calibrate", "doctor"}))
 def test_a_refusal_is_what_the_schema_says(name: str) -> None:
-    words = ["nowhere.json"] * 2 if name == "compare" else ["nowhere.json"]
+    more = {"compare": ["nowhere.json"], "advise": ["--for", "torchtitan"]}
+    words = ["nowhere.json", *more.get(name, [])]
     hold(Refusal, run(name, *words, "--json", status=2).stdout)
 
 
