@@ -125,6 +125,12 @@ def test_a_path_that_is_none(tmp_path: Path) -> None:
     assert "reads at most 64 tokens" in refused("plan", str(tmp_path), "--batch", "8x65")
 
 
+def test_a_name_of_a_hub_is_not_downloaded() -> None:
+    text = refused("plan", "meta-llama/Llama-3.1-8B")
+    assert text.endswith("; nothing is downloaded: fetch its config.json first")
+    assert "downloaded" not in refused("plan", "gpt9")
+
+
 def test_without_transformers_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
