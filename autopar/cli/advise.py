@@ -20,6 +20,7 @@ from autopar.cli.options import (
     MemoryOption,
     OptimizerOption,
     RanksOption,
+    SchemaOption,
     TargetArgument,
     WorldOption,
     read_memory,
@@ -59,6 +60,7 @@ def advise(
     compare: CompareOption = True,
     out: WriteOption = None,
     as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Choose the best degrees that another tool has for TARGET, and write them as its own options.
 

@@ -15,9 +15,9 @@ import typer
 from torch import nn
 
 from autopar.cli.command import report_errors, require_folder
-from autopar.cli.options import MODEL_HELP, BatchOption
+from autopar.cli.options import MODEL_HELP, BatchOption, JsonOption, SchemaOption
 from autopar.cli.targets import Batch, resolve
-from autopar.cli.terminal import bar, console, print_line
+from autopar.cli.terminal import bar, console, print_json, print_line
 from autopar.runtime import calibrate_on_ranks
 from autopar.world import ranks as running
 from autopar.world.world import CALIBRATED
@@ -30,6 +30,8 @@ def calibrate(
     ] = Path(CALIBRATED),
     seconds: Annotated[float, typer.Option(min=1.0, help="About how long to measure.")] = 120.0,
     batch: BatchOption = None,
+    as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Measure collectives, products, memory and launches on the ranks that run, and write them to
     world.json, which plan uses from then on. Start it with torchrun; one process alone measures its
@@ -39,7 +41,7 @@ def calibrate(
     """
     with (
         calibrate_on_ranks.open_process_group(),
-        report_errors(as_json=False, quiet=running.rank() > 0),
+        report_errors(as_json and running.rank() == 0, quiet=running.rank() > 0),
     ):
         running.together("looking for the folder", lambda: require_folder(save, "--save"))
 
@@ -53,6 +55,9 @@ def calibrate(
             )
         if running.rank() == 0:
             world.save(save)
+            if as_json:
+                print_json({"saved": str(save), "world": world.to_json()})
+                return
             print_line(console(), "world", str(world))
             print_line(console(), "saved", f"as {save}")
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.cli.command import report_errors
-from autopar.cli.options import JsonOption, PlanArgument
+from autopar.cli.options import JsonOption, PlanArgument, SchemaOption
 from autopar.cli.terminal import console, print_json, print_line
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_seconds
@@ -100,7 +100,12 @@ class Comparison:
     stored: tuple[StoredDifference, ...]
 
 
-def compare(first: PlanArgument, second: PlanArgument, as_json: JsonOption = False) -> None:
+def compare(
+    first: PlanArgument,
+    second: PlanArgument,
+    as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
+) -> None:
     """Say what differs between two saved plans, and what it costs in seconds and bytes.
 
     Example: autopar compare fsdp.json auto.json

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from autopar.cli.command import build_target, report_errors
-from autopar.cli.options import MODEL_HELP, BatchOption, JsonOption, PlanArgument
+from autopar.cli.options import MODEL_HELP, BatchOption, JsonOption, PlanArgument, SchemaOption
 from autopar.cli.reasons import (
     CollectiveSum,
     Explanation,
@@ -51,6 +51,7 @@ def explain(
     target: TracedOption = None,
     batch: BatchOption = None,
     as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Say why a saved plan is as it is; with NODE, its states, collectives, bytes and seconds, and
     with --target its closed form and the alternatives, too.

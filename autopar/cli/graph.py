@@ -18,6 +18,7 @@ from autopar.cli.options import (
     JsonOption,
     LayoutOption,
     RanksOption,
+    SchemaOption,
     TargetArgument,
     WorldOption,
     read_layout,
@@ -64,6 +65,7 @@ def graph(
     ] = None,
     page: HtmlOption = None,
     as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Print the graph of one rank that TARGET is rewritten to: one block, with every reshard.
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,15 @@ from autopar.errors import AutoparError
 FILE = "config.json"
 DEFAULT_CONTEXT = 4096  # tokens of a sample where no --batch is given, if the model reads so many
 _SMALL_HEAD = 8  # features of a head in a model that is cut down
+_SMALL_EXPERTS = 8
+_HEAD_SIZES = ("head_dim", "rotary_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_INNER_SIZES = (
+    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim",
+    "word_embed_proj_dim", "n_inner", "q_lora_rank", "kv_lora_rank",
+)  # fmt: skip
 _NEAR = 3  # model types that a message suggests
+_LINES = 3  # of what transformers says
 
 
 class ConfigError(AutoparError):
@@ -51,10 +61,12 @@ def build(
     """
     path = config_path(text)
     data = read_config(path)
-    config = _config(path, data)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if real:
-        _cut_down(config.get_text_config())
+    with _quiet_transformers(path):
+        config, text_config = _config(path, data)
+        context = getattr(text_config, "max_position_embeddings", None) or 0
+        context = context if context > 0 else None  # XLNet's is -1: as many as there are
+        if real:
+            _cut_down(text_config)
     shape = batch or (samples, 16 if real else min(context or DEFAULT_CONTEXT, DEFAULT_CONTEXT))
     if context and shape[1] > context:
         raise ConfigError(
@@ -62,11 +74,9 @@ def build(
             f"(max_position_embeddings), not {shape[1]}"
         )
     dtype = torch.float32 if real else config.dtype or torch.bfloat16
-    model = _model(path, config, dtype, "cpu" if real else "meta")
-    with torch.device("cpu" if real else "meta"):
-        tokens, labels = (
-            torch.randint(0, config.get_text_config().vocab_size, shape) for _ in range(2)
-        )
+    with _quiet_transformers(path), torch.device("cpu" if real else "meta"):
+        model = _model(path, config, dtype)
+        tokens, labels = (torch.randint(0, text_config.vocab_size, shape) for _ in range(2))
     kind = type(model).__name__ + (" cut down to 2 narrow layers" if real else "")
     name = f"{path} ({kind}, {str(dtype).removeprefix('torch.')}), batch {shape[0]}x{shape[1]}"
     return name, model, {"input_ids": tokens, "labels": labels}
@@ -105,13 +115,36 @@ def read_config(path: Path) -> dict[str, Any]:
     return data
 
 
-def _config(path: Path, data: dict[str, Any]) -> Any:
-    """Return transformers' configuration of the file."""
+@contextmanager
+def _quiet_transformers(path: Path) -> Iterator[None]:
+    """Silence what transformers logs within the block. Raises ConfigError where it, or the block,
+    raises anything; and where it is not installed, with what to install.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             f"{path}: its model is built by transformers, which is not installed: "
             "pip install 'autopar[hf]' (or transformers alone)"
         )
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        text = " ".join(lines[:_LINES]) or "no message"
+        raise ConfigError(
+            f"{path}: building its model gave {type(error).__name__}: {text}"
+        ) from error
+    finally:
+        logging.set_verbosity(before)
+
+
+def _config(path: Path, data: dict[str, Any]) -> tuple[Any, Any]:
+    """Return transformers' configuration of the file, and that of its language model."""
     from transformers import CONFIG_MAPPING
 
     kind = data["model_type"]
@@ -124,31 +157,24 @@ def _config(path: Path, data: dict[str, Any]) -> Any:
             "or write package.module:function, which returns (model, inputs)"
         )
     plain = {name: value for name, value in data.items() if name != "quantization_config"}
-    try:
-        config = CONFIG_MAPPING[kind].from_dict(plain)
-    except Exception as error:
-        raise _build_error(path, "reading its sizes", error) from error
+    config = CONFIG_MAPPING[kind].from_dict(plain)
     config.use_cache = False  # a step of training needs no cache of keys and values
-    return config
+    return config, config.get_text_config()
 
 
-def _model(path: Path, config: Any, dtype: torch.dtype, device: str) -> nn.Module:
-    """Return the causal model of a configuration, whose forward returns the loss alone."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+def _model(path: Path, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the causal model of a configuration on the current device; its forward returns the
+    loss alone. Raises ConfigError for a configuration of another kind of model.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    if not {type(config), type(config.get_text_config())} & set(MODEL_FOR_CAUSAL_LM_MAPPING):
+        raise ConfigError(
+            f"{path}: transformers has no causal language model of a {config.model_type}: write "
+            "package.module:function, which returns (model, inputs)"
+        )
     torch.manual_seed(0)
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:
-        raise _build_error(
-            path, f"building the causal model of {type(config).__name__}", error
-        ) from error
-    finally:
-        logging.set_verbosity(before)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     kind = type(model)
 
     def forward(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -162,26 +188,24 @@ def _model(path: Path, config: Any, dtype: torch.dtype, device: str) -> nn.Modul
 
 
 def _cut_down(config: Any) -> None:
-    """Make a configuration small enough to be trained in float64: two layers, heads of
-    _SMALL_HEAD features, a vocabulary with the same remainder to 256.
+    """Make a configuration small enough to be trained in float64: two layers, all heads, of
+    _SMALL_HEAD features each, _SMALL_EXPERTS experts, a vocabulary with the same remainder to 256.
     """
-    width, heads = config.hidden_size, getattr(config, "num_attention_heads", 1)
-    config.hidden_size = _SMALL_HEAD * heads
-    config.num_hidden_layers = 2
-    config.vocab_size = 256 + config.vocab_size % 256
-    inner = getattr(config, "intermediate_size", None)
-    if isinstance(inner, int):
-        config.intermediate_size = max(8, inner * config.hidden_size // width)
-    if getattr(config, "head_dim", None):
-        config.head_dim = _SMALL_HEAD
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if getattr(config, name, None) is not None:
-            setattr(config, name, 0)
-
-
-def _build_error(path: Path, doing: str, error: Exception) -> ConfigError:
-    """Return what to tell where transformers fails, in its own first line."""
-    first = str(error).strip().splitlines()[:1] or ["no message"]
-    return ConfigError(f"{path}: {doing} gave {type(error).__name__}: {first[0]}")
+    width, narrow = config.hidden_size, _SMALL_HEAD * getattr(config, "num_attention_heads", 8)
+    sizes = {"hidden_size": narrow, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 256 + config.vocab_size % 256}
+    sizes |= dict.fromkeys(_HEAD_SIZES, _SMALL_HEAD) | dict.fromkeys(_EXPERTS, _SMALL_EXPERTS)
+    sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    sizes |= {
+        name: max(_SMALL_HEAD, size * narrow // width)
+        for name in _INNER_SIZES
+        if isinstance(size := getattr(config, name, None), int)
+    }
+    for name, size in sizes.items():
+        present = getattr(config, name, None)
+        if isinstance(present, int) and (present > size or name in ("hidden_size", "vocab_size")):
+            with suppress(AttributeError):  # of a size that follows from others
+                setattr(config, name, size)
+    if isinstance(getattr(config, "layer_types", None), list):
+        with suppress(AttributeError):
+            config.layer_types = config.layer_types[:2]

@@ -38,6 +38,7 @@ from autopar.cli.options import (
     ReduceOption,
     ReportOption,
     SaveOption,
+    SchemaOption,
     TargetArgument,
     TimelineOption,
     WhyOption,
@@ -47,6 +48,7 @@ from autopar.cli.options import (
     read_optimizer,
     read_world,
 )
+from autopar.cli.schema import schema_of
 from autopar.cli.targets import Target
 from autopar.cli.terminal import (
     plan_facts,
@@ -76,7 +78,7 @@ app = typer.Typer(
     add_completion=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "obj": schema_of},
 )
 
 
@@ -99,6 +101,7 @@ def plan(
     report: ReportOption = None,
     anyway: AnywayOption = False,
     as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Choose a mesh and a layout for TARGET and say what a step costs. Needs no GPU, no memory for
     the parameters.

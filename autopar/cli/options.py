@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ import torch
 import typer
 
 from autopar.cli.targets import NAMED
-from autopar.cli.terminal import console
+from autopar.cli.terminal import console, print_json
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError
 from autopar.planner.named_layouts import NAMES
@@ -28,22 +27,14 @@ MODEL_HELP = (
     "package.module:function, a function that returns (model, inputs); a config.json of "
     "transformers or a folder that holds one; or one of " + ", ".join(NAMED)
 )
-
-
-def _completing(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return what a shell asks for the values that begin with what is typed."""
-    values = list(names)
-    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
-
-
 TargetArgument = Annotated[
-    str, typer.Argument(metavar="TARGET", help=MODEL_HELP, autocompletion=_completing(NAMED))
+    str, typer.Argument(metavar="TARGET", help=MODEL_HELP, autocompletion=lambda: list(NAMED))
 ]
 WorldOption = Annotated[
     str | None,
     typer.Option(
         metavar="WORLD",
-        autocompletion=_completing(PRESETS),
+        autocompletion=lambda: list(PRESETS),
         help="A preset's name or a JSON file; left out: world.json of this folder, which calibrate "
         "writes, else machines like this one.",
     ),
@@ -59,7 +50,7 @@ LayoutOption = Annotated[
     str,
     typer.Option(
         metavar="LAYOUT",
-        autocompletion=_completing(NAMES),
+        autocompletion=lambda: list(NAMES),
         help="auto, ddp, fsdp, megatron, megatron-sp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, "
         "3d:2,2,2, 4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, "
         "hsdp:shard=4,tensor=2.",
@@ -125,6 +116,26 @@ AnywayOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, no more.")]
+
+
+def _print_schema(context: typer.Context, wanted: bool) -> None:
+    """Print the schema of what the command prints with --json, and end. The context's object is
+    `schema.schema_of`: that file knows all commands, which import this one.
+    """
+    if wanted:
+        print_json(context.obj(str(context.info_name)))
+        raise typer.Exit
+
+
+SchemaOption = Annotated[
+    bool,
+    typer.Option(
+        "--json-schema",
+        is_eager=True,
+        callback=_print_schema,
+        help="Print the JSON schema of what --json prints, and no more.",
+    ),
+]
 RunOption = Annotated[
     bool,
     typer.Option(

@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from autopar.cli.options import read_layout
+from autopar.cli.options import GRIDS, read_layout
 from autopar.cost.formula import Formula
 from autopar.errors import LayoutError, PlanError
-from autopar.ir.graph import module_path
+from autopar.ir.graph import chain_name, module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.plan_table import Row, format_bytes, format_seconds
@@ -209,7 +209,7 @@ def _chains(plan: Plan, pattern: str, nodes: dict[str, str]) -> set[str]:
     }
     if plan.context is not None and not chains:
         graph = plan.context.source.module.graph
-        chains = {str(n.meta.get("chain")) for n in graph.nodes if n.name in nodes} & names
+        chains = {chain_name(n) for n in graph.nodes if n.name in nodes} & names
     return chains
 
 
@@ -260,12 +260,15 @@ def _why(plan: Plan, pattern: str) -> Why | None:
 
 
 def _grid_text(layout: str) -> str:
-    """Return a layout as --layout takes it: "Grid4D(x=2, y=1)" is "4d:x=2,y=1"."""
-    match = re.fullmatch(r"Grid(2D|3D|4D|25D)\((.*)\)", layout)
-    if match is None:
+    """Return a layout as --layout takes it: "Grid4D(x=2, y=1)" is "4d:x=2,y=1". Flags, which it
+    does not take, are left out where they are True, as by default.
+    """
+    kinds = {grid.__name__: name for name, grid in GRIDS.items()}
+    match = re.fullmatch(r"(\w+)\((.*)\)", layout)
+    if match is None or match[1] not in kinds:
         return layout
-    kind = {"2D": "atp", "3D": "3d", "4D": "4d", "25D": "2.5d"}[match[1]]
-    return f"{kind}:{match[2].replace(' ', '').replace(chr(39), '').split(',panels')[0]}"
+    sizes = re.sub(r",\s*\w+=True|[\s']", "", match[2])
+    return f"{kinds[match[1]]}:{sizes}"
 
 
 def row_seconds(row: Row) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from autopar.cli.command import report_errors
-from autopar.cli.options import JsonOption, PlanArgument
+from autopar.cli.options import JsonOption, PlanArgument, SchemaOption
 from autopar.cli.terminal import console, plan_facts, print_json, print_summary
 from autopar.ir.plan import Plan
 
 
-def show(path: PlanArgument, as_json: JsonOption = False) -> None:
+def show(
+    path: PlanArgument, as_json: JsonOption = False, json_schema: SchemaOption = False
+) -> None:
     """Print the table of a saved plan.
 
     Example: autopar show plan.json

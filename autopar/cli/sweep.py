@@ -25,6 +25,7 @@ from autopar.cli.options import (
     MemoryOption,
     OptimizerOption,
     RecomputeOption,
+    SchemaOption,
     TargetArgument,
     WorldOption,
     read_layout,
@@ -122,6 +123,7 @@ def sweep(
     csv_file: CsvOption = None,
     plot: PlotOption = None,
     as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Plan TARGET for several numbers of ranks and batches: step, tokens/s, utilisation, memory and
     what a million tokens cost. The model is traced once a batch.
@@ -146,12 +148,15 @@ def sweep(
             write_csv(csv_file, result.points)
         if plot is not None:
             sweep_plot.write_page(plot, result.target, result.points, price is not None)
+        if all(point.refused for point in result.points):
+            if not as_json:
+                _print(result, price, csv_file, plot)
+            reasons = "; ".join(dict.fromkeys(point.refused for point in result.points))
+            raise PlanError(f"there is no plan of any point: {reasons}")
         if as_json:
             print_json(dataclasses.asdict(result))
         else:
             _print(result, price, csv_file, plot)
-        if all(point.refused for point in result.points):
-            raise PlanError(f"there is no plan of any point: {result.points[0].refused}")
 
 
 def read_ranks(text: str | None) -> list[int | None]:

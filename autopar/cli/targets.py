@@ -276,10 +276,11 @@ def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) ->
         size = None if batch is None else (batch.samples, batch.sequence)
         return Target(*huggingface.build(text, size, samples, real))
     if ":" not in text:
+        hub = "; nothing is downloaded: fetch its config.json first" if "/" in text else ""
         raise TargetError(
             f"unknown target {text!r}: write package.module:function, a function that returns "
             f"(model, inputs); a path of a config.json of transformers, or of a folder with one; "
-            f"or one of {', '.join(NAMED)}"
+            f"or one of {', '.join(NAMED)}{hub}"
         )
     return _call_target(text, _import_function(text), batch)
 

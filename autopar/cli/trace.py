@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli.command import build_target, report_errors, require_folder
-from autopar.cli.options import BatchOption, JsonOption, TargetArgument
+from autopar.cli.options import BatchOption, JsonOption, SchemaOption, TargetArgument
 from autopar.cli.terminal import console, model_text, print_json, print_line, watch_progress
 from autopar.ir.graph import listing
 from autopar.planner.planner import trace_model
@@ -49,6 +49,7 @@ def trace(
     ] = graph_view.ALL,
     page: HtmlOption = None,
     as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Print the graph that TARGET is traced to: its ops, before anything is split.
 

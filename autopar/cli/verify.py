@@ -16,6 +16,7 @@ from autopar.cli.options import (
     JsonOption,
     LayoutOption,
     RanksOption,
+    SchemaOption,
     TargetArgument,
     WorldOption,
     read_layout,
@@ -42,6 +43,7 @@ def verify(
     batch: BatchOption = None,
     layout: LayoutOption = "auto",
     as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Prove a layout of TARGET: every rank in this one process, in float64, against the original.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from autopar.cli import main
@@ -24,6 +26,8 @@ from autopar.cli.doctor import (
     AttentionModel,
     Finding,
     Session,
+    abilities,
+    description,
     machine,
     merge_findings,
     run_check,
@@ -86,13 +90,54 @@ def test_it_says_what_is_known_of_gpus_and_what_will_not_work(
     assert [one["known_as"] for one in facts["devices"]] == ["H100", None]
     assert facts["world"]["peers"] == [[True, False], [False, True]]
     assert facts["world"]["ranks"] == 2
-    said = "\n".join(facts["warnings"])
+    said = "\n".join([*facts["warnings"], *(ability["why"] for ability in facts["abilities"])])
     for words in (
         "no NCCL", "GPUs differ", "knows nothing of a Voodoo 2", "older than Ampere",
         "not every GPU reaches", "/dev/shm has 64 MiB", "nothing overlaps", "links are assumed",
     ):  # fmt: skip
         assert words in said
     json.dumps(facts)
+
+
+def test_what_does_not_work_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {ability.what: ability for ability in abilities.abilities()}
+    assert there["ranks on CPUs (gloo)"].works and not there["ranks on CPUs (gloo)"].why
+    assert there["plan, sweep, verify, trace, graph"].works
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(abilities, "find_spec", lambda name: None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    absent = {a.what: a.why for a in abilities.abilities() if not a.works}
+    assert absent["plan, sweep, verify, trace, graph"].startswith("torch 2.4.1 is too old")
+    assert absent["ranks on CPUs (gloo)"] == "this torch was built without gloo"
+    assert absent["ranks on GPUs (NCCL)"].startswith("torch finds no GPU: see nvidia-smi")
+    assert absent["a config.json as target"].endswith("pip install 'autopar[hf]'")
+    assert absent["autopar.fabric_strategy()"].endswith("pip install lightning-fabric")
+    assert absent['backend="inductor"'].startswith("there is no C++ compiler")
+    printed = CliRunner().invoke(main.app, ["doctor"]).stdout
+    assert "not here ranks on CPUs (gloo): this torch was built without gloo" in printed
+
+
+def test_ranks_threads_and_shared_memory_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not started by torchrun" in CliRunner().invoke(main.app, ["doctor"]).stdout
+    for name, value in {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "5"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(machine, "_shared_memory", lambda: 64 << 20)
+    facts = machine.facts()
+    assert facts["ranks"] == {
+        "started_by_torchrun": True, "rank": 5, "running": 8, "on_node": 4, "gpus": 0,
+    }  # fmt: skip
+    said = "\n".join(facts["warnings"])
+    assert "4 ranks of 3 threads each share 8 cores" in said
+    assert "/dev/shm has 64 MiB: data loaders may fail" in said
+    out = io.StringIO()
+    description.print_facts(facts, Console(file=out, width=200))
+    assert "ranks    rank 5 of 8, 4 on this node, by torchrun" in out.getvalue()
+    assert "OMP_NUM_THREADS 3" in out.getvalue()
 
 
 def test_ranks_without_a_gpu_of_their_own_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_reasons_are_the_plans_own_figures(plan: Plan) -> None:
     explanation = explain_plan(plan)
     assert any(reason.startswith(f"{len(plan.meshes)} meshes") for reason in explanation.reasons)
+    turned = dataclasses.replace(plan, meshes=plan.meshes[::-1])
+    assert explain_plan(turned).meshes == explanation.meshes
     bounds = [mesh.seconds for mesh in explanation.meshes]
     assert bounds == sorted(bounds) and bounds[0] == min(s for _, s in plan.meshes)
     assert sum(c.bytes for c in explanation.collectives) == pytest.approx(plan.comm_bytes)
@@ -58,6 +60,9 @@ def test_a_subgraph_has_its_collectives_closed_form_and_alternatives(plan: Plan)
     assert node.module == "up" and node.splits == dict(
         zip(plan.mesh.names, plan.choices[node.node].splits, strict=True)
     )
+    named = explain_plan(plan, node.node).part
+    assert named is not None and [row.subgraph for row in named.rows] == ["up"]
+    assert named.formula == part.formula
     own = [c for c in plan.collectives if c.chain == "up"]
     assert sum(c.bytes for c in part.collectives) == pytest.approx(sum(c.bytes for c in own))
     assert set(part.stored) == {"p_up_weight", "p_up_bias"}
@@ -104,6 +109,8 @@ def test_names_of_several_layers() -> None:
         (autopar.Grid4D(x=2, data=2), "4d:x=2,y=1,z=1,data=2"),
         (autopar.Grid2D(4, 2), "atp:d1=4,d2=2,first=column"),
         (autopar.Grid25D(2, 2), "2.5d:q=2,d=2"),
+        (autopar.GridHSDP(2, 4), "hsdp:replicate=2,shard=4,tensor=1"),
+        (autopar.Grid25D(2, panels=False), "2.5d:q=2,d=1,panels=False"),  # which none reads
         ("fsdp", "fsdp"),
     ],
 )

@@ -60,6 +60,8 @@ def test_trace_as_facts() -> None:
     assert linear["shape"] == [16, 256] and linear["dtype"] == "float32"
     assert linear["module"] == "blocks.1.up" and linear["layout"] is None
     assert [node["kind"] for node in part["nodes"]].count("input") == 3
+    weight = next(node for node in part["nodes"] if node["name"] == "p_blocks_1_up_weight")
+    assert weight["kind"] == "input" and weight["shape"] == [256, 64]
     names = [node["name"] for node in part["nodes"]]
     assert all(operand in names for node in part["nodes"] for operand in node["operands"])
 

@@ -11,13 +11,17 @@ import typer
 
 from autopar.cli.command import report_errors
 from autopar.cli.doctor import examination
+from autopar.cli.doctor.description import print_facts
 from autopar.cli.doctor.machine import facts as facts_of_machine
-from autopar.cli.options import JsonOption, OutOption, RunOption
+from autopar.cli.options import JsonOption, OutOption, RunOption, SchemaOption
 from autopar.cli.terminal import console, print_json
 
 
 def doctor(
-    run: RunOption = False, out: OutOption = Path("out/doctor"), as_json: JsonOption = False
+    run: RunOption = False,
+    out: OutOption = Path("out/doctor"),
+    as_json: JsonOption = False,
+    json_schema: SchemaOption = False,
 ) -> None:
     """Say what is here and what will not work; with --run, or under torchrun, check it on all
     ranks: kernels, links, collectives, layouts against one device, a step as planned and measured.
@@ -33,4 +37,4 @@ def doctor(
         if as_json:
             print_json(facts)
         else:
-            examination.print_facts(facts, console())
+            print_facts(facts, console())

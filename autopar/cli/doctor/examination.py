@@ -1,6 +1,5 @@
 """An examination: the doctor's checks run one after the other on all ranks, and the report is
-written after each, so that a run which is cut off leaves its results. command.py calls `run` and
-`print_facts`.
+written after each, so that a run which is cut off leaves its results. command.py calls `run`.
 
 Example, on every rank:
 
@@ -43,6 +42,7 @@ from autopar.cli.doctor import (
     run_check,
     training,
 )
+from autopar.cli.doctor.description import SEVERAL
 from autopar.errors import RankError
 from autopar.ir.plan_table import format_bytes
 from autopar.world import json_file, store
@@ -126,7 +126,8 @@ def _machine_section(facts: Mapping[str, Any]) -> str:
         f"<li>{html.escape(str(device['name']))}, {format_bytes(device['memory_bytes'])}</li>"
         for device in facts["devices"]
     )
-    warnings = "".join(f"<li>{html.escape(line)}</li>" for line in facts["warnings"])
+    absent = [f"{a['what']}: {a['why']}" for a in facts["abilities"] if not a["works"]]
+    warnings = "".join(f"<li>{html.escape(line)}</li>" for line in (*absent, *facts["warnings"]))
     text = html.escape(json.dumps(facts, indent=1, default=str))
     return (
         f"<h2>Machine of rank 0</h2><ul>{devices}</ul>"
@@ -299,9 +300,6 @@ def table(results: list[Result]) -> Table:
     return grid
 
 
-SEVERAL = "torchrun --standalone --nproc-per-node 4 -m autopar doctor"
-
-
 def is_started_by_torchrun() -> bool:
     """Whether torchrun has started this process as one of its ranks. Then the checks run without an
     option that asks for them: torchrun would take `--run` for its own `--run-path`.
@@ -349,47 +347,3 @@ def check_all_ranks(examination: Examination) -> None:
     check("step", training.step)
     check("peak", training.peak)
     check("synchronisation", training.synchronisation)
-
-
-def print_facts(facts: dict[str, Any], out: Console) -> None:
-    """Print the facts of `machine.facts` for people."""
-    versions, where = facts["versions"], facts["environment"]
-    version_texts = [f"{name} {value}" for name, value in versions.items() if value]
-    terminal.print_line(out, "versions", ", ".join(version_texts))
-    for device in facts["devices"]:
-        terminal.print_line(out, "device", _device_text(device))
-    terminal.print_line(out, "modelled", _modelled_text(facts["world"]["device"]))
-    available = [name for name, is_there in facts["backends"].items() if is_there]
-    terminal.print_line(out, "backends", ", ".join(available) or "none")
-    shared = where["shared_memory_bytes"]
-    room = "no /dev/shm" if shared is None else f"/dev/shm {format_bytes(shared)}"
-    omp = os.environ.get("OMP_NUM_THREADS", "not set")
-    terminal.print_line(
-        out,
-        "host",
-        f"{where['cores']} cores, OMP_NUM_THREADS {omp}, {where['threads']} threads, {room}",
-    )
-    measured = "measured" if facts["world"]["calibrated"] else "assumed"
-    terminal.print_line(out, "world", f"{facts['world']['text']} ({measured})")
-    for line in facts["warnings"]:
-        out.print(f"[bold yellow]note    [/] {escape(line)}", soft_wrap=True)
-    terminal.print_line(
-        out, "next", f"{SEVERAL}  (three minutes at most; one rank without torchrun)"
-    )
-
-
-def _device_text(device: dict[str, Any]) -> str:
-    name = f"{device['index']}: {device['name']}" if "index" in device else device["name"]
-    text = f"{name}, {format_bytes(device['memory_bytes'])}"
-    if "known_as" in device:
-        text += f", capability {device['capability']}, planned as "
-        text += device["known_as"] or "an A100, as nothing is known of it"
-    return text
-
-
-def _modelled_text(device: dict[str, Any]) -> str:
-    rates = (f"{dtype} {rate / 1e12:.3g}" for dtype, rate in device["flop_per_s"].items())
-    return (
-        f"{device['name']}: TFLOP/s in {', '.join(rates)}; "
-        f"{device['memory_bytes_per_s'] / 1e9:.3g} GB/s of memory"
-    )

@@ -11,22 +11,21 @@ import os
 import platform
 import re
 import shutil
-import sys
 import warnings
+from dataclasses import asdict
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autopar.cli.doctor.abilities import abilities
 from autopar.errors import WorldError
 from autopar.world import Device, World
 from autopar.world.machines import known
 from autopar.world.world import CALIBRATED, calibrated
 
-LEAST_TORCH = (2, 11)  # as pyproject.toml says
 SHARED_BYTES = 2**30  # enough of /dev/shm for NCCL and data loaders
 _REPORTED_VARIABLES = re.compile(
     r"(NCCL|GLOO|TORCH_NCCL|RCCL|OMP)_\w+|CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES"
@@ -37,8 +36,8 @@ Facts = dict[str, Any]
 
 
 def facts() -> Facts:
-    """Return the description as JSON: "versions", "devices", "backends", "environment", "world",
-    "warnings".
+    """Return the description as JSON: "versions", "devices", "backends", "ranks", "environment",
+    "world", "abilities", "warnings".
 
     Example: facts()["versions"]["torch"] is "2.13.0"
     """
@@ -46,8 +45,10 @@ def facts() -> Facts:
         "versions": versions(),
         "devices": devices(),
         "backends": backends(),
+        "ranks": ranks(),
         "environment": environment(),
         "world": links(),
+        "abilities": [asdict(ability) for ability in abilities()],
         "warnings": shortcomings(),
     }
 
@@ -102,6 +103,19 @@ def backends() -> dict[str, bool]:
     return {**available, "mpi": dist.is_mpi_available()}
 
 
+def ranks() -> Facts:
+    """Return the ranks that run: this one's number, how many, how many on this node, and how many
+    GPUs the process sees.
+    """
+    return {
+        "started_by_torchrun": "WORLD_SIZE" in os.environ,
+        "rank": int(os.environ.get("RANK", "0")),
+        "running": int(os.environ.get("WORLD_SIZE", "1")),
+        "on_node": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    }
+
+
 def environment() -> Facts:
     """Return cores, threads, shared memory, and the variables that change what ranks do."""
     variables = {
@@ -140,8 +154,10 @@ def links() -> Facts:
 
 
 def shortcomings() -> list[str]:
-    """Return what will not work here or will be wrong, each with the reason and what to do."""
-    lines = [*_version_warnings(), *_device_warnings(), *_environment_warnings()]
+    """Return what will be wrong or slow here, each with the reason and what to do; `abilities` has
+    what will not work.
+    """
+    lines = [*_device_warnings(), *_environment_warnings()]
     return [line for line in lines if line]
 
 
@@ -181,36 +197,10 @@ def _shared_memory() -> int | None:
     return shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None
 
 
-def _version_warnings() -> list[str]:
-    lines = []
-    number = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if number < LEAST_TORCH:
-        least = ".".join(map(str, LEAST_TORCH))
-        lines.append(f"torch {torch.__version__} is too old: autopar needs {least} or newer")
-    if not dist.is_available():
-        lines.append("this torch has no torch.distributed: nothing runs on several ranks")
-    elif sys.platform != "linux":
-        lines.append(f"ranks were never tried on {sys.platform}: plan and verify work")
-    if find_spec("triton") is None and torch.cuda.is_available():
-        lines.append('triton is not installed: backend="inductor" does not work on GPUs')
-    if not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
-        lines.append('there is no C++ compiler: backend="inductor" does not work on CPUs')
-    return lines
-
-
 def _device_warnings() -> list[str]:
     if not torch.cuda.is_available():
-        built = torch.version.cuda or torch.version.hip
-        reason = (
-            "this torch was built for CPUs" if not built else "torch finds no GPU (see nvidia-smi)"
-        )
-        return [
-            f"{reason}: ranks run on gloo; kernels of GPUs, NCCL, the measured peak and the "
-            "synchronisation of a step are not looked at"
-        ]
+        return []
     lines = []
-    if dist.is_available() and not dist.is_nccl_available():
-        lines.append("this torch has no NCCL: ranks cannot send from GPUs")
     gpus = devices()
     names = list(dict.fromkeys(device["name"] for device in gpus))
     if len(names) > 1:
@@ -221,8 +211,6 @@ def _device_warnings() -> list[str]:
             f"the cost model knows nothing of a {unknown[0]} and takes it for an A100 with its own "
             "memory: measure it with `torchrun … -m autopar calibrate`"
         )
-    if any(float(device["capability"]) < 8 for device in gpus) and torch.version.hip is None:
-        lines.append("a GPU older than Ampere has no bfloat16 products and no flash attention")
     if not all(all(row) for row in _peers()):
         lines.append("not every GPU reaches every other: links are taken for PCIe through the host")
     return lines
@@ -231,15 +219,22 @@ def _device_warnings() -> list[str]:
 def _environment_warnings() -> list[str]:
     lines = []
     shared = _shared_memory()
-    if shared is not None and shared < SHARED_BYTES and torch.cuda.is_available():
+    if shared is not None and shared < SHARED_BYTES:
+        users = "NCCL may fail to start" if torch.cuda.is_available() else "data loaders may fail"
         lines.append(
-            f"/dev/shm has {shared / 2**20:,.0f} MiB: NCCL may fail to start; give a container "
-            "--shm-size=1g or more"
+            f"/dev/shm has {shared / 2**20:,.0f} MiB: {users}; give a container --shm-size=1g or "
+            "more"
         )
     if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
         lines.append(
             f"OMP_NUM_THREADS is not set: each rank takes {torch.get_num_threads()} threads, and "
             "ranks of one machine wait for one another; set it to 1"
+        )
+    cores, here = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if "OMP_NUM_THREADS" in os.environ and here * torch.get_num_threads() > cores:
+        lines.append(
+            f"{here} ranks of {torch.get_num_threads()} threads each share {cores} cores and wait "
+            "for one another: a smaller OMP_NUM_THREADS, down to 1, is faster"
         )
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         lines.append("CUDA_LAUNCH_BLOCKING is set: nothing overlaps, every time is too long")
