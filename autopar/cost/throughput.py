@@ -2,7 +2,8 @@
 that goes into the model.
 
 Example: 2.79 M tokens/s, 43 % model FLOPs utilisation, ± 7 % by published runs. A plan of this
-process and its inputs enter, `Throughput` leaves. Called by terminal.py.
+process and its inputs enter, `Throughput` leaves. Called by cli/, report/ and
+runtime/training/step_stats.py.
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ class Throughput:
         return f"{format_count(round(self.rate))} {self.unit}/s, {share}{error}"
 
 
-def throughput(plan: Plan, inputs: Any) -> Throughput | None:
-    """Return what a plan of this process gives for these inputs; None for inputs without a batch,
-    and for a plan from a file.
+def throughput(plan: Plan, inputs: Any, seconds: float | None = None) -> Throughput | None:
+    """Return what a plan of this process gives for these inputs, by its modelled step, or by a step
+    of so many `seconds`, which has no error; None for inputs without a batch, and for a plan from a
+    file.
     """
-    step = plan.overlapped or plan.seconds
+    step = (plan.overlapped or plan.seconds) if seconds is None else seconds
     batch = _batch(inputs)
     if plan.context is None or batch is None or not step:
         return None
     count, unit = batch
     device = plan.world.device
     ideal_seconds = _ideal_seconds(plan.context.source, device) / plan.world.ranks
-    return Throughput(count / step, unit, ideal_seconds / step, _off(device))
+    return Throughput(
+        count / step, unit, ideal_seconds / step, _off(device) if seconds is None else None
+    )
 
 
 def _batch(inputs: Any) -> tuple[int, str] | None:

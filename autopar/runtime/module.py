@@ -32,6 +32,7 @@ from autopar.runtime.training.other_calls import OtherCalls
 from autopar.runtime.training.parts import hold, own_tensors
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
 from autopar.runtime.training.step_graph import Seed, StepGraph, timelines
+from autopar.runtime.training.step_stats import StepClock, StepStats, stats
 from autopar.runtime.training.stored import StoredTensors, cut_state
 from autopar.world import ranks
 
@@ -98,7 +99,7 @@ class ParallelModule(nn.Module):
         place = self._coordinate, device, device_mesh
         self._stored = StoredTensors(self, self._layout_of, *place, self._first.empty(tensors))
         self.register_load_state_dict_pre_hook(cut_state)
-        self._copies = itertools.count()
+        self._copies, self._clock = itertools.count(), StepClock()
         self.train(program.signature.training)
 
     # -- its tensors -------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class ParallelModule(nn.Module):
         twin._load_state_dict_pre_hooks.clear()  # torch binds them to the module they were made for
         twin.register_load_state_dict_pre_hook(cut_state)
         twin._stored = self._stored.of(twin)
-        twin._copies = itertools.count()
+        twin._copies, twin._clock = itertools.count(), StepClock()
         twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
         return twin
 
@@ -346,6 +347,8 @@ class ParallelModule(nn.Module):
             raise
         inputs = (leaves[e.position] for e in graph.user_inputs if e.position is not None)
         self._watch.count_call([x for x in inputs if not isinstance(x, DTensor)])
+        if graph is self._first and torch.is_grad_enabled():
+            self._clock.count()
         return graph, values
 
     def _graph_for(self, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
@@ -377,6 +380,18 @@ class ParallelModule(nn.Module):
         Raises InputError as a call does, PlanError where another backend runs it, or on GPUs.
         """
         return timelines(self, 1, args, kwargs)[0]
+
+    def stats(self) -> StepStats | None:
+        """Return seconds of a step, tokens/s, utilisation and peak memory since the last look,
+        beside those of the plan; None before the second step. On GPUs it waits for all that runs.
+
+        >>> import autopar
+        >>> x = torch.ones(4, 8)
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (x,))
+        >>> [par(x).sum().backward() for _ in range(4)] and par.stats().steps
+        3
+        """
+        return stats(self.plan, self._clock, self._device)
 
     def _repr_html_(self) -> str:
         return self.plan._repr_html_()
