@@ -11,8 +11,8 @@ from autopar.errors import (
     VerificationError,
     WorldError,
 )
-from autopar.ir.graph import listing
 from autopar.ir.plan import Plan
+from autopar.ir.show import listing
 from autopar.ops.rules.user_rules import rule
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP
 from autopar.runtime.dynamo_backend import backend

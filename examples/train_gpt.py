@@ -29,7 +29,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.graph import listing
 from gpt import GPT
 
 LIMIT = 1e-4  # largest relative difference of a loss from the single device's
@@ -218,7 +217,7 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.json")
     plan.report(folder / "report.html", "the demo's GPT")
-    (folder / "graph.txt").write_text(listing(par.graph), encoding="utf-8")
+    (folder / "graph.txt").write_text(par.listing(), encoding="utf-8")
     plot(folder / "loss.png", comparison)
 
 

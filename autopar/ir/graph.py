@@ -5,8 +5,7 @@ Example: for a matmul in the third layer, `module_path(node)` is "blocks.2.mlp.u
 `block_of(node)` is "blocks.2"; `where(node)` is how an error message names it.
 
 The first part reads graphs, the second writes them: `made` and `computed` add calls whose
-`meta["val"]` is set, `reorder` and `ordered` move nodes. The last is `listing`, a rewritten graph
-as people read it: "mm_3 = mm(view_2, t_3)   # x:S(1)".
+`meta["val"]` is set, `reorder` and `ordered` move nodes. show.py prints graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 
 from torch import fx
 
-from autopar._compat import OpOverload
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
 
@@ -254,85 +252,3 @@ def ordered(graph: fx.Graph) -> bool:
         cursor.append(node)
         cursor = node
     return True
-
-
-# -- as text ---------------------------------------------------------------------------------------
-_HIDDEN_ARGUMENTS = ("mesh", "coordinate")
-
-
-def listing(module: fx.GraphModule) -> str:
-    """Return the graph as text: `name = function(operands)   # layout`, with a headline wherever
-    the subgraph changes. `module` is any fx graph, such as `par.graph`.
-
-    >>> import torch
-    >>> print(listing(fx.symbolic_trace(torch.nn.ReLU())))
-    input input_1
-       relu = relu(input_1, inplace=False)
-    <BLANKLINE>
-    return relu
-    <BLANKLINE>
-
-    `>>` in front marks communication. The mesh, which every line would repeat, is left out. Raises
-    AttributeError where `module` has no graph.
-    """
-    return "\n".join(_listing_lines(module)) + "\n"
-
-
-def _listing_lines(module: fx.GraphModule) -> list[str]:
-    """Return the lines of a graph and its headlines."""
-    lines: list[str] = []
-    chain: str | None = None
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            continue
-        if called(module, node):
-            lines.extend(_block_lines(module, node))
-            continue
-        if node.op == "call_function" and node.meta.get("chain") not in (None, chain):
-            chain = node.meta["chain"]
-            lines.append(f"\n# {chain}")
-        lines.append(_node_line(node))
-    return lines
-
-
-def _block_lines(module: fx.GraphModule, node: fx.Node) -> list[str]:
-    """Return the lines of a call of a subgraph, which is computed or gathered again in the
-    backward: its arguments, and its own lines indented.
-    """
-    (block,) = called(module, node)
-    arguments = ", ".join(str(a) for a in node.args[2:])
-    inner = "\n".join(line for line in _listing_lines(block) if not line.startswith("input "))
-    indented = [f"    {line}" if line else "" for line in inner.split("\n")]
-    return [f"\n   {node.name} = {_function_name(node.target)}({arguments}):", *indented]
-
-
-def _node_line(node: fx.Node) -> str:
-    """Return the line of one node."""
-    if node.op == "placeholder":
-        return f"input {node.name}"
-    if node.op == "output":
-        return f"\nreturn {_argument_text(node.args[0])}"
-    arguments = [_argument_text(a) for a in node.args]
-    arguments += [
-        f"{k}={_argument_text(v)}"
-        for k, v in node.kwargs.items()
-        if k not in _HIDDEN_ARGUMENTS and v is not None
-    ]
-    mark = ">> " if "step" in node.meta else "   "
-    layout = node.meta.get("layout")
-    note = f"   # {layout}" if layout is not None else ""
-    return f"{mark}{node.name} = {_function_name(node.target)}({', '.join(arguments)}){note}"
-
-
-def _function_name(target: Any) -> str:
-    """Return the name of a node's function, without the namespace of ATen."""
-    if isinstance(target, OpOverload):
-        return target._schema.name.removeprefix("aten::")
-    return getattr(target, "__name__", str(target))
-
-
-def _argument_text(value: Any) -> str:
-    """Return an argument as text."""
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_argument_text(v) for v in value) + "]"
-    return str(value)

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from torch import fx
 
 from autopar.ir.program import Program
+from autopar.passes.log import note
 from autopar.passes.overlap import DerivedGraph, GraphFacts, facts_of
 from autopar.world import World
 
@@ -78,9 +79,13 @@ class PassManager:
         start = time.perf_counter()
         result = step(given)
         check(result)
+        seconds, graph = time.perf_counter() - start, None
         if isinstance(result, Program):
-            self.graphs[name] = result.module
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.graphs[name], graph = result.module, result.module.graph
+        elif isinstance(result, DerivedGraph):
+            graph = result.graph
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        note(name, graph, seconds)
         return result
 
     def run_all(self, passes: Iterable[Pass], program: Program, world: World) -> Program:

@@ -24,22 +24,22 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, without_autocast
 from autopar.passes.trace.signature import NO_GENERATION
-from autopar.runtime.profiler import MeasuredStep
+from autopar.runtime.inspection import Inspection
 from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
 from autopar.runtime.training.initialize import init_weights
 from autopar.runtime.training.inputs_watch import InputsWatch
 from autopar.runtime.training.other_calls import OtherCalls
 from autopar.runtime.training.parts import hold, own_tensors
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
-from autopar.runtime.training.step_graph import Seed, StepGraph, timelines
-from autopar.runtime.training.step_stats import StepClock, StepStats, stats
+from autopar.runtime.training.step_graph import Seed, StepGraph
+from autopar.runtime.training.step_stats import StepClock
 from autopar.runtime.training.stored import StoredTensors, cut_state
 from autopar.world import ranks
 
 _RESERVED_NAMES = ("graph", "graphs", "plan")
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Inspection, nn.Module):
     """A model that trains on all ranks of a mesh as the original trains on one. `apply` and
     `parallelize` make it.
 
@@ -363,38 +363,6 @@ class ParallelModule(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Raise InputError: a plan is for training steps, all of one shape."""
         raise InputError(NO_GENERATION)
-
-    def timeline(self, *args: Any, **kwargs: Any) -> MeasuredStep:
-        """Return how a step on these inputs runs on this rank, forward and backward: every op,
-        every collective with its node and bytes, every wait, in seconds; `save(path)` writes it for
-        Perfetto.
-
-        >>> import autopar
-        >>> x = torch.ones(4, 8)
-        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (x,))
-        >>> par.timeline(x).seconds > 0
-        True
-
-        Collective, on gloo; some steps are run, but gradients and buffers are left as they are. The
-        backward is that of the first scalar that the model returns, else of all that it returns.
-        Raises InputError as a call does, PlanError where another backend runs it, or on GPUs.
-        """
-        return timelines(self, 1, args, kwargs)[0]
-
-    def stats(self) -> StepStats | None:
-        """Return seconds of a step, tokens/s, utilisation and peak memory since the last look,
-        beside those of the plan; None before the second step. On GPUs it waits for all that runs.
-
-        >>> import autopar
-        >>> x = torch.ones(4, 8)
-        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (x,))
-        >>> [par(x).sum().backward() for _ in range(4)] and par.stats().steps
-        3
-        """
-        return stats(self.plan, self._clock, self._device)
-
-    def _repr_html_(self) -> str:
-        return self.plan._repr_html_()
 
 
 NUMBERS = itertools.count()  # numbers the modules of this process

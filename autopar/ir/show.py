@@ -1,0 +1,214 @@
+"""Graphs as people read them: a line a node, with its layout, and what a pass changed.
+
+Example: listing(par.graph) has lines such as ">> all_gather_2 = all_gather(mul_1)   # x:S(1)", and
+difference(before, after) those that a pass added and took away. A graph enters, text leaves;
+`autopar.listing`, `par.listing` and `par.diff` are these functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar._compat import OpOverload
+from autopar.errors import PlanError
+from autopar.ir.graph import alike, block_name, called, chain_name, module_path, numbered_block
+from autopar.ir.layout import Layout
+
+_HIDDEN_ARGUMENTS = ("mesh", "coordinate")
+Block = tuple[str, int]
+
+
+def listing(
+    module: fx.GraphModule, pattern: str = "", shapes: bool = False, fold: bool = False
+) -> str:
+    """Return the graph as text: `name = function(operands)   # layout`, with a headline wherever
+    the subgraph changes. `module` is any fx graph, such as `par.graph`.
+
+    >>> import torch
+    >>> print(listing(fx.symbolic_trace(torch.nn.ReLU())))
+    input input_1
+       relu = relu(input_1, inplace=False)
+    <BLANKLINE>
+    return relu
+    <BLANKLINE>
+
+    `pattern`: only subgraphs and modules of this name, "blocks.0", and what lies below. `shapes`:
+    each line has the dtype and the shape, of a rank's part and, where that differs, of the whole.
+    `fold`: of blocks that are alike the first one is shown. `>>` in front marks communication. The
+    mesh, which every line would repeat, is left out. Raises PlanError where `pattern` names
+    nothing, AttributeError where `module` has no graph.
+    """
+    hidden = _folded(module) if fold else {}
+    lines = list(_lines(module, pattern, shapes, hidden))
+    if pattern and not lines:
+        names = dict.fromkeys(_subgraph(n) for n in module.graph.nodes if n.op == "call_function")
+        raise PlanError(
+            f"{pattern!r} names no subgraph of the graph; it has {', '.join([*names][:12])}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def difference(before: fx.GraphModule, after: fx.GraphModule) -> str:
+    """Return the lines that differ between two graphs of one model, "-" what was and "+" what is,
+    below the subgraph that they belong to; "" where none does.
+    """
+    first, second = (list(_headed(listing(module))) for module in (before, after))
+    matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)
+    lines: list[str] = []
+    head = ""
+    for tag, start, end, other_start, other_end in matcher.get_opcodes():
+        if tag == "equal":
+            continue
+        changed = [("-", x) for x in first[start:end]] + [
+            ("+", x) for x in second[other_start:other_end]
+        ]
+        for sign, (chain, line) in changed:
+            if chain != head:
+                head = chain
+                lines.append(f"# {chain}")
+            lines.append(f"{sign} {line}")
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _headed(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a listing, each with the headline that it stands below."""
+    head = ""
+    for line in text.splitlines():
+        if line.startswith("# "):
+            head = line[2:]
+        elif line.strip():
+            yield head, line
+
+
+# -- lines -----------------------------------------------------------------------------------------
+def _lines(
+    module: fx.GraphModule, pattern: str, shapes: bool, hidden: dict[str, str]
+) -> Iterator[str]:
+    """Yield the lines of a graph and its headlines. `hidden`: blocks that are not shown, with the
+    line that stands for them, "" for none.
+    """
+    chain: str | None = None
+    for node in module.graph.nodes:
+        if node.op == "get_attr" or (pattern and not _fits(node, pattern)):
+            continue
+        if node.op == "placeholder" and _is_hidden_parameter(node.name, hidden):
+            continue
+        block = numbered_block(_subgraph(node)) if node.op == "call_function" else None
+        if block is not None and block_name(block) in hidden:
+            line = hidden[block_name(block)]
+            if line and line != chain:
+                chain = line
+                yield f"\n# {line}"
+            continue
+        if called(module, node):
+            yield from _block_lines(module, node, shapes)
+            continue
+        if node.op == "call_function" and node.meta.get("chain") not in (None, chain):
+            chain = node.meta["chain"]
+            yield f"\n# {chain}"
+        yield _node_line(node, shapes)
+
+
+def _is_hidden_parameter(name: str, hidden: dict[str, str]) -> bool:
+    """Whether a placeholder is a parameter or a buffer of a block that is not shown."""
+    return any(name[1:].startswith(f"_{block.replace('.', '_')}_") for block in hidden)
+
+
+def _subgraph(node: fx.Node) -> str:
+    return str(node.meta.get("chain") or chain_name(node))
+
+
+def _fits(node: fx.Node, pattern: str) -> bool:
+    if node.op != "call_function":
+        return False
+    names = node.name, _subgraph(node), module_path(node)
+    return any(fnmatch.fnmatch(name, p) for name in names for p in (pattern, f"{pattern}.*"))
+
+
+def _folded(module: fx.GraphModule) -> dict[str, str]:
+    """Return the blocks that are like one before them, each with the line that stands for all of
+    its run, at the first of them.
+    """
+    looks: dict[Block, list[Any]] = {}
+    for node in module.graph.nodes:
+        block = numbered_block(_subgraph(node)) if node.op == "call_function" else None
+        if block is not None:
+            looks.setdefault(block, []).append((_function_name(node.target), _note(node, True)))
+    hidden: dict[str, str] = {}
+    for run in alike({block: tuple(look) for block, look in looks.items()}):
+        (path, first), last = run[0], run[-1][1]
+        numbers = f"{first + 1}-{last}" if last > first + 1 else f"{last}"
+        for block in run[1:]:
+            hidden[block_name(block)] = f"{path}.{numbers} as {path}.{first}".lstrip(".")
+    return hidden
+
+
+def _block_lines(module: fx.GraphModule, node: fx.Node, shapes: bool) -> list[str]:
+    """Return the lines of a call of a subgraph, which is computed or gathered again in the
+    backward: its arguments, and its own lines indented.
+    """
+    (block,) = called(module, node)
+    arguments = ", ".join(str(a) for a in node.args[2:])
+    lines: Iterable[str] = _lines(block, "", shapes, {})
+    inner = "\n".join(line for line in lines if not line.startswith("input "))
+    indented = [f"    {line}" if line else "" for line in inner.split("\n")]
+    return [f"\n   {node.name} = {_function_name(node.target)}({arguments}):", *indented]
+
+
+def _node_line(node: fx.Node, shapes: bool) -> str:
+    """Return the line of one node."""
+    if node.op == "placeholder":
+        return f"input {node.name}" + (_note(node, shapes) if shapes else "")
+    if node.op == "output":
+        return f"\nreturn {_argument_text(node.args[0])}"
+    arguments = [_argument_text(a) for a in node.args]
+    arguments += [
+        f"{k}={_argument_text(v)}"
+        for k, v in node.kwargs.items()
+        if k not in _HIDDEN_ARGUMENTS and v is not None
+    ]
+    mark = ">> " if "step" in node.meta else "   "
+    call = f"{_function_name(node.target)}({', '.join(arguments)})"
+    return f"{mark}{node.name} = {call}{_note(node, shapes)}"
+
+
+def _note(node: fx.Node, shapes: bool) -> str:
+    """Return what stands behind a node: its layout, with `shapes` its dtype and shapes, too."""
+    layout, value = node.meta.get("layout"), node.meta.get("val")
+    parts = []
+    if shapes:
+        dtype = value.dtype if isinstance(value, torch.Tensor) else node.meta.get("dtype")
+        if dtype is not None:
+            parts.append(str(dtype).removeprefix("torch."))
+        if isinstance(layout, Layout):
+            whole = "" if layout.local_shape == layout.shape else f" of {_size(layout.shape)}"
+            parts.append(_size(layout.local_shape) + whole)
+        elif isinstance(value, torch.Tensor):
+            parts.append(_size(tuple(value.shape)))
+    if layout is not None:
+        parts.append(str(layout))
+    return f"   # {' '.join(parts)}" if parts else ""
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _function_name(target: Any) -> str:
+    """Return the name of a node's function, without the namespace of ATen."""
+    if isinstance(target, OpOverload):
+        return target._schema.name.removeprefix("aten::")
+    return getattr(target, "__name__", str(target))
+
+
+def _argument_text(value: Any) -> str:
+    """Return an argument as text."""
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_argument_text(v) for v in value) + "]"
+    return str(value)
