@@ -127,7 +127,8 @@ def _node_text(alike: list[NodeStates]) -> str:
     more = f" and {len(alike) - _MOST_NAMES} more" if len(alike) > _MOST_NAMES else ""
     splits = " ".join(f"{axis}→{what}" for axis, what in states.splits.items()) or "one rank"
     operands = ", ".join(text or "-" for text in states.operands)
-    return f"{names}{more}: {splits}; ({operands}) → ({', '.join(states.results)})"
+    took = "" if states.seconds is None else f"; computes for {format_seconds(states.seconds)}"
+    return f"{names}{more}: {splits}; ({operands}) → ({', '.join(states.results)}){took}"
 
 
 def _print_rest(out: Console, name: str, count: int) -> None:
