@@ -121,6 +121,7 @@ def test_what_cannot_be_explained(saved: str) -> None:
     )
     text = refused("explain", saved, "--target", "test_cli:tiny_of", "--batch", "8x64")
     assert text.startswith("PlanError: ")
+    assert "--batch 8x64: it is the target's" in refused("explain", saved, "--batch", "8x64")
 
 
 def test_names_of_several_layers() -> None:
