@@ -24,7 +24,7 @@ LATER = (
     *("planner/quick_search", "planner/plan_cache", "cost/throughput", "ir/plan_view", "ir/show"),
     *("cli/huggingface", "cli/command", "cli/compare", "cli/explain", "cli/reasons", "cli/sweep"),
     *("cli/trace", "cli/graph", "cli/verify", "cli/show", "cli/calibrate", "cli/advise"),
-    *("cli/schema", "doctor/command", "doctor/abilities", "doctor/description"),
+    *("cli/schema", "cli/plan", "doctor/command", "doctor/abilities", "doctor/description"),
 )
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 

@@ -23,6 +23,7 @@ from autopar.cli.reasons import (
     row_seconds,
 )
 from autopar.cli.terminal import console, print_json, print_line, watch_progress
+from autopar.errors import PlanError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_seconds
 from autopar.runtime.apply import renew_plan
@@ -60,6 +61,8 @@ def explain(
     """
     with report_errors(as_json):
         plan = Plan.load(path)
+        if batch is not None and target is None:
+            raise PlanError(f"--batch {batch}: it is the target's; name that too, with --target")
         if target is not None:
             built = build_target(target, batch, plan.world.ranks)
             renewing = f"tracing {built.name}"
@@ -127,7 +130,8 @@ def _node_text(alike: list[NodeStates]) -> str:
     more = f" and {len(alike) - _MOST_NAMES} more" if len(alike) > _MOST_NAMES else ""
     splits = " ".join(f"{axis}→{what}" for axis, what in states.splits.items()) or "one rank"
     operands = ", ".join(text or "-" for text in states.operands)
-    return f"{names}{more}: {splits}; ({operands}) → ({', '.join(states.results)})"
+    took = "" if states.seconds is None else f"; computes for {format_seconds(states.seconds)}"
+    return f"{names}{more}: {splits}; ({operands}) → ({', '.join(states.results)}){took}"
 
 
 def _print_rest(out: Console, name: str, count: int) -> None:

@@ -45,7 +45,7 @@ def names_config(text: str) -> bool:
     >>> names_config("my-model/config.json"), names_config("gpt2"), names_config("mine:make")
     (True, False, False)
     """
-    return text.endswith(".json") or Path(text).is_dir()
+    return text.endswith(".json") or (text != "" and Path(text).is_dir())
 
 
 def build(

@@ -14,13 +14,18 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from torch import fx
+
 from autopar.cli.options import GRIDS, read_layout
+from autopar.cost.communication import sent_collectives
 from autopar.cost.formula import Formula
+from autopar.cost.summary import compute_seconds_by_node
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.graph import chain_name, module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Choice, Plan
-from autopar.ir.plan_table import Row, format_bytes, format_seconds
+from autopar.ir.plan_table import Collective, Row, format_bytes, format_seconds
+from autopar.planner.named_layouts import candidates
 from autopar.planner.why import Why
 
 _MOST_MESHES, _MOST_ROWS = 6, 5  # lines of each kind
@@ -50,8 +55,9 @@ class CollectiveSum:
 
 @dataclasses.dataclass(frozen=True)
 class NodeStates:
-    """A node: its module ("" where the target was not traced), what each axis splits, and the
-    states of its operands and results, one an axis; None for an operand without one.
+    """A node: its module, what each axis splits, the states of its operands and results, one an
+    axis (None for an operand without one), and the seconds of its computation, backward included.
+    Where the target was not traced, `module` is "" and `seconds` None.
     """
 
     node: str
@@ -59,12 +65,14 @@ class NodeStates:
     splits: dict[str, str]
     operands: tuple[str | None, ...]
     results: tuple[str, ...]
+    seconds: float | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What a pattern names: nodes, stored parameters, and the lines of the table that they are in,
-    with the collectives of these. `formula` (text) and `why` (`planner.why.Why.facts`) are None
+    with the collectives of these; of one node alone, by its name, those of its operands and
+    results. `formula` (text) and `why` (`planner.why.Why.facts`) are None
     where the target was not traced, or the pattern names no subgraph or no choice.
     """
 
@@ -109,7 +117,7 @@ def explain_plan(plan: Plan, pattern: str | None = None) -> Explanation:
     return Explanation(
         plan.layout, str(plan.mesh) or "one rank", str(plan.world), plan.seconds, plan.overlapped,
         tuple(_reasons(plan)), tuple(meshes[:_MOST_MESHES]), tuple(costliest),
-        _collective_sums(plan), None if pattern is None else _part(plan, pattern),
+        _collective_sums(plan.collectives), None if pattern is None else _part(plan, pattern),
     )  # fmt: skip
 
 
@@ -144,14 +152,12 @@ def _reasons(plan: Plan) -> Iterable[str]:
     yield from (*plan.notes, *plan.changed_figures)
 
 
-def _collective_sums(plan: Plan, chains: Iterable[str] | None = None) -> tuple[CollectiveSum, ...]:
-    """Return the plan's collectives, those of these subgraphs, equal ones together, by seconds."""
+def _collective_sums(collectives: Iterable[Collective]) -> tuple[CollectiveSum, ...]:
+    """Return equal collectives together, those that take most seconds first."""
     sums: dict[tuple[str, tuple[str, ...], bool], list[tuple[float, float]]] = {}
-    wanted = None if chains is None else set(chains)
-    for each in plan.collectives:
-        if wanted is None or each.chain in wanted:
-            key = each.kind, each.axes, each.backward
-            sums.setdefault(key, []).append((each.bytes, each.seconds))
+    for each in collectives:
+        key = each.kind, each.axes, each.backward
+        sums.setdefault(key, []).append((each.bytes, each.seconds))
     lines = [
         CollectiveSum(*key, len(parts), *(float(sum(column)) for column in zip(*parts)))
         for key, parts in sums.items()
@@ -177,9 +183,14 @@ def _part(plan: Plan, pattern: str) -> Part:
             f"{', '.join(row.subgraph for row in plan.rows[:12])}; nodes such as "
             f"{', '.join(list(plan.choices)[:4])}"
         )
-    states = tuple(_states(plan, name, module) for name, module in nodes.items())
-    collectives = _collective_sums(plan, chains)
-    formula, answer = _formula(plan, chains), _why(plan, pattern) if nodes else None
+    seconds: dict[str, float] = {}
+    own = [each for each in plan.collectives if each.chain in chains]
+    if plan.context is not None:
+        seconds = compute_seconds_by_node(plan.context.program, plan.world)
+        own = _at_nodes(plan, {pattern}) if pattern in nodes else own
+    states = tuple(_states(plan, name, module, seconds.get(name)) for name, module in nodes.items())
+    collectives = _collective_sums(own)
+    formula, answer = _formula(plan, pattern, chains), _why(plan, pattern) if nodes else None
     facts = None if answer is None else answer.facts()
     text = None if formula is None else str(formula)
     return Part(pattern, states, stored, rows, collectives, text, facts)
@@ -193,20 +204,14 @@ def _nodes(plan: Plan, pattern: str) -> dict[str, str]:
     return {
         node.name: module_path(node)
         for node in nodes
-        if fnmatch.fnmatch(node.name, pattern)
-        or fnmatch.fnmatch(module_path(node), pattern)
-        or fnmatch.fnmatch(module_path(node), pattern + ".*")
+        if fnmatch.fnmatch(node.name, pattern) or _fits(module_path(node), pattern)
     }
 
 
 def _chains(plan: Plan, pattern: str, nodes: dict[str, str]) -> set[str]:
     """Return the subgraphs that a pattern names, and those of these nodes."""
     names = {name for row in plan.rows for name in expand(row.subgraph)}
-    chains = {
-        name
-        for name in names
-        if fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, pattern + ".*")
-    }
+    chains = {name for name in names if _fits(name, pattern)}
     if plan.context is not None and not chains:
         graph = plan.context.source.module.graph
         chains = {chain_name(n) for n in graph.nodes if n.name in nodes} & names
@@ -226,11 +231,28 @@ def expand(subgraph: str) -> list[str]:
     return [f"{before}{number}{after}" for number in range(int(match[1]), int(match[2]) + 1)]
 
 
-def _states(plan: Plan, name: str, module: str) -> NodeStates:
+def _at_nodes(plan: Plan, names: set[str]) -> list[Collective]:
+    """Return the collectives within these nodes, of their results, and of their operands."""
+    assert plan.context is not None
+    sent = sent_collectives(plan.context.program)
+    pairs = zip(sent, plan.collectives, strict=True)
+    return [collective for each, collective in pairs if _touches(each.node, names)]
+
+
+def _touches(node: fx.Node, names: set[str]) -> bool:
+    """Whether a node of the rewritten graph stands for one of these or reshards for one."""
+    readers = [user for user in node.users if "step" in node.meta]
+    return node.meta.get("source", node.name) in names or any(
+        _touches(reader, names) if "step" in reader.meta else reader.meta.get("source") in names
+        for reader in readers
+    )
+
+
+def _states(plan: Plan, name: str, module: str, seconds: float | None) -> NodeStates:
     choice: Choice = plan.choices[name]
     operands = tuple(None if layout is None else _text(layout) for layout in choice.operands)
     splits = dict(zip(plan.mesh.names, choice.splits))
-    return NodeStates(name, module, splits, operands, tuple(map(_text, choice.results)))
+    return NodeStates(name, module, splits, operands, tuple(map(_text, choice.results)), seconds)
 
 
 def _text(layout: Layout) -> str:
@@ -238,25 +260,38 @@ def _text(layout: Layout) -> str:
     return " ".join(f"{axis}:{state}" for axis, state in pairs) or "unsharded"
 
 
-def _formula(plan: Plan, chains: set[str]) -> Formula | None:
-    """Return the closed form of what the subgraphs move, where one pattern names just them."""
-    if plan.context is None or not chains:
+def _formula(plan: Plan, pattern: str, chains: set[str]) -> Formula | None:
+    """Return the closed form of what the subgraphs move: those that the pattern names, else the one
+    that its nodes are in.
+    """
+    if plan.context is None:
         return None
-    pattern = next(iter(chains))
-    if len(chains) > 1:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", pattern)
-    return plan.formula(pattern)
+    known = {chain.name for chain in plan.context.program.chains}
+    chains = chains & (known | {each.chain for each in plan.collectives})
+    if any(_fits(name, pattern) for name in chains):
+        return plan.formula(pattern)
+    return plan.formula(next(iter(chains))) if len(chains) == 1 else None
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern names a module or a subgraph, or what that lies below."""
+    return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, pattern + ".*")
 
 
 def _why(plan: Plan, pattern: str) -> Why | None:
-    """Return the alternatives, where the plan's layout is known and the search can be made."""
+    """Return the alternatives, where the plan's layout is known, its mesh is one of that layout's,
+    and the pattern is one that `Plan.why` takes.
+    """
     if plan.context is None:
         return None
     try:
         layout = read_layout(_grid_text(plan.layout))
-    except LayoutError:
+        meshes = candidates(layout, plan.world.ranks, plan.context.source)
+        if all(mesh != plan.mesh for mesh, _ in meshes):
+            return None
+        return dataclasses.replace(plan.context, layout=layout).why(pattern)
+    except (LayoutError, PlanError):
         return None
-    return dataclasses.replace(plan.context, layout=layout).why(pattern)
 
 
 def _grid_text(layout: str) -> str:

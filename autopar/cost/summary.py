@@ -279,20 +279,30 @@ def _collective_text(step_collectives: list[Collective]) -> str:
     )
 
 
-def _compute_seconds(program: Program, world: World) -> dict[str, float]:
-    """Return for every subgraph the seconds of its computation, recomputation included."""
+def compute_seconds_by_node(program: Program, world: World) -> dict[str, float]:
+    """Return for every node with a choice the seconds of its computation on one rank, forward and
+    backward, without what runs again.
+    """
     plan, notes = program.plan, program.annotations
     assert plan is not None and notes is not None
-    total: dict[str, float] = defaultdict(float)
     dtypes = {_source(n): _dtype(n) for n, _ in every_node(program.module) if _computes(n)}
-    chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
+    seconds: dict[str, float] = {}
     for name, choice in plan.choices.items():
         parts = _part_count(plan, choice.splits, notes.specs[name].sizes)
         strategy = Strategy((), choice.operands, choice.results, parts)
         gradient = (name, 0) in notes.gradient
         if name in dtypes:
-            seconds = node_seconds(notes.specs[name], strategy, dtypes[name], gradient, world)
-            total[chain_of[name]] += seconds
+            rule = notes.specs[name]
+            seconds[name] = node_seconds(rule, strategy, dtypes[name], gradient, world)
+    return seconds
+
+
+def _compute_seconds(program: Program, world: World) -> dict[str, float]:
+    """Return for every subgraph the seconds of its computation, recomputation included."""
+    total: dict[str, float] = defaultdict(float)
+    chain_of = {name: chain.name for chain in program.chains for name in chain.nodes}
+    for name, seconds in compute_seconds_by_node(program, world).items():
+        total[chain_of[name]] += seconds
     for chain, seconds in _again_seconds(program, world).items():
         total[chain] += seconds
     return total

@@ -247,7 +247,7 @@ def test_world_json_is_read_where_none_is_named(
     ],
 )
 def test_layouts_as_text(text: str, layout: Any) -> None:
-    assert main.read_layout(text) == layout
+    assert options.read_layout(text) == layout
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_layouts_as_text(text: str, layout: Any) -> None:
 )
 def test_layouts_that_are_none(text: str, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        main.read_layout(text)
+        options.read_layout(text)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,31 @@ def test_a_subgraph_has_its_collectives_closed_form_and_alternatives(plan: Plan)
     assert part.why is not None and part.why["runners"]
 
 
+def test_a_node_has_the_collectives_of_its_operands_and_results() -> None:
+    """Those of the two linears of Megatron's layout: dX of the first, Y of the second."""
+    plan = autopar.plan(Mlp(), 4, INPUTS, "megatron", outputs="sharded")
+    parts = [explain_plan(plan, name).part for name in ("linear", "linear_1")]
+    first, second = ([(c.kind, c.backward) for c in part.collectives] for part in parts if part)
+    assert ("all_reduce", False) in second and ("all_reduce", False) not in first
+    assert parts[0] is not None and parts[0].nodes[0].seconds
+    every = explain_plan(plan, "*").part
+    assert every is not None
+    assert every.formula == str(plan.formula("*"))
+    optimizer = explain_plan(plan, "optimizer").part
+    assert optimizer is not None and optimizer.formula is None and optimizer.rows
+    times = [node.seconds for node in every.nodes if node.seconds is not None]
+    assert sum(times) == pytest.approx(sum(r.computation for r in plan.rows
+                                           if r.subgraph != "optimizer"))  # fmt: skip
+
+
+def test_alternatives_are_left_out_where_they_are_not_known(plan: Plan) -> None:
+    by_name = explain_plan(plan, "linear*").part
+    assert by_name is not None and len(by_name.nodes) == 2 and by_name.why is None
+    for layout in ("{'up': 'fsdp'}", "megatron", "Grid25D(q=2, d=1, panels=False)"):
+        other = explain_plan(dataclasses.replace(plan, layout=layout), "up").part
+        assert other is not None and other.why is None and other.formula is not None
+
+
 def test_a_plan_from_a_file_has_neither(plan: Plan) -> None:
     part = explain_plan(Plan.from_json(plan.to_json()), "up").part
     assert part is not None and part.formula is part.why is None
@@ -96,6 +121,7 @@ def test_what_cannot_be_explained(saved: str) -> None:
     )
     text = refused("explain", saved, "--target", "test_cli:tiny_of", "--batch", "8x64")
     assert text.startswith("PlanError: ")
+    assert "--batch 8x64: it is the target's" in refused("explain", saved, "--batch", "8x64")
 
 
 def test_names_of_several_layers() -> None:

@@ -121,6 +121,7 @@ def test_a_bad_file_is_one_clean_message(data: object, message: str, tmp_path: P
 def test_a_path_that_is_none(tmp_path: Path) -> None:
     assert "the folder has no config.json; it has nothing" in refused("plan", str(tmp_path))
     assert "there is no such file (looked in " in refused("plan", str(tmp_path / "x.json"))
+    assert "unknown target ''" in refused("plan", "")
     write(tmp_path, LLAMA)
     assert "reads at most 64 tokens" in refused("plan", str(tmp_path), "--batch", "8x65")
 

@@ -21,7 +21,7 @@ LEAST_TORCH = (2, 11)  # as pyproject.toml says
 # What needs a package that autopar does not bring, and the extra that installs it ("": none does).
 _PACKAGES = (
     ("a config.json as target", "transformers", "hf"),
-    ("curves of sweep --plot", "plotly", "plot"),
+    ("pages of plan --report and sweep --plot", "plotly", "report"),
     ("autopar.fabric_strategy()", "lightning_fabric", ""),
     ("autopar.prepare(accelerator, …)", "accelerate", ""),
     ("weights of safetensors", "safetensors", ""),
