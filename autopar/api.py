@@ -83,7 +83,8 @@ def plan(
       "auto" is all that a GPU has, and no limit on CPUs.
     - `optimizer`: whose states count, a name of cost.memory.STATES or bytes for each trained
       number.
-    - `recompute`: "full" runs each repeated block again in the backward, "gathers" gathers its
+    - `recompute`: "full" runs each repeated block again in the backward, "selective" only its
+      norms, activations and other cheap ops (arXiv 2205.05198, section 5), "gathers" gathers its
       weights again, "none" neither, "auto" as little as makes it fit.
     - `progress` is called with the name of each pass; `smaller` looks for a smaller world as fast.
     - `reduce_dtype`: torch.float32 sums narrower gradients of parameters in float32 (as FSDP does).

@@ -65,7 +65,9 @@ OptimizerOption = Annotated[
 ]
 RecomputeOption = Annotated[
     str,
-    typer.Option(metavar="HOW", help="What runs again in the backward: auto, none, gathers, full."),
+    typer.Option(
+        metavar="HOW", help="What runs again in the backward: auto, none, gathers, selective, full."
+    ),
 ]
 ReduceOption = Annotated[
     str | None,

@@ -61,6 +61,7 @@ class PlanFacts(_Output):
     memory: Memory | None
     recompute: list[str]
     regather: list[str]
+    rerun: list[str]
     groups: list[str]
     mesh: dict[str, int]
     ranks: int

@@ -199,6 +199,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "memory": None if plan.memory is None else dataclasses.asdict(plan.memory),
         "recompute": list(plan.recompute),
         "regather": list(plan.regather),
+        "rerun": list(plan.rerun),
         "groups": list(plan.groups),
         "mesh": plan.mesh.sizes,
         "ranks": plan.mesh.size,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
@@ -30,7 +30,7 @@ IN_FLIGHT = 0.05  # share of a step's peak that overlapped communication holds i
 RESERVE = 0.08  # share of a GPU's memory: the driver's context, NCCL, gaps of the allocator
 _RESERVE_OF_CPU = 0.02, 2**20  # share and bytes, the less of both: gloo, scratch of kernels
 
-Recompute = Literal["auto", "none", "gathers", "full"]
+Recompute = Literal["auto", "none", "gathers", "selective", "full"]
 Limit = Literal["auto"] | float  # bytes on each device
 
 
@@ -38,7 +38,8 @@ Limit = Literal["auto"] | float  # bytes on each device
 class Budget:
     """What a plan must fit: bytes on each device (None: no limit), the optimizer whose states are
     among them, and whether blocks may ("auto"), must ("full") or must not ("none") be recomputed.
-    With "gathers" only the weights that blocks gather are dropped and gathered again.
+    With "gathers" only the weights that blocks gather are dropped and gathered again, with
+    "selective" only what norms, activations and other cheap ops make is dropped and made again.
     """
 
     memory_bytes: float | None = None
@@ -52,10 +53,9 @@ class Budget:
         Raises PlanError for an unknown `recompute` or optimizer and for a `memory` that is not
         above 0.
         """
-        if recompute not in ("auto", "none", "gathers", "full"):
-            raise PlanError(
-                f"recompute is {recompute!r}: it is 'auto', 'none', 'gathers' or 'full'"
-            )
+        if recompute not in get_args(Recompute):
+            modes = ", ".join(map(repr, get_args(Recompute)))
+            raise PlanError(f"recompute is {recompute!r}: it is one of {modes}")
         _check_optimizer(optimizer)
         if memory != "auto" and not (isinstance(memory, int | float) and memory > 0):
             raise PlanError(f"memory is {memory!r}: it is 'auto' or bytes on each device, above 0")

@@ -36,12 +36,12 @@ _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit", "replicated_outputs",
 )  # fmt: skip
-_NAME_LISTS = ("panels", "recompute", "regather", "groups", "unsplit")
+_NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit")
 _UNCONVERTED = (
     "world", "rows", "collectives", "memory", "meshes", "smaller", "overlapped", "planned",
 )  # fmt: skip
 # Fields of a file.
-_LAYOUT_FIELDS = ("mesh", "stored", "outputs", "copies", "recompute", "regather")
+_LAYOUT_FIELDS = ("mesh", "stored", "outputs", "copies", "recompute", "regather", "rerun")
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class Plan:
     panels: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()  # blocks that are computed again in the backward
     regather: tuple[str, ...] = ()  # blocks whose weights are gathered again in the backward
+    rerun: tuple[str, ...] = ()  # blocks whose cheap ops run again in the backward
     memory: Memory | None = None  # the parts of the peak, known after the rewrite
     bound: float = 0.0  # seconds: no plan of this layout is faster on any of `meshes`
     optimizer: str | float = "adamw"  # whose states are in `memory`
@@ -136,7 +137,8 @@ class Plan:
         """The blocks with work that the backward repeats, and which: "computed" or "weights
         gathered".
         """
-        pairs = (self.recompute, "computed"), (self.regather, "weights gathered")
+        pairs = [(self.recompute, "computed"), (self.regather, "weights gathered")]
+        pairs.append((self.rerun, "norms, activations and other cheap ops"))
         return tuple((blocks_text(names), what) for names, what in pairs if names)
 
     @property

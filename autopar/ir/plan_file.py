@@ -173,6 +173,7 @@ class PlanFile:
     overlapped: Amount | None = None
     device_limit: Amount | None = None
     groups: tuple[str, ...] = ()
+    rerun: tuple[str, ...] = ()
     reduce_dtype: Literal["float32"] | None = None
     replicated_outputs: bool = False
 
@@ -245,7 +246,7 @@ class Reader:
 
     def _blocks(self) -> None:
         """Check that no block is named twice."""
-        for path in ("recompute", "regather"):
+        for path in ("recompute", "regather", "rerun"):
             names: tuple[str, ...] = getattr(self.file, path)
             if len(set(names)) < len(names):
                 self.refuse(path, f"{', '.join(map(shown, names))}: name each block once")

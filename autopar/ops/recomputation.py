@@ -53,6 +53,80 @@ def regather_in_backward(block: fx.GraphModule, fetching: int, *inputs: Any) -> 
         return parts.rest(*inputs, *weights)
 
 
+def rerun_in_backward(block: fx.GraphModule, cheap: int, *inputs: Any) -> Any:
+    """Return what `block` gives for these inputs, without saving what its first `cheap` ops make.
+
+    What these ops save for their own backward is not saved either, as far as they made it. When the
+    backward needs any of it, they alone run again, once.
+    """
+    if torch.compiler.is_compiling():  # there the partitioner does it, by checkpoint's tags
+        return checkpoint(block, *inputs, use_reentrant=False, context_fn=_save_matmuls)
+    parts = _parts_of(block, cheap, whole=True)
+    values = [inputs[place] for place in parts.needs]
+    dropping = _DropAndRerun(lambda: parts.fetch(*values))
+    with dropping:
+        made = parts.fetch(*values)
+        results = parts.rest(*inputs, *made)
+    dropping.drop(made, values)
+    return results
+
+
+class _Saved:
+    """A tensor that autograd saved; later, where one of the results of the cheap ops holds it, only
+    the place of that result, and its geometry.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.place = 0
+        self.view = (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class _DropAndRerun(saved_tensors_hooks):
+    """Saved-tensor hooks that hold what is saved until `drop` says what may go; the backward calls
+    `make` once for all of it.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._saved: list[_Saved] = []
+        self._made: tuple[Tensor, ...] | None = None
+        self._left = 0
+
+        def pack(tensor: Tensor) -> _Saved:
+            self._saved.append(_Saved(tensor))
+            return self._saved[-1]
+
+        def unpack(saved: _Saved) -> Tensor:
+            if saved.tensor is not None:
+                return saved.tensor
+            if self._made is None:
+                self._left = self._dropped
+                with torch.no_grad():
+                    self._made = make()
+            result = self._made[saved.place].as_strided(*saved.view)
+            self._left -= 1
+            if self._left <= 0:
+                self._made = None
+            return result
+
+        super().__init__(pack, unpack)
+
+    def drop(self, made: Sequence[Any], kept: Sequence[Any]) -> None:
+        """Let go of what lies in the memory of these results, and not in that of what is kept."""
+        own = {id(x.untyped_storage()) for x in kept if isinstance(x, Tensor)}
+        places = {
+            id(x.untyped_storage()): place for place, x in enumerate(made) if isinstance(x, Tensor)
+        }
+        self._dropped = 0
+        for saved in self._saved:
+            assert saved.tensor is not None
+            memory = id(saved.tensor.untyped_storage())
+            if memory in places and memory not in own:
+                saved.tensor, saved.place = None, places[memory]
+                self._dropped += 1
+        self._saved.clear()
+
+
 class _DropAndRefetch(saved_tensors_hooks):
     """Saved-tensor hooks that save, for any view of one of these tensors, only its geometry; the
     backward calls `make` to get the tensors again.
@@ -77,6 +151,9 @@ class _DropAndRefetch(saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
+CALLS = (recompute_in_backward, regather_in_backward, rerun_in_backward)
+
+
 class _Parts(NamedTuple):
     """A block in two graphs. `fetch` takes the block's inputs at the places `needs` and returns
     what `rest` uses of it; `rest` takes all inputs of the block, then these results.
@@ -87,15 +164,17 @@ class _Parts(NamedTuple):
     rest: fx.GraphModule
 
 
-def _parts_of(block: fx.GraphModule, fetching: int) -> _Parts:
-    """Return the block's two parts, which are cached in the block."""
+def _parts_of(block: fx.GraphModule, fetching: int, whole: bool = False) -> _Parts:
+    """Return the block's two parts, which are cached in the block. `whole`: all tensors that the
+    first one makes are among its results.
+    """
     parts: _Parts | None = block.__dict__.get("_autopar_parts")
     if parts is None:
-        parts = block.__dict__["_autopar_parts"] = _split_block(block, fetching)
+        parts = block.__dict__["_autopar_parts"] = _split_block(block, fetching, whole)
     return parts
 
 
-def _split_block(block: fx.GraphModule, fetching: int) -> _Parts:
+def _split_block(block: fx.GraphModule, fetching: int, whole: bool) -> _Parts:
     """Split a block after its first `fetching` calls."""
     inputs = [n for n in block.graph.nodes if n.op == "placeholder"]
     calls = [n for n in block.graph.nodes if n.op == "call_function"]
@@ -103,7 +182,7 @@ def _split_block(block: fx.GraphModule, fetching: int) -> _Parts:
     needs = tuple(
         place for place, n in enumerate(inputs) if not fetching_calls.keys().isdisjoint(n.users)
     )
-    fetched = [n for n in fetching_calls if not fetching_calls.keys() >= n.users.keys()]
+    fetched = [n for n in fetching_calls if whole or not fetching_calls.keys() >= n.users.keys()]
     fetch = _graph_of([inputs[place] for place in needs], fetching_calls, tuple(fetched))
     outputs = block.graph.output_node().args[0]
     return _Parts(fetch, needs, _graph_of([*inputs, *fetched], calls[fetching:], outputs))
@@ -190,7 +269,7 @@ def interpret(module: fx.GraphModule, inputs: list[Any], visit: Visit) -> Any:
             result = next(remaining)
         elif node.op == "get_attr":
             result = getattr(module, str(node.target))
-        elif node.target in (recompute_in_backward, regather_in_backward):
+        elif node.target in CALLS:
             block, _, *values = args
             result = interpret(block, values, visit)
         else:

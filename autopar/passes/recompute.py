@@ -3,8 +3,12 @@
 `plan.recompute` names blocks that save their inputs alone: their activations and gathered weights
 are dropped after the forward and made again in the backward, collectives included. `plan.regather`
 names blocks that save their activations and drop only the weights that their matmuls gathered;
-these are gathered again. A recomputed block becomes one call of `recompute_in_backward` on a graph
-of its own; in a regathered block each matmul with its gathers becomes one `regather_in_backward`.
+these are gathered again. `plan.rerun` names blocks whose cheap ops run again: norms, activations,
+rotary embeddings (selection.py says which).
+
+A recomputed block becomes one call of `recompute_in_backward` on a graph of its own; in a
+regathered block each matmul with its gathers becomes one `regather_in_backward`; cheap ops with the
+products that take their results become one `rerun_in_backward`.
 
 This is the last pass over a program. planner/planner.py runs it, and planner/rematerialize.py tries
 it on candidates to find the fewest blocks that fit the memory limit.
@@ -26,7 +30,13 @@ from autopar.ir.graph import block_of, blocks, stored
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, same_inputs
 from autopar.ir.sharding_rule import OpShardingRule
-from autopar.ops.recomputation import recompute_in_backward, regather_in_backward
+from autopar.ops.recomputation import (
+    CALLS,
+    recompute_in_backward,
+    regather_in_backward,
+    rerun_in_backward,
+)
+from autopar.passes.selection import selective_groups
 
 # Reshard steps that bring a weight into memory other than that in which it is stored.
 _FETCHES = ("all_gather", "all_to_all")
@@ -49,11 +59,12 @@ def recompute(program: Program) -> Program:
     """
     assert program.plan is not None
     plan = program.plan
-    if not plan.recompute and not plan.regather:
+    if not plan.recompute and not plan.regather and not plan.rerun:
         return program
     nodes = list(program.module.graph.nodes)
     block_names = blocks(nodes)
-    for names, done in ((plan.recompute, "recomputed"), (plan.regather, "regathered")):
+    named = (plan.recompute, "recomputed"), (plan.regather, "regathered"), (plan.rerun, "rerun")
+    for names, done in named:
         unknown_names = [name for name in names if name not in block_names]
         if unknown_names:
             raise PlanError(
@@ -63,6 +74,7 @@ def recompute(program: Program) -> Program:
     rules = _sharding_rules(program)
     groups = [_recompute_group(name, nodes, rules) for name in plan.recompute]
     groups += _regather_groups(program, frozenset(plan.regather) - {*plan.recompute})
+    groups += _rerun_groups(program, frozenset(plan.rerun) - {*plan.recompute, *plan.regather})
     if not groups:
         return program
     return dataclasses.replace(program, module=_Grouping(program.module, groups).module())
@@ -80,14 +92,13 @@ def check(program: Program) -> None:
         f"{len(calls)} blocks are recomputed, the plan names {len(plan.recompute)}"
     )
     for node in program.module.graph.nodes:
-        if node.op == "call_function" and node.target not in (
-            recompute_in_backward,
-            regather_in_backward,
-        ):
+        if node.op == "call_function" and node.target not in CALLS:
             block = block_of(node)
             assert block not in plan.recompute, f"{node.name} of {block} is not recomputed"
     for group in _regather_groups(program, frozenset(plan.regather) - {*plan.recompute}):
         raise AssertionError(f"{group.nodes[-1].name}: its weight is gathered, but not again")
+    for group in _rerun_groups(program, frozenset(plan.rerun) - {*plan.recompute, *plan.regather}):
+        raise AssertionError(f"{group.nodes[0].name} is cheap, but saved")
 
 
 def regathers(program: Program) -> tuple[str, ...]:
@@ -129,6 +140,17 @@ def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
             if any(_fetches_weight(n) for n in fetches):
                 groups.append(_Group(regather_in_backward, (*fetches, node), frozenset(fetches)))
     return groups
+
+
+def _rerun_groups(program: Program, names: frozenset[str]) -> list[_Group]:
+    """Return the groups of cheap ops with the products that save what they make, in blocks."""
+    if not names:
+        return []
+    nodes, rules = program.module.graph.nodes, _sharding_rules(program)
+    return [
+        _Group(rerun_in_backward, *group)
+        for group in selective_groups(nodes, names, rules, stored(program))
+    ]
 
 
 def _fetch_ops(product: fx.Node, fixed: set[fx.Node]) -> list[fx.Node]:
@@ -251,6 +273,8 @@ class _Grouping:
         """Copy the nodes of one group into a graph of their own, and add a call of it."""
         number = self.group[unit[0]]
         group, inside = self.groups[number], set(unit)
+        if group.target is rerun_in_backward:  # what runs again stands first
+            unit = sorted(unit, key=lambda node: node not in group.again)
         inputs = list(
             dict.fromkeys(n for node in unit for n in node.all_input_nodes if n not in inside)
         )
@@ -258,7 +282,7 @@ class _Grouping:
         block = _inner_module(unit, inputs, results, group.again)
         name = f"{group.target.__name__}_{number}"
         self.root.add_module(name, block)
-        flag = len(group.again) if group.target is regather_in_backward else _draws(unit)
+        flag = _draws(unit) if group.target is recompute_in_backward else len(group.again)
         arguments: Any = (self.graph.get_attr(name), flag, *(self.made[n] for n in inputs))
         call = self.graph.call_function(group.target, arguments)
         call.meta["chain"] = unit[0].meta.get("chain")

@@ -268,8 +268,15 @@ def _planned(plan: Plan | None, graph: fx.Graph) -> Plan | None:
     copies = {value: layout for value, layout in plan.copies.items() if value[0] in names}
     recompute = tuple(name for name in plan.recompute if name in left)
     regather = tuple(name for name in plan.regather if name in left)
+    rerun = tuple(name for name in plan.rerun if name in left)
     return dataclasses.replace(
-        plan, choices=choices, stored=stored, copies=copies, recompute=recompute, regather=regather
+        plan,
+        choices=choices,
+        stored=stored,
+        copies=copies,
+        recompute=recompute,
+        regather=regather,
+        rerun=rerun,
     )
 
 

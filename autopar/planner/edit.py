@@ -33,7 +33,7 @@ from autopar.ir.strategy import (
 
 _SHOWN = 12  # strategies that a refusal lists
 _DECIDED = (
-    "mesh", "choices", "stored", "copies", "outputs", "panels", "recompute", "regather",
+    "mesh", "choices", "stored", "copies", "outputs", "panels", "recompute", "regather", "rerun",
     "reduce_dtype", "world",
 )  # fmt: skip
 _ALIKE = 1e-6  # relative: what rounding may change of a figure
@@ -308,7 +308,12 @@ class _Checker:
 
     def _blocks(self) -> None:
         own = blocks(self.nodes.values())
-        for names, does in ((self.plan.recompute, "recomputes"), (self.plan.regather, "regathers")):
+        named = (
+            (self.plan.recompute, "recomputes"),
+            (self.plan.regather, "regathers"),
+            (self.plan.rerun, "reruns"),
+        )
+        for names, does in named:
             unknown = [name for name in names if name not in own]
             if unknown:
                 raise PlanError(

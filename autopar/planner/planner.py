@@ -235,7 +235,7 @@ def fastest_plans(model: ShortenedModel, request: PlanRequest) -> list[Program]:
     compete by their simulated step, the fastest first.
     """
     least = search_meshes(model.program, model.world, request)
-    if request.overlap and request.recompute not in ("full", "gathers"):
+    if request.overlap and request.recompute not in ("full", "gathers", "selective"):
         return plans_by_step(model, least, request)
     return [least]
 

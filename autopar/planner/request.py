@@ -166,7 +166,7 @@ class PlanRequest:
 
     @property
     def recompute(self) -> str:
-        """The mode of recomputation: "auto", "full", "gathers" or "none"."""
+        """The mode of recomputation: "auto", "full", "selective", "gathers" or "none"."""
         return "auto" if self.budget is None else self.budget.recompute
 
     @property
@@ -191,11 +191,13 @@ class PlanRequest:
 def with_asked_recomputation(program: Program, request: PlanRequest) -> Program:
     """Return the program with a plan, its plan with the recomputation that the request sets: with
     "full" every repeated block is recomputed, with "gathers" every one gathers its weights again;
+    with "selective" the cheap ops of every one run again;
     "auto" leaves both to the memory search.
     """
     assert program.plan is not None
     repeated = blocks(program.module.graph.nodes)
     recompute = repeated if request.recompute == "full" else ()
     regather = repeated if request.recompute == "gathers" else ()
-    plan = dataclasses.replace(program.plan, recompute=recompute, regather=regather)
+    rerun = repeated if request.recompute == "selective" else ()
+    plan = dataclasses.replace(program.plan, recompute=recompute, regather=regather, rerun=rerun)
     return dataclasses.replace(program, plan=plan)

@@ -195,7 +195,9 @@ class _Question:
         return Runner(text, sum(terms.values()) - sum(self.spent.values()), more, more_bytes, made)
 
     def _peak(self, made: Plan) -> float:
-        made = dataclasses.replace(made, recompute=self.plan.recompute, regather=self.plan.regather)
+        made = dataclasses.replace(
+            made, recompute=self.plan.recompute, regather=self.plan.regather, rerun=self.plan.rerun
+        )
         program = emit_program(dataclasses.replace(self.program, plan=made), self.world)
         program = recompute.recompute(program)
         return peak(program, self.plan.optimizer, self.world).peak

@@ -115,7 +115,7 @@ def quick() -> Facts:
 
 def again(backend: str | None) -> Facts:
     """Plans that gather weights again, or recompute blocks, scheduled."""
-    cells = itertools.product(("fsdp", "4d"), ("gathers", "full"))
+    cells = itertools.product(("fsdp", "4d"), ("gathers", "selective", "full"))
     return {
         f"{layout} {how}": one("gpt", layout, backend, True, recompute=how) for layout, how in cells
     }

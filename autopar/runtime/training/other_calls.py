@@ -218,7 +218,9 @@ class OtherCalls:
             return "none"
         if self._plan.device_limit is not None:
             return "auto"
-        return "full" if self._plan.recompute else "gathers" if self._plan.regather else "none"
+        plan = self._plan
+        lighter: Recompute = "gathers" if plan.regather else "selective" if plan.rerun else "none"
+        return "full" if plan.recompute else lighter
 
     def _example(self, key: CallKey) -> Any:
         """Return what makes a tensor of a call one to trace with: of its global shape, without
