@@ -127,7 +127,9 @@ def _subgraph(node: fx.Node) -> str:
 def _fits(node: fx.Node, pattern: str) -> bool:
     if node.op != "call_function":
         return False
-    names = node.name, _subgraph(node), module_path(node)
+    names = [node.name, _subgraph(node)]
+    if "step" not in node.meta:  # a reshard stands with its consumer, not with what made its value
+        names.append(module_path(node))
     return any(fnmatch.fnmatch(name, p) for name in names for p in (pattern, f"{pattern}.*"))
 
 

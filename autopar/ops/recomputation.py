@@ -63,11 +63,11 @@ def rerun_in_backward(block: fx.GraphModule, cheap: int, *inputs: Any) -> Any:
         return checkpoint(block, *inputs, use_reentrant=False, context_fn=_save_matmuls)
     parts = _parts_of(block, cheap, whole=True)
     values = [inputs[place] for place in parts.needs]
-    dropping = _DropAndRerun(lambda: parts.fetch(*values))
-    with dropping:
+    rerun = _Rerun(lambda: parts.fetch(*values))  # knows no hooks: a cycle would keep what it holds
+    with saved_tensors_hooks(rerun.pack, rerun.unpack):
         made = parts.fetch(*values)
         results = parts.rest(*inputs, *made)
-    dropping.drop(made, values)
+    rerun.drop(made, values)
     return results
 
 
@@ -82,34 +82,35 @@ class _Saved:
         self.view = (tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-class _DropAndRerun(saved_tensors_hooks):
-    """Saved-tensor hooks that hold what is saved until `drop` says what may go; the backward calls
-    `make` once for all of it.
-    """
+class _Rerun:
+    """What the cheap ops of one call made, as long as the backward needs it: `make` runs them."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
-        self._saved: list[_Saved] = []
-        self._made: tuple[Tensor, ...] | None = None
-        self._left = 0
+        self.make = make
+        self.made: tuple[Tensor, ...] | None = None
+        self.saved: list[_Saved] = []
+        self.dropped = self.left = 0
 
-        def pack(tensor: Tensor) -> _Saved:
-            self._saved.append(_Saved(tensor))
-            return self._saved[-1]
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Hold a tensor that autograd saves, until `drop` says whether it may go."""
+        self.saved.append(_Saved(tensor))
+        return self.saved[-1]
 
-        def unpack(saved: _Saved) -> Tensor:
-            if saved.tensor is not None:
-                return saved.tensor
-            if self._made is None:
-                self._left = self._dropped
-                with torch.no_grad():
-                    self._made = make()
-            result = self._made[saved.place].as_strided(*saved.view)
-            self._left -= 1
-            if self._left <= 0:
-                self._made = None
-            return result
-
-        super().__init__(pack, unpack)
+    def unpack(self, saved: _Saved) -> Tensor:
+        """Return a saved tensor; the first that was dropped makes all of them again, the last lets
+        go of them.
+        """
+        if saved.tensor is not None:
+            return saved.tensor
+        if self.made is None:
+            self.left = self.dropped
+            with torch.no_grad():
+                self.made = self.make()
+        result = self.made[saved.place].as_strided(*saved.view)
+        self.left -= 1
+        if self.left <= 0:
+            self.made = None
+        return result
 
     def drop(self, made: Sequence[Any], kept: Sequence[Any]) -> None:
         """Let go of what lies in the memory of these results, and not in that of what is kept."""
@@ -117,14 +118,13 @@ class _DropAndRerun(saved_tensors_hooks):
         places = {
             id(x.untyped_storage()): place for place, x in enumerate(made) if isinstance(x, Tensor)
         }
-        self._dropped = 0
-        for saved in self._saved:
+        for saved in self.saved:
             assert saved.tensor is not None
             memory = id(saved.tensor.untyped_storage())
             if memory in places and memory not in own:
                 saved.tensor, saved.place = None, places[memory]
-                self._dropped += 1
-        self._saved.clear()
+                self.dropped += 1
+        self.saved.clear()
 
 
 class _DropAndRefetch(saved_tensors_hooks):

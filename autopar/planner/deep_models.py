@@ -266,18 +266,11 @@ def _planned(plan: Plan | None, graph: fx.Graph) -> Plan | None:
     choices = {name: choice for name, choice in plan.choices.items() if name in names}
     stored = {name: layout for name, layout in plan.stored.items() if name in names}
     copies = {value: layout for value, layout in plan.copies.items() if value[0] in names}
-    recompute = tuple(name for name in plan.recompute if name in left)
-    regather = tuple(name for name in plan.regather if name in left)
-    rerun = tuple(name for name in plan.rerun if name in left)
-    return dataclasses.replace(
-        plan,
-        choices=choices,
-        stored=stored,
-        copies=copies,
-        recompute=recompute,
-        regather=regather,
-        rerun=rerun,
-    )
+    again: dict[str, Any] = {
+        kind: tuple(name for name in getattr(plan, kind) if name in left)
+        for kind in ("recompute", "regather", "rerun")
+    }
+    return dataclasses.replace(plan, choices=choices, stored=stored, copies=copies, **again)
 
 
 _TRIES = 2  # meshes that are searched, the most promising

@@ -37,8 +37,6 @@ class Inspection:
         >>> import autopar, torch
         >>> par = autopar.parallelize(torch.nn.Linear(8, 16), 1, (torch.ones(4, 8),))
         >>> print(par.listing("linear"))
-        <BLANKLINE>
-        # linear
            linear = linear(input_1, p_weight, p_bias)   # float32 4×16
         <BLANKLINE>
         """
