@@ -17,7 +17,7 @@ from autopar.passes.pass_manager import PassManager
 from autopar.planner.planner import choose_plan, finish_plan
 from autopar.planner.request import PlanRequest
 
-NAMED = ("ddp", "fsdp", "megatron", "megatron-sp", "4d", "atp", "3d", "2.5d")
+NAMED = ("ddp", "fsdp", "megatron-sp", "4d", "megatron", "atp", "3d", "2.5d")
 _PATIENCE_S = 30.0  # after which no further layout is begun
 
 

@@ -7,6 +7,7 @@ browser. page.py puts both into one file.
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost.peak import moments
@@ -90,7 +91,9 @@ def layouts_figure(facts: Facts) -> Figure | None:
     most = max(plan.peak_bytes, *(other.peak_bytes or 0.0 for other in timed))
     if plan.device_limit is not None and plan.device_limit < 2 * most:
         figure.add_vline(x=plan.device_limit / 2**30, line={"dash": "dot", "color": "#888"})
-    figure.update_yaxes(type="log", dtick="D1")
+    steps = [step_seconds(plan), *(other.seconds or 0.0 for other in timed)]
+    if max(steps) > 4 * min(steps):
+        figure.update_yaxes(type="log", dtick="D1")
     return figure
 
 
@@ -162,7 +165,8 @@ def other_lines(facts: Facts) -> list[dict[str, Any]]:
     """Return a line for each named layout: its step, its memory, and what it lacks."""
     mine, lines = step_seconds(facts.plan), []
     for other in facts.others:
-        lacks = other.why
+        needs = re.search(r"no plan fits .* needs ([0-9.,]+ [GM]iB)", other.why)
+        lacks = f"does not fit: needs {needs[1]}" if needs else other.why
         if other.seconds is not None:
             more = other.seconds / mine - 1
             lacks = f"slower by {more:.1%}" if more > 5e-4 else "as fast"

@@ -80,6 +80,17 @@ def test_the_named_layouts_are_those_of_a_plan_of_each(plan: Plan, gathered: fac
     assert line["lacks"] == (f"slower by {more:.1%}" if more > 5e-4 else "as fast")
 
 
+def test_what_does_not_fit_is_said_in_short(plan: Plan) -> None:
+    why = "no plan fits 68.55 GiB (…) on each of 64 devices: layout 'ddp' needs 74.79 GiB (…). Try"
+    others = (alternatives.Alternative("ddp", why=why), alternatives.Alternative("3d", why="odd"))
+    found = facts.Facts("", plan, (), "", others, facts.Module(""), {}, ())
+    assert [line["lacks"] for line in figures.other_lines(found)] == [
+        "does not fit: needs 74.79 GiB",
+        "odd",
+    ]
+    assert "; ddp do not fit the memory" in facts.why_text(plan, others)
+
+
 def test_what_cannot_be_is_said() -> None:
     odd = autopar.plan(model(), WORLD, (torch.ones(8, 64),), smaller=False)
     others = {other.layout: other for other in alternatives.alternatives(odd)}
