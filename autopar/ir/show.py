@@ -21,6 +21,7 @@ from autopar.ir.graph import alike, block_name, called, chain_name, module_path,
 from autopar.ir.layout import Layout
 
 _HIDDEN_ARGUMENTS = ("mesh", "coordinate")
+_WAIT = "wait_tensor"  # functional collectives are waited for by this op
 Block = tuple[str, int]
 
 
@@ -43,6 +44,9 @@ def listing(
     `fold`: of blocks that are alike the first one is shown. `>>` in front marks communication. The
     mesh, which every line would repeat, is left out. Raises PlanError where `pattern` names
     nothing, AttributeError where `module` has no graph.
+
+    In a scheduled graph `>>` marks where a collective is issued, with the bytes of its larger side,
+    and `<<` where it is waited for.
     """
     hidden = _folded(module) if fold else {}
     lines = list(_lines(module, pattern, shapes, hidden))
@@ -175,7 +179,8 @@ def _node_line(node: fx.Node, shapes: bool) -> str:
         for k, v in node.kwargs.items()
         if k not in _HIDDEN_ARGUMENTS and v is not None
     ]
-    mark = ">> " if "step" in node.meta else "   "
+    waits = _function_name(node.target) == _WAIT
+    mark = "<< " if waits else ">> " if "step" in node.meta or _issues(node) else "   "
     call = f"{_function_name(node.target)}({', '.join(arguments)})"
     return f"{mark}{node.name} = {call}{_note(node, shapes)}"
 
@@ -193,9 +198,27 @@ def _note(node: fx.Node, shapes: bool) -> str:
             parts.append(_size(layout.local_shape) + whole)
         elif isinstance(value, torch.Tensor):
             parts.append(_size(tuple(value.shape)))
+        if _issues(node):
+            parts.append(f"{max(map(_bytes, (node, *node.all_input_nodes))):,} bytes")
     if layout is not None:
         parts.append(str(layout))
     return f"   # {' '.join(parts)}" if parts else ""
+
+
+def _issues(node: fx.Node) -> bool:
+    """Whether a node of a derived graph starts a collective."""
+    schema = getattr(node.target, "_schema", None)
+    name = "" if schema is None else schema.name
+    return (
+        name.startswith("_c10d_functional::") and name.removeprefix("_c10d_functional::") != _WAIT
+    )
+
+
+def _bytes(node: fx.Node) -> int:
+    """Return the bytes of a node's value, of all tensors where it has several."""
+    values = node.meta.get("val")
+    tensors = values if isinstance(values, list | tuple) else [values]
+    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
 
 
 def _size(shape: tuple[int, ...]) -> str:
@@ -205,7 +228,7 @@ def _size(shape: tuple[int, ...]) -> str:
 def _function_name(target: Any) -> str:
     """Return the name of a node's function, without the namespace of ATen."""
     if isinstance(target, OpOverload):
-        return target._schema.name.removeprefix("aten::")
+        return target._schema.name.removeprefix("aten::").removeprefix("_c10d_functional::")
     return getattr(target, "__name__", str(target))
 
 

@@ -29,10 +29,15 @@ class Inspection:
     graphs: dict[str, fx.GraphModule]
     _clock: StepClock
 
-    def listing(self, pattern: str = "", fold: bool = True) -> str:
+    def listing(self, pattern: str = "", fold: bool = True, phase: str = "") -> str:
         """Return the rewritten graph as people read it: a line a node, with its dtype, a rank's
         shape and the whole one, and its state on every axis; equal blocks are folded into the
-        first. `pattern`: only this subgraph or module. Raises PlanError where it names nothing.
+        first.
+
+        `pattern`: only this subgraph or module. `phase`: "forward" or "backward", the graph that
+        runs, as it was derived and scheduled at the first step: where each collective is issued,
+        with its bytes, and where it is waited for. Raises PlanError where `pattern` names nothing,
+        and for a phase that has no graph.
 
         >>> import autopar, torch
         >>> par = autopar.parallelize(torch.nn.Linear(8, 16), 1, (torch.ones(4, 8),))
@@ -40,7 +45,19 @@ class Inspection:
            linear = linear(input_1, p_weight, p_bias)   # float32 4×16
         <BLANKLINE>
         """
-        return listing(self.graph, pattern, shapes=True, fold=fold and not pattern)
+        module = self.graph if not phase else self._scheduled(phase)
+        return listing(module, pattern, shapes=True, fold=fold and not pattern)
+
+    def _scheduled(self, phase: str) -> fx.GraphModule:
+        """Return the graph that runs in a phase of a step. Raises PlanError where there is none."""
+        run = cast("ParallelModule", self)._first.run
+        module = getattr(run, phase, None) if phase in ("forward", "backward") else None
+        if not isinstance(module, fx.GraphModule):
+            raise PlanError(
+                f"there is no scheduled graph {phase!r}: there are 'forward' and 'backward' after "
+                "the first step of a module on several ranks whose plan overlaps"
+            )
+        return module
 
     def diff(self, before: str, after: str) -> str:
         """Return what changed between the graphs of two passes, "-" what was and "+" what is; ""

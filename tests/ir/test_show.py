@@ -92,6 +92,8 @@ def test_a_parallel_module_answers() -> None:
     assert "linear_2 = linear" in par.listing("blocks.1")
     assert "linear_4 = linear" not in par.listing("blocks.1")
     assert par.diff("trace", "rewrite") == difference(par.graphs["trace"], par.graphs["rewrite"])
+    with pytest.raises(PlanError, match="there is no scheduled graph 'forward': there are"):
+        par.listing(phase="forward")
     with pytest.raises(PlanError, match="there is no graph 'nothing': there are trace"):
         par.diff("trace", "nothing")
     assert "<pre>" in par._repr_html_()

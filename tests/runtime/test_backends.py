@@ -193,6 +193,24 @@ def test_gathers_of_the_backward_are_issued_ahead() -> None:
     assert early >= 6  # of the eight products
 
 
+def test_a_scheduled_graph_is_listed_with_its_collectives() -> None:
+    run, _ = held(planned(4, "fsdp", "gathers"), ("schedule",))
+    assert run.forward is not None and run.backward is not None
+    for module, kind in ((run.forward, "all_gather"), (run.backward, "reduce_scatter")):
+        text = autopar.listing(module, shapes=True)
+        issued = [line for line in text.splitlines() if line.startswith(">> ")]
+        waited = [line for line in text.splitlines() if line.startswith("<< ")]
+        assert len(issued) == len(waited) == sum(map(bool, map(collective_of, module.graph.nodes)))
+        assert all(re.search(r" [0-9,]+ bytes$", line) for line in issued)
+        assert any(f"= {kind}" in line for line in issued)
+    gather = next(
+        line for line in autopar.listing(run.forward, shapes=True).splitlines() if ">>" in line
+    )
+    size = int(re.search(r"([0-9,]+) bytes$", gather)[1].replace(",", ""))  # type: ignore[index]
+    node = next(n for n in run.forward.graph.nodes if collective_of(n))
+    assert size == node.meta["val"].numel() * node.meta["val"].element_size()
+
+
 # -- numbers ---------------------------------------------------------------------------------------
 def on_ranks(folder: Path, *tasks: str, ranks: int = 2, seconds: int = 180) -> dict[str, Any]:
     return launched(folder, ranks, *tasks, script="backend_ranks.py", seconds=seconds)
