@@ -41,15 +41,17 @@ def listing(
 
     `pattern`: only subgraphs and modules of this name, "blocks.0", and what lies below. `shapes`:
     each line has the dtype and the shape, of a rank's part and, where that differs, of the whole.
-    `fold`: of blocks that are alike the first one is shown. `>>` in front marks communication. The
-    mesh, which every line would repeat, is left out. Raises PlanError where `pattern` names
+    `fold`: of blocks that are alike the first one is shown, and one line stands for ops that hang
+    on no input, such as those of causal masks and rotary angles. `>>` in front marks communication.
+    The mesh, which every line would repeat, is left out. Raises PlanError where `pattern` names
     nothing, AttributeError where `module` has no graph.
 
     In a scheduled graph `>>` marks where a collective is issued, with the bytes of its larger side,
     and `<<` where it is waited for.
     """
     hidden = _folded(module) if fold else {}
-    lines = list(_lines(module, pattern, shapes, hidden))
+    fixed = _fixed(module) if fold else frozenset()
+    lines = list(_lines(module, pattern, shapes, hidden, fixed))
     if pattern and not lines:
         names = dict.fromkeys(_subgraph(n) for n in module.graph.nodes if n.op == "call_function")
         raise PlanError(
@@ -92,14 +94,22 @@ def _headed(text: str) -> Iterator[tuple[str, str]]:
 
 # -- lines -----------------------------------------------------------------------------------------
 def _lines(
-    module: fx.GraphModule, pattern: str, shapes: bool, hidden: dict[str, str]
+    module: fx.GraphModule,
+    pattern: str,
+    shapes: bool,
+    hidden: dict[str, str],
+    fixed: frozenset[fx.Node] = frozenset(),
 ) -> Iterator[str]:
     """Yield the lines of a graph and its headlines. `hidden`: blocks that are not shown, with the
-    line that stands for them, "" for none.
+    line that stands for them, "" for none. `fixed`: nodes that one line stands for.
     """
     chain: str | None = None
     for node in module.graph.nodes:
         if node.op == "get_attr" or (pattern and not _fits(node, pattern)):
+            continue
+        if node in fixed:
+            if node is next(n for n in module.graph.nodes if n in fixed):
+                yield f"   ({len(fixed)} ops that hang on no input: masks, positions)"
             continue
         if node.op == "placeholder" and _is_hidden_parameter(node.name, hidden):
             continue
@@ -117,6 +127,15 @@ def _lines(
             chain = node.meta["chain"]
             yield f"\n# {chain}"
         yield _node_line(node, shapes)
+
+
+def _fixed(module: fx.GraphModule) -> frozenset[fx.Node]:
+    """Return the ops that hang on no input, if there are several."""
+    fixed: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "call_function" and fixed.issuperset(node.all_input_nodes):
+            fixed.add(node)
+    return frozenset(fixed) if len(fixed) > 1 else frozenset()
 
 
 def _is_hidden_parameter(name: str, hidden: dict[str, str]) -> bool:

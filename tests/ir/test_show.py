@@ -67,6 +67,21 @@ def test_a_block_that_differs_is_shown() -> None:
     assert "# blocks.5 as blocks.4" in folded and "as blocks.3" not in folded
 
 
+def test_masks_and_positions_are_one_line_where_folded() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.arange(4)
+            mask = rows.unsqueeze(1) >= rows
+            return x.masked_fill(mask.logical_not(), 0.0)
+
+    plan = autopar.plan(Masked(), 1, (torch.ones(4, 4),))
+    assert plan.context is not None
+    graph = plan.context.graphs["trace"]
+    folded, whole = listing(graph, fold=True), listing(graph)
+    assert "arange" in whole and "arange" not in folded and "masked_fill" in folded
+    assert folded.count("ops that hang on no input: masks, positions") == 1
+
+
 def test_a_part_is_shown_alone(graphs: dict[str, torch.fx.GraphModule]) -> None:
     part = listing(graphs["rewrite"], "blocks.1")
     assert "# blocks.1.up" in part and "blocks.0" not in part and "input" not in part
