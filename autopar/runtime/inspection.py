@@ -45,10 +45,10 @@ class Inspection:
            linear = linear(input_1, p_weight, p_bias)   # float32 4×16
         <BLANKLINE>
         """
-        module = self.graph if not phase else self._scheduled(phase)
+        module = self.graph if not phase else self._graph_of_phase(phase)
         return listing(module, pattern, shapes=True, fold=fold and not pattern)
 
-    def _scheduled(self, phase: str) -> fx.GraphModule:
+    def _graph_of_phase(self, phase: str) -> fx.GraphModule:
         """Return the graph that runs in a phase of a step. Raises PlanError where there is none."""
         run = cast("ParallelModule", self)._first.run
         module = getattr(run, phase, None) if phase in ("forward", "backward") else None
