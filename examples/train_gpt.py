@@ -201,7 +201,7 @@ def speed(comparison: Comparison, plan: autopar.Plan) -> str:
     """Time of a step, measured and modelled, and what a rank was planned to hold and send."""
     return (
         f"a step took {comparison.several.seconds:.3f} s on {dist.get_world_size()} ranks "
-        f"(modelled {plan.overlapped or plan.seconds:.3f} s) "
+        f"(modelled {plan.step_seconds:.3f} s) "
         f"and {comparison.single.seconds:.3f} s on one device; "
         f"a rank sends {plan.comm_bytes / 1e6:.1f} MB a step and holds at most "
         f"{plan.peak_bytes / 1e6:.1f} MB (both planned)"

@@ -30,6 +30,7 @@ def test_a_vit_trains_on_two_ranks(layout: str, tmp_path: Path) -> None:
     assert "first loss" in said and f"layout  {layout}" in said
 
 
+@pytest.mark.slow
 def test_a_plan_for_many_gpus_needs_none(tmp_path: Path) -> None:
     said = run(str(EXAMPLES / "plan_1024.py"), "--small", folder=tmp_path)
     assert "16 ranks of H100" in said

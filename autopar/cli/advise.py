@@ -38,6 +38,7 @@ from autopar.cli.terminal import (
 from autopar.ir.plan_table import format_bytes, format_seconds
 from autopar.report.advise import TOOLS, Advice
 from autopar.report.advise import advise as search
+from autopar.world import json_file
 
 ToolOption = Annotated[str, typer.Option("--for", metavar="TOOL", help=f"{', '.join(TOOLS)}.")]
 WriteOption = Annotated[
@@ -79,7 +80,7 @@ def advise(
             as_json,
         )
         if out is not None:
-            out.write_text(advice.text)
+            json_file.write(out, advice.text)
         if as_json:
             print_json(facts(advice) | target_facts(built))
         else:
@@ -125,7 +126,7 @@ def _print(advice: Advice, model: str, out: Path | None) -> None:
     weights = "gathered again in the backward" if degrees.regathers else "kept for the backward"
     blocks = "computed again" if degrees.recomputes else "kept"
     print_line(screen, "degrees", f"{sizes}; weights {weights}, activations {blocks}")
-    step = plan.seconds if plan.overlapped is None else plan.overlapped
+    step = plan.step_seconds
     print_line(
         screen,
         "modelled",
@@ -147,7 +148,7 @@ def _gain_text(advice: Advice) -> str:
     """Return what autopar's own plan would gain, in words."""
     own = advice.own
     assert own is not None
-    step = format_seconds(own.seconds if own.overlapped is None else own.overlapped)
+    step = format_seconds(own.step_seconds)
     if not advice.gain:
         return f"its own plan takes {step} a step: nothing is left"
     return (

@@ -213,16 +213,10 @@ def _sums(plan: Plan) -> dict[str, SubgraphFigures]:
             "; ".join(dict.fromkeys(row.layout for row in rows)),
             "; ".join(dict.fromkeys(row.collectives for row in rows)),
             sum(row.bytes for row in rows),
-            sum(_row_seconds(row) for row in rows),
+            sum(row.step_seconds for row in rows),
         )
         for name, rows in groups.items()
     }
-
-
-def _row_seconds(row: Row) -> float:
-    if row.computation is None:
-        return row.seconds
-    return row.computation + (row.exposed or 0.0)
 
 
 def _pattern(name: str) -> str:

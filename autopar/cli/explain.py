@@ -20,7 +20,6 @@ from autopar.cli.reasons import (
     NodeStates,
     Part,
     explain_plan,
-    row_seconds,
 )
 from autopar.cli.terminal import console, print_json, print_line, watch_progress
 from autopar.errors import PlanError
@@ -152,7 +151,7 @@ def _print_costs(
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         cells = map(escape, (row.subgraph, row.layout, row.collectives))
-        table.add_row(*cells, f"{row.bytes / 1e6:,.2f}", f"{row_seconds(row) * 1e3:.3f}")
+        table.add_row(*cells, f"{row.bytes / 1e6:,.2f}", f"{row.step_seconds * 1e3:.3f}")
     table.add_section()
     for each in collectives:
         which = "backward" if each.backward else "forward"

@@ -134,7 +134,7 @@ def _answer_why(plan: Plan, why: str | None, as_json: bool) -> Why | None:
 
 def _refuse_absurd(plan: Plan, world: World, named: bool) -> None:
     """Raise PlanError for a step of hours, or one that does not fit the memory of a device."""
-    step = plan.seconds if plan.overlapped is None else plan.overlapped
+    step = plan.step_seconds
     available_bytes = world.device.memory_bytes
     faults = []
     if step > ABSURD_S:

@@ -24,7 +24,7 @@ from autopar.errors import LayoutError, PlanError
 from autopar.ir.graph import chain_name, module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Choice, Plan
-from autopar.ir.plan_table import Collective, Row, format_bytes, format_seconds
+from autopar.ir.plan_table import Collective, Row, format_bytes, format_seconds, subgraphs_of
 from autopar.planner.named_layouts import candidates
 from autopar.planner.why import Why
 
@@ -112,7 +112,7 @@ def explain_plan(plan: Plan, pattern: str | None = None) -> Explanation:
     >>> explain_plan(plan, "linear").part.nodes[0].splits
     {'tp': 'n'}
     """
-    costliest = sorted(plan.rows, key=row_seconds, reverse=True)[:_MOST_ROWS]
+    costliest = sorted(plan.rows, key=lambda row: row.step_seconds, reverse=True)[:_MOST_ROWS]
     meshes = [MeshBound(*pair) for pair in sorted(plan.meshes, key=lambda pair: pair[1])]
     return Explanation(
         plan.layout, str(plan.mesh) or "one rank", str(plan.world), plan.seconds, plan.overlapped,
@@ -170,7 +170,7 @@ def _part(plan: Plan, pattern: str) -> Part:
     """Return what a pattern names. Raises PlanError where it names nothing."""
     nodes = _nodes(plan, pattern)
     chains = _chains(plan, pattern, nodes)
-    rows = tuple(row for row in plan.rows if chains & set(expand(row.subgraph)))
+    rows = tuple(row for row in plan.rows if chains & set(subgraphs_of(row.subgraph)))
     prefixes = [pattern, "p_" + pattern.replace(".", "_"), "p_" + pattern.replace(".", "_") + "_*"]
     stored = {
         name: str(layout)
@@ -210,25 +210,12 @@ def _nodes(plan: Plan, pattern: str) -> dict[str, str]:
 
 def _chains(plan: Plan, pattern: str, nodes: dict[str, str]) -> set[str]:
     """Return the subgraphs that a pattern names, and those of these nodes."""
-    names = {name for row in plan.rows for name in expand(row.subgraph)}
+    names = {name for row in plan.rows for name in subgraphs_of(row.subgraph)}
     chains = {name for name in names if _fits(name, pattern)}
     if plan.context is not None and not chains:
         graph = plan.context.source.module.graph
         chains = {chain_name(n) for n in graph.nodes if n.name in nodes} & names
     return chains
-
-
-def expand(subgraph: str) -> list[str]:
-    """Return the subgraphs that a line of the table is about.
-
-    >>> expand("blocks.0-2.mlp"), expand("head")
-    (['blocks.0.mlp', 'blocks.1.mlp', 'blocks.2.mlp'], ['head'])
-    """
-    match = re.search(r"(?<![^.])(\d+)-(\d+)(?![^.])", subgraph)
-    if match is None:
-        return [subgraph]
-    before, after = subgraph[: match.start()], subgraph[match.end() :]
-    return [f"{before}{number}{after}" for number in range(int(match[1]), int(match[2]) + 1)]
 
 
 def _at_nodes(plan: Plan, names: set[str]) -> list[Collective]:
@@ -304,7 +291,3 @@ def _grid_text(layout: str) -> str:
         return layout
     sizes = re.sub(r",\s*\w+=True|[\s']", "", match[2])
     return f"{kinds[match[1]]}:{sizes}"
-
-
-def row_seconds(row: Row) -> float:
-    return row.seconds if row.computation is None else row.computation + (row.exposed or 0.0)

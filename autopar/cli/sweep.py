@@ -251,7 +251,7 @@ def _point(
     name = batch if comma else None
     if isinstance(plan, AutoparError):
         return SweepPoint(ranks, name, refused=str(plan))
-    step = plan.seconds if plan.overlapped is None else plan.overlapped
+    step = plan.step_seconds
     figures = throughput(plan, target.inputs)
     point = SweepPoint(
         ranks, name, plan.layout, str(plan.mesh) or "one rank", step, peak_bytes=plan.peak_bytes

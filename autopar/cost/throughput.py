@@ -49,7 +49,7 @@ def throughput(plan: Plan, inputs: Any, seconds: float | None = None) -> Through
     of so many `seconds`, which has no error; None for inputs without a batch, and for a plan from a
     file.
     """
-    step = (plan.overlapped or plan.seconds) if seconds is None else seconds
+    step = plan.step_seconds if seconds is None else seconds
     batch = _batch(inputs)
     if plan.context is None or batch is None or not step:
         return None

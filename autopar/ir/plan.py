@@ -125,6 +125,13 @@ class Plan:
         return plan_view.table(self)
 
     @property
+    def step_seconds(self) -> float:
+        """The seconds of the modelled step: with communication hidden where the plan hides it, else
+        the sum `seconds`.
+        """
+        return self.seconds if self.overlapped is None else self.overlapped
+
+    @property
     def gap(self) -> float:
         """The largest part of `seconds` that another plan of this layout could save: 0 where the
         plan is proven to be the fastest, 0.1 where another may take a tenth less. It counts

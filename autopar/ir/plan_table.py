@@ -8,6 +8,7 @@ search compares the `Memory` of plans. The command line and planner/why.py print
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -65,6 +66,15 @@ class Row:
     exposed: Amount | None = None
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds that the line takes of the step: computing and exposed ones, where the step was
+        simulated, else all.
+        """
+        if self.computation is None:
+            return self.seconds
+        return self.computation + (self.exposed or 0.0)
+
+    @property
     def hidden(self) -> float:
         """Seconds of communication that run under computation."""
         return (self.communication or 0.0) - (self.exposed or 0.0)
@@ -108,6 +118,19 @@ def summed_rows(rows: Sequence[Row]) -> Row:
     """Return the sum of all rows, as a row named "all"."""
     names = ("bytes", "seconds", "computation", "communication", "exposed")
     return Row("all", "", "", *(sum(getattr(row, name) or 0.0 for row in rows) for name in names))
+
+
+def subgraphs_of(subgraph: str) -> list[str]:
+    """Return the subgraphs that a line of the table is about.
+
+    >>> subgraphs_of("blocks.0-2.mlp"), subgraphs_of("head")
+    (['blocks.0.mlp', 'blocks.1.mlp', 'blocks.2.mlp'], ['head'])
+    """
+    match = re.search(r"(?<![^.])(\d+)-(\d+)(?![^.])", subgraph)
+    if match is None:
+        return [subgraph]
+    before, after = subgraph[: match.start()], subgraph[match.end() :]
+    return [f"{before}{number}{after}" for number in range(int(match[1]), int(match[2]) + 1)]
 
 
 # -- units -----------------------------------------------------------------------------------------

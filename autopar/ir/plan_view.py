@@ -123,7 +123,7 @@ def _as_fast(plan: Plan) -> list[str]:
 
 def summary(plan: Plan) -> str:
     """Return the plan in ten lines at most."""
-    step = format_seconds(plan.seconds if plan.overlapped is None else plan.overlapped)
+    step = format_seconds(plan.step_seconds)
     total = summed_rows(plan.rows)
     lines = [
         ("layout", plan.layout),

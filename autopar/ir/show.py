@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def listing(
     fixed = _fixed(module) if fold else frozenset()
     lines = list(_lines(module, pattern, shapes, hidden, fixed))
     if pattern and not lines:
-        names = dict.fromkeys(_subgraph(n) for n in module.graph.nodes if n.op == "call_function")
+        names = dict.fromkeys(subgraph_of(n) for n in module.graph.nodes if n.op == "call_function")
         raise PlanError(
             f"{pattern!r} names no subgraph of the graph; it has {', '.join([*names][:12])}"
         )
@@ -105,7 +105,7 @@ def _lines(
     """
     chain: str | None = None
     for node in module.graph.nodes:
-        if node.op == "get_attr" or (pattern and not _fits(node, pattern)):
+        if node.op == "get_attr" or (pattern and not is_named(node, pattern)):
             continue
         if node in fixed:
             if node is next(n for n in module.graph.nodes if n in fixed):
@@ -113,7 +113,7 @@ def _lines(
             continue
         if node.op == "placeholder" and _is_hidden_parameter(node.name, hidden):
             continue
-        block = numbered_block(_subgraph(node)) if node.op == "call_function" else None
+        block = numbered_block(subgraph_of(node)) if node.op == "call_function" else None
         if block is not None and block_name(block) in hidden:
             line = hidden[block_name(block)]
             if line and line != chain:
@@ -143,14 +143,16 @@ def _is_hidden_parameter(name: str, hidden: dict[str, str]) -> bool:
     return any(name[1:].startswith(f"_{block.replace('.', '_')}_") for block in hidden)
 
 
-def _subgraph(node: fx.Node) -> str:
+def subgraph_of(node: fx.Node) -> str:
+    """Return the subgraph that a node belongs to: "blocks.0.mlp"."""
     return str(node.meta.get("chain") or chain_name(node))
 
 
-def _fits(node: fx.Node, pattern: str) -> bool:
-    if node.op != "call_function":
+def is_named(node: fx.Node, pattern: str) -> bool:
+    """Whether a pattern names a call, its subgraph or its module, or what these lie in."""
+    if not node.op.startswith("call_"):
         return False
-    names = [node.name, _subgraph(node)]
+    names = [node.name, subgraph_of(node)]
     if "step" not in node.meta:  # a reshard stands with its consumer, not with what made its value
         names.append(module_path(node))
     return any(fnmatch.fnmatch(name, p) for name in names for p in (pattern, f"{pattern}.*"))
@@ -162,9 +164,9 @@ def _folded(module: fx.GraphModule) -> dict[str, str]:
     """
     looks: dict[Block, list[Any]] = {}
     for node in module.graph.nodes:
-        block = numbered_block(_subgraph(node)) if node.op == "call_function" else None
+        block = numbered_block(subgraph_of(node)) if node.op == "call_function" else None
         if block is not None:
-            looks.setdefault(block, []).append((_function_name(node.target), _note(node, True)))
+            looks.setdefault(block, []).append((function_name(node.target), _note(node, True)))
     hidden: dict[str, str] = {}
     for run in alike({block: tuple(look) for block, look in looks.items()}):
         (path, first), last = run[0], run[-1][1]
@@ -183,7 +185,7 @@ def _block_lines(module: fx.GraphModule, node: fx.Node, shapes: bool) -> list[st
     lines: Iterable[str] = _lines(block, "", shapes, {})
     inner = "\n".join(line for line in lines if not line.startswith("input "))
     indented = [f"    {line}" if line else "" for line in inner.split("\n")]
-    return [f"\n   {node.name} = {_function_name(node.target)}({arguments}):", *indented]
+    return [f"\n   {node.name} = {function_name(node.target)}({arguments}):", *indented]
 
 
 def _node_line(node: fx.Node, shapes: bool) -> str:
@@ -198,9 +200,9 @@ def _node_line(node: fx.Node, shapes: bool) -> str:
         for k, v in node.kwargs.items()
         if k not in _HIDDEN_ARGUMENTS and v is not None
     ]
-    waits = _function_name(node.target) == _WAIT
+    waits = function_name(node.target) == _WAIT
     mark = "<< " if waits else ">> " if "step" in node.meta or _issues(node) else "   "
-    call = f"{_function_name(node.target)}({', '.join(arguments)})"
+    call = f"{function_name(node.target)}({', '.join(arguments)})"
     return f"{mark}{node.name} = {call}{_note(node, shapes)}"
 
 
@@ -213,10 +215,10 @@ def _note(node: fx.Node, shapes: bool) -> str:
         if dtype is not None:
             parts.append(str(dtype).removeprefix("torch."))
         if isinstance(layout, Layout):
-            whole = "" if layout.local_shape == layout.shape else f" of {_size(layout.shape)}"
-            parts.append(_size(layout.local_shape) + whole)
+            whole = "" if layout.local_shape == layout.shape else f" of {size_text(layout.shape)}"
+            parts.append(size_text(layout.local_shape) + whole)
         elif isinstance(value, torch.Tensor):
-            parts.append(_size(tuple(value.shape)))
+            parts.append(size_text(tuple(value.shape)))
         if _issues(node):
             parts.append(f"{max(map(_bytes, (node, *node.all_input_nodes))):,} bytes")
     if layout is not None:
@@ -240,11 +242,12 @@ def _bytes(node: fx.Node) -> int:
     return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
 
 
-def _size(shape: tuple[int, ...]) -> str:
+def size_text(shape: Sequence[int]) -> str:
+    """Return a shape as text: "4×8", "scalar"."""
     return "×".join(map(str, shape)) or "scalar"
 
 
-def _function_name(target: Any) -> str:
+def function_name(target: Any) -> str:
     """Return the name of a node's function, without the namespace of ATen."""
     if isinstance(target, OpOverload):
         return target._schema.name.removeprefix("aten::").removeprefix("_c10d_functional::")

@@ -34,11 +34,6 @@ class Alternative:
     why: str = ""
 
 
-def step_seconds(plan: Plan) -> float:
-    """Return the seconds of a plan's modelled step: with communication hidden, where it is."""
-    return plan.seconds if plan.overlapped is None else plan.overlapped
-
-
 def alternatives(
     plan: Plan, patience: float = _PATIENCE_S, progress: Callable[[str], None] | None = None
 ) -> list[Alternative]:
@@ -70,4 +65,4 @@ def _alternative(plan: Plan, layout: str) -> Alternative:
         other = finish_plan(manager, annotated, chosen, context.world, request)
     except (LayoutError, PlanError) as error:
         return Alternative(layout, why=str(error))
-    return Alternative(layout, str(other.mesh), step_seconds(other), other.peak_bytes)
+    return Alternative(layout, str(other.mesh), other.step_seconds, other.peak_bytes)

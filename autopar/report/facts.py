@@ -20,8 +20,8 @@ from autopar.errors import PlanError
 from autopar.ir.graph import module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.plan_table import Row, format_bytes, format_count, format_seconds
-from autopar.report.alternatives import Alternative, alternatives, step_seconds
+from autopar.ir.plan_table import Row, format_bytes, format_count, format_seconds, subgraphs_of
+from autopar.report.alternatives import Alternative, alternatives
 from autopar.world import World
 
 _MOST_FORMULAS = 40  # subgraphs with a closed form: each takes a moment
@@ -47,7 +47,7 @@ class Module:
     @property
     def seconds(self) -> float:
         """Seconds of the step in this module and all within: computing, and exposed."""
-        own = 0.0 if self.row is None else row_seconds(self.row)
+        own = 0.0 if self.row is None else self.row.step_seconds
         return own + sum(module.seconds for module in self.inside.values())
 
 
@@ -98,11 +98,6 @@ def gather(
     )
 
 
-def row_seconds(row: Row) -> float:
-    """Return the seconds that a line of the table takes of the step."""
-    return row.seconds if row.computation is None else row.computation + (row.exposed or 0.0)
-
-
 # -- the first screen ------------------------------------------------------------------------------
 def _cards(plan: Plan, name: str, inputs: Any) -> Iterable[Card]:
     rate = None if inputs is None else throughput(plan, inputs)
@@ -110,7 +105,7 @@ def _cards(plan: Plan, name: str, inputs: Any) -> Iterable[Card]:
     yield Card("model", name or "–", _parameters_text(plan))
     yield Card("world", _world_name(plan.world), str(plan.world))
     yield Card("mesh", str(plan.mesh) or "one rank", f"layout {plan.layout}")
-    yield Card("step", format_seconds(step_seconds(plan)) + error, _step_text(plan))
+    yield Card("step", format_seconds(plan.step_seconds) + error, _step_text(plan))
     if rate is not None:
         yield Card(f"{rate.unit}/s", format_count(round(rate.rate)), "on all ranks")
         yield Card("model FLOPs utilisation", f"{rate.utilization:.0%}", "of the devices' peak")
@@ -149,7 +144,7 @@ def why_text(plan: Plan, others: Iterable[Alternative]) -> str:
     sentence = f"Mesh {plan.mesh} under layout {plan.layout}"
     timed = [other for other in others if other.seconds is not None]
     second = min(timed, key=lambda other: other.seconds or 0.0, default=None)
-    mine = step_seconds(plan)
+    mine = plan.step_seconds
     if second is None or second.seconds is None:
         reason = "is the fastest that was found"
         if plan.bound:
@@ -199,18 +194,8 @@ def _subgraphs(plan: Plan) -> dict[str, Subgraph]:
     found = {}
     for number, row in enumerate(plan.rows):
         formula = _formula(plan, row) if number < _MOST_FORMULAS and row.bytes else None
-        found[row.subgraph] = Subgraph(products.get(_first(row.subgraph), ()), formula)
+        found[row.subgraph] = Subgraph(products.get(subgraphs_of(row.subgraph)[0], ()), formula)
     return found
-
-
-def _first(subgraph: str) -> str:
-    """Return the first of the subgraphs that a line is about: "blocks.0-11.mlp" is "blocks.0.mlp".
-
-    >>> _first("blocks.0-11.mlp"), _first("head")
-    ('blocks.0.mlp', 'head')
-    """
-    parts = subgraph.split(".")
-    return ".".join(p.split("-")[0] if p.replace("-", "").isdigit() else p for p in parts)
 
 
 def _products(plan: Plan) -> dict[str, tuple[tuple[str, Layout], ...]]:
@@ -237,7 +222,7 @@ def _is_parameter(operand: Any) -> bool:
 
 def _formula(plan: Plan, row: Row) -> Formula | None:
     try:
-        return plan.formula(_first(row.subgraph))
+        return plan.formula(subgraphs_of(row.subgraph)[0])
     except PlanError:
         return None
 

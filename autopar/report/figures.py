@@ -14,7 +14,6 @@ from autopar.cost.peak import moments
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes, format_seconds
-from autopar.report.alternatives import step_seconds
 from autopar.report.facts import Facts
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def layouts_figure(facts: Facts) -> Figure | None:
     )  # fmt: skip
     plan = facts.plan
     figure.add_scatter(
-        x=[plan.peak_bytes / 2**30], y=[step_seconds(plan) * 1e3], text=[f"<b>{plan.mesh}</b>"],
+        x=[plan.peak_bytes / 2**30], y=[plan.step_seconds * 1e3], text=[f"<b>{plan.mesh}</b>"],
         hovertemplate=f"the plan: {plan.layout} on {plan.mesh}<br>%{{y:.2f}} ms, %{{x:.2f}} GiB"
         "<extra></extra>",
         mode="markers+text", textposition="bottom center", name="the plan",
@@ -91,7 +90,7 @@ def layouts_figure(facts: Facts) -> Figure | None:
     most = max(plan.peak_bytes, *(other.peak_bytes or 0.0 for other in timed))
     if plan.device_limit is not None and plan.device_limit < 2 * most:
         figure.add_vline(x=plan.device_limit / 2**30, line={"dash": "dot", "color": "#888"})
-    steps = [step_seconds(plan), *(other.seconds or 0.0 for other in timed)]
+    steps = [plan.step_seconds, *(other.seconds or 0.0 for other in timed)]
     if max(steps) > 4 * min(steps):
         figure.update_yaxes(type="log", dtick="D1")
     return figure
@@ -163,7 +162,7 @@ def memory_figure(plan: Plan) -> Figure | None:
 
 def other_lines(facts: Facts) -> list[dict[str, Any]]:
     """Return a line for each named layout: its step, its memory, and what it lacks."""
-    mine, lines = step_seconds(facts.plan), []
+    mine, lines = facts.plan.step_seconds, []
     for other in facts.others:
         needs = re.search(r"no plan fits .* needs ([0-9.,]+ [GM]iB)", other.why)
         lacks = f"does not fit: needs {needs[1]}" if needs else other.why

@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import html
-import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import blocks, chain_name, inlined, module_path
+from autopar.ir.graph import blocks, inlined, module_path
 from autopar.ir.layout import Layout
+from autopar.ir.show import function_name, is_named, size_text, subgraph_of
 
 ALL = "all"  # the pattern of every node
 
@@ -79,9 +78,11 @@ def part_of(module: fx.GraphModule, pattern: str) -> fx.GraphModule:
     module = inlined(module)
     if pattern == ALL:
         return module
-    nodes = [n for n in module.graph.nodes if n.op.startswith("call_") and _fits(n, pattern)]
+    nodes = [n for n in module.graph.nodes if _fits(n, pattern)]
     if not nodes:
-        names = dict.fromkeys(_subgraph(n) for n in module.graph.nodes if n.op.startswith("call_"))
+        names = dict.fromkeys(
+            subgraph_of(n) for n in module.graph.nodes if n.op.startswith("call_")
+        )
         raise PlanError(
             f"--block {pattern}: it names no subgraph, module or node; subgraphs are "
             f"{', '.join([*names][:12])}{', …' if len(names) > 12 else ''}; {ALL} is the graph"
@@ -100,12 +101,11 @@ def part_of(module: fx.GraphModule, pattern: str) -> fx.GraphModule:
 
 
 def _fits(node: fx.Node, pattern: str) -> bool:
-    names = node.name, _subgraph(node), module_path(node)
-    return any(fnmatch.fnmatch(name, p) for name in names for p in (pattern, f"{pattern}.*"))
-
-
-def _subgraph(node: fx.Node) -> str:
-    return str(node.meta.get("chain") or chain_name(node))
+    """Whether a pattern names a node, or the module whose value a reshard changes."""
+    value_of = module_path(node) if "step" in node.meta else ""
+    return is_named(node, pattern) or any(
+        fnmatch.fnmatch(value_of, p) for p in (pattern, f"{pattern}.*")
+    )
 
 
 def nodes_of(module: fx.GraphModule) -> tuple[GraphNode, ...]:
@@ -120,18 +120,13 @@ def _facts(node: fx.Node) -> GraphNode:
     dtype = value.dtype if isinstance(value, torch.Tensor) else node.meta.get("dtype")
     if isinstance(layout, Layout):
         shape = tuple(layout.local_shape)
-    name = _function_name(node.target) if kind == "call" else kind
+    name = function_name(node.target) if kind == "call" else kind
     return GraphNode(
         node.name, kind, name, tuple(n.name for n in node.all_input_nodes), shape,
         None if dtype is None else str(dtype).removeprefix("torch."),
-        None if layout is None else str(layout), _subgraph(node) if kind == "call" else "",
+        None if layout is None else str(layout), subgraph_of(node) if kind == "call" else "",
         module_path(node), "step" in node.meta, bool(node.meta.get("again")),
     )  # fmt: skip
-
-
-def _function_name(target: Any) -> str:
-    text = getattr(target, "__name__", str(target))
-    return re.sub(r"\.(default|Tensor)$", "", text.removeprefix("aten."))
 
 
 def page(title: str, facts: Sequence[tuple[str, str]], nodes: Sequence[GraphNode]) -> str:
@@ -164,7 +159,7 @@ def _row(node: GraphNode, names: set[str]) -> str:
         for name in node.operands
     )  # fmt: skip
     again = " (again in the backward)" if node.again else ""
-    shape = "" if node.shape is None else "×".join(map(str, node.shape)) or "scalar"
+    shape = "" if node.shape is None else size_text(node.shape)
     cells = [node.name, node.function + again, links, shape, node.dtype or "", node.layout or "",
              node.subgraph]  # fmt: skip
     escaped = [cell if cell is links else html.escape(cell) for cell in cells]

@@ -18,9 +18,11 @@ from autopar.cost.formula import Formula
 from autopar.ir.graph import inlined
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_seconds
+from autopar.ir.show import size_text
 from autopar.report import facts as gathering
 from autopar.report import figures, graph_view, pictures
 from autopar.report.facts import Facts, Module
+from autopar.world import json_file
 
 _MOST_NODES = 160  # lines of a block's graph
 _TEMPLATES = Path(__file__).parent
@@ -56,11 +58,7 @@ def write_page(
     """
     figures.require_libraries()
     found = gathering.gather(plan, name, inputs, compare, progress)
-    text = render(found)
-    target = Path(path)
-    waiting = target.with_name(target.name + ".part")
-    waiting.write_text(text, encoding="utf-8")
-    waiting.replace(target)
+    json_file.write(path, render(found))
 
 
 def render(facts: Facts) -> str:
@@ -104,10 +102,10 @@ def tree_html(facts: Facts) -> str:
     and its closed form.
     """
     total = facts.tree.seconds or 1.0
-    return "".join(_module_html(m, facts, m.name, total) for m in facts.tree.inside.values())
+    return "".join(_module_html(m, facts, total) for m in facts.tree.inside.values())
 
 
-def _module_html(module: Module, facts: Facts, path: str, total: float) -> str:
+def _module_html(module: Module, facts: Facts, total: float) -> str:
     share = module.seconds / total
     bar = f'<span class="bar" style="width:{100 * share:.1f}%"></span>'
     head = (
@@ -115,9 +113,7 @@ def _module_html(module: Module, facts: Facts, path: str, total: float) -> str:
         f"{share:.1%} of the step</span>{bar}</summary>"
     )
     own = "" if module.row is None else _row_html(module.row, facts)
-    inside = "".join(
-        _module_html(m, facts, f"{path}.{m.name}", total) for m in module.inside.values()
-    )
+    inside = "".join(_module_html(m, facts, total) for m in module.inside.values())
     return f'<details class="module">{head}{own}{inside}</details>'
 
 
@@ -179,7 +175,7 @@ def lines_of(module: fx.GraphModule, block: str) -> list[Line]:
 
 
 def _line(node: graph_view.GraphNode, source: tuple[str, int, str] | None) -> Line:
-    shape = "" if node.shape is None else "×".join(map(str, node.shape)) or "scalar"
+    shape = "" if node.shape is None else size_text(node.shape)
     dtype = f" {node.dtype}" if node.dtype else ""
     file, number, code = source or ("", 0, "")
     return Line(

@@ -289,7 +289,7 @@ def _planned(run: Run, layers: int) -> tuple[float, float]:
         reduce_dtype=run.reduced_in or None,
     )  # fmt: skip
     optimizer = sum(r.computation or 0.0 for r in plan.rows if r.subgraph == "optimizer")
-    return (plan.overlapped or plan.seconds) - optimizer, optimizer
+    return plan.step_seconds - optimizer, optimizer
 
 
 # -- rating ----------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def planner(records: dict[str, Any]) -> Planned:
         plan = autopar.plan(
             subject.model(), worlds[world], batch, layout=FORCED.get(layout, layout)
         )
-        return str(plan.mesh), plan.overlapped or plan.seconds
+        return str(plan.mesh), plan.step_seconds
 
     return planned
 

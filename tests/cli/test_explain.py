@@ -10,8 +10,9 @@ import torch
 from test_cli import refused, run
 
 import autopar
-from autopar.cli.reasons import _grid_text, expand, explain_plan
+from autopar.cli.reasons import _grid_text, explain_plan
 from autopar.ir.plan import Plan
+from autopar.ir.plan_table import subgraphs_of
 from models import Mlp
 
 INPUTS = (torch.zeros(16, 64), torch.zeros(16, 64))
@@ -125,8 +126,8 @@ def test_what_cannot_be_explained(saved: str) -> None:
 
 
 def test_names_of_several_layers() -> None:
-    assert expand("a.8-10.mlp") == ["a.8.mlp", "a.9.mlp", "a.10.mlp"]
-    assert expand("a1-2.mlp") == ["a1-2.mlp"]
+    assert subgraphs_of("a.8-10.mlp") == ["a.8.mlp", "a.9.mlp", "a.10.mlp"]
+    assert subgraphs_of("a1-2.mlp") == ["a1-2.mlp"]
 
 
 @pytest.mark.parametrize(

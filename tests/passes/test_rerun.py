@@ -53,7 +53,7 @@ def plans(name: str, ranks: int, layout: Any, **changes: Any) -> tuple[autopar.P
         ("gpt", 4, "megatron", {"dropout": 0.2}),
         ("llama", 8, Grid4D(2, 1, 2, 2), {}),
         ("llama", 4, "megatron-sp", {}),
-        ("t5", 4, "2.5d", {}),
+        pytest.param("t5", 4, "2.5d", {}, marks=pytest.mark.slow),
         ("gpt2", 2, "auto", {}),
     ],
 )

@@ -99,7 +99,7 @@ def test_what_cannot_be_is_said() -> None:
 
 
 def test_the_tree_has_all_seconds_of_the_step(plan: Plan, gathered: facts.Facts) -> None:
-    assert gathered.tree.seconds == pytest.approx(sum(map(facts.row_seconds, plan.rows)))
+    assert gathered.tree.seconds == pytest.approx(sum(row.step_seconds for row in plan.rows))
     rows = [Row("blocks.0-3.mlp.up", "", "", 0.0, 1.0), Row("blocks.0-3.mlp", "", "", 0.0, 2.0)]
     tree = facts.module_tree([*rows, Row("head", "", "", 0.0, 4.0)])
     assert [*tree.inside] == ["blocks.0-3.mlp", "head"] and tree.seconds == 7.0

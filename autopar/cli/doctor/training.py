@@ -174,7 +174,7 @@ def step(session: Session) -> Finding:
         round_seconds.append(measure.seconds(trained.step, count, session.device))
     took = float(max(ranks.all_of(sorted(round_seconds)[ROUNDS // 2])))
     loss, plan = float(trained.step()), trained.plan
-    planned = plan.seconds if plan.overlapped is None else plan.overlapped
+    planned = plan.step_seconds
     figure = (
         f"planned {planned * 1e3:.1f} ms, measured {took * 1e3:.1f} ms ({took / planned:.2f} ×); "
         f"mesh {str(plan.mesh) or 'of one rank'}"

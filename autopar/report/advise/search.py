@@ -48,7 +48,11 @@ class Advice:
     @property
     def gain(self) -> float:
         """The part of the tool's step that autopar's own plan saves, 0 where that was not asked."""
-        return 0.0 if self.own is None else max(0.0, 1 - _step(self.own) / _step(self.plan))
+        return (
+            0.0
+            if self.own is None
+            else max(0.0, 1 - self.own.step_seconds / self.plan.step_seconds)
+        )
 
     @property
     def beyond(self) -> tuple[str, ...]:
@@ -81,10 +85,6 @@ def _sizes(layout: str, plan: Plan) -> dict[str, int]:
         axis, _, letter = part.strip().partition("→")
         sizes[letter] = sizes.get(letter, 1) * plan.mesh.sizes.get(axis, 1)
     return sizes
-
-
-def _step(plan: Plan) -> float:
-    return plan.seconds if plan.overlapped is None else plan.overlapped
 
 
 def advise(
@@ -213,11 +213,11 @@ def _fastest(
             tried.append((degrees, str(error)))
             continue
         fitting.add(mesh)
-        tried.append((degrees, _step(plans[degrees])))
+        tried.append((degrees, plans[degrees].step_seconds))
     if not plans:
         reasons = [why for _, why in tried] or [d for d in candidates if isinstance(d, str)]
         raise PlanError(
             f"no degrees that {tool.name} can express fit {planning.world}: {reasons[-1]}"
         )
-    best = min(plans, key=lambda degrees: _step(plans[degrees]))
+    best = min(plans, key=lambda degrees: plans[degrees].step_seconds)
     return best, plans[best], tuple(tried)

@@ -1,8 +1,9 @@
 """What other tools can express, and their options for it, each in the tool's own words.
 
-Example: TOOLS["torchtitan"].write(degrees) is a TOML file with [parallelism] and [training]. The
-versions that were looked at stand beside each; tests/report/test_advise.py reads what is written
-with the tool itself where it installs on a CPU, else by the options that its documentation names.
+Example: TOOLS["torchtitan"].write(degrees) is a TOML file with [parallelism] and [training]. Beside
+each stands what was looked at: a release, a commit, or options as programs pass them.
+tests/report/test_advise.py reads what is written with the tool itself where it installs on a CPU,
+else by the options that were looked at.
 """
 
 from __future__ import annotations
@@ -195,16 +196,19 @@ TOOLS = {
     tool.name: tool
     for tool in (
         Tool(
-            "megatron", "Megatron-LM core_r0.14", "megatron.sh", True,
+            "megatron", "Megatron-LM of 2025", "megatron.sh", True,
             _megatron_refuses, _megatron, _megatron_bytes,
         ),
-        Tool("torchtitan", "torchtitan 0.2", "job.toml", True, lambda degrees: "", _torchtitan),
+        Tool(
+            "torchtitan", "torchtitan 000204a4", "job.toml", True,
+            lambda degrees: "", _torchtitan,
+        ),
         Tool(
             "accelerate", "accelerate 1.15", "accelerate.yaml", False,
             _hugging_face_refuses, _accelerate,
         ),
         Tool(
-            "deepspeed", "DeepSpeed 0.18", "ds_config.json", False,
+            "deepspeed", "DeepSpeed 1b88ac36", "ds_config.json", False,
             _deepspeed_refuses, _deepspeed,
         ),
         Tool(

@@ -81,7 +81,7 @@ def stats(plan: Plan, clock: StepClock, device: torch.device) -> StepStats | Non
     return StepStats(
         steps,
         seconds,
-        plan.seconds if plan.overlapped is None else plan.overlapped,
+        plan.step_seconds,
         throughput(plan, inputs, seconds),
         throughput(plan, inputs),
         float(torch.cuda.max_memory_allocated(device)) if on_gpu else None,
