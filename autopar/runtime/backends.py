@@ -40,7 +40,7 @@ from autopar._compat import (
 )
 from autopar.cost.memory import no_room
 from autopar.cost.simulator.engine import Run
-from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given, writes
+from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
 from autopar.errors import PlanError
 from autopar.ir.program import Program
@@ -48,7 +48,8 @@ from autopar.ops.process_groups import guarded
 from autopar.ops.recomputation import spread, tagged
 from autopar.ops.sharded.dropout import FORMULAS
 from autopar.passes import OPTIONS, overlap_derived
-from autopar.passes.overlap import DerivedGraph, collectives_in_order
+from autopar.passes.overlap import DerivedGraph, collectives_in_order, erase_unused
+from autopar.passes.overlap.accumulation import Tail
 from autopar.passes.overlap.assumptions import (
     Gradients,
     Late,
@@ -57,6 +58,7 @@ from autopar.passes.overlap.assumptions import (
     through,
 )
 from autopar.passes.pass_manager import PassManager
+from autopar.runtime.held_backward import HeldBackward, Holder
 from autopar.world import World, ranks
 
 Backend = str | Callable[..., Any] | None
@@ -122,6 +124,14 @@ class Scheduled:
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
         self.modelled: dict[str, Run] = {}
+        self.holder: Holder | None = None  # who sums gradients over several backwards
+        self._held: HeldBackward | None = None
+        self._layouts = [
+            program.layouts[entry.node] if entry.kind == "parameter" else None
+            for entry in program.signature.inputs
+        ]
+        self._step = StepMemory(0.0, {})
+        self._backward_inputs: list[Any] = []
         self._above = 0.0  # bytes that the graphs need above the limit
 
     def __call__(self, *values: torch.Tensor) -> Any:
@@ -138,6 +148,8 @@ class Scheduled:
                     warnings.warn(no_room(self._above), stacklevel=2)
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
+        if self.holder is not None:
+            self._make_forms()
         outputs = list(self._run(*ordered))
         for place in self._late:
             outputs[place] = Late.apply(self._asked, place, outputs[place], *ordered)
@@ -210,7 +222,33 @@ class Scheduled:
         """
         backward = gm is not self.forward
         run = self._unguarded(gm, example_inputs, backward)
-        return guarded(run, "backward") if backward else guarded(_without_views(run), "forward")
+        if not backward:
+            return guarded(_without_views(run), "forward")
+        assert self._held is not None
+        self._backward_inputs = list(example_inputs)
+        forms = self._held
+        forms.begin(_taking_a_list(guarded(run, "backward")))
+        return takes_a_list(lambda values: forms.run(values, self.holder))
+
+    @property
+    def ends(self) -> tuple[Tail, ...]:
+        """The sums across ranks that the backward can hold."""
+        return () if self._held is None or not self._held.made else self._held.ends
+
+    def _make_forms(self) -> None:
+        """Make the forms of the backward that hold gradients, once. Collective."""
+        forms = self._held
+        if forms is not None and not forms.made and forms.ends:
+            ranks.together("deriving the sums of several backwards", lambda: forms.make(self._form))
+
+    def _form(self, graph: fx.Graph) -> Callable[..., Any]:
+        """Return what runs another form of the backward, scheduled and compiled as it is."""
+        assert self.backward is not None
+        module = fx.GraphModule(self.backward, graph)
+        more = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+        inputs = [*self._backward_inputs, *more[len(self._backward_inputs) :]]
+        module.graph = self._scheduled(module.graph, "backward", self._step).graph
+        return _taking_a_list(guarded(self._unguarded(module, inputs, backward=True), "backward"))
 
     def _unguarded(
         self, gm: fx.GraphModule, example_inputs: Any, backward: bool
@@ -239,22 +277,23 @@ class Scheduled:
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
         self._there["backward"] = self.stored | sent_as_given(self.backward.graph)
+        self._held, self._step = HeldBackward(self.backward.graph, self._layouts), step
         for module, phase in phases:
-            self._finish(module, phase, step)
+            derived = self._scheduled(module.graph, phase, step)
+            if derived.run is not None:
+                self.modelled[phase] = derived.run
+            self._above = max(self._above, self._above_limit(derived))
+            module.graph = derived.graph  # recompiles
         return self.forward, self.backward
 
-    def _finish(self, module: fx.GraphModule, phase: Phase, step: StepMemory) -> None:
-        """Run the passes of OVERLAP over one of the derived graphs."""
-        _erase_unused(module.graph)
-        bound = self._bound(module.graph, step)
+    def _scheduled(self, graph: fx.Graph, phase: Phase, step: StepMemory) -> DerivedGraph:
+        """Return one of the derived graphs as the passes of OVERLAP leave it."""
+        erase_unused(graph)
+        bound = self._bound(graph, step)
         compiler = self.backend if isinstance(self.backend, str) else "callable"
         compiler = "" if self.backend is None else compiler
-        derived = DerivedGraph(module.graph, phase, self._there[phase], step, bound, compiler)
-        derived = overlap_derived(derived, self.world, self.options, self.manager)
-        if derived.run is not None:
-            self.modelled[phase] = derived.run
-        self._above = max(self._above, self._above_limit(derived))
-        module.graph = derived.graph  # recompiles
+        derived = DerivedGraph(graph, phase, self._there[phase], step, bound, compiler)
+        return overlap_derived(derived, self.world, self.options, self.manager)
 
     def _bound(self, graph: fx.Graph, step: StepMemory) -> float:
         """Return the bytes that a graph may need besides the optimizer's states: what was planned;
@@ -288,13 +327,9 @@ def _overlaps(value: torch.Tensor) -> bool:
     return False
 
 
-def _erase_unused(graph: fx.Graph) -> None:
-    """Erase the nodes that nothing uses. torch keeps those that may draw random numbers, and so
-    would run a recomputed attention in the backward for nothing.
-    """
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not writes(node):
-            graph.erase_node(node)
+def _taking_a_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """Return the same function, called with all its values in one list."""
+    return run if getattr(run, "_boxed_call", False) else lambda values: run(*values)
 
 
 def _without_views(run: Callable[..., Any]) -> Callable[..., Any]:

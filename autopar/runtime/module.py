@@ -10,6 +10,7 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from autopar.runtime.inspection import Inspection
 from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
 from autopar.runtime.training.initialize import init_weights
 from autopar.runtime.training.inputs_watch import InputsWatch
+from autopar.runtime.training.no_sync import NoSync
 from autopar.runtime.training.other_calls import OtherCalls
 from autopar.runtime.training.parts import hold, own_tensors
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
@@ -100,6 +102,7 @@ class ParallelModule(Inspection, nn.Module):
         self._stored = StoredTensors(self, self._layout_of, *place, self._first.empty(tensors))
         self.register_load_state_dict_pre_hook(cut_state)
         self._copies, self._clock = itertools.count(), StepClock()
+        self._no_sync = NoSync(self)
         self.train(program.signature.training)
 
     # -- its tensors -------------------------------------------------------------------------------
@@ -143,6 +146,7 @@ class ParallelModule(Inspection, nn.Module):
         twin.register_load_state_dict_pre_hook(cut_state)
         twin._stored = self._stored.of(twin)
         twin._copies, twin._clock = itertools.count(), StepClock()
+        twin._no_sync = NoSync(twin)
         twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
         return twin
 
@@ -318,6 +322,21 @@ class ParallelModule(Inspection, nn.Module):
             DataLoader(sampler.dataset(dataset), batch_sampler=sampler, **options), sampler
         )
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backwards leave gradients unsummed across ranks: each rank
+        holds its own, as Partial DTensors, until the next backward outside sums them with its own.
+        For accumulation over several calls; every rank enters it. Gradients that cannot wait, as
+        their sum is no last step of the backward, are summed as ever.
+
+        >>> import autopar
+        >>> x = torch.ones(4, 8)
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (x,))
+        >>> with par.no_sync():
+        ...     par(x).sum().backward()
+        >>> par(x).sum().backward()
+        """
+        return self._no_sync.held()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graph, values = self._checked_values(args, kwargs)
         if not graph.autocast:
@@ -328,6 +347,7 @@ class ParallelModule(Inspection, nn.Module):
 
     @not_compiled
     def _outputs(self, graph: StepGraph, results: Any) -> Any:
+        self._no_sync.after(graph)
         return graph.outputs(results, self)
 
     @not_compiled  # torch.compile of this module would trace all of it, for minutes
@@ -347,6 +367,7 @@ class ParallelModule(Inspection, nn.Module):
             raise
         inputs = (leaves[e.position] for e in graph.user_inputs if e.position is not None)
         self._watch.count_call([x for x in inputs if not isinstance(x, DTensor)])
+        self._no_sync.before(graph)
         if graph is self._first and torch.is_grad_enabled():
             self._clock.count()
         return graph, values

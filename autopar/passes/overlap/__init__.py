@@ -26,6 +26,7 @@ from autopar.cost.simulator.graph_events import (
     collective_of,
     group_of,
     is_wait,
+    writes,
 )
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes
 from autopar.ir.graph import computed
@@ -200,3 +201,12 @@ def forget(graph: fx.Graph, node: fx.Node) -> None:
         while not operand.users and operand.op == "call_function" and carries_on(operand):
             unused, operand = operand, operand.all_input_nodes[0]
             graph.erase_node(unused)
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """Erase the nodes that nothing uses. torch keeps those that may draw random numbers, and so
+    would run a recomputed attention in the backward for nothing.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not writes(node):
+            graph.erase_node(node)
