@@ -1,0 +1,331 @@
+"""Micro-batches: a step of the whole batch as k equal parts, one after the other.
+
+    loss = cross_entropy(logits, y)                     the mean over the tokens that count
+    part = cross_entropy(logits, y, "sum") / total_0    in each part; total_0: of the whole batch
+
+A part is a mesh axis in time. What the batch reaches is rows (of each part its own), a sum over
+the parts, or, where no parameter is in it, a total that is taken over the whole batch before the
+first part runs (`totals`). Else parts are independent: a value that one part would need of another
+is refused, with the node. What a mean over all rows gives is divided by k; a value that is the same
+in all parts and is added to a sum, such as a penalty on weights, is too.
+
+The program of one part enters, traced on k-th of the rows, with its annotations; the same program
+leaves, changed as above, in a `Parts`. planner/planner.py runs it; runtime/training/parts_run.py
+runs the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autopar.errors import PlanError
+from autopar.ir.graph import copied, made, where
+from autopar.ir.program import Annotations, Input, Program
+from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of
+from autopar.ops.rules.shapes import FILLS, NEW_FILLS
+
+aten = torch.ops.aten
+
+State = Literal["same", "rows", "sum"]
+_MEANS = (aten.mean.dim, aten.mean.default)
+_LOSSES = (
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.binary_cross_entropy_with_logits.default,
+)
+_CROSS_ENTROPY = aten.cross_entropy_loss.default
+_MEAN, _SUM = 1, 2  # aten's numbers of reductions
+_ADDS = (aten.add.Tensor, aten.sub.Tensor)
+_SPREADS = (*FILLS, *NEW_FILLS, aten.expand.default, aten.full_like.default)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A program that runs `count` times in a step.
+
+    `program`: of one part; after the user's inputs it takes the totals. `totals`: the graph that
+    gives a part's share of each, from the user's inputs at `reads` (positions in the flattened
+    arguments); None where there are none. `split`: the positions of the inputs whose rows are
+    divided. `results`: what each of the graph's results is, in order.
+    """
+
+    count: int
+    program: Program
+    totals: fx.GraphModule | None
+    reads: tuple[int, ...]
+    split: frozenset[int]
+    results: tuple[State, ...]
+
+
+def parts_of(
+    program: Program, count: int, split: frozenset[int], annotations: Annotations
+) -> Parts:
+    """Return the parts of a traced program. `split`: the positions of the inputs of which a part
+    has its own rows. `annotations`: of the same graph on two rows or more. Raises PlanError with
+    the node where a part would need another one, and where no result is a sum over the parts.
+    """
+    return _Division(program, count, split, annotations).parts()
+
+
+class _Division:
+    """One walk through a graph, from its inputs to its outputs."""
+
+    def __init__(
+        self, program: Program, count: int, split: frozenset[int], annotations: Annotations
+    ) -> None:
+        self.program, self.count, self.split, self.notes = program, count, split, annotations
+        self.graph = copied(program.module.graph)
+        self.states: dict[fx.Node, State] = {}
+        self.trained = set[fx.Node]()  # the nodes that depend on a parameter
+        self.totals: dict[fx.Node, fx.Node] = {}  # a part's share -> the placeholder of the total
+        self.batch = self._batch_atoms()
+        self._placed = self.graph.find_nodes(op="placeholder")[-1]
+
+    def parts(self) -> Parts:
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                self.states[node] = self._placeholder(node)
+            elif node.op == "call_function":
+                if not self.trained.isdisjoint(node.all_input_nodes):
+                    self.trained.add(node)
+                self._walk(node)
+        states = self._results()
+        shares = list(self.totals)
+        totals, reads = self._totals_graph(shares)
+        for share, total in self.totals.items():
+            share.replace_all_uses_with(total)
+        self.graph.eliminate_dead_code()
+        module = fx.GraphModule(self.program.module, self.graph)
+        program = dataclasses.replace(self.program, module=module, signature=self._signature())
+        return Parts(self.count, program, totals, reads, self.split, states)
+
+    # -- states ------------------------------------------------------------------------------------
+    def _batch_atoms(self) -> frozenset[int]:
+        """Return the atoms of the first dims of the inputs that are divided."""
+        entries = (e for e in self.program.signature.inputs if e.position in self.split)
+        first = (self.notes.dims[entry.node, 0][0] for entry in entries)
+        return frozenset(atom.number for atoms in first for atom in atoms)
+
+    def _placeholder(self, node: fx.Node) -> State:
+        (entry,) = (e for e in self.program.signature.inputs if e.node == node.name)
+        if entry.kind == "parameter" or entry.trainable:
+            self.trained.add(node)
+        return "rows" if entry.kind == "user" and entry.position in self.split else "same"
+
+    def _walk(self, node: fx.Node) -> None:
+        """Find the state of a call, and change the call where a part needs it otherwise."""
+        if node.target is operator.getitem:
+            self.states[node] = self.states[node.all_input_nodes[0]]
+            return
+        operands = [n for n in operands_of(node) if n is not None]
+        kinds = {self.states[n] for n in operands}
+        if "sum" in kinds:
+            self._use_sum(node, operands)
+        elif "rows" in kinds:
+            self._use_rows(node, operands)
+        else:
+            rows = self._has_rows(node)
+            if rows and node.target not in _SPREADS and not operands:
+                raise self._refusal(node, "numbers its rows")
+            self.states[node] = "rows" if rows else "same"
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        """Whether a result of a node has a row for each of the part's."""
+        return any(
+            atom.number in self.batch
+            for index in range(len(results_of(node)))
+            for atoms in self.notes.dims.get((node.name, index), ())
+            for atom in atoms
+        )
+
+    def _use_rows(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        rule = self.notes.specs[node.name]
+        factors = self.notes.factors[node.name]
+        own = {f for f, atoms in factors.items() if {a.number for a in atoms} & self.batch}
+        kept = {f for f in own if all(any(f in dim for dim in r) for r in rule.results)}
+        if own & (rule.whole | (rule.shared if node.target is not _CROSS_ENTROPY else set())):
+            raise self._refusal(node, "computes with the rows of all parts")
+        if own and own == kept:
+            self.states[node] = "rows"
+        elif own and node.target is _CROSS_ENTROPY and bound(node)["reduction"] == _MEAN:
+            self._divide_by_total(node)
+        elif own and not kept and own <= rule.sum and not rule.added:
+            self.states[node] = "sum"
+            if _is_mean(node):
+                self._scale(node)
+        else:
+            raise self._refusal(node, "computes with the rows of all parts")
+
+    def _use_sum(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        """Pass a sum through a linear op; a total takes the place of one without parameters that is
+        used otherwise.
+        """
+        rule = self.notes.specs[node.name]
+        if self._passes(node, rule):
+            self.states[node] = "sum"
+            return
+        sums = [n for n in operands if self.states[n] == "sum"]
+        untrained = [n for n in sums if n not in self.trained]
+        if not untrained:
+            raise self._refusal(node, "needs a sum over all parts, which is there at the end")
+        for operand in untrained:
+            self._total(operand)
+        self._walk(node)
+
+    def _passes(self, node: fx.Node, rule: OpShardingRule) -> bool:
+        """Whether the result is the sum over the parts; what is added once is divided first."""
+        places = {i: n for i, n in enumerate(operands_of(node)) if n is not None}
+        summed = frozenset(i for i, n in places.items() if self.states[n] == "sum")
+        if any(self.states[n] == "rows" for n in places.values()):
+            return False
+        if any(summed == group & frozenset(places) for group in rule.linear):
+            return True
+        others = [places[i] for i in sorted(frozenset(places) - summed)]
+        if node.target not in _ADDS or len(others) != 1 or node.kwargs.get("alpha", 1) != 1:
+            return False
+        with self.graph.inserting_before(node):
+            share = self._divided(others[0])
+        node.replace_input_with(others[0], share)
+        return True
+
+    def _refusal(self, node: fx.Node, why: str) -> PlanError:
+        return PlanError(
+            f"micro-batches: {node.name} {where(node)} {why}: a step in {self.count} parts would "
+            "compute something else than a step of the whole batch. Leave microbatches at 1"
+        )
+
+    # -- changes -----------------------------------------------------------------------------------
+    def _divided(self, node: fx.Node) -> fx.Node:
+        """Add a node that is a count-th of another."""
+        share = made(self.graph, aten.mul.Tensor, (node, 1 / self.count), node.meta["val"])
+        share.meta.update({k: v for k, v in node.meta.items() if k not in share.meta})
+        self.states[share] = "sum"
+        if node in self.trained:
+            self.trained.add(share)
+        return share
+
+    def _scale(self, node: fx.Node) -> None:
+        """Divide a mean over the rows of a part by the number of parts."""
+        with self.graph.inserting_after(node):
+            share = self._divided(node)
+        node.replace_all_uses_with(share, delete_user_cb=lambda user: user is not share)
+
+    def _total(self, share: fx.Node) -> fx.Node:
+        """Return the placeholder of the total of a value without parameters."""
+        if share not in self.totals:
+            with self.graph.inserting_after(self._placed):
+                total = self.graph.placeholder(f"total_{len(self.totals)}")
+            total.meta["val"] = share.meta["val"]
+            self._placed, self.totals[share] = total, total
+        self.states[share] = "same"
+        return self.totals[share]
+
+    def _divide_by_total(self, node: fx.Node) -> None:
+        """Make a mean over tokens their sum, divided by the weight of those of the whole batch."""
+        values = bound(node)
+        target, weight, ignored = values["target"], values["weight"], values["ignore_index"]
+        with self.graph.inserting_before(node):
+            counts = self._call(node, aten.ne.Scalar, target, ignored)
+            own = self._call(node, aten._to_copy.default, counts, dtype=torch.float32)
+            if weight is not None:
+                known = self._call(node, aten.mul.Tensor, target, counts)
+                weights = self._call(node, aten.index.Tensor, weight, [known])
+                own = self._call(node, aten.mul.Tensor, weights, own)
+            share = self._call(node, aten.sum.default, own)
+        total = self._total(share)
+        smoothing = values["label_smoothing"]
+        node.args, node.kwargs = (values["self"], target, weight, _SUM, ignored, smoothing), {}
+        with self.graph.inserting_after(node):
+            mean = self.graph.call_function(aten.div.Tensor, (node, total))
+        mean.meta = dict(node.meta)
+        self.states[node] = self.states[mean] = "sum"
+        self.trained |= {node, mean} if node in self.trained else set()
+        node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+
+    def _call(
+        self, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        """Add a node computed of others, which belongs to the module of `like`."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = dict(like.meta)
+        operands: Any = fx.node.map_arg(args, lambda n: n.meta["val"])
+        node.meta["val"] = target(*operands, **kwargs)
+        if not self.trained.isdisjoint(node.all_input_nodes):
+            self.trained.add(node)
+        self.states[node] = "rows"
+        return node
+
+    # -- what leaves -------------------------------------------------------------------------------
+    def _results(self) -> tuple[State, ...]:
+        (results,) = self.graph.output_node().args
+        assert isinstance(results, tuple | list)
+        kinds = [output.kind for output in self.program.signature.outputs if output.node]
+        states: list[State] = []
+        for kind, node in zip(kinds, results, strict=True):
+            assert isinstance(node, fx.Node)
+            if kind == "mutation" and self.states[node] != "same":
+                raise self._refusal(node, "writes what differs between parts into a buffer")
+            states.append(self.states[node])
+        if not any(
+            state == "sum" and n in self.trained for state, n in zip(states, results, strict=True)
+        ):
+            raise PlanError(
+                "micro-batches: the model returns no loss, that is no sum or mean over the rows of "
+                "its inputs. Compute the loss in the model's forward, as each part needs its own "
+                "backward"
+            )
+        return tuple(states)
+
+    def _totals_graph(
+        self, shares: Sequence[fx.Node]
+    ) -> tuple[fx.GraphModule | None, tuple[int, ...]]:
+        """Return the graph of the part's share of each total, and what it reads."""
+        if not shares:
+            return None, ()
+        graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+        positions = {e.node: e.position for e in self.program.signature.inputs}
+        needed = _ancestors(shares)
+        reads = [n for n in self.graph.find_nodes(op="placeholder") if n in needed]
+        for node in self.graph.nodes:
+            if node in needed:
+                twins[node] = graph.node_copy(node, lambda n: twins[n])
+        graph.output(tuple(twins[share] for share in shares))
+        for node in reads:
+            if positions.get(node.name) is None:
+                raise self._refusal(node, "is a buffer that a sum over all parts needs")
+        return fx.GraphModule(self.program.module, graph), tuple(
+            position for n in reads if (position := positions[n.name]) is not None
+        )
+
+    def _signature(self) -> Any:
+        signature = self.program.signature
+        leaves = max((e.position for e in signature.inputs if e.position is not None), default=-1)
+        leaves = max(leaves + 1, signature.in_spec.num_leaves)
+        totals = tuple(
+            Input("user", total.name, f"the total of {share.name}", position=leaves + number)
+            for number, (share, total) in enumerate(self.totals.items())
+        )
+        return dataclasses.replace(signature, inputs=(*signature.inputs, *totals))
+
+
+def _is_mean(node: fx.Node) -> bool:
+    return node.target in _MEANS or (node.target in _LOSSES and bound(node)["reduction"] == _MEAN)
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    found, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
