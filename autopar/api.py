@@ -19,6 +19,7 @@ from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ops import devices
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import edit, mesh_search, world_size
+from autopar.planner.parts import trace_step
 from autopar.planner.planner import (
     Inputs,
     analyse,
@@ -47,6 +48,7 @@ from autopar.runtime.original import compare_original
 from autopar.runtime.reference import to_float64
 from autopar.runtime.training.other_calls import OtherCalls, skeleton_of
 from autopar.runtime.training.parts import Deferred
+from autopar.runtime.training.parts_run import PartsRun, whole_batch
 from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks
 
@@ -64,6 +66,7 @@ def plan(
     reduce_dtype: torch.dtype | str | None = None,
     overlap: Overlap = True,
     outputs: Outputs = "replicated",
+    microbatches: int = 1,
 ) -> Plan:
     """Return the fastest layout of `model` on `world`, by modelled seconds. It needs no process
     group, no GPU, and no memory for the parameters: the model may be on the meta device.
@@ -91,22 +94,24 @@ def plan(
     - `overlap`: compare plans by a step that hides communication, not by the sum of all seconds.
     - `outputs`: "replicated" hands every rank all of every output, as a plain tensor; "sharded" the
       part that it computes, as a DTensor, for models whose large outputs (logits) nobody reads.
+    - `microbatches`: a step runs in so many equal parts, one after the other, each with a forward
+      and a backward, and holds the activations of one part; the model returns its loss.
 
     Raises TraceError for a model that is no one graph, LayoutError for a layout that does not fit
     it, PlanError where nothing fits the memory, and WorldError for a `world` that is none.
     """
     check(
         "plan", model=model, layout=layout, memory=memory, optimizer=optimizer, overlap=overlap,
-        progress=progress, smaller=smaller, outputs=outputs,
+        progress=progress, smaller=smaller, outputs=outputs, microbatches=microbatches,
     )  # fmt: skip
     machines, summed = World.of(world), read_reduce_dtype(reduce_dtype)
     budget = Budget.of(machines, memory, optimizer, recompute)
     check_room(model, machines, budget)
-    request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
+    request = PlanRequest(layout, budget, summed, bool(overlap), outputs, microbatches=microbatches)
     pipeline = PassManager(progress)
-    source = trace_model(model, inputs, pipeline)
+    source, parts = trace_step(model, inputs, microbatches, pipeline)
     program = choose_plan(pipeline, analyse(pipeline, source, request), machines, request)
-    best = finish_plan(pipeline, source, program, machines, request)
+    best = finish_plan(pipeline, source, program, machines, request, parts)
     if not smaller:
         return best
     pipeline.progress("smaller worlds")
@@ -183,11 +188,13 @@ def _apply(
     program = context.program
     tensors = ranks.together("taking the parameters", lambda: current_tensors(model, program))
     context = context.on_device(place)
-    program = context.program
     device_mesh, run = build_runner(context, place.type, backend, overlap)
     agreement.require_same_tensors(tensors, sync_parameters)
     plan_kept = context.without_tensors()
-    program = dataclasses.replace(program, plan=plan_kept)
+    program = dataclasses.replace(context.program, plan=plan_kept)
+    if context.parts is not None:
+        run = PartsRun(run, program, context.parts, device_mesh)
+        program = whole_batch(program, context.parts)
     order = list(tensors_by_name(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
@@ -213,6 +220,7 @@ def parallelize(
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
     outputs: Outputs = "replicated",
+    microbatches: int = 1,
 ) -> ParallelModule:
     """Return `model` on the running ranks: plan and apply in one. Collective. Rank 0 searches, the
     others receive its plan; if a rank fails, all raise.
@@ -225,7 +233,8 @@ def parallelize(
     - `world`: as in `plan`; None is what runs, as `autopar calibrate` measured it here
       (world.json), else by nominal figures, with a warning.
     - `inputs`: as in `plan`; None takes those of the first call.
-    - `layout`, `memory`, `optimizer`, `recompute`, `reduce_dtype`, `outputs`: as in `plan`.
+    - `layout`, `memory`, `optimizer`, `recompute`, `reduce_dtype`, `outputs`, `microbatches`: as in
+      `plan`.
     - `backend`, `overlap`, `sync_parameters`, `device`: as in `apply`.
 
     Raises what `plan` and `apply` raise.
@@ -233,10 +242,10 @@ def parallelize(
     with on_own_device(model, device) as place:
         check_together(
             "parallelize", model=model, layout=layout, memory=memory, optimizer=optimizer,
-            overlap=overlap, backend=backend, outputs=outputs,
+            overlap=overlap, backend=backend, outputs=outputs, microbatches=microbatches,
         )  # fmt: skip
         wanted = layout, backend, memory, optimizer, recompute, overlap, reduce_dtype
-        last = sync_parameters, place, outputs
+        last = sync_parameters, place, outputs, microbatches
         if inputs is None:
             later = Deferred(
                 lambda values: parallelize(model, world, values, *wanted, *last), ParallelModule
@@ -259,12 +268,16 @@ def _plan_and_apply(
     sync_parameters: bool,
     place: torch.device,
     outputs: Outputs,
+    microbatches: int,
 ) -> ParallelModule:
     warn_alone(world)
     limits = memory, optimizer, recompute
     own = layout, limits, reduce_dtype, overlap, outputs
-    options = {"backend": backend, "sync_parameters": sync_parameters}
+    options = {
+        "backend": backend, "sync_parameters": sync_parameters, "microbatches": microbatches,
+    }  # fmt: skip
     machines, request = agree_on_request(world, *own, inputs=inputs, options=options)
+    request = dataclasses.replace(request, microbatches=microbatches)
     ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
     plan = plan_on_rank_0(model, machines, inputs, request)
     return _apply(model, plan, None, backend, overlap, sync_parameters, place)

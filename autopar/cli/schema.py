@@ -67,6 +67,8 @@ class PlanFacts(_Output):
     ranks: int
     rows: list[Row]
     unsplit: list[str]
+    microbatches: int
+    sums_once: bool
     smaller: tuple[int, float] | None
     meshes: list[MeshSeconds]
     seconds_by_pass: dict[str, float]

@@ -200,6 +200,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "recompute": list(plan.recompute),
         "regather": list(plan.regather),
         "rerun": list(plan.rerun),
+        "microbatches": plan.microbatches,
+        "sums_once": plan.sums_once,
         "groups": list(plan.groups),
         "mesh": plan.mesh.sizes,
         "ranks": plan.mesh.size,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # what a plan answers with stands above it
 
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
-    "device_limit", "replicated_outputs",
+    "device_limit", "replicated_outputs", "microbatches", "sums_once",
 )  # fmt: skip
 _NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit")
 _UNCONVERTED = (
@@ -101,6 +101,8 @@ class Plan:
     smaller: tuple[int, float] | None = None
     reduce_dtype: torch.dtype | None = None  # in which parameters' gradients are summed
     replicated_outputs: bool = False  # every rank returns all of every output, not its own part
+    microbatches: int = 1  # parts of a step, one after the other; the graph is that of one
+    sums_once: bool = True  # ranks sum every gradient once a step, not once a part
     # axes of the process groups in the graph, known after the rewrite: "x", "data.x"
     groups: tuple[str, ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so

@@ -176,6 +176,8 @@ class PlanFile:
     rerun: tuple[str, ...] = ()
     reduce_dtype: Literal["float32"] | None = None
     replicated_outputs: bool = False
+    microbatches: Annotated[int, Field(ge=1, le=2**20)] = 1
+    sums_once: bool = True
 
 
 @cache

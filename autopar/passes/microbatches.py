@@ -10,7 +10,7 @@ is refused, with the node. What a mean over all rows gives is divided by k; a va
 in all parts and is added to a sum, such as a penalty on weights, is too.
 
 The program of one part enters, traced on k-th of the rows, with its annotations; the same program
-leaves, changed as above, in a `Parts`. planner/planner.py runs it; runtime/training/parts_run.py
+leaves, changed as above, with its `Parts`. planner/parts.py runs it; runtime/training/parts_run.py
 runs the parts.
 """
 
@@ -50,28 +50,29 @@ _SPREADS = (*FILLS, *NEW_FILLS, aten.expand.default, aten.full_like.default)
 
 @dataclass(frozen=True)
 class Parts:
-    """A program that runs `count` times in a step.
+    """How a step is run in `count` parts by the program of one.
 
-    `program`: of one part; after the user's inputs it takes the totals. `totals`: the graph that
-    gives a part's share of each, from the user's inputs at `reads` (positions in the flattened
-    arguments); None where there are none. `split`: the positions of the inputs whose rows are
-    divided. `results`: what each of the graph's results is, in order.
+    `names`: the program's inputs that take the totals. `totals`: the graph that gives a part's
+    share of each, from the user's inputs at `reads` (positions in the flattened arguments); None
+    where there are none. `split`: the positions of the inputs whose rows are divided. `results`:
+    what each of the graph's results is, in order.
     """
 
     count: int
-    program: Program
+    names: tuple[str, ...]
     totals: fx.GraphModule | None
     reads: tuple[int, ...]
     split: frozenset[int]
     results: tuple[State, ...]
 
 
-def parts_of(
+def in_parts(
     program: Program, count: int, split: frozenset[int], annotations: Annotations
-) -> Parts:
-    """Return the parts of a traced program. `split`: the positions of the inputs of which a part
-    has its own rows. `annotations`: of the same graph on two rows or more. Raises PlanError with
-    the node where a part would need another one, and where no result is a sum over the parts.
+) -> tuple[Program, Parts]:
+    """Return the program of one part, and how a step runs it. `program`: traced on the rows of a
+    part; `split`: the positions of the inputs of which a part has its own rows; `annotations`: of
+    the same graph on two rows or more. Raises PlanError with the node where a part would need
+    another one, and where no result is a sum over the parts.
     """
     return _Division(program, count, split, annotations).parts()
 
@@ -90,7 +91,7 @@ class _Division:
         self.batch = self._batch_atoms()
         self._placed = self.graph.find_nodes(op="placeholder")[-1]
 
-    def parts(self) -> Parts:
+    def parts(self) -> tuple[Program, Parts]:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
                 self.states[node] = self._placeholder(node)
@@ -106,7 +107,8 @@ class _Division:
         self.graph.eliminate_dead_code()
         module = fx.GraphModule(self.program.module, self.graph)
         program = dataclasses.replace(self.program, module=module, signature=self._signature())
-        return Parts(self.count, program, totals, reads, self.split, states)
+        names = tuple(total.name for total in self.totals.values())
+        return program, Parts(self.count, names, totals, reads, self.split, states)
 
     # -- states ------------------------------------------------------------------------------------
     def _batch_atoms(self) -> frozenset[int]:

@@ -39,6 +39,7 @@ from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
 from autopar.passes import PIPELINE, annotate, random_masks, trace
 from autopar.passes import recompute as recomputing
+from autopar.passes.microbatches import Parts
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.signature import without_cache
 from autopar.planner.bounds.factor_graph import frame
@@ -69,6 +70,7 @@ class PlanContext:
     world: World
     source: Program
     layout: Layouts | None = None  # that was asked for; None for a plan from a file
+    parts: Parts | None = None  # of a step in micro-batches
 
     def without_tensors(self) -> Plan:
         """Return the plan as a parallel module holds it: it answers every question and holds no
@@ -84,8 +86,11 @@ class PlanContext:
         """Return this context with the tensors that its graph creates placed on the device of a
         rank.
         """
-        module = on_device(self.program.module, device)
-        return dataclasses.replace(self, program=dataclasses.replace(self.program, module=module))
+        module, parts = on_device(self.program.module, device), self.parts
+        if parts is not None and parts.totals is not None:
+            parts = dataclasses.replace(parts, totals=on_device(parts.totals, device))
+        program = dataclasses.replace(self.program, module=module)
+        return dataclasses.replace(self, program=program, parts=parts)
 
     def why(self, pattern: str) -> Why:
         """Answer `Plan.why`. Raises PlanError for a plan from a file."""
@@ -201,7 +206,10 @@ def choose_plan(
     search = partial(search_plan, world=world, request=request)
 
     def choose(program: Program) -> Program:
-        return chosen_before(program, fingerprint(program), world, request, search)
+        chosen = chosen_before(program, fingerprint(program), world, request, search)
+        assert chosen.plan is not None
+        plan = dataclasses.replace(chosen.plan, microbatches=request.microbatches)
+        return dataclasses.replace(chosen, plan=plan)
 
     return manager.run("choose", program, choose, check_choices)
 
@@ -266,7 +274,12 @@ def fit_to_memory(
 
 
 def finish_plan(
-    manager: PassManager, source: Program, chosen: Program, world: World, request: PlanRequest
+    manager: PassManager,
+    source: Program,
+    chosen: Program,
+    world: World,
+    request: PlanRequest,
+    parts: Parts | None = None,
 ) -> Plan:
     """Return the plan with its figures and the context that `apply` needs. Without a budget in
     the request no limit applies: the plan was made to fit before.
@@ -284,7 +297,7 @@ def finish_plan(
     planned = dataclasses.replace(program, plan=plan)
     # under a limit of memory "auto" may have been a named layout
     layout = plan.layout if request.layout == "auto" else request.layout
-    context = PlanContext(planned, manager.graphs, world, chosen, layout)
+    context = PlanContext(planned, manager.graphs, world, chosen, layout, parts)
     return dataclasses.replace(plan, context=context)
 
 

@@ -155,6 +155,7 @@ class PlanRequest:
     summed, None for their own. `overlap`: plans are compared by a step with communication under
     computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
+    `microbatches`: the parts of a step, one after the other.
     """
 
     layout: Layouts | None = "auto"
@@ -163,6 +164,7 @@ class PlanRequest:
     overlap: bool = False
     outputs: Outputs = "sharded"
     replicated_parameters: bool = False
+    microbatches: int = 1
 
     @property
     def recompute(self) -> str:

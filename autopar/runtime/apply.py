@@ -33,6 +33,7 @@ from autopar.passes.pass_manager import PassManager
 from autopar.planner.edit import check_edits, compare_figures, is_unchanged
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import cost_terms
+from autopar.planner.parts import trace_step
 from autopar.planner.planner import (
     Inputs,
     PlanContext,
@@ -42,7 +43,6 @@ from autopar.planner.planner import (
     fingerprint,
     finish_plan,
     fit_to_memory,
-    trace_model,
 )
 from autopar.planner.request import Layouts, Outputs, PlanRequest
 from autopar.runtime.agreement import require_same_request
@@ -184,7 +184,8 @@ def plan_on_rank_0(
     """
     assert request.layout is not None
     layout, pipeline = request.layout, PassManager()
-    source = ranks.together("tracing", lambda: trace_model(model, inputs, pipeline))
+    count = request.microbatches
+    source, parts = ranks.together("tracing", lambda: trace_step(model, inputs, count, pipeline))
     ranks.agree("model", fingerprint(source))
     program = ranks.together("annotating", lambda: analyse(pipeline, source, request))
     if like is None:
@@ -202,7 +203,7 @@ def plan_on_rank_0(
     program = dataclasses.replace(program, plan=Plan.from_json(data))
     without_budget = dataclasses.replace(request, budget=None)
     return ranks.together(
-        "rewriting", lambda: finish_plan(pipeline, source, program, world, without_budget)
+        "rewriting", lambda: finish_plan(pipeline, source, program, world, without_budget, parts)
     )
 
 
@@ -330,7 +331,7 @@ def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     Example: renew_plan(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
     """
     pipeline = PassManager()
-    source = trace_model(model, inputs, pipeline)
+    source, parts = trace_step(model, inputs, plan.microbatches, pipeline)
     require_same_graph(plan, source)
     request = PlanRequest.like(plan, None, Budget(None, plan.optimizer, "none"))
     program = analyse(pipeline, source, request)
@@ -338,7 +339,7 @@ def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     seconds = sum(cost_terms(program, edited, plan.world).values())
     edited = dataclasses.replace(edited, seconds=seconds, memory=None)
     program = dataclasses.replace(program, plan=edited)
-    renewed = finish_plan(pipeline, source, program, plan.world, request)
+    renewed = finish_plan(pipeline, source, program, plan.world, request, parts)
     return compare_figures(plan, renewed)
 
 

@@ -171,6 +171,12 @@ def _outputs(value: Any) -> str:
     return "" if value in ("replicated", "sharded") else "it is to be 'replicated' or 'sharded'"
 
 
+def _microbatches(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return ""
+    return "it is to be a whole number of parts, 1 or more, that divides the rows of the batch"
+
+
 def _progress(value: Any) -> str:
     return "" if value is None or callable(value) else "it is to be None or a function of a name"
 
@@ -191,6 +197,7 @@ _CHECKS: dict[str, Callable[[Any], str]] = {
     "smaller": _yes_or_no,
     "progress": _progress,
     "outputs": _outputs,
+    "microbatches": _microbatches,
     "layout_or_plan": _layout_or_plan,
 }
 _ERRORS: dict[str, type[AutoparError]] = {

@@ -124,7 +124,9 @@ class Scheduled:
         self.forward: fx.GraphModule | None = None
         self.backward: fx.GraphModule | None = None
         self.modelled: dict[str, Run] = {}
-        self.holder: Holder | None = None  # who sums gradients over several backwards
+        # who sums gradients over several backwards, and whether those larger than what is stored
+        self.holder: Holder | None = None
+        self.holds_split = True
         self._held: HeldBackward | None = None
         self._layouts = [
             program.layouts[entry.node] if entry.kind == "parameter" else None
@@ -239,7 +241,10 @@ class Scheduled:
         """Make the forms of the backward that hold gradients, once. Collective."""
         forms = self._held
         if forms is not None and not forms.made and forms.ends:
-            ranks.together("deriving the sums of several backwards", lambda: forms.make(self._form))
+            ranks.together(
+                "deriving the sums of several backwards",
+                lambda: forms.make(self._form, self.holds_split),
+            )
 
     def _form(self, graph: fx.Graph) -> Callable[..., Any]:
         """Return what runs another form of the backward, scheduled and compiled as it is."""

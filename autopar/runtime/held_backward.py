@@ -42,7 +42,7 @@ class HeldBackward:
     """
 
     def __init__(self, backward: fx.Graph, layouts: Sequence[Layout | None]) -> None:
-        self._graph = copied(backward)  # scheduling changes the other one
+        self._graph, self._layouts = copied(backward), layouts  # scheduling changes the other one
         self.ends = tails(self._graph, layouts)
         self._summed: Run | None = None
         self._forms: dict[Form, Run] = {}
@@ -56,12 +56,20 @@ class HeldBackward:
         """Take what runs the backward as it was derived."""
         self._summed = summed
 
-    def make(self, compiled: Callable[[fx.Graph], Run]) -> None:
-        """Make the further forms, each made runnable by `compiled`."""
+    def make(self, compiled: Callable[[fx.Graph], Run], split: bool) -> None:
+        """Make the further forms, each made runnable by `compiled`. `split`: hold gradients, too,
+        whose own part is larger than what a rank stores, as FSDP's are.
+        """
+        if not split:
+            self.ends = tuple(tail for tail in self.ends if not self._is_larger(tail))
         self._forms = {
             "held": compiled(held(self._graph, self.ends)),
             "closing": compiled(closing(self._graph, self.ends)),
         }
+
+    def _is_larger(self, tail: Tail) -> bool:
+        stored = self._layouts[tail.place]
+        return stored is not None and tail.layout.local_size > stored.local_size
 
     def run(self, values: list[Any], holder: Holder | None) -> Any:
         """Run the backward in the form that the holder asks for. A held gradient is None among the

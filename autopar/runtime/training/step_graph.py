@@ -186,7 +186,11 @@ class StepGraph:
         """Return the values of the graph's placeholders: the rank's own part of everything. Raises
         InputError for an input or a gradient that was not planned.
         """
-        return to_local([self._feed(entry, leaves, owner) for entry in self.signature.inputs])
+        values = [self._feed(entry, leaves, owner) for entry in self.signature.inputs]
+        for _ in range(getattr(self.run, "count", 1) - 1):  # every micro-batch drops others
+            seeds = (e for e in self.signature.inputs if e.kind == "seed")
+            values += [self._feed(entry, leaves, owner) for entry in seeds]
+        return to_local(values)
 
     def _feed(self, entry: Input, leaves: list[Any], owner: nn.Module) -> Any:
         if entry.kind == "user":

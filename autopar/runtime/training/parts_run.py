@@ -1,0 +1,317 @@
+"""Runs a step in micro-batches: forward and backward of each part, one after the other.
+
+    loss = par(tokens, targets)    # runs all parts; the gradients are held
+    loss.backward()                # hands them out, times the gradient of the loss
+
+Only one part's activations exist at a time. Gradients are summed across ranks once, in the last
+part's backward (runtime/held_backward.py); those whose own part is larger than what a rank stores
+are summed in each part where the plan says so. The totals over the whole batch, such as how many
+tokens count, come first. What a rank computes of the batch stays its own: part j is the j-th of the
+equal pieces of its rows.
+
+passes/microbatches.py made the program of one part. runtime/apply.py puts a PartsRun in the place
+of what runs it; then the module is that of the whole batch (`whole_batch`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import InputError, PlanError
+from autopar.ir.layout import Layout
+from autopar.ir.program import Input, Program
+from autopar.passes.microbatches import Parts
+from autopar.passes.overlap.accumulation import Tail
+from autopar.runtime.apply import to_dtensor
+from autopar.runtime.backends import Scheduled
+from autopar.runtime.held_backward import Form
+
+
+def whole_batch(program: Program, parts: Parts) -> Program:
+    """Return the program of a part with the inputs, outputs and layouts of the whole batch."""
+    inputs = tuple(e for e in program.signature.inputs if e.node not in parts.names)
+    layouts = dict(program.layouts)
+    for entry in inputs:
+        if entry.kind == "user" and entry.position in parts.split:
+            layouts[entry.node] = _of_all_parts(layouts[entry.node], parts.count)
+    returned = [o.node for o in program.signature.outputs if o.node is not None]
+    for node, state in zip(returned, parts.results, strict=True):
+        if state == "rows":
+            layouts[node] = _of_all_parts(program.layouts[node], parts.count)
+    signature = dataclasses.replace(program.signature, inputs=inputs)
+    return dataclasses.replace(program, signature=signature, layouts=layouts)
+
+
+def _of_all_parts(layout: Layout, count: int) -> Layout:
+    """Return where the rows of all parts lie: each rank has those that it has of every part."""
+    states = tuple(
+        s._replace(stride=s.stride * count) if s.kind == "S" and s.dim == 0 else s
+        for s in layout.states
+    )
+    return Layout(layout.mesh, (layout.shape[0] * count, *layout.shape[1:]), states)
+
+
+class PartsRun:
+    """Runs the parts of a step in the place of a graph of the whole batch. `count`: of the parts.
+    `run`: runs the graph of one.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        program: Program,
+        parts: Parts,
+        device_mesh: DeviceMesh | None,
+    ) -> None:
+        self.run, self.count, self._parts, self._mesh = run, parts.count, parts, device_mesh
+        self._entries = program.signature.inputs
+        self._whole = whole_batch(program, parts)
+        self._own = self._whole.signature.inputs
+        self._layouts, self._returned = program.layouts, program.signature.outputs
+        self._blocks = self._row_blocks(program)
+        self._holder = _Sums()
+        self._sums_once = program.plan is None or program.plan.sums_once
+
+    # -- the graphs that run, for who asks ---------------------------------------------------------
+    @property
+    def forward(self) -> fx.GraphModule | None:
+        return getattr(self.run, "forward", None)
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        return getattr(self.run, "backward", None)
+
+    # -- rows --------------------------------------------------------------------------------------
+    def _row_blocks(self, program: Program) -> int:
+        """Return into how many blocks the ranks divide the rows of a part, at most. Raises
+        PlanError where two tensors divide them over different axes.
+        """
+        names = [e.node for e in self._entries if e.position in self._parts.split]
+        names += [o.node for o, s in self._results() if s == "rows" and o.node is not None]
+        found = [_row_axes(program.layouts[name]) for name in names]
+        longest = max(found, key=len, default=())
+        for axes in found:
+            if axes != longest[: len(axes)]:
+                raise PlanError(
+                    f"micro-batches: rows lie on the axes {_names(axes)} and on "
+                    f"{_names(longest)}, which have no common order. Leave microbatches at 1"
+                )
+        return math.prod(size for _, size in longest)
+
+    def _results(self) -> Iterator[tuple[Any, str]]:
+        returned = (output for output in self._returned if output.node is not None)
+        yield from zip(returned, self._parts.results, strict=True)
+
+    def _rows(self, entry: Input, own: Tensor, part: int) -> Tensor:
+        """Return the rows of a part of those that this rank holds of an input."""
+        blocks = self._blocks // math.prod(s for _, s in _row_axes(self._layouts[entry.node]))
+        if blocks == 1:
+            size = own.shape[0] // self.count
+            return own.narrow(0, part * size, size)
+        return own.unflatten(0, (blocks, self.count, -1))[:, part].flatten(0, 1)
+
+    def _joined(self, node: str, found: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all parts in the order in which this rank holds those of the batch."""
+        blocks = self._blocks // math.prod(s for _, s in _row_axes(self._layouts[node]))
+        if blocks == 1:
+            return torch.cat(list(found))
+        each = [x.unflatten(0, (blocks, -1)) for x in found]
+        return torch.stack(each, 1).flatten(0, 2)
+
+    # -- one step ----------------------------------------------------------------------------------
+    def __call__(self, *values: Any) -> Any:
+        own, seeds = values[: len(self._own)], values[len(self._own) :]
+        places = [i for i, x in enumerate(own) if isinstance(x, Tensor) and x.requires_grad]
+        if not places or not torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._combined([self.run(*part) for part in self._each(own, seeds)])
+        return list(_Step.apply(self, places, own, seeds, *(own[i] for i in places)))
+
+    def _each(self, own: Sequence[Any], seeds: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yield the values of the placeholders for each part."""
+        totals = iter(self._totals(own))
+        total_of = {e.node: next(totals) for e in self._entries if e.node in self._parts.names}
+        by_node = {e.node: x for e, x in zip(self._own, own, strict=True)}
+        later = iter(seeds)
+        for part in range(self.count):
+            yield [self._value(e, by_node, total_of, part, later) for e in self._entries]
+
+    def _value(
+        self,
+        entry: Input,
+        own: dict[str, Any],
+        totals: dict[str, Tensor],
+        part: int,
+        later: Iterator[Any],
+    ) -> Any:
+        if entry.node in totals:
+            return totals[entry.node]
+        if entry.kind == "seed" and part:
+            return next(later)
+        if entry.kind == "user" and entry.position in self._parts.split:
+            return self._rows(entry, own[entry.node], part)
+        return own[entry.node]
+
+    @torch.no_grad()
+    def _totals(self, own: Sequence[Any]) -> list[Tensor]:
+        """Return what is summed over the whole batch before the first part. The inputs that it is
+        computed of, such as labels, are gathered where ranks hold parts of them.
+        """
+        if self._parts.totals is None:
+            return []
+        at = {e.position: i for i, e in enumerate(self._own) if e.kind == "user"}
+        whole = [self._gathered(self._own[at[p]], own[at[p]]) for p in self._parts.reads]
+        shares = []
+        for part in range(self.count):
+            rows = (
+                x.unflatten(0, (self.count, -1))[part] if p in self._parts.split else x
+                for p, x in zip(self._parts.reads, whole, strict=True)
+            )
+            shares.append(self._parts.totals(*rows))
+        return [torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*shares, strict=True)]
+
+    def _gathered(self, entry: Input, own: Tensor) -> Tensor:
+        layout = self._whole.layouts[entry.node]
+        if self._mesh is None or not layout.axes_of("S"):
+            return own
+        sent = own.to(torch.uint8) if own.dtype is torch.bool else own  # gloo knows no bool
+        gathered = to_dtensor(sent, layout, self._mesh)
+        assert isinstance(gathered, DTensor)
+        return gathered.full_tensor().to(own.dtype)
+
+    def _combined(self, found: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the results of the step, of those of its parts."""
+        results: list[Any] = []
+        for place, (output, state) in enumerate(self._results()):
+            each = [part[place] for part in found]
+            if state == "rows":
+                results.append(self._joined(str(output.node), each))
+            else:
+                results.append(sum(each[1:], each[0]) if state == "sum" else each[0])
+        return results
+
+    def step(
+        self, places: Sequence[int], own: Sequence[Any], seeds: Sequence[Any]
+    ) -> tuple[list[Any], int, list[Tensor | None]]:
+        """Return the results of a step, which of them is the loss, and its gradient for the values
+        at `places`, summed across ranks.
+        """
+        leaves = {i: own[i].detach().requires_grad_() for i in places}
+        named = [leaves.get(i, x) for i, x in enumerate(own)]
+        trained = list(leaves.values())
+        gradients: list[Tensor | None] = [None] * len(trained)
+        found: list[list[Any]] = []
+        loss_place = -1
+        scheduled = self.run if isinstance(self.run, Scheduled) else None
+        if scheduled is not None:
+            scheduled.holder, scheduled.holds_split = self._holder, self._sums_once
+        for number, values in enumerate(self._each(named, seeds)):
+            self._holder.closes = number == self.count - 1
+            results = self.run(*values)
+            loss_place = self._loss_place(results) if loss_place < 0 else loss_place
+            own_gradients = torch.autograd.grad(results[loss_place], trained, allow_unused=True)
+            _add(gradients, own_gradients)
+            found.append([x.detach() if isinstance(x, Tensor) else x for x in results])
+        return self._combined(found), loss_place, gradients
+
+    def _loss_place(self, results: Sequence[Any]) -> int:
+        """Return the place of the loss: the first scalar that carries a gradient."""
+        for place, (_, state) in enumerate(self._results()):
+            if state == "sum" and results[place].requires_grad and not results[place].dim():
+                return place
+        raise InputError("a step in micro-batches needs a loss: a scalar that carries a gradient")
+
+
+class _Sums:
+    """The Holder of a step in parts: it adds up what is held, until the last part."""
+
+    def __init__(self) -> None:
+        self.closes = False
+        self._kept: list[Tensor] = []
+
+    def form(self) -> Form:
+        return "closing" if self.closes else "held"
+
+    @torch.no_grad()
+    def put(self, ends: Sequence[Tail], own: Sequence[Tensor]) -> None:
+        if self._kept:
+            torch._foreach_add_(self._kept, list(own))
+        else:
+            self._kept = apart(own)
+
+    def take(self, ends: Sequence[Tail]) -> list[Tensor | None]:
+        kept, self._kept = self._kept, []
+        return list(kept) if kept else [None] * len(ends)
+
+
+class _Step(torch.autograd.Function):
+    """The parts as one function of the parameters: its forward has the gradients already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: PartsRun,
+        places: Sequence[int],
+        own: Sequence[Any],
+        seeds: Sequence[Any],
+        *trained: Tensor,
+    ) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            results, ctx.loss, ctx.gradients = run.step(places, own, seeds)
+        others = [x for i, x in enumerate(results) if i != ctx.loss and isinstance(x, Tensor)]
+        ctx.mark_non_differentiable(*others)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        found, ctx.gradients = ctx.gradients, None
+        if found is None:
+            raise InputError(
+                "the backward of a step in micro-batches ran already: its gradients were handed "
+                "out, and nothing is kept to compute them again. Call the model once more"
+            )
+        outer = gradients[ctx.loss]
+        scaled = [None if x is None or outer is None else x.mul_(outer) for x in found]
+        return None, None, None, None, *scaled
+
+
+def _add(sums: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
+    """Add gradients to what there is of each."""
+    pairs = [(a, b) for a, b in zip(sums, more, strict=True) if a is not None and b is not None]
+    if pairs:
+        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+    new = [i for i, x in enumerate(more) if sums[i] is None and x is not None]
+    for i, gradient in zip(new, apart([x for i in new if (x := more[i]) is not None]), strict=True):
+        sums[i] = gradient
+
+
+def apart(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors that can be written over, each without the others: a backward may return one
+    tensor twice, or one number for many elements.
+    """
+    seen, found = set[tuple[int, int]](), []
+    for x in xs:
+        place = x.untyped_storage()._cdata, int(x.storage_offset())
+        spread = 0 in x.stride() and x.numel() > 1
+        found.append(x.clone() if spread or place in seen else x)
+        seen.add(place)
+    return found
+
+
+def _names(axes: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(name for name, _ in axes) or "none"
+
+
+def _row_axes(layout: Layout) -> tuple[tuple[str, int], ...]:
+    """Return the axes that divide the rows, outermost first, with their sizes."""
+    return tuple((digit.axis, digit.size) for digit in layout.digits(0))

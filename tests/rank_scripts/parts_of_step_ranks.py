@@ -1,0 +1,117 @@
+"""What test_microbatches.py starts on gloo ranks: `parts_of_step_ranks.py FILE LAYOUT...`. A model
+trains in micro-batches, and the original on the whole batches; FILE says for each layout how far
+losses, gradients and parameters are apart, and which forms the backwards had.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import autopar
+from autopar.runtime.held_backward import HeldBackward
+from autopar.world import ranks
+
+GRIDS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, data=2), "2.5d": autopar.Grid25D(q=2)}
+ROWS, TOKENS = 16, 4
+
+
+class Net(nn.Module):
+    """Its losses are a mean over the tokens that count, a masked mean, a mean and a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(32, 16), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 32, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.embedding(ids)
+        h = h + self.down(F.gelu(self.up(self.norm(h))))
+        scores = self.head(h)
+        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        masked = (scores.square().mean(-1) * mask).sum() / mask.sum().clamp(min=1)
+        penalty = 1e-3 * self.head.weight.square().sum()
+        return loss + 0.1 * masked + 0.01 * scores.mean() + penalty, scores, mask.sum()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Parts have very different numbers of tokens that count; one has none."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 32, (ROWS, TOKENS), generator=generator)
+    labels = torch.randint(0, 32, (ROWS, TOKENS), generator=generator)
+    mask = (torch.rand(ROWS, TOKENS, generator=generator) < 0.5).double()
+    labels[:4], labels[5, 1:], mask[8:10] = -100, -100, 0
+    return ids, labels, mask
+
+
+def full(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    """Losses, scores, gradients and parameters of three steps."""
+    optimizer, seen = torch.optim.AdamW(model.parameters(), 1e-2), []
+    for step in range(3):
+        loss, scores, count = model(*batch(step))
+        (2 * loss).backward()
+        seen += [full(loss), full(scores), full(count)]
+        seen += [full(p.grad) for p in model.parameters() if p.grad is not None]
+        seen.append(full(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        seen += [full(x) for x in model(*batch(7))]
+    return [*seen, *map(full, model.parameters())]
+
+
+def facts_of(name: str, count: int) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    plain, layout = Net(), GRIDS.get(name, name)
+    forms: list[str] = []
+    before = HeldBackward.run
+
+    def run(self: HeldBackward, values: list[Any], holder: Any) -> Any:
+        forms.append(holder.form() if holder is not None and self.made else "summed")
+        return before(self, values, holder)
+
+    parallel = autopar.parallelize(
+        copy.deepcopy(plain), inputs=batch(0), layout=layout, microbatches=count
+    )
+    HeldBackward.run = run  # type: ignore[method-assign]
+    try:
+        pairs = list(zip(trained(parallel), trained(plain), strict=True))
+    finally:
+        HeldBackward.run = before  # type: ignore[method-assign]
+    apart = max(float((a - b).norm() / (b.norm() + 1e-12)) for a, b in pairs)
+    same = all(a.shape == b.shape for a, b in pairs)
+    return {"apart": apart, "same shapes": same, "forms": forms, "compared": len(pairs)}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    facts = {}
+    for task in sys.argv[2:]:
+        name, count = task.split(":")
+        try:
+            facts[task] = facts_of(name, int(count))
+        except Exception as error:
+            facts[task] = {"error": f"{type(error).__name__}: {error}"}
+    everyone = ranks.all_of(facts)
+    if not dist.get_rank():
+        Path(sys.argv[1]).write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
