@@ -60,7 +60,7 @@ def collective_cost(
     traffic: Traffic,
     axes: tuple[str, ...],
     mesh: Mesh,
-    element_bytes: int,
+    element_bytes: float,
     world: World,
     find: _Finder = algorithms,
 ) -> Price:
@@ -203,7 +203,7 @@ def _cost(
     axes: tuple[str, ...],
     backward: bool,
     mesh: Mesh,
-    element_bytes: int,
+    element_bytes: float,
     world: World,
     find: _Finder = algorithms,
 ) -> Cost:
@@ -248,7 +248,7 @@ class SentCollective(NamedTuple):
     traffic: Traffic
     axes: tuple[str, ...]
     backward: bool
-    element_bytes: int
+    element_bytes: float
     inside: bool
     layout: Layout
     dims: tuple[int, ...]

@@ -25,6 +25,7 @@ from rich.table import Table
 from sympy import Expr, Integer, Symbol
 
 from autopar.cost.communication import SentCollective, sent, sent_collectives
+from autopar.cost.parts import times
 from autopar.cost.symbols import Names, meaning
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
@@ -249,11 +250,11 @@ def formula(source: Program, program: Program, pattern: str = "*") -> Formula:
         for collective in sent_collectives(program)
         if not collective.inside
     ]
-    usual_bytes = max(set(sizes), key=sizes.count, default=4)
-    for collective in sent_collectives(program):
+    usual_bytes = max(set(sizes), key=sizes.count, default=4.0)
+    for collective, count in zip(sent_collectives(program), times(program), strict=True):
         if collective.chain in chains:
             term = _term(collective, names, usual_bytes)
-            counts[term] = counts.get(term, 0) + 1
+            counts[term] = counts.get(term, 0) + count
     terms = tuple(
         Term(t.kind, t.axes, t.backward, t.elements, t.element_bytes, count)
         for t, count in counts.items()
@@ -273,7 +274,7 @@ def _fits(name: str, pattern: str) -> bool:
     return fnmatch.fnmatch(name, pattern) or fnmatch.fnmatch(name, f"{pattern}.*")
 
 
-def _term(move: SentCollective, names: Names, usual: int) -> Term:
+def _term(move: SentCollective, names: Names, usual: float) -> Term:
     """Return the term of one collective. `inside` a sharded op the bytes of an element are a
     number, as they are not the model's.
     """
@@ -293,7 +294,7 @@ def _local(layout: Layout, dim: int, size: Expr) -> Expr:
 
 
 def _own_sizes(
-    terms: Iterable[Term], names: Names, program: Program, usual: int
+    terms: Iterable[Term], names: Names, program: Program, usual: float
 ) -> dict[Symbol, int]:
     """Return the plan's own value of every symbol that the terms use, and of every axis."""
     assert program.plan is not None

@@ -26,6 +26,7 @@ from torch import Tensor
 from autopar._compat import TorchDispatchMode, pytree
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
 from autopar.cost.meta_kernels import META, run_on_meta
+from autopar.cost.parts import memory_of_parts
 from autopar.ir.mesh import group_ranks
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Input, Program
@@ -123,7 +124,7 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
     if world is not None:
         backend, on_gpu = world.backend, world.device.name != "cpu"
     with _use_simulator(_Shapes(backend)):
-        return _Step(program, optimizer, on_gpu).run()
+        return memory_of_parts(program, _Step(program, optimizer, on_gpu).run())
 
 
 class Moment(NamedTuple):

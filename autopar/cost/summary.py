@@ -21,6 +21,7 @@ from autopar._compat import pytree
 from autopar.cost.algorithms import algorithms, flat_algorithms
 from autopar.cost.communication import collective_cost, sent_collectives
 from autopar.cost.compute import node_seconds
+from autopar.cost.parts import optimizer_step, times
 from autopar.cost.simulator import Timeline
 from autopar.ir.graph import every_node
 from autopar.ir.plan import Plan
@@ -50,11 +51,15 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
     plan_collectives = collectives(program, world)
     recomputation = rematerialization_seconds(program, world, plan_collectives)
     unsplit = (*plan.unsplit, *_unknown_ops(program))
-    seconds = plan.seconds + recomputation
+    seconds, bound = plan.seconds + recomputation, plan.bound
+    if plan.microbatches > 1:  # the gap is that of one part
+        seconds = _seconds_of_parts(program, world, plan_collectives)
+        bound *= seconds / plan.seconds if plan.seconds else 1.0
     return dataclasses.replace(
         plan,
         collectives=plan_collectives,
         seconds=seconds,  # the search does not count what runs twice
+        bound=bound,
         notes=(
             *_reshard_notes(program, plan_collectives, seconds),
             *_output_notes(program, plan_collectives, seconds),
@@ -64,6 +69,21 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
         overlapped=None if step is None else step.seconds,
         unsplit=unsplit,
     )
+
+
+def _seconds_of_parts(
+    program: Program, world: World, step_collectives: Sequence[Collective]
+) -> float:
+    """Return the seconds of a step in micro-batches, whose collectives are all of the step's."""
+    plan = program.plan
+    assert plan is not None
+    each = zip(sent_collectives(program), step_collectives, times(program), strict=True)
+    sent_by_part = sum(c.seconds / count for sent, c, count in each if not sent.again)
+    optimizer = optimizer_step(program, world)
+    computing = max(0.0, plan.seconds - sent_by_part - optimizer)
+    computing += sum(_again_seconds(program, world).values())
+    communication = sum(collective.seconds for collective in step_collectives)
+    return communication + optimizer + plan.microbatches * computing
 
 
 def rematerialization_seconds(
@@ -83,7 +103,7 @@ def collectives(program: Program, world: World) -> tuple[Collective, ...]:
     """Return every collective of a training step, in the order of the forward graph."""
     assert program.plan is not None
     priced = []
-    for sent in sent_collectives(program):
+    for sent, count in zip(sent_collectives(program), times(program), strict=True):
         find = flat_algorithms if sent.inside else algorithms
         price = collective_cost(
             sent.traffic, sent.axes, program.plan.mesh, sent.element_bytes, world, find
@@ -94,8 +114,8 @@ def collectives(program: Program, world: World) -> tuple[Collective, ...]:
                 sent.traffic.collective,
                 sent.axes,
                 sent.backward,
-                price.bytes,
-                price.seconds,
+                count * price.bytes,
+                count * price.seconds,
             )
         )
     return tuple(priced)
@@ -196,7 +216,8 @@ def _rows(
         by_chain[collective.chain].append(collective)
     names = [chain.name for chain in program.chains]
     names += [name for name in by_chain if name not in names]
-    seconds = _compute_seconds(program, world)
+    count = 1 if program.plan is None else program.plan.microbatches
+    seconds = {n: count * x for n, x in _compute_seconds(program, world).items()}
     parts = {} if step is None else dict(step.by_chain)
     members_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     totals: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
@@ -208,7 +229,7 @@ def _rows(
             _collective_text(chain_collectives),
         )
         members_of[key].append(name)
-        chain_seconds = sum(c.seconds for c in chain_collectives) + seconds[name]
+        chain_seconds = sum(c.seconds for c in chain_collectives) + seconds.get(name, 0.0)
         simulated = parts.pop(name, [0.0] * 3) if step is not None else []
         totals[key].append([sum(c.bytes for c in chain_collectives), chain_seconds, *simulated])
     if parts:

@@ -246,11 +246,11 @@ class Element(NamedTuple):
     """
 
     bytes: int
-    gradient: int
+    gradient: float
     share: float = 1.0
     again: bool = False
 
-    def of(self, collective: str, backward: bool) -> int:
+    def of(self, collective: str, backward: bool) -> float:
         """Return the bytes of an element in a collective of a reshard step or of its adjoint."""
         return self.gradient if backward and collective in SUMS else self.bytes
 

@@ -140,7 +140,8 @@ class Annotations:
     ranks sum the gradients of weights in `reduce_dtype`, if that is wider than their own. `share`:
     the part of the seconds of weights' collectives that a search counts, as these can hide under
     computation. `again`: weights that are assumed to be gathered again in the backward (in the
-    search for a plan that saves little). `replicated_parameters`: every rank stores all
+    search for a plan that saves little). `sums`: the part of their gradients' bytes that a search
+    counts, as micro-batches sum them once; `parts`: how many of these a step has. `replicated_parameters`: every rank stores all
     parameters unsharded. `replicated_outputs`: every rank returns unsharded outputs.
     """
 
@@ -155,6 +156,8 @@ class Annotations:
     weights: frozenset[Value] = frozenset()
     reduce_dtype: torch.dtype | None = None
     share: float = 1.0
+    sums: float = 1.0
+    parts: int = 1
     again: frozenset[Value] = frozenset()
     replicated_parameters: bool = False
     replicated_outputs: bool = False
@@ -169,7 +172,7 @@ class Annotations:
         if value not in self.weights:
             return Element(own_bytes, own_bytes, again=again)
         wide = 0 if self.reduce_dtype is None else self.reduce_dtype.itemsize
-        return Element(own_bytes, max(own_bytes, wide), self.share, again)
+        return Element(own_bytes, max(own_bytes, wide) * self.sums, self.share, again)
 
 
 @dataclass(frozen=True)

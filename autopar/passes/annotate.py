@@ -76,6 +76,15 @@ def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
     return dataclasses.replace(program, annotations=notes)
 
 
+def one_part(program: Program, count: int, share: float) -> Program:
+    """Return the annotated program as one of so many parts of a step, in which a search counts this
+    share of the sums of weights' gradients, as they come once in a step.
+    """
+    assert program.annotations is not None
+    notes = dataclasses.replace(program.annotations, sums=share, parts=count)
+    return dataclasses.replace(program, annotations=notes)
+
+
 def replicate(program: Program, parameters: bool, outputs: bool) -> Program:
     """Return the annotated program with its parameters stored, or its outputs returned, unsharded
     on all ranks. What happens in between is sharded all the same.

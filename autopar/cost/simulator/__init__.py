@@ -16,6 +16,7 @@ and the file that ui.perfetto.dev shows.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from autopar.cost.parts import values_held
 from autopar.cost.simulator import buckets
 from autopar.cost.simulator.engine import Event, Run, in_order, simulate_overlap
 from autopar.cost.simulator.step_events import Events
@@ -221,18 +223,21 @@ def _trace_event(span: Span, row: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Timeline(Seen):
     """A simulated step: events with their start and end in seconds. `plan.timeline()` and
-    `simulate` return one.
+    `simulate` return one. Of a step in micro-batches it shows the last, which sums the gradients.
     """
 
     events: tuple[Event, ...]
     run: Run
+    before: Timeline | None = None  # a part whose gradients are held, in micro-batches
+    times: int = 0  # how often that runs before this one
     title = "a modelled step"
     process = "modelled"
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
-        return self.run.seconds
+        """Seconds of the step, of all its micro-batches."""
+        before = 0.0 if self.before is None else self.times * self.before.seconds
+        return before + self.run.seconds
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -252,6 +257,10 @@ class Timeline(Seen):
                 share = part.bytes / event.bytes if event.parts else 1.0
                 by_chain[part.chain][1] += share * span.seconds
                 by_chain[part.chain][2] += share * span.exposed
+        for chain, seconds in ({} if self.before is None else self.before.by_chain).items():
+            by_chain[chain] = [
+                a + self.times * b for a, b in zip(by_chain[chain], seconds, strict=True)
+            ]
         return dict(by_chain)
 
     @cached_property
@@ -284,7 +293,15 @@ def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
     """Return the modelled step of a program after `rewrite` or a later pass; with overlapped
     communication the shortest one over the sizes of buckets, no buckets among them.
     """
-    step = Events(program, world)
+    last = _shortest(Events(program, world), overlap)
+    assert program.plan is not None
+    if program.plan.microbatches == 1:
+        return last
+    held = _shortest(Events(program, world, values_held(program)), overlap)
+    return dataclasses.replace(last, before=held, times=program.plan.microbatches - 1)
+
+
+def _shortest(step: Events, overlap: bool) -> Timeline:
     if not overlap:
         return simulate(step.run(), overlap=False)
     return min(_bucketed_timelines(step), key=lambda candidate: candidate.seconds)

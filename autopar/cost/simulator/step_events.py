@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,10 +24,11 @@ from autopar.cost.communication import SentCollective, flat_price, sent_collecti
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
 from autopar.cost.contention import lost_s
 from autopar.cost.network import Pattern, pattern, size, within
+from autopar.cost.parts import is_once
 from autopar.cost.simulator.buckets import Bucket
 from autopar.cost.simulator.engine import Event
 from autopar.ir.graph import inlined, stored
-from autopar.ir.program import Program
+from autopar.ir.program import Program, Value
 from autopar.ir.strategy import Strategy
 from autopar.world import World
 
@@ -55,19 +56,22 @@ class _FuseKey(NamedTuple):
 
     kind: str
     digits: Pattern
-    element_bytes: int
+    element_bytes: float
     copied: bool  # copied together and apart again (passes/overlap/bucket.py)
 
 
 class Events:
-    """Makes the events of a step, in the order in which torch runs them: `run`. After that
+    """Makes the events of a step, in the order in which torch runs them: `run`. Those of a part
+    whose gradients are `held` have no sums of these values, and no optimizer. After that
     `joinable` says which of them may be fused, and `joint` makes the fused event.
     """
 
-    def __init__(self, program: Program, world: World) -> None:
+    def __init__(
+        self, program: Program, world: World, held: Collection[Value] | None = None
+    ) -> None:
         program = dataclasses.replace(program, module=inlined(program.module))
         assert program.plan is not None and program.annotations is not None
-        self.program, self.world = program, world
+        self.program, self.world, self.held = program, world, held
         self.plan, self.notes = program.plan, program.annotations
         self.nodes = [n for n in program.module.graph.nodes if n.op != "output"]
         self.events: list[Event] = []
@@ -99,7 +103,8 @@ class Events:
             if node in self.carrying and self.gradients[node]:
                 self._again(node.meta.get("block"), self.gradients[node])
                 self._backward(node)
-        self._optimizer()
+        if self.held is None:
+            self._optimizer()
         return self.events
 
     def _carrying(self) -> set[fx.Node]:
@@ -200,6 +205,8 @@ class Events:
         self, node: fx.Node, found: Iterable[SentCollective], after: tuple[int, ...], phase: Any
     ) -> tuple[int, ...]:
         for collective in found:
+            if self.held is not None and is_once(collective, self.held):
+                continue
             if collective.backward == (phase == "backward"):
                 after = (self._send(node, collective, after, phase),)
         return after

@@ -53,7 +53,7 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     slots: tuple[tuple[int, int, int], ...]  # (dim, unit, size of the atom) of every slot
     element_bytes: int
-    gradient: int  # bytes per element of its gradient where ranks add it up; 0: it has none
+    gradient: float  # bytes per element of its gradient where ranks add it up; 0: it has none
     share: float = 1.0
     again: bool = False
 

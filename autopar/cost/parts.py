@@ -1,0 +1,136 @@
+"""What a step in micro-batches takes and holds, of the figures of one part.
+
+Example: of a part that takes 10 ms, 2 of them to sum gradients and 1 to step the optimizer, eight
+parts take 8 · 10 - 7 · 3 = 59 ms: sums and the optimizer come once. So does only what can be held
+(passes/overlap/accumulation.py): the sums of weights' gradients, those that are scattered among
+them where the unsummed ones have room (`Plan.sums_once`).
+
+An emitted program of one part enters, with its annotations. summary.py, peak.py, formula.py and the
+simulator ask.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import replace
+from typing import NamedTuple
+
+from autopar.cost.communication import SentCollective, sent_collectives
+from autopar.cost.compute import optimizer_seconds
+from autopar.ir.layout import SUMS
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Program, Value
+from autopar.world import World
+
+
+class HeldGradient(NamedTuple):
+    """What a rank holds of one weight's gradient between the parts: `own_bytes` unsummed, or
+    `stored_bytes` summed. `scattered`: summing divides it among ranks.
+    """
+
+    own_bytes: float
+    stored_bytes: float
+    scattered: bool
+
+
+def held_gradients(program: Program) -> dict[Value, HeldGradient]:
+    """Return the gradients of weights that ranks sum, by the value whose gradient it is."""
+    notes = program.annotations
+    assert notes is not None
+    sums: dict[Value, list[SentCollective]] = defaultdict(list)
+    for collective in sent_collectives(program):
+        value = collective.node.meta.get("value")
+        if _is_sum(collective) and value in notes.weights:
+            sums[value].append(collective)
+    return {value: _held(found, notes.sums) for value, found in sums.items()}
+
+
+def _is_sum(collective: SentCollective) -> bool:
+    """Whether a collective sums a gradient in a reshard's backward."""
+    summing = collective.backward and not collective.again and not collective.inside
+    return summing and collective.traffic.collective in SUMS and "step" in collective.node.meta
+
+
+def _held(found: list[SentCollective], counted: float) -> HeldGradient:
+    width = max(collective.element_bytes for collective in found) / counted
+    stored = min(collective.node.meta["step"].before.local_size for collective in found)
+    own = max(collective.layout.local_size for collective in found)
+    scattered = any(c.traffic.collective == "reduce_scatter" for c in found)
+    return HeldGradient(float(own * width), float(stored * width), scattered)
+
+
+def values_held(program: Program) -> frozenset[Value]:
+    """Return the values whose gradients are summed once a step; none where a step is one part."""
+    plan = program.plan
+    assert plan is not None
+    if plan.microbatches == 1:
+        return frozenset()
+    found = held_gradients(program)
+    return frozenset(v for v, held in found.items() if plan.sums_once or not held.scattered)
+
+
+def is_once(collective: SentCollective, held: Collection[Value]) -> bool:
+    """Whether a collective runs once a step, as it sums a gradient that is held."""
+    return _is_sum(collective) and collective.node.meta.get("value") in held
+
+
+def times(program: Program) -> list[int]:
+    """Return how often each of the program's collectives runs in a step, in their order."""
+    plan = program.plan
+    assert plan is not None
+    if plan.microbatches == 1:
+        return [1 for _ in sent_collectives(program)]
+    held = values_held(program)
+    return [1 if is_once(c, held) else plan.microbatches for c in sent_collectives(program)]
+
+
+def optimizer_step(program: Program, world: World) -> float:
+    """Return the seconds of the optimizer's step."""
+    return sum(
+        optimizer_seconds(program.layouts[e.node], program.dtypes[e.node].itemsize, world)
+        for e in program.signature.inputs
+        if e.kind == "parameter" and e.trainable
+    )
+
+
+def held_bytes(program: Program) -> float:
+    """Return the bytes that a rank holds of gradients between the parts of a step."""
+    if _count(program) == 1:
+        return 0.0
+    assert program.plan is not None
+    once = program.plan.microbatches > 1 and program.plan.sums_once
+    return sum(
+        held.own_bytes if once or not held.scattered else held.stored_bytes
+        for held in held_gradients(program).values()
+    )
+
+
+def _count(program: Program) -> int:
+    """Return the parts of a step; a search knows them before its plan does."""
+    assert program.plan is not None and program.annotations is not None
+    return max(program.plan.microbatches, program.annotations.parts)
+
+
+def memory_of_parts(program: Program, part: Memory) -> Memory:
+    """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
+    of results that have rows those of all parts.
+    """
+    gradients, others = held_bytes(program), _count(program) - 1
+    results = others * _results_bytes(program) if others else 0.0
+    return replace(
+        part,
+        gradients=part.gradients + gradients,
+        transient=part.transient + results,
+        peak=part.peak + gradients + results,
+    )
+
+
+def _results_bytes(program: Program) -> float:
+    """Return the bytes of what a part returns besides scalars, which a step returns for all."""
+    total = 0.0
+    for output in program.signature.outputs:
+        layout = program.layouts.get(output.node or "")
+        if output.kind == "user" and layout is not None and layout.shape:
+            total += layout.local_size * 4.0
+    return total
