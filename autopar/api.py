@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from autopar.ops import devices
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import edit, mesh_search, world_size
 from autopar.planner.parts import trace_step
+from autopar.planner.parts_search import in_fastest_parts
 from autopar.planner.planner import (
     Inputs,
     analyse,
@@ -29,7 +31,7 @@ from autopar.planner.planner import (
     rewrite_for_ranks,
     trace_model,
 )
-from autopar.planner.request import Layouts, Outputs, PlanRequest
+from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest
 from autopar.runtime import agreement
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (
@@ -50,7 +52,7 @@ from autopar.runtime.training.other_calls import OtherCalls, skeleton_of
 from autopar.runtime.training.parts import Deferred
 from autopar.runtime.training.parts_run import PartsRun, whole_batch
 from autopar.runtime.verify import Check, compare
-from autopar.world import World, ranks
+from autopar.world import World, ranks, store
 
 
 def plan(
@@ -66,7 +68,7 @@ def plan(
     reduce_dtype: torch.dtype | str | None = None,
     overlap: Overlap = True,
     outputs: Outputs = "replicated",
-    microbatches: int = 1,
+    microbatches: Microbatches = 1,
 ) -> Plan:
     """Return the fastest layout of `model` on `world`, by modelled seconds. It needs no process
     group, no GPU, and no memory for the parameters: the model may be on the meta device.
@@ -95,7 +97,8 @@ def plan(
     - `outputs`: "replicated" hands every rank all of every output, as a plain tensor; "sharded" the
       part that it computes, as a DTensor, for models whose large outputs (logits) nobody reads.
     - `microbatches`: a step runs in so many equal parts, one after the other, each with a forward
-      and a backward, and holds the activations of one part; the model returns its loss.
+      and a backward, and holds the activations of one part; the model returns its loss. "auto":
+      more than one where that is faster than to recompute whole blocks, or the only way to fit.
 
     Raises TraceError for a model that is no one graph, LayoutError for a layout that does not fit
     it, PlanError where nothing fits the memory, and WorldError for a `world` that is none.
@@ -107,12 +110,29 @@ def plan(
     machines, summed = World.of(world), read_reduce_dtype(reduce_dtype)
     budget = Budget.of(machines, memory, optimizer, recompute)
     check_room(model, machines, budget)
-    request = PlanRequest(layout, budget, summed, bool(overlap), outputs, microbatches=microbatches)
+    request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
+    planned = partial(_planned, model, machines, inputs, request, progress, smaller)
+    if microbatches == "auto":
+        return in_fastest_parts(planned, inputs)
+    return planned(microbatches)
+
+
+def _planned(
+    model: nn.Module,
+    machines: World,
+    inputs: Inputs,
+    request: PlanRequest,
+    progress: Progress | None,
+    smaller: bool,
+    microbatches: int,
+) -> Plan:
+    """Return the plan of a step in so many parts."""
+    request = dataclasses.replace(request, microbatches=microbatches)
     pipeline = PassManager(progress)
     source, parts = trace_step(model, inputs, microbatches, pipeline)
     program = choose_plan(pipeline, analyse(pipeline, source, request), machines, request)
     best = finish_plan(pipeline, source, program, machines, request, parts)
-    if not smaller:
+    if not smaller or microbatches > 1:
         return best
     pipeline.progress("smaller worlds")
     fewer = world_size.smaller_world(program, best, request)
@@ -220,7 +240,7 @@ def parallelize(
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
     outputs: Outputs = "replicated",
-    microbatches: int = 1,
+    microbatches: Microbatches = 1,
 ) -> ParallelModule:
     """Return `model` on the running ranks: plan and apply in one. Collective. Rank 0 searches, the
     others receive its plan; if a rank fails, all raise.
@@ -268,7 +288,7 @@ def _plan_and_apply(
     sync_parameters: bool,
     place: torch.device,
     outputs: Outputs,
-    microbatches: int,
+    microbatches: Microbatches,
 ) -> ParallelModule:
     warn_alone(world)
     limits = memory, optimizer, recompute
@@ -277,10 +297,27 @@ def _plan_and_apply(
         "backend": backend, "sync_parameters": sync_parameters, "microbatches": microbatches,
     }  # fmt: skip
     machines, request = agree_on_request(world, *own, inputs=inputs, options=options)
-    request = dataclasses.replace(request, microbatches=microbatches)
     ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
+    request = dataclasses.replace(
+        request, microbatches=_agreed_parts(model, machines, inputs, request, microbatches)
+    )
     plan = plan_on_rank_0(model, machines, inputs, request)
     return _apply(model, plan, None, backend, overlap, sync_parameters, place)
+
+
+def _agreed_parts(
+    model: nn.Module, machines: World, inputs: Inputs, request: PlanRequest, asked: Microbatches
+) -> int:
+    """Return how many parts a step has; where that is left open, rank 0 plans to find it."""
+    if asked != "auto":
+        return asked
+
+    def search() -> int:
+        planned = partial(_planned, model, machines, inputs, request, None, False)
+        return in_fastest_parts(planned, inputs).microbatches
+
+    count = ranks.together("searching", lambda: store.done_on_rank_0(search))
+    return ranks.from_rank_0(count)
 
 
 def verify(

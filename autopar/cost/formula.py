@@ -79,7 +79,7 @@ class Formula:
     pattern: str
     chains: tuple[str, ...]
     terms: tuple[Term, ...]
-    sizes: dict[Symbol, int]
+    sizes: dict[Symbol, float]
 
     @property
     def forward(self) -> Expr:
@@ -295,12 +295,12 @@ def _local(layout: Layout, dim: int, size: Expr) -> Expr:
 
 def _own_sizes(
     terms: Iterable[Term], names: Names, program: Program, usual: float
-) -> dict[Symbol, int]:
+) -> dict[Symbol, float]:
     """Return the plan's own value of every symbol that the terms use, and of every axis."""
     assert program.plan is not None
     used: set[Any] = set()
     for term in terms:
         used |= term.bytes.free_symbols
     axes = {ranks_of(axis.name): axis.size for axis in program.plan.mesh.axes}
-    all_sizes = {**names.sizes, **axes, ELEMENT: usual}
+    all_sizes: dict[Any, float] = {**names.sizes, **axes, ELEMENT: usual}
     return {symbol: size for symbol, size in all_sizes.items() if symbol in used or symbol in axes}

@@ -136,8 +136,16 @@ def summary(plan: Plan) -> str:
     if plan.overlapped is not None:
         hidden, exposed = format_seconds(total.hidden), format_seconds(total.exposed or 0.0)
         lines.insert(4, ("hides", f"{hidden} of communication; {exposed} is exposed"))
+    if plan.microbatches > 1:
+        lines.append(("parts", parts_text(plan)))
     lines += [("again", f"{what} in the backward: {names}") for names, what in plan.dropped]
     return "\n".join(["Plan", *(f"  {name:7} {text}" for name, text in lines[:9])])
+
+
+def parts_text(plan: Plan) -> str:
+    """Return in how many micro-batches a step runs, and when ranks sum gradients, in words."""
+    when = "once a step" if plan.sums_once else "once a step, but for scattered ones in each"
+    return f"{plan.microbatches} micro-batches; gradients are summed {when}"
 
 
 def _limit(plan: Plan) -> str:

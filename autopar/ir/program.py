@@ -141,8 +141,9 @@ class Annotations:
     the part of the seconds of weights' collectives that a search counts, as these can hide under
     computation. `again`: weights that are assumed to be gathered again in the backward (in the
     search for a plan that saves little). `sums`: the part of their gradients' bytes that a search
-    counts, as micro-batches sum them once; `parts`: how many of these a step has. `replicated_parameters`: every rank stores all
-    parameters unsharded. `replicated_outputs`: every rank returns unsharded outputs.
+    counts, as micro-batches sum them once; `parts`: how many of these a step has.
+    `replicated_parameters`: every rank stores all parameters unsharded. `replicated_outputs`:
+    every rank returns unsharded outputs.
     """
 
     specs: dict[str, OpShardingRule]

@@ -144,6 +144,7 @@ class GridHSDP:
 Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP
 Layouts = str | Grid | Mapping[str, "str | Grid"]
 Outputs = Literal["replicated", "sharded"]
+Microbatches = int | Literal["auto"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,7 +174,9 @@ def _outputs(value: Any) -> str:
 def _microbatches(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return ""
-    return "it is to be a whole number of parts, 1 or more, that divides the rows of the batch"
+    if value == "auto" and isinstance(value, str):
+        return ""
+    return "it is 'auto' or a whole number of parts, 1 or more, that divides the rows of the batch"
 
 
 def _progress(value: Any) -> str:

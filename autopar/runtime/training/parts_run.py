@@ -267,13 +267,18 @@ class _Step(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         with torch.enable_grad():
             results, ctx.loss, ctx.gradients = run.step(places, own, seeds)
-        others = [x for i, x in enumerate(results) if i != ctx.loss and isinstance(x, Tensor)]
-        ctx.mark_non_differentiable(*others)
+        ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        if any(x is not None for i, x in enumerate(gradients) if i != ctx.loss):
+            raise InputError(
+                "a step in micro-batches has the gradient of its loss alone, the first scalar that "
+                "it returns; another of its results was differentiated: add it to the loss in the "
+                "model's forward, or detach it"
+            )
         found, ctx.gradients = ctx.gradients, None
         if found is None:
             raise InputError(
