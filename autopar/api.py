@@ -47,6 +47,7 @@ from autopar.runtime.arguments import check, check_room, check_together, warn_al
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, ParallelModule
 from autopar.runtime.original import compare_original
+from autopar.runtime.parts_check import compare_parts
 from autopar.runtime.reference import to_float64
 from autopar.runtime.training.other_calls import OtherCalls, skeleton_of
 from autopar.runtime.training.parts import Deferred
@@ -329,6 +330,7 @@ def verify(
     recompute: Recompute = "none",
     progress: Progress | None = None,
     outputs: Outputs = "replicated",
+    microbatches: int = 1,
 ) -> Check:
     """Prove a layout on `model`: every rank runs in lockstep in one process, in float64, and is
     compared with the original on one device.
@@ -347,16 +349,18 @@ def verify(
     - `layout`: as in `plan`, or a plan, from a file too, which is verified as it is: leave `world`
       None.
     - `recompute`: "full" recomputes every block in the backward.
+    - `microbatches`: the parts together are compared with the whole batch, one part on all ranks.
 
     Raises VerificationError past `tolerance`, naming the first wrong node; else as `plan` does.
     """
     check(
         "verify", model=model, layout_or_plan=layout, tolerance=tolerance, progress=progress,
-        outputs=outputs,
+        outputs=outputs, microbatches=microbatches,
     )  # fmt: skip
     machines = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = PassManager(progress)
-    source = trace_model(model, inputs)
+    count = layout.microbatches if isinstance(layout, Plan) else microbatches
+    source, parts = trace_step(model, inputs, count)
     budget = Budget.of(machines, "auto", "adamw", recompute)
     if isinstance(layout, Plan):
         request = PlanRequest.like(layout, None, budget)
@@ -375,7 +379,12 @@ def verify(
     pipeline.progress("compare")
     single = mesh_search.search_meshes(program, World.of(1), PlanRequest())
     on_one = rewrite_for_ranks(PassManager(), single, machines)
-    result = compare(on_ranks, on_one, pytree.tree_leaves(call_arguments(inputs)), tolerance)
+    call = call_arguments(inputs)
+    leaves, whole = pytree.tree_leaves(call), source
+    if parts is not None:
+        whole = trace_model(model, inputs)
+        leaves = compare_parts(whole, source, parts, call, tolerance)
+    result = compare(on_ranks, on_one, leaves, tolerance)
     pipeline.progress("compare with the model")
-    compare_original(model, source, call_arguments(inputs), flops)
+    compare_original(model, whole, call, count * flops)
     return result

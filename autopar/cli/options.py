@@ -19,7 +19,15 @@ from autopar.cli.terminal import console, print_json
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError
 from autopar.planner.named_layouts import NAMES
-from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, Layouts
+from autopar.planner.request import (
+    Grid2D,
+    Grid3D,
+    Grid4D,
+    Grid25D,
+    GridHSDP,
+    Layouts,
+    Microbatches,
+)
 from autopar.world import PRESETS, World
 from autopar.world.world import calibrated
 
@@ -67,6 +75,12 @@ RecomputeOption = Annotated[
     str,
     typer.Option(
         metavar="HOW", help="What runs again in the backward: auto, none, gathers, selective, full."
+    ),
+]
+MicrobatchesOption = Annotated[
+    str,
+    typer.Option(
+        metavar="N", help="Parts of a step, one after the other: a number, or auto, to save memory."
     ),
 ]
 ReduceOption = Annotated[
@@ -173,6 +187,19 @@ def read_memory(text: str) -> Limit:
     if match is None or match[2] not in _UNIT_BYTES or match[1].count(".") > 1 or match[1] == ".":
         raise PlanError(f"--memory {text}: it is auto, or a size such as 80GiB or 40GB")
     return float(match[1]) * _UNIT_BYTES[match[2]]
+
+
+def read_microbatches(text: str) -> Microbatches:
+    """Return the number of parts of a step, or "auto". Raises PlanError.
+
+    >>> read_microbatches("4")
+    4
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or not int(text):
+        raise PlanError(f"--microbatches {text}: it is auto, or a number of parts, 1 or more")
+    return int(text)
 
 
 def read_optimizer(text: str) -> Optimizer:

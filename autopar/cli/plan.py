@@ -20,6 +20,7 @@ from autopar.cli.options import (
     JsonOption,
     LayoutOption,
     MemoryOption,
+    MicrobatchesOption,
     OptimizerOption,
     OutputsOption,
     OverlapOption,
@@ -35,6 +36,7 @@ from autopar.cli.options import (
     WorldOption,
     read_layout,
     read_memory,
+    read_microbatches,
     read_optimizer,
     read_world,
 )
@@ -72,6 +74,7 @@ def plan(
     reduce_dtype: ReduceOption = None,
     overlap: OverlapOption = True,
     outputs: OutputsOption = "replicated",
+    microbatches: MicrobatchesOption = "1",
     why: WhyOption = None,
     save: SaveOption = None,
     timeline: TimelineOption = None,
@@ -94,6 +97,7 @@ def plan(
         planning = partial(
             api.plan, built.model, machines, built.inputs, layouts, *limits,
             reduce_dtype=reduce_dtype, overlap=overlap, outputs=cast(Outputs, outputs),
+            microbatches=read_microbatches(microbatches),
         )  # fmt: skip
         start = time.perf_counter()
         doing = f"planning {built.name} on {ranks_text(machines)}"

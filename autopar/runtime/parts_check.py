@@ -1,0 +1,143 @@
+"""Compares a step in micro-batches with that of the whole batch, both on one device, in float64.
+
+`verify` holds the ranks against the program of one part; here all parts together are held against
+the graph of the whole batch: every result and every gradient. Dropout is left out on both sides, as
+each part drops other elements. api.py calls `compare_parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar._compat import pytree
+from autopar.errors import VerificationError
+from autopar.ir.graph import copied
+from autopar.ir.program import Program
+from autopar.ir.sharding_rule import arguments_of
+from autopar.passes.microbatches import Parts
+from autopar.runtime.reference import double_by_default, tensor_to_float64, to_float64
+
+_DROPS = ("dropout_p", "p")
+_LEAST = 1e-6  # of the largest gradient: what is smaller may be zero but for rounding
+
+
+def leaves_of_parts(inputs: Any, parts: Parts, totals: fx.GraphModule | None) -> list[list[Any]]:
+    """Return the leaves of each part's call, the totals over the whole batch after them."""
+    leaves = [
+        tensor_to_float64(x) if isinstance(x, Tensor) else x for x in pytree.tree_leaves(inputs)
+    ]
+    found = [list(_rows(leaves, parts, number)) for number in range(parts.count)]
+    if totals is None:
+        return found
+    shares = [totals(*(part[place] for place in parts.reads)) for part in found]
+    sums = [torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*shares, strict=True)]
+    return [[*part, *sums] for part in found]
+
+
+def _rows(leaves: Sequence[Any], parts: Parts, number: int) -> Iterator[Any]:
+    for place, leaf in enumerate(leaves):
+        yield leaf.unflatten(0, (parts.count, -1))[number] if place in parts.split else leaf
+
+
+def compare_parts(
+    whole: Program, part: Program, parts: Parts, inputs: Any, tolerance: float
+) -> list[Any]:
+    """Return the leaves of the first part's call, after a comparison of all parts with the whole
+    batch. Raises VerificationError with the result or the gradient that is off the most.
+    """
+    with double_by_default():
+        calls = leaves_of_parts(inputs, parts, _float64_totals(part, parts))
+        whole, part = to_float64(whole), to_float64(part)
+        expected = _step(whole, pytree.tree_leaves(inputs), part.tensors)
+        found = [_step(part, leaves, part.tensors) for leaves in calls]
+    results = [_together(state, each) for state, each in _by_result(parts, found)]
+    gradients = {name: _together("sum", [f[1][name] for f in found]) for name in expected[1]}
+    least = _LEAST * max((float(x.abs().max()) for x in expected[1].values()), default=0.0)
+    errors = {
+        f"result {number}": _error(a, b, 0.0)
+        for number, (a, b) in enumerate(zip(results, expected[0], strict=True))
+    }
+    errors |= {
+        f"gradient of {name}": _error(x, expected[1][name], least) for name, x in gradients.items()
+    }
+    worst = max(errors, key=lambda name: errors[name], default="")
+    if worst and not errors[worst] <= tolerance:
+        raise VerificationError(
+            f"a step in {parts.count} micro-batches is not the step of the whole batch: {worst} is "
+            f"off by {errors[worst]:.1e}, past {tolerance:.0e}"
+        )
+    return calls[0]
+
+
+def _float64_totals(part: Program, parts: Parts) -> fx.GraphModule | None:
+    """Return the graph of the totals in float64."""
+    if parts.totals is None:
+        return None
+    return to_float64(Program(parts.totals, part.signature)).module
+
+
+def _step(
+    program: Program, leaves: Sequence[Any], tensors: dict[str, Tensor]
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return the results of a step and the gradients of its first scalar, by parameter."""
+    own = {
+        entry.target: tensors[entry.target].detach().clone().requires_grad_(entry.trainable)
+        for entry in program.signature.inputs
+        if entry.kind != "user"
+    }
+    values = [
+        _widened(leaves[entry.position or 0]) if entry.kind == "user" else own[entry.target]
+        for entry in program.signature.inputs
+    ]
+    results = list(_without_dropout(program.module)(*values))
+    loss = next(x for x in results if isinstance(x, Tensor) and not x.dim() and x.requires_grad)
+    trained = {name: x for name, x in own.items() if x.requires_grad}
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(x) if gradient is None else gradient
+        for (name, x), gradient in zip(trained.items(), found, strict=True)
+    }
+    return [x.detach() for x in results], gradients
+
+
+def _widened(leaf: Any) -> Any:
+    return tensor_to_float64(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _without_dropout(module: fx.GraphModule) -> fx.GraphModule:
+    """Return the module with every rate of dropout zero."""
+    graph = copied(module.graph)
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            continue
+        for place, argument in enumerate(arguments_of(node)):
+            if argument.name in _DROPS and place < len(node.args):
+                node.update_arg(place, 0.0)
+            elif argument.name in node.kwargs and argument.name in _DROPS:
+                node.update_kwarg(argument.name, 0.0)
+    return fx.GraphModule(module, graph)
+
+
+def _by_result(
+    parts: Parts, found: Sequence[tuple[list[Any], Any]]
+) -> Iterator[tuple[str, list[Any]]]:
+    for place, state in enumerate(parts.results):
+        yield state, [results[place] for results, _ in found]
+
+
+def _together(state: str, each: Sequence[Tensor]) -> Tensor:
+    """Return the result of the step, of what its parts returned."""
+    if state == "rows":
+        return torch.cat(list(each))
+    return sum(each[1:], each[0]) if state == "sum" else each[0]
+
+
+def _error(actual: Tensor, expected: Tensor, least: float) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    largest = max(float(expected.abs().max()) if expected.numel() else 0.0, least, 1e-30)
+    return float((actual - expected).abs().max()) / largest if actual.numel() else 0.0

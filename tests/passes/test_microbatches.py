@@ -1,0 +1,182 @@
+"""Micro-batches: the parts of a step add up to the step of the whole batch, or are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.errors import InputError, PlanError, VerificationError
+from autopar.planner.parts import trace_step
+from autopar.planner.planner import call_arguments, trace_model
+from autopar.runtime.parts_check import compare_parts
+
+ROWS, TOKENS, CLASSES = 12, 5, 16
+Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
+WEIGHTS = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+
+
+class Model(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES)
+        self.norm, self.drop, self.loss = nn.LayerNorm(8), nn.Dropout(0.2), loss
+
+    def forward(self, ids: Tensor, labels: Tensor, mask: Tensor) -> Any:
+        scores = self.head(self.drop(torch.tanh(self.norm(self.embedding(ids)))))
+        return self.loss(self, scores, labels, mask)
+
+
+def mean_of_tokens(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+def class_dim_inside(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(scores.transpose(1, 2), labels, label_smoothing=0.1)
+
+
+def sum_of_tokens(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum") / 60
+
+
+def masked_mean(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    each = F.cross_entropy(scores.flatten(0, 1), labels.flatten().clamp(min=0), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum().clamp(min=1)
+
+
+def means_of_means(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return scores.square().mean(-1).mean() - 2 * scores.mean() + F.mse_loss(scores, scores * 0.5)
+
+
+def with_a_penalty(model: Any, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return scores.square().sum() + 0.3 * model.head.weight.square().sum()
+
+
+def penalty_first(model: Any, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return model.head.weight.square().sum() - scores.square().sum()
+
+
+def count_in_a_root(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return scores.square().sum() / torch.sqrt(mask.sum() + 1)
+
+
+def with_scores(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Any:
+    return {"loss": scores.square().mean(), "scores": scores, "tokens": mask.sum()}
+
+
+LOSSES = [
+    mean_of_tokens, class_dim_inside, sum_of_tokens, masked_mean, means_of_means, with_a_penalty,
+    penalty_first, count_in_a_root, with_scores,
+]  # fmt: skip
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Parts differ in how many tokens count; the first has none."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, CLASSES, (ROWS, TOKENS), generator=generator)
+    labels = torch.randint(0, CLASSES, (ROWS, TOKENS), generator=generator)
+    mask = (torch.rand(ROWS, TOKENS, generator=generator) < 0.4).double()
+    labels[:3], labels[5, 2:], mask[:3] = -100, -100, 0
+    return ids, labels, mask
+
+
+def compared(loss: Loss, count: int) -> None:
+    torch.manual_seed(0)
+    model, call = Model(loss).double(), call_arguments(inputs())
+    part, parts = trace_step(copy.deepcopy(model), call, count)
+    assert parts is not None
+    compare_parts(trace_model(model, call), part, parts, call, 1e-12)
+
+
+@pytest.mark.parametrize("count", [2, 4, ROWS])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_parts_add_up_to_the_step(loss: Loss, count: int) -> None:
+    compared(loss, count)
+
+
+def test_counts_of_a_part_alone_are_seen_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the mean of each part taken over its own tokens, this would say so."""
+    from autopar.passes import microbatches
+
+    def own_mean(self: Any, node: Any) -> None:
+        self.states[node] = "sum"
+        self._scale(node)
+
+    monkeypatch.setattr(microbatches._Division, "_divide_by_total", own_mean)
+    with pytest.raises(VerificationError, match="4 micro-batches is not the step"):
+        compared(mean_of_tokens, 4)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+def perplexity(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return torch.exp(mean_of_tokens(model, scores, labels, mask))
+
+
+def contrastive(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    rows = scores.mean(1)
+    return F.cross_entropy(rows @ rows.T, torch.arange(rows.shape[0]))
+
+
+def batch_statistics(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (scores - scores.mean(0)).square().mean()
+
+
+def weighed_by_place(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return (scores.mean((1, 2)) * torch.arange(scores.shape[0])).sum()
+
+
+def no_loss(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return scores
+
+
+REFUSED = {
+    perplexity: "needs a sum over all parts",
+    contrastive: "micro-batches: ",
+    batch_statistics: "needs a sum over all parts",
+    weighed_by_place: "numbers its rows",
+    no_loss: "returns no loss",
+}
+
+
+@pytest.mark.parametrize("count", [4, ROWS])
+@pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
+def test_what_crosses_the_parts_is_refused(loss: Loss, count: int) -> None:
+    with pytest.raises(PlanError, match=REFUSED[loss]):
+        trace_step(Model(loss).double(), inputs(), count)
+
+
+def test_batch_norm_is_refused_with_its_line() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).square().mean()
+
+    with pytest.raises(PlanError, match=r"micro-batches: .*inner.1"):
+        trace_step(Mean(), (torch.ones(8, 4),), 2)
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(InputError, match="microbatches is 5, and the inputs have 12 rows"):
+        autopar.plan(Model(mean_of_tokens).double(), 2, inputs(), microbatches=5)
+    with pytest.raises(PlanError, match="microbatches is 0: it is 'auto' or a whole number"):
+        autopar.plan(Model(mean_of_tokens), 2, inputs(), microbatches=0)
+
+
+def test_an_input_with_a_gradient_is_refused() -> None:
+    class Prompted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().mean()
+
+    with pytest.raises(PlanError, match="an input requires a gradient"):
+        trace_step(Prompted(4, 4), (torch.ones(8, 4, requires_grad=True),), 2)
