@@ -9,9 +9,12 @@ first part runs (`totals`). Else parts are independent: a value that one part wo
 is refused, with the node. What a mean over all rows gives is divided by k; a value that is the same
 in all parts and is added to a sum, such as a penalty on weights, is too.
 
-The program of one part enters, traced on k-th of the rows, with its annotations; the same program
-leaves, changed as above, with its `Parts`. planner/parts.py runs it; runtime/training/parts_run.py
-runs the parts.
+A number that the model takes from the size of its batch, as in `loss / x.shape[0]`, is that of the
+whole batch: both are traced, and compared node by node.
+
+The program of one part enters, traced on a k-th of the rows, and that of the whole batch with its
+annotations; the first leaves, changed as above, with its `Parts`. planner/parts.py runs it;
+runtime/training/parts_run.py runs the parts.
 """
 
 from __future__ import annotations
@@ -26,14 +29,16 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import copied, made, where
+from autopar.ir.graph import copied, made, producer, where
 from autopar.ir.program import Annotations, Input, Program
 from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of
 from autopar.ops.rules.shapes import FILLS, NEW_FILLS
+from autopar.passes.part_numbers import COUNTS, MOVES, take_numbers
 
 aten = torch.ops.aten
 
-State = Literal["same", "rows", "sum"]
+# "numbers": 0, 1, 2, … for the rows of a part, with which masks of padding are read row by row.
+State = Literal["same", "rows", "sum", "numbers"]
 _MEANS = (aten.mean.dim, aten.mean.default)
 _LOSSES = (
     aten.mse_loss.default,
@@ -67,23 +72,30 @@ class Parts:
 
 
 def in_parts(
-    program: Program, count: int, split: frozenset[int], annotations: Annotations
+    program: Program, whole: Program, count: int, split: frozenset[int]
 ) -> tuple[Program, Parts]:
     """Return the program of one part, and how a step runs it. `program`: traced on the rows of a
-    part; `split`: the positions of the inputs of which a part has its own rows; `annotations`: of
-    the same graph on two rows or more. Raises PlanError with the node where a part would need
-    another one, and where no result is a sum over the parts.
+    part; `whole`: on all rows, annotated; `split`: the positions of the inputs of which a part has
+    its own rows. Raises PlanError with the node where a part would need another one, where the
+    model computes otherwise on fewer rows, and where no result is a sum over the parts.
     """
-    return _Division(program, count, split, annotations).parts()
+    names = [[(n.name, n.op, n.target) for n in p.module.graph.nodes] for p in (program, whole)]
+    if names[0] != names[1]:
+        raise PlanError(
+            f"micro-batches: the model computes otherwise on a {count}th of the rows than on all. "
+            "Leave microbatches at 1"
+        )
+    return _Division(program, whole, count, split).parts()
 
 
 class _Division:
     """One walk through a graph, from its inputs to its outputs."""
 
-    def __init__(
-        self, program: Program, count: int, split: frozenset[int], annotations: Annotations
-    ) -> None:
-        self.program, self.count, self.split, self.notes = program, count, split, annotations
+    def __init__(self, program: Program, whole: Program, count: int, split: frozenset[int]) -> None:
+        assert whole.annotations is not None
+        self.program, self.whole, self.count, self.split = program, whole, count, split
+        self.notes: Annotations = whole.annotations
+        self.twins = {node.name: node for node in whole.module.graph.nodes}
         self.graph = copied(program.module.graph)
         self.states: dict[fx.Node, State] = {}
         self.trained = set[fx.Node]()  # the nodes that depend on a parameter
@@ -98,6 +110,7 @@ class _Division:
             elif node.op == "call_function":
                 if not self.trained.isdisjoint(node.all_input_nodes):
                     self.trained.add(node)
+                self._take_numbers(node)
                 self._walk(node)
         states = self._results()
         shares = list(self.totals)
@@ -111,11 +124,16 @@ class _Division:
         return program, Parts(self.count, names, totals, reads, self.split, states)
 
     # -- states ------------------------------------------------------------------------------------
-    def _batch_atoms(self) -> frozenset[int]:
+    def _batch_atoms(self) -> set[int]:
         """Return the atoms of the first dims of the inputs that are divided."""
         entries = (e for e in self.program.signature.inputs if e.position in self.split)
         first = (self.notes.dims[entry.node, 0][0] for entry in entries)
-        return frozenset(atom.number for atoms in first for atom in atoms)
+        return {atom.number for atoms in first for atom in atoms}
+
+    def _take_numbers(self, node: fx.Node) -> None:
+        """Give a call the numbers that it computes with in a step of the whole batch."""
+        if not take_numbers(node, self.twins[node.name]):
+            raise self._refusal(node, "depends on the number of rows")
 
     def _placeholder(self, node: fx.Node) -> State:
         (entry,) = (e for e in self.program.signature.inputs if e.node == node.name)
@@ -130,23 +148,59 @@ class _Division:
             return
         operands = [n for n in operands_of(node) if n is not None]
         kinds = {self.states[n] for n in operands}
-        if "sum" in kinds:
+        if "numbers" in kinds:
+            self._use_numbers(node, operands)
+        elif "sum" in kinds:
             self._use_sum(node, operands)
         elif "rows" in kinds:
             self._use_rows(node, operands)
         else:
-            rows = self._has_rows(node)
-            if rows and node.target not in _SPREADS and not operands:
-                raise self._refusal(node, "numbers its rows")
-            self.states[node] = "rows" if rows else "same"
+            self.states[node] = self._state_made(node) if self._has_rows(node) else "same"
+
+    def _state_made(self, node: fx.Node) -> State:
+        """Return the state of what has rows and is made of nothing that has."""
+        if node.target in COUNTS:
+            arguments = bound(node)
+            if arguments.get("start", 0) == 0 and arguments.get("step", 1) == 1:
+                return "numbers"
+        elif node.target in _SPREADS or node.all_input_nodes:
+            self._grow_batch(node)
+            return "rows"
+        raise self._refusal(node, "numbers its rows")
+
+    def _grow_batch(self, node: fx.Node) -> None:
+        """Enter the atoms of rows that nothing ties to those of an input: ones for each row."""
+        for index, value in enumerate(results_of(node)):
+            twin = results_of(self.twins[node.name])[index]
+            sizes = zip(value.shape, twin.shape, self.notes.dims[node.name, index], strict=True)
+            for own, whole, atoms in sizes:
+                numbers = {atom.number for atom in atoms}
+                if own != whole and not numbers & self.batch:
+                    self.batch |= numbers
+
+    def _use_numbers(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+        """Pass numbers of rows on, or read each row of a value by its own number."""
+        if node.target in MOVES and len(operands) == 1:
+            self.states[node] = "numbers"
+            return
+        source, *_ = operands
+        places: Any = node.args[1] if len(node.args) > 1 else ()
+        if node.target is aten.index.Tensor and self.states[source] == "rows":
+            dims = self.notes.dims[producer(source)]
+            own = [d for d, atoms in enumerate(dims) if {a.number for a in atoms} & self.batch]
+            numbered = [
+                d for d, n in enumerate(places) if n is not None and self.states[n] == "numbers"
+            ]
+            if own == numbered and len(own) == 1:
+                self.states[node] = "rows"
+                return
+        raise self._refusal(node, "computes with the numbers of its rows")
 
     def _has_rows(self, node: fx.Node) -> bool:
-        """Whether a result of a node has a row for each of the part's."""
+        """Whether a result of a node has a row for each of the part's: more in the whole batch."""
+        pairs = zip(results_of(node), results_of(self.twins[node.name]), strict=True)
         return any(
-            atom.number in self.batch
-            for index in range(len(results_of(node)))
-            for atoms in self.notes.dims.get((node.name, index), ())
-            for atom in atoms
+            isinstance(own, torch.Tensor) and own.shape != other.shape for own, other in pairs
         )
 
     def _use_rows(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
@@ -276,6 +330,8 @@ class _Division:
             assert isinstance(node, fx.Node)
             if kind == "mutation" and self.states[node] != "same":
                 raise self._refusal(node, "writes what differs between parts into a buffer")
+            if self.states[node] == "numbers":
+                raise self._refusal(node, "numbers its rows")
             states.append(self.states[node])
         if not any(
             state == "sum" and n in self.trained for state, n in zip(states, results, strict=True)
@@ -316,7 +372,8 @@ class _Division:
             Input("user", total.name, f"the total of {share.name}", position=leaves + number)
             for number, (share, total) in enumerate(self.totals.items())
         )
-        return dataclasses.replace(signature, inputs=(*signature.inputs, *totals))
+        outputs = self.whole.signature.outputs  # with the numbers of the whole batch
+        return dataclasses.replace(signature, inputs=(*signature.inputs, *totals), outputs=outputs)
 
 
 def _is_mean(node: fx.Node) -> bool:

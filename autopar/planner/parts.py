@@ -2,7 +2,8 @@
 
 Example: with `microbatches=4`, inputs of 64 rows are traced with their first 16; the program of one
 part is planned as any other. Every tensor whose first dim is that of the first tensor is divided by
-rows, the others are the same in all parts. planner.py and runtime/apply.py call `trace_step`;
+rows, the others are the same in all parts. The whole batch is traced, too: what a part is made of
+is seen beside it. planner.py and runtime/apply.py call `trace_step`;
 passes/microbatches.py says what a division may be.
 """
 
@@ -11,15 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar._compat import pytree
 from autopar.errors import InputError, PlanError
-from autopar.ir.program import Annotations, Program
+from autopar.ir.program import Program
 from autopar.passes import annotate, random_masks
 from autopar.passes.microbatches import Parts, in_parts
+from autopar.passes.part_numbers import COUNTS, MOVES
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.planner import Call, Inputs, call_arguments, trace_model
+
+aten = torch.ops.aten
 
 
 def trace_step(
@@ -32,33 +36,69 @@ def trace_step(
     if count == 1:
         return trace_model(model, inputs, manager), None
     call = call_arguments(inputs)
-    split, rows = rows_of(call, count)
+    rows = rows_of(call) // count
+    if rows * count != rows_of(call):
+        raise InputError(
+            f"microbatches is {count}, and the inputs have {rows_of(call) or 'no'} rows: it must "
+            "divide their number"
+        )
+    whole = annotate.annotate(random_masks.random_masks(trace_model(model, call)))
+    split = _divided(call, whole)
     program = random_masks.random_masks(trace_model(model, _first(call, split, rows), manager))
     if any(e.kind == "user" and e.trainable for e in program.signature.inputs):
         raise PlanError(
             "micro-batches: an input requires a gradient, which would be of one part alone. Leave "
             "microbatches at 1"
         )
-    looked_at = program
-    if rows == 1:  # dims of one row belong to no rule
-        looked_at = random_masks.random_masks(trace_model(model, _first(call, split, 2)))
-    return in_parts(program, count, split, _facts(program, looked_at))
+    return in_parts(program, whole, count, split)
 
 
-def rows_of(call: Call, count: int) -> tuple[frozenset[int], int]:
-    """Return the positions of the inputs that are divided by rows, and the rows of a part. Raises
-    InputError where no input has rows, or their number is no multiple of `count`.
-    """
+def rows_of(call: Call) -> int:
+    """Return the size of the first dim of the first tensor that has one, 0 without any."""
     leaves = pytree.tree_leaves((call.args, call.kwargs))
-    shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else () for x in leaves]
-    batch = next((shape[0] for shape in shapes if shape), 0)
-    if not batch or batch % count:
-        raise InputError(
-            f"microbatches is {count}, and the inputs have {batch or 'no'} rows: it must divide "
-            "their number"
-        )
-    split = (place for place, shape in enumerate(shapes) if shape and shape[0] == batch)
-    return frozenset(split), batch // count
+    shapes = (tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor))
+    return next((shape[0] for shape in shapes if shape), 0)
+
+
+def _divided(call: Call, whole: Program) -> frozenset[int]:
+    """Return the positions of the inputs that are divided by rows: those whose first dim is that of
+    the first tensor. One that only is as long, such as a mask of its tokens, is not.
+    """
+    assert whole.annotations is not None
+    dims = whole.annotations.dims
+    entries = [e for e in whole.signature.inputs if e.kind == "user" and dims[e.node, 0]]
+    rows = dims[entries[0].node, 0][0] if entries else ()
+    numbered = _read_by_number(whole, rows_of(call))
+    divided = (
+        entry.position
+        for entry in entries
+        if rows and (dims[entry.node, 0][0] == rows or entry.node in numbered)
+    )
+    return frozenset(place for place in divided if place is not None)
+
+
+def _read_by_number(whole: Program, rows: int) -> set[str]:
+    """Return the inputs with a row for each of the batch's that are read by the numbers of rows:
+    transformers reads masks of padding so, and no op ties their rows to those of tokens.
+    """
+    found = set()
+    for node in whole.module.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        source, places = node.args[0], node.args[1]
+        first = places[0] if isinstance(places, list | tuple) and places else None
+        if not isinstance(source, fx.Node) or not isinstance(first, fx.Node):
+            continue
+        source, first = _moved(source), _moved(first)
+        counts = first.target in COUNTS and tuple(first.meta["val"].shape) == (rows,)
+        if counts and source.op == "placeholder" and source.meta["val"].shape[0] == rows:
+            found.add(source.name)
+    return found
+
+
+def _moved(node: fx.Node) -> fx.Node:
+    """Return what a node is another view or dtype of."""
+    while node.target in MOVES:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _first(call: Call, split: frozenset[int], rows: int) -> Call:
@@ -66,16 +106,3 @@ def _first(call: Call, split: frozenset[int], rows: int) -> Call:
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     first: list[Any] = [x[:rows] if place in split else x for place, x in enumerate(leaves)]
     return Call(*pytree.tree_unflatten(first, structure))
-
-
-def _facts(program: Program, looked_at: Program) -> Annotations:
-    """Return the annotations of a program, or of the same program on more rows."""
-    names = [[(n.name, n.op, n.target) for n in p.module.graph.nodes] for p in (program, looked_at)]
-    if names[0] != names[1]:
-        raise PlanError(
-            "micro-batches: the model computes otherwise on one row than on two, so that nothing "
-            "is known about parts of one row. Ask for fewer parts"
-        )
-    annotations = annotate.annotate(looked_at).annotations
-    assert annotations is not None
-    return annotations

@@ -45,12 +45,7 @@ def in_fastest_parts(attempt: Callable[[int], Plan], inputs: Inputs) -> Plan:
 
 def _counts(inputs: Inputs) -> Iterator[int]:
     """Yield the numbers of parts to try: those that divide the rows, doubled or more each time."""
-    call = call_arguments(inputs)
-    try:
-        _, rows = rows_of(call, 1)
-    except AutoparError:
-        return
-    least, tries = 2, 0
+    rows, least, tries = rows_of(call_arguments(inputs)), 2, 0
     for count in range(2, rows + 1):
         if count >= least and rows % count == 0 and tries < _MOST_TRIES:
             yield count

@@ -66,13 +66,26 @@ def count_in_a_root(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tens
     return scores.square().sum() / torch.sqrt(mask.sum() + 1)
 
 
+def rows_read_by_number(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    rows = torch.arange(mask.shape[0])[:, None]
+    kept = mask[rows, torch.arange(TOKENS)[None, :]]
+    return (scores.square().sum(-1) * kept).sum() / mask.sum()
+
+
+def numbers_of_the_batch(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Any:
+    rows, count = scores.shape[0], torch.ones(scores.shape[0], dtype=torch.float64).sum()
+    loss = scores.square().sum() / rows + scores.sum() * (1 / scores[..., 0].numel())
+    return loss + scores.square().sum() / count, torch.full((2,), rows), rows
+
+
 def with_scores(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Any:
     return {"loss": scores.square().mean(), "scores": scores, "tokens": mask.sum()}
 
 
 LOSSES = [
     mean_of_tokens, class_dim_inside, sum_of_tokens, masked_mean, means_of_means, with_a_penalty,
-    penalty_first, count_in_a_root, with_scores,
+    penalty_first, count_in_a_root, rows_read_by_number, numbers_of_the_batch,
+    with_scores,
 ]  # fmt: skip
 
 
@@ -131,6 +144,18 @@ def weighed_by_place(model: nn.Module, scores: Tensor, labels: Tensor, mask: Ten
     return (scores.mean((1, 2)) * torch.arange(scores.shape[0])).sum()
 
 
+def places_as_a_result(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Any:
+    return scores.square().mean(), torch.arange(scores.shape[0]).unsqueeze(1)
+
+
+def half_of_the_rows(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return scores[: scores.shape[0] // 2].square().mean()
+
+
+def another_graph(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return scores.square().mean() if scores.shape[0] == ROWS else scores.abs().mean()
+
+
 def no_loss(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return scores
 
@@ -139,7 +164,10 @@ REFUSED = {
     perplexity: "needs a sum over all parts",
     contrastive: "micro-batches: ",
     batch_statistics: "needs a sum over all parts",
-    weighed_by_place: "numbers its rows",
+    weighed_by_place: "computes with the numbers of its rows",
+    places_as_a_result: "numbers its rows",
+    half_of_the_rows: "micro-batches: slice_",
+    another_graph: "computes otherwise on a",
     no_loss: "returns no loss",
 }
 
@@ -171,6 +199,22 @@ def test_rows_that_do_not_divide_are_refused() -> None:
         autopar.plan(Model(mean_of_tokens).double(), 2, inputs(), microbatches=5)
     with pytest.raises(PlanError, match="microbatches is 0: it is 'auto' or a whole number"):
         autopar.plan(Model(mean_of_tokens), 2, inputs(), microbatches=0)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_mask_of_as_many_tokens_as_rows_is_the_same_in_all_parts(count: int) -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor, weights: Tensor, table: Tensor) -> Tensor:
+            mixed = torch.einsum("st,btd->bsd", table, super().forward(x))
+            return (mixed.square().mean(-1) * weights).sum()
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = (4, 4, 8), (4,), (4, 4)
+    call = call_arguments(tuple(torch.randn(s, generator=generator).double() for s in sizes))
+    model = Masked(8, 8).double()
+    part, parts = trace_step(model, call, count)
+    assert parts is not None and parts.split == {0}
+    compare_parts(trace_model(model, call), part, parts, call, 1e-12)
 
 
 def test_an_input_with_a_gradient_is_refused() -> None:
