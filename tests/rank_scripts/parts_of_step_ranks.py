@@ -98,12 +98,86 @@ def facts_of(name: str, count: int) -> dict[str, Any]:
     return {"apart": apart, "same shapes": same, "forms": forms, "compared": len(pairs)}
 
 
+def refusals(parallel: nn.Module) -> dict[str, str]:
+    """What is said where more is differentiated than the loss, or twice."""
+
+    def another_result() -> None:
+        loss, scores, _ = parallel(*batch(0))
+        (loss + scores.square().mean()).backward()
+
+    def twice() -> None:
+        loss, _, _ = parallel(*batch(0))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    said = {}
+    for trial in (another_result, twice):
+        try:
+            trial()
+            said[trial.__name__] = ""
+        except Exception as error:
+            said[trial.__name__] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def dropped(rate: float) -> dict[str, Any]:
+    """Whether parts with equal rows drop other elements, and a seed gives the same ones again."""
+
+    class Dropping(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = F.dropout(super().forward(x), rate)
+            return y.square().mean(), y
+
+    torch.manual_seed(1)
+    parallel = autopar.parallelize(
+        Dropping(8, 8), inputs=(torch.ones(8, 8),), layout="ddp", microbatches=2
+    )
+    results = []
+    for _ in range(2):
+        parallel.seed = 5
+        results += [parallel(torch.ones(8, 8))[1].detach() for _ in range(2)]
+    first, second, again, _ = results
+    own = first.unflatten(0, (4, 2))  # rows of a rank: one of each part
+    return {
+        "parts differ": not torch.equal(own[:, 0], own[:, 1]),
+        "calls differ": not torch.equal(first, second),
+        "a seed repeats": torch.equal(first, again),
+    }
+
+
+def others() -> dict[str, Any]:
+    """What goes on besides training: DTensors of a loader, another batch size, plans from files."""
+    torch.manual_seed(0)
+    plain = Net()
+    parallel = autopar.parallelize(
+        copy.deepcopy(plain), inputs=batch(0), layout="fsdp", microbatches=4
+    )
+    rows = torch.utils.data.TensorDataset(
+        *(torch.cat(x) for x in zip(batch(0), batch(1), strict=True))
+    )
+    apart = [
+        float((full(parallel(*sample)[0]) - full(plain(*batch(step))[0])).abs())
+        for step, sample in enumerate(parallel.loader(rows))
+    ]
+    fewer = tuple(x[:8] for x in batch(0))
+    apart.append(float((full(parallel(*fewer)[0]) - full(plain(*fewer)[0])).abs()))
+    plan = autopar.Plan.from_json(parallel.plan.to_json())
+    from_file = autopar.apply(copy.deepcopy(plain), plan, batch(0))
+    apart.append(float((full(from_file(*batch(0))[0]) - full(plain(*batch(0))[0])).abs()))
+    same = autopar.parallelize(plain, inputs=batch(0), layout="fsdp", microbatches="auto")
+    facts = {"apart": max(apart), "parts of auto": same.plan.microbatches, "drops": dropped(0.5)}
+    return facts | {"said": refusals(parallel)}
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     facts = {}
     for task in sys.argv[2:]:
-        name, count = task.split(":")
+        name, _, count = task.partition(":")
         try:
+            if not count:
+                facts[task] = others()
+                continue
             facts[task] = facts_of(name, int(count))
         except Exception as error:
             facts[task] = {"error": f"{type(error).__name__}: {error}"}
