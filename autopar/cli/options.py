@@ -24,8 +24,8 @@ from autopar.world import PRESETS, World
 from autopar.world.world import calibrated
 
 MODEL_HELP = (
-    "package.module:function, a function that returns (model, inputs); a config.json of "
-    "transformers or a folder that holds one; or one of " + ", ".join(NAMED)
+    "file.py:function or package.module:function, a function that returns (model, inputs); a "
+    "config.json of transformers or a folder that holds one; or one of " + ", ".join(NAMED)
 )
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TARGET", help=MODEL_HELP, autocompletion=lambda: list(NAMED))

@@ -134,6 +134,37 @@ def test_plan_takes_a_grid_and_a_batch() -> None:
     assert facts["target"] == "test_cli:tiny_of, batch 8x64"
 
 
+FILE = """
+from dataclasses import dataclass  # which looks for the module among those that are imported
+import torch
+from width_beside_it import WIDTH
+
+@dataclass
+class Sizes:
+    width: int = WIDTH
+
+def make():
+    return torch.nn.Linear(Sizes().width, 8), (torch.ones(16, 4),)
+"""
+
+
+@pytest.mark.parametrize("stem", ["stranger_model", "json"])
+def test_a_file_is_a_target(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it has the name of a module that is there, and imports what is beside it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / f"{stem}.py"
+    file.write_text(FILE)
+    message = refused("plan", f"{file}:make", "--ranks", "2")
+    assert "it imports 'width_beside_it', which is not installed and not beside it" in message
+    (tmp_path / "width_beside_it.py").write_text("WIDTH = 4")
+    facts = json.loads(run("plan", f"{file}:make", "--ranks", "2", "--json").stdout)
+    assert facts["target"] == f"{file}:make" and facts["parameters"] == 40
+    file.write_text("raise RuntimeError('not today')")
+    assert f"running {file} gave RuntimeError: not today" in refused("plan", f"{file}:make")
+    assert sys.modules["json"] is json
+    del sys.modules["width_beside_it"]
+
+
 def test_a_plan_needs_no_values() -> None:
     facts = json.loads(run("plan", "test_cli:on_meta", "--ranks", "2", "--json").stdout)
     assert facts["ranks"] == 2
@@ -160,7 +191,10 @@ def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", "gpt9"), "TargetError: unknown target 'gpt9': write package.module:function"),
+        (("plan", "gpt9"), "TargetError: unknown target 'gpt9': write file.py:function or package"),
+        (("plan", "no/such.py:f"), "target 'no/such.py:f': there is no file /"),
+        (("plan", __file__), "name the function, too, which returns (model, inputs), as /"),
+        (("plan", f"{__file__}:nothing"), "test_cli.py has no function 'nothing'; it has tiny"),
         (("plan", "no_such:f"), "there is no module 'no_such' here"),
         (
             ("plan", "test_cli:nothing"),
