@@ -24,7 +24,14 @@ from autopar.errors import LayoutError, PlanError
 from autopar.ir.graph import chain_name, module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Choice, Plan
-from autopar.ir.plan_table import Collective, Row, format_bytes, format_seconds, subgraphs_of
+from autopar.ir.plan_table import (
+    Collective,
+    Row,
+    format_bytes,
+    format_ranks,
+    format_seconds,
+    subgraphs_of,
+)
 from autopar.planner.named_layouts import candidates
 from autopar.planner.why import Why
 
@@ -144,7 +151,7 @@ def _reasons(plan: Plan) -> Iterable[str]:
         yield f"to fit, {what} again in the backward: {names}"
     if plan.smaller is not None:
         ranks, seconds = plan.smaller
-        yield f"{ranks} ranks would be as fast: {format_seconds(seconds)} a step"
+        yield f"{format_ranks(ranks)} would be as fast: {format_seconds(seconds)} a step"
     for reason in plan.unsplit[:_MOST_ROWS]:
         yield f"not split: {reason}"
     if len(plan.unsplit) > _MOST_ROWS:

@@ -139,6 +139,11 @@ def format_count(things: int) -> str:
     return format_amount(things).replace("G", "B").strip()
 
 
+def format_ranks(ranks: int) -> str:
+    """Return a number of ranks in words: "1 rank", "1,024 ranks"."""
+    return f"{ranks:,} rank{'' if ranks == 1 else 's'}"
+
+
 def format_amount(value: float) -> str:
     """Return a number with a metric prefix, and a space for the unit to follow: "8.03 G"."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):

@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.ir.plan_table import Row, format_amount, format_bytes, format_seconds, summed_rows
+from autopar.ir.plan_table import (
+    Row,
+    format_amount,
+    format_bytes,
+    format_ranks,
+    format_seconds,
+    summed_rows,
+)
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
@@ -117,8 +124,7 @@ def _as_fast(plan: Plan) -> list[str]:
     if plan.smaller is None:
         return []
     ranks, seconds = plan.smaller
-    plural = "s" if ranks > 1 else ""
-    return [f"{ranks} rank{plural} would be as fast: {seconds * 1e3:.1f} ms a step modelled"]
+    return [f"{format_ranks(ranks)} would be as fast: {seconds * 1e3:.1f} ms a step modelled"]
 
 
 def summary(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 
 from autopar.ir.layout import Layout
+from autopar.ir.plan_table import format_ranks
 from autopar.world import World
 
 _SIDE = 120  # pixels of a matrix
@@ -63,7 +64,9 @@ def owners(name: str, layout: Layout) -> str:
             who = held[(row * rows // drawn_rows, column * columns // drawn_columns)]
             parts.append(_block(column * width, row * height, width, height, who, ranks))
     shape = "×".join(map(str, layout.shape))
-    title = f"{name} ({shape}), {layout}: {rows} × {columns} blocks, each on {len(who)} ranks"
+    title = (
+        f"{name} ({shape}), {layout}: {rows} × {columns} blocks, each on {format_ranks(len(who))}"
+    )
     return (
         f'<figure><svg viewBox="0 0 {_SIDE} {_SIDE}" width="{_SIDE}" role="img" '
         f'aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
