@@ -277,6 +277,11 @@ def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) ->
     return _call_target(text, import_function(text), batch)
 
 
+def cuts_down(text: str) -> bool:
+    """Whether `resolve` makes the target that `text` names smaller where values are needed."""
+    return text.lower() in NAMED or huggingface.names_config(text)
+
+
 def _no_function(text: str) -> TargetError:
     """Return the error for a target that names no function and nothing else that is known."""
     if text.endswith(".py"):

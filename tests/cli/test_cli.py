@@ -43,6 +43,10 @@ def tiny_of(batch: int, sequence: int) -> tuple[nn.Module, Any]:
     return Mlp(sequence), {"x": torch.randn(batch, sequence), "target": torch.randn(1, sequence)}
 
 
+def wide() -> tuple[nn.Module, Any]:
+    return Mlp(128), (torch.randn(16, 128), torch.randn(16, 128))
+
+
 def on_meta() -> tuple[nn.Module, Any]:
     with torch.device("meta"):
         return Mlp(), (torch.randn(16, 64), torch.randn(16, 64))
@@ -176,6 +180,20 @@ def test_verify_a_function() -> None:
     assert "8 ranks equal one" in printed
 
 
+def test_verify_a_saved_plan(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    run("plan", "test_cli:tiny", "--ranks", "4", "--layout", "megatron", "--save", path)
+    printed = run("verify", "test_cli:tiny", "--layout", path).stdout
+    assert "4 ranks equal one" in printed
+    run("verify", "test_cli:tiny", "--layout", path, "--ranks", "4")
+    for option in (("--ranks", "8"), ("--world", "dgx-h100")):
+        message = refused("verify", "test_cli:tiny", "--layout", path, *option)
+        assert "is a plan for 4 ranks of its own world: leave --world and --ranks out" in message
+    assert "gpt2 is cut down to be verified" in refused("verify", "gpt2", "--layout", path)
+    other = refused("verify", f"{__file__}:wide", "--layout", path)
+    assert "plan again" in other
+
+
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "4d:x=2,y=2"), ("llama3-8b", "megatron")])
 def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
     arguments = ("verify", name, "--ranks", "4", "--layout", layout, "--json")
@@ -198,7 +216,7 @@ def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
         (("plan", "no_such:f"), "there is no module 'no_such' here"),
         (
             ("plan", "test_cli:nothing"),
-            "test_cli has no function 'nothing'; it has tiny, tiny_of, on_meta, broken",
+            "test_cli has no function 'nothing'; it has tiny, tiny_of, wide, on_meta",
         ),
         (("plan", "test_cli:broken"), "calling it gave RuntimeError: no weights today at "),
         (("plan", "test_cli:no_pair"), "returned (Mlp): return (model, inputs)"),
