@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -21,6 +22,7 @@ from autopar.cli.targets import NAMED, Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.world import World
+from autopar.world.hardware import Measured
 from models import Mlp as MseMlp
 
 RED = "\x1b[31m"
@@ -115,6 +117,25 @@ def test_plan_writes_the_timeline_of_the_step_it_prints(tmp_path: Path) -> None:
         shown = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
         assert max(e["ts"] + e["dur"] for e in shown) / 1e6 == pytest.approx(seconds, rel=0.01)
         assert sum(e["args"].get("bytes", 0) for e in shown) == pytest.approx(facts["comm_bytes"])
+
+
+def test_rates_that_are_assumed_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that calibrate measured."""
+    monkeypatch.chdir(tmp_path)
+    printed = run("plan", "test_cli:tiny", "--ranks", "4", "--save", "plan.json").stdout
+    assert (
+        "rates    assumed of devices and links like these, not measured: `torchrun --np" in printed
+    )
+    assert "--nproc-per-node 4 -m autopar calibrate`" in run("show", "plan.json").stdout
+    preset = run("plan", "test_cli:tiny", "--world", "dgx-h100").stdout
+    assert "rates    assumed from published figures of dgx-h100, not measured" in preset
+    timing = Measured("all_reduce", ((4, 1),), 4, 1e-4, 1e-9)
+    dataclasses.replace(World.of(4), measured=(timing,)).save("world.json")
+    assert "assumed" not in run("plan", "test_cli:tiny", "--ranks", "4").stdout
+    facts = json.loads(run("plan", "test_cli:tiny", "--ranks", "4", "--json").stdout)
+    assert facts["measured"] is True
+    facts = json.loads(run("plan", "test_cli:tiny", "--ranks", "2", "--json").stdout)
+    assert facts["measured"] is False
 
 
 def test_plan_as_json_is_all_of_stdout() -> None:
