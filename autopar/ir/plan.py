@@ -115,7 +115,8 @@ class Plan:
     context: PlanContext | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Table:
-        """Return the plan as a table for people, one line a subgraph. Print it with rich.
+        """Return the plan as a table for people, one line a subgraph: `print` shows it, rich.print
+        in colour.
 
         >>> import autopar
         >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")

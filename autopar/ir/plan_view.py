@@ -25,6 +25,7 @@ from autopar.ir.plan_table import (
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
 
+_WIDTH = 118  # columns of a table that goes to no terminal
 # The parts of a step that overlaps, with headings that are short to leave room for collectives.
 _STEP_PARTS = {
     "computation": "compute",
@@ -34,13 +35,24 @@ _STEP_PARTS = {
 }
 
 
-def table(plan: Plan) -> Table:
+class PrintedTable(Table):
+    """A table of rich that a plain `print` shows, too."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), highlight=False, color_system=None)
+        console.width = max(_WIDTH, console.width)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def table(plan: Plan) -> PrintedTable:
     """Return the plan as a table for people, one line a subgraph."""
     title = (
         f"mesh {str(plan.mesh) or 'of one rank'}, {_hidden(plan)}{plan.seconds * 1e3:.1f} ms "
         f"{'a step modelled' if plan.overlapped is None else 'summed'}{_certificate(plan)}"
     )
-    lines = Table(title=title, title_justify="left", caption_justify="left")
+    lines = PrintedTable(title=title, title_justify="left", caption_justify="left")
     lines.add_column("subgraph", no_wrap=True)
     for name in ("layout", "collectives"):
         lines.add_column(name, overflow="fold")
