@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_its_path_from_a_model_to_a_run_is_walked_as_it_is_printed(tmp_path: Pat
         ["autopar", "plan"], ["autopar", "verify"], ["torchrun", "--standalone"],
     ]  # fmt: skip
     planned, verified, trained = (shell(words, tmp_path) for words in commands)
-    looked = shell(["python", "look.py"], tmp_path)
+    looked = shell(["look.py"], tmp_path)
     assert "saved as plan.json" in planned and "rates    assumed" in planned
     assert "4 ranks equal one" in verified
     losses = re.findall(r"^loss (\d+\.\d+)$", trained, re.M)
@@ -58,12 +59,30 @@ def test_its_path_from_a_model_to_a_run_is_walked_as_it_is_printed(tmp_path: Pat
         assert "<h2>" in (tmp_path / page).read_text()
 
 
-MODULES = {"autopar": ["-m", "autopar"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
+def test_the_path_of_getting_started_is_walked_as_it_is_printed(tmp_path: Path) -> None:
+    page = (readme.README.parent / "docs" / "getting-started.md").read_text()
+    fences = re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S)
+    model, train, path = (
+        next(body for kind, body in fences if kind == wanted and words in body)
+        for wanted, words in (("python", "class "), ("text", "init_process"), ("bash", "torchrun"))
+    )
+    (tmp_path / "classifier.py").write_text(model)
+    (tmp_path / "train.py").write_text(train)
+    walked = [shlex.split(line, comments=True) for line in path.splitlines()]
+    words = [[word for word in line if not re.match("[A-Z_]+=", word)] for line in walked]
+    planned, verified, trained = (shell(line, tmp_path) for line in words if line[0] in MODULES)
+    assert "saved as plan.json" in planned and "<h2>" in (tmp_path / "report.html").read_text()
+    assert "4 ranks equal one" in verified
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\d+\.\d+)$", trained, re.M)]
+    assert len(losses) == 10 and losses == sorted(losses, reverse=True)
+
+
+MODULES = {"autopar": ["-m", "autopar"], "torchrun": ["-m", "torch.distributed.run"]}
 
 
 def shell(words: list[str], folder: Path) -> str:
     """What a command prints in a folder."""
-    command = [sys.executable, *MODULES[words[0]], *words[1:]]
+    command = [sys.executable, *MODULES.get(words[0], words[:1]), *words[1:]]
     more = {"PYTHONPATH": str(readme.README.parent), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         command, cwd=folder, env=os.environ | more, capture_output=True, text=True, timeout=300
