@@ -161,7 +161,7 @@ def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     """
     machines = plan.world if world is None else world
     print_line(out, "world", str(machines))
-    if not is_measured(machines):
+    if not plan.measured:
         print_line(out, "rates", _assumed_text(machines))
     print_line(out, "layout", plan.layout)
     out.print(plan.table())
@@ -181,11 +181,6 @@ def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     if world is not None and plan.peak_bytes > world.device.memory_bytes:
         memory += f", [red]which has {format_bytes(world.device.memory_bytes)}: too little[/]"
     out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
-
-
-def is_measured(world: World) -> bool:
-    """Whether `autopar calibrate` measured a world's rates, so that none is assumed."""
-    return bool(world.measured) or world.name == CALIBRATED
 
 
 def _assumed_text(world: World) -> str:
@@ -219,7 +214,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     facts = {name: getattr(plan, name) for name in names}
     return facts | {
         "world": str(plan.world),
-        "measured": is_measured(plan.world),
+        "measured": plan.measured,
         "memory": None if plan.memory is None else dataclasses.asdict(plan.memory),
         "recompute": list(plan.recompute),
         "regather": list(plan.regather),

@@ -25,6 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
 from autopar.ir.plan_table import Collective, Memory, Row, blocks_text
 from autopar.world import World, json_file
+from autopar.world.world import CALIBRATED
 
 if TYPE_CHECKING:  # what a plan answers with stands above it
     from autopar.cost.formula import Formula
@@ -131,6 +132,11 @@ class Plan:
         the sum `seconds`.
         """
         return self.seconds if self.overlapped is None else self.overlapped
+
+    @property
+    def measured(self) -> bool:
+        """Whether the rates of the plan's world are those that calibrate measured, none assumed."""
+        return bool(self.world.measured) or self.world.name == CALIBRATED
 
     @property
     def gap(self) -> float:

@@ -122,7 +122,7 @@ def cluster(world: World, load: list[float]) -> str:
             f'border-width: {1 + 4 * share:.1f}px">{picture * shown}{more}</div>'
         )
         names.append(
-            f"<li>level {number + 1}: {level.ranks} joined by {level.bytes_per_s / 1e9:,.0f} GB/s "
+            f"<li>level {number + 1}: {level.ranks} joined by {level.bytes_per_s / 1e9:.3g} GB/s "
             f"per {level.per}; a rank sends {load[number] / 1e6:,.1f} MB over it in a step</li>"
         )
     return f'<div class="cluster">{picture}</div><ul>{"".join(names)}</ul>'

@@ -168,6 +168,40 @@ def test_the_page_is_whole_and_small(text: str) -> None:
     assert drawn is not None and set(json.loads(drawn[1])) >= set(names)
 
 
+def test_the_page_explains_its_words(text: str, gathered: facts.Facts) -> None:
+    """Those of its cards, of its tree, of its lines of layouts, and its units."""
+    section = text[text.index('<section id="words">') :]
+    explained = {
+        word for dt in re.findall("<dt>(.*?)</dt>", section) for word in re.split("[,;] ", dt)
+    }
+    used = {card.name for card in gathered.cards} - {"model", "world", "samples/s"}
+    used |= {"hidden", "exposed", "X", "W", "Y", "rank", "axis", "layout", "MB", "MiB", "GiB"}
+    assert used <= explained
+    assert 'href="#words"' in text
+    kinds = {"AG", "RS", "AR", "A2A", "B"}
+    assert kinds <= set(re.findall(r"\((\w+)\)", section))
+
+
+def test_axes_of_memory_have_the_unit_of_what_they_show(plan: Plan, gathered: facts.Facts) -> None:
+    layouts, memory = figures.layouts_figure(gathered), figures.memory_figure(plan)
+    assert layouts is not None and memory is not None and plan.memory is not None
+    assert layouts.layout.xaxis.title.text.endswith(", MiB") and plan.peak_bytes < 2**27
+    assert layouts.data[1].x == (plan.peak_bytes / 2**20,)
+    assert memory.layout.yaxis.title.text == "MiB"
+    held = [sum(column) for column in zip(*(line.y for line in memory.data))]
+    assert max(held) == pytest.approx(plan.memory.waiting / 2**20, rel=0.01)
+    large = [replace(other, peak_bytes=2.0**40) for other in gathered.others]
+    wide = figures.layouts_figure(replace(gathered, others=tuple(large)))
+    assert wide is not None and wide.layout.xaxis.title.text.endswith(", GiB")
+    assert wide.data[1].x == (plan.peak_bytes / 2**30,)
+
+
+def test_layouts_at_one_point_are_named_together() -> None:
+    same = [alternatives.Alternative(name, "x2", 1.0, 2.0) for name in ("4d", "atp")]
+    other = alternatives.Alternative("ddp", "x2", 1.0, 3.0)
+    assert figures._names_of_points([*same, other]) == ["4d, atp", "", "ddp"]
+
+
 def test_a_plan_from_a_file_is_reported_as_far_as_it_goes(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     Plan.load(tmp_path / "plan.json").report(tmp_path / "report.html", "saved")
