@@ -67,8 +67,9 @@ def table(plan: Plan) -> PrintedTable:
         lines.add_section()
         lines.add_row(*_cells(plan, summed_rows(plan.rows)))
     legend = (
-        "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, "
-        "AR all-reduce, A2A all-to-all, B broadcast"
+        "axis→loop dim of Y(m,n) = X(m,k)·W(k,n), dim of another result, or state where none is "
+        "split: I equal on all ranks, R so but for partial gradients, P parts of a sum\n"
+        "AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
     )
     lines.caption = "\n".join(
         [

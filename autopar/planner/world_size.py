@@ -40,15 +40,20 @@ def smaller_world(program: Program, plan: Plan, request: PlanRequest) -> tuple[i
     nodes first. Both steps are of one kind: with communication hidden where the plan hides it.
 
     `program`: annotated. A bound settles nearly all cases; only a world that it leaves open is
-    searched, on its most promising mesh.
+    searched, on its most promising mesh. Where a half is not as fast, of those below it one rank
+    alone is looked at: it sends nothing.
     """
-    smallest = None
-    for world in _halves(plan.world):
+    smallest, halves = None, list(_halves(plan.world))
+    for world in halves:
         seconds = _seconds_if_as_fast(program, world, request, plan)
         if seconds is None:
             break
         smallest = world.ranks, seconds
-    return smallest
+    else:
+        return smallest
+    one = halves[-1]
+    seconds = _seconds_if_as_fast(program, one, request, plan) if one.ranks == 1 else None
+    return smallest if seconds is None else (1, seconds)
 
 
 def _seconds_if_as_fast(

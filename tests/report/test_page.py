@@ -223,7 +223,10 @@ def test_missing_libraries_are_named(
         figures.ReportError, match=r"plotly and jinja2, which are .*autopar\[report\]"
     ):
         plan.report(tmp_path / "report.html")
-    assert not [*tmp_path.iterdir()]
+    files = ("--save", str(tmp_path / "plan.json"), "--report", str(tmp_path / "report.html"))
+    message = refused("plan", "test_cli:tiny", "--ranks", "2", *files)
+    assert "a report needs plotly and jinja2" in message
+    assert not [*tmp_path.iterdir()]  # nor was a plan searched
 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:
