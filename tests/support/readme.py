@@ -47,10 +47,10 @@ def block(words: str) -> str:
 
 def commands() -> list[list[str]]:
     """The commands of the shell that name the model of one's own, as words, in their order."""
-    lines = re.findall(
-        r"^    ((?:autopar|torchrun) .*(?:mymodel|mine)\.py.*)$", README.read_text(), re.M
-    )
-    return [shlex.split(line, comments=True) for line in lines]
+    text = README.read_text()
+    lines = re.findall(r"^    (?:[A-Z_]+=\S+ )?((?:autopar|torchrun) .*)$", text, re.MULTILINE)
+    own = [line for line in lines if "mymodel.py" in line or "mine.py" in line]
+    return [shlex.split(line, comments=True) for line in own]
 
 
 def run(count: int) -> dict[str, Any]:
