@@ -68,7 +68,8 @@ def _load_file(text: str, file: Path) -> ModuleType:
     """Return a file as the module that it would be in its own folder, whose neighbours it finds."""
     if not file.is_file():
         raise TargetError(f"target {text!r}: there is no file {file.absolute()}")
-    sys.path.insert(0, str(file.parent.absolute()))
+    if (folder := str(file.parent.absolute())) not in sys.path:
+        sys.path.insert(0, folder)
     name = file.stem if file.stem not in sys.modules else f"target {file.absolute()}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # as for every name that ends in .py
