@@ -277,7 +277,7 @@ def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) ->
     return _call_target(text, import_function(text), batch)
 
 
-def cuts_down(text: str) -> bool:
+def makes_smaller(text: str) -> bool:
     """Whether `resolve` makes the target that `text` names smaller where values are needed."""
     return text.lower() in NAMED or huggingface.names_config(text)
 

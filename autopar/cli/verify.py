@@ -25,7 +25,7 @@ from autopar.cli.options import (
     read_layout,
     read_world,
 )
-from autopar.cli.targets import Target, cuts_down
+from autopar.cli.targets import Target, makes_smaller
 from autopar.cli.terminal import (
     console,
     model_text,
@@ -107,7 +107,7 @@ def _what_to_verify(
             f"{layout} is a plan for {format_ranks(plan.world.ranks)} of its own world: leave "
             "--world and --ranks out"
         )
-    if cuts_down(target):
+    if makes_smaller(target):
         raise AutoparError(
             f"{target} is cut down to be verified, and {layout} is a plan for all of it: name a "
             "layout, or verify plans of a function that returns a small model"

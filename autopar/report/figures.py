@@ -113,7 +113,7 @@ def _log_ticks(least: float, most: float) -> list[float]:
     """Return the round numbers around a range, three a decade.
 
     >>> _log_ticks(9.0, 41.0)
-    [5.0, 10.0, 20.0, 50.0]
+    [5.0, 10.0, 20.0, 50.0, 100.0]
     """
     decades = range(math.floor(math.log10(least)) - 1, math.ceil(math.log10(most)) + 1)
     ticks = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
