@@ -17,7 +17,9 @@ from test_cli import refused, run
 from torch import nn
 
 import autopar
+from autopar.cost.formula import ELEMENT
 from autopar.cost.peak import moments
+from autopar.cost.symbols import MEANING
 from autopar.ir.layout import I, Layout, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -175,6 +177,8 @@ def test_the_page_explains_its_words(text: str, gathered: facts.Facts) -> None:
         word for dt in re.findall("<dt>(.*?)</dt>", section) for word in re.split("[,;] ", dt)
     }
     used = {card.name for card in gathered.cards} - {"model", "world", "samples/s"}
+    assert {"b", "s", "h", "f", "v", "e"} <= explained and str(ELEMENT) == "e"
+    assert all(MEANING[size] in section for size in "bshfv")
     used |= {"hidden", "exposed", "X", "W", "Y", "rank", "axis", "layout", "MB", "MiB", "GiB"}
     assert used <= explained
     assert 'href="#words"' in text
