@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +40,36 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@covers("torch_versions")
+def test_a_torch_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.14 is: it loses the backward of custom functions in silence."""
+    versions = _compat.torch_versions
+    for good in (torch.__version__, "2.11.0", "2.13.1+cu130", "2.13.0a0+nv26.10"):
+        versions.require(good)
+    with pytest.raises(ImportError, match=r"2\.14\.0 is newer .*pip install 'torch>=2\.11,<2\.14'"):
+        versions.require("2.14.0")
+    with pytest.raises(ImportError, match=r"3\.0\.0\.dev20270101 is newer"):
+        versions.require("3.0.0.dev20270101")
+    with pytest.raises(ImportError, match=r"2\.10\.2 is too old"):
+        versions.require("2.10.2")
+    monkeypatch.setenv(versions.ANY, "1")
+    with pytest.warns(UserWarning, match=r"2\.14\.0 is newer"):
+        versions.require("2.14.0")
+
+
+def test_autopar_asks_for_the_versions_that_it_takes() -> None:
+    """pyproject.toml, and what is said at import: also where private names are missing."""
+    versions = _compat.torch_versions
+    least, below = (".".join(map(str, pair)) for pair in (versions.LEAST, versions.BELOW))
+    root = Path(_compat.__file__).parent.parent.parent
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torch>={least},<{below}" in wanted
+    code = "import torch; torch.__version__ = '2.14.0'; del torch._C._AutoDispatchBelowAutograd\n"
+    command = [sys.executable, "-c", code + "import autopar"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 1 and "ImportError: torch 2.14.0 is newer" in done.stderr
 
 
 @covers("fake_mode", "FakeTensorMode", "FakeTensor")

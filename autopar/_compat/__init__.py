@@ -2,10 +2,14 @@
 
 This file has what tracing and running need: process groups, modes, autograd's steps, parts of
 DTensors. compiling.py has what compiles derived graphs, and imports that where it is used.
+torch_versions.py refuses a torch that is not proven, before a private name of it is missing.
 """
 
 from __future__ import annotations
 
+from autopar._compat import torch_versions
+
+# isort: split
 import copy
 import sys
 from collections.abc import Callable, Iterator
@@ -331,6 +335,7 @@ __all__ = [
     "taken_apart",
     "takes_a_list",
     "timeout_of",
+    "torch_versions",
     "unregister_process_group",
     "version_of",
     "without_modes",

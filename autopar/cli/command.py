@@ -17,6 +17,7 @@ from rich.markup import escape
 from autopar.cli.targets import Batch, Target, resolve
 from autopar.cli.terminal import console, print_json, watch_progress
 from autopar.errors import AutoparError, VerificationError
+from autopar.ir.plan_table import format_ranks
 from autopar.world import World
 
 
@@ -78,4 +79,4 @@ def build_target(text: str, batch: str | None, samples: int, real: bool = False)
 
 def ranks_text(world: World) -> str:
     """Return the ranks of a world in words: "8 ranks"."""
-    return f"{world.ranks:,} rank{'s' if world.ranks > 1 else ''}"
+    return format_ranks(world.ranks)

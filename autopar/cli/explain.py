@@ -19,6 +19,7 @@ from autopar.cli.reasons import (
     Explanation,
     NodeStates,
     Part,
+    PartSum,
     explain_plan,
 )
 from autopar.cli.terminal import console, print_json, print_line, watch_progress
@@ -99,6 +100,8 @@ def _print_part(out: Console, part: Part, plan: Plan) -> None:
     for alike in list(groups.values())[:_MOST_NODES]:
         print_line(out, "node", _node_text(alike))
     _print_rest(out, "node", len(groups) - _MOST_NODES)
+    if part.sum is not None:
+        print_line(out, "sum", _sum_text(part.sum))
     for name, layout in list(part.stored.items())[:_MOST_STORED]:
         print_line(out, "stored", f"{name} {layout}")
     _print_rest(out, "stored", len(part.stored) - _MOST_STORED)
@@ -129,8 +132,20 @@ def _node_text(alike: list[NodeStates]) -> str:
     more = f" and {len(alike) - _MOST_NAMES} more" if len(alike) > _MOST_NAMES else ""
     splits = " ".join(f"{axis}→{what}" for axis, what in states.splits.items()) or "one rank"
     operands = ", ".join(text or "-" for text in states.operands)
-    took = "" if states.seconds is None else f"; computes for {format_seconds(states.seconds)}"
+    took = ""
+    if states.seconds is not None:
+        each = " in all" if len(alike) > 1 else ""
+        took = f"; computes for {format_seconds(sum(node.seconds or 0.0 for node in alike))}{each}"
     return f"{names}{more}: {splits}; ({operands}) → ({', '.join(states.results)}){took}"
+
+
+def _sum_text(total: PartSum) -> str:
+    """Return the seconds of a part in words: "computes for 1.00 ms + sends for 0.50 ms = …"."""
+    return (
+        f"computes for {format_seconds(total.computation)} + collectives of "
+        f"{format_seconds(total.communication)} = {format_seconds(total.seconds)}, overlap not "
+        f"counted: {total.share:.1%} of the step's sum"
+    )
 
 
 def _print_rest(out: Console, name: str, count: int) -> None:

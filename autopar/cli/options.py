@@ -32,8 +32,8 @@ from autopar.world import PRESETS, World
 from autopar.world.world import calibrated
 
 MODEL_HELP = (
-    "package.module:function, a function that returns (model, inputs); a config.json of "
-    "transformers or a folder that holds one; or one of " + ", ".join(NAMED)
+    "file.py:function or package.module:function, a function that returns (model, inputs); a "
+    "config.json of transformers or a folder that holds one; or one of " + ", ".join(NAMED)
 )
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TARGET", help=MODEL_HELP, autocompletion=lambda: list(NAMED))
@@ -54,14 +54,16 @@ BatchOption = Annotated[
     str | None,
     typer.Option(metavar="SAMPLESxSEQUENCE", help="The global batch of one step, as 64x4096."),
 ]
+LAYOUT_HELP = (
+    "auto, ddp, fsdp, megatron, megatron-sp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, 3d:2,2,2, "
+    "4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, hsdp:shard=4,tensor=2."
+)
 LayoutOption = Annotated[
     str,
     typer.Option(
         metavar="LAYOUT",
         autocompletion=lambda: list(NAMES),
-        help="auto, ddp, fsdp, megatron, megatron-sp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, "
-        "3d:2,2,2, 4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, "
-        "hsdp:shard=4,tensor=2.",
+        help=LAYOUT_HELP,
     ),
 ]
 MemoryOption = Annotated[

@@ -56,7 +56,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes
 from autopar.planner.request import Outputs
 from autopar.planner.why import Why
-from autopar.report import page
+from autopar.report import figures, page
 from autopar.world import World
 
 ABSURD_S = 600.0  # a plan whose step takes longer is refused without --anyway
@@ -91,6 +91,8 @@ def plan(
     with report_errors(as_json):
         for path, option in ((save, "--save"), (timeline, "--timeline"), (report, "--report")):
             require_folder(path, option)
+        if report is not None:
+            figures.require_libraries()  # before the search
         machines, layouts = read_world(world, ranks), read_layout(layout)
         built = build_target(target, batch, machines.ranks)
         limits = read_memory(memory), read_optimizer(optimizer), cast(Recompute, recompute)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -24,7 +24,14 @@ from autopar.errors import LayoutError, PlanError
 from autopar.ir.graph import chain_name, module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Choice, Plan
-from autopar.ir.plan_table import Collective, Row, format_bytes, format_seconds, subgraphs_of
+from autopar.ir.plan_table import (
+    Collective,
+    Row,
+    format_bytes,
+    format_ranks,
+    format_seconds,
+    subgraphs_of,
+)
 from autopar.planner.named_layouts import candidates
 from autopar.planner.why import Why
 
@@ -69,10 +76,22 @@ class NodeStates:
 
 
 @dataclasses.dataclass(frozen=True)
+class PartSum:
+    """The seconds of a part, forward and backward, overlap not counted: those of its nodes'
+    computation, of its collectives, both, and their share of the sum of the step.
+    """
+
+    computation: float
+    communication: float
+    seconds: float
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
     """What a pattern names: nodes, stored parameters, and the lines of the table that they are in,
     with the collectives of these; of one node alone, by its name, those of its operands and
-    results. `formula` (text) and `why` (`planner.why.Why.facts`) are None
+    results. `sum`, `formula` (text) and `why` (`planner.why.Why.facts`) are None
     where the target was not traced, or the pattern names no subgraph or no choice.
     """
 
@@ -81,6 +100,7 @@ class Part:
     stored: dict[str, str]
     rows: tuple[Row, ...]
     collectives: tuple[CollectiveSum, ...]
+    sum: PartSum | None = None
     formula: str | None = None
     why: dict[str, Any] | None = None
 
@@ -144,7 +164,7 @@ def _reasons(plan: Plan) -> Iterable[str]:
         yield f"to fit, {what} again in the backward: {names}"
     if plan.smaller is not None:
         ranks, seconds = plan.smaller
-        yield f"{ranks} ranks would be as fast: {format_seconds(seconds)} a step"
+        yield f"{format_ranks(ranks)} would be as fast: {format_seconds(seconds)} a step"
     for reason in plan.unsplit[:_MOST_ROWS]:
         yield f"not split: {reason}"
     if len(plan.unsplit) > _MOST_ROWS:
@@ -193,7 +213,21 @@ def _part(plan: Plan, pattern: str) -> Part:
     formula, answer = _formula(plan, pattern, chains), _why(plan, pattern) if nodes else None
     facts = None if answer is None else answer.facts()
     text = None if formula is None else str(formula)
-    return Part(pattern, states, stored, rows, collectives, text, facts)
+    total = _sum(plan, seconds, nodes, collectives) if nodes and seconds else None
+    return Part(pattern, states, stored, rows, collectives, total, text, facts)
+
+
+def _sum(
+    plan: Plan,
+    seconds: Mapping[str, float],
+    nodes: Iterable[str],
+    collectives: Iterable[CollectiveSum],
+) -> PartSum:
+    """Return the seconds of a part, by those of its nodes and of its collectives."""
+    computation = sum(seconds.get(name, 0.0) for name in nodes)
+    communication = sum(each.seconds for each in collectives)
+    both = computation + communication
+    return PartSum(computation, communication, both, both / plan.seconds if plan.seconds else 0.0)
 
 
 def _nodes(plan: Plan, pattern: str) -> dict[str, str]:

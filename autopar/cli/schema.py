@@ -47,8 +47,9 @@ class MeshSeconds(_Output):
 class PlanFacts(_Output):
     """A plan, by what a program needs of it; `show --json` prints it. Seconds and bytes are of one
     rank in one training step: `seconds` with every collective waited for, `overlapped` with
-    communication under computation. `mesh`: the size of each axis. `smaller`: ranks and seconds of
-    a smaller world that would be as fast.
+    communication under computation. `mesh`: the size of each axis. `measured`: whether the
+    rates of the world were measured by calibrate, none assumed. `smaller`: ranks and seconds of a
+    smaller world that would be as fast.
     """
 
     layout: str
@@ -58,6 +59,7 @@ class PlanFacts(_Output):
     comm_bytes: float
     peak_bytes: float
     world: str
+    measured: bool
     memory: Memory | None
     recompute: list[str]
     regather: list[str]

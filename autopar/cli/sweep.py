@@ -39,7 +39,7 @@ from autopar.cost.memory import Budget, Recompute
 from autopar.cost.throughput import throughput
 from autopar.errors import AutoparError, PlanError, WorldError
 from autopar.ir.plan import Plan
-from autopar.ir.plan_table import format_bytes, format_count, format_seconds
+from autopar.ir.plan_table import format_bytes, format_count, format_ranks, format_seconds
 from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.planner import analyse, choose_plan, finish_plan, trace_model
@@ -226,7 +226,8 @@ def plan_each(
         if isinstance(world, tuple):
             yield WorldError(world[1])
             continue
-        manager = PassManager(lambda name, world=world: report(f"{world.ranks} ranks: {name}"))  # type: ignore[misc]
+        ranks = format_ranks(world.ranks)
+        manager = PassManager(lambda name, ranks=ranks: report(f"{ranks}: {name}"))  # type: ignore[misc]
         wanted = request(world)
         try:
             check_room(target.model, world, wanted.budget)
@@ -281,7 +282,7 @@ def _print(result: Sweep, price: float | None, csv_file: Path | None, plot: Path
     out.print(_table(result, price is not None))
     for point in result.points:
         if point.refused:
-            where = f"{point.ranks:,} ranks" + (f", {point.batch}" if point.batch else "")
+            where = format_ranks(point.ranks) + (f", {point.batch}" if point.batch else "")
             print_line(out, "refused", f"{where}: {point.refused}")
     files = [str(path) for path in (csv_file, plot) if path is not None]
     plans = sum(not point.refused for point in result.points)

@@ -8,13 +8,9 @@ GPT and Llama in published sizes, on the meta device: `autopar plan llama3-8b` p
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cli import huggingface
-from autopar.errors import AutoparError
+from autopar.cli.target_function import (
+    TargetError,
+    function_names,
+    import_function,
+    target_error,
+)
 
 
 # -- the models ------------------------------------------------------------------------------------
@@ -219,10 +220,6 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class TargetError(AutoparError):
-    """A target of the command line that cannot be found, built or given such a batch."""
-
-
 @dataclass(frozen=True)
 class Target:
     """A model with its inputs, as `autopar.plan` takes them, and its name in the output."""
@@ -258,8 +255,8 @@ class Batch:
 
 # -- from text to a target -------------------------------------------------------------------------
 def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) -> Target:
-    """Return the target that `text` names: one of NAMED, "package.module:function", or
-    a path of a config.json of transformers (`huggingface.build`).
+    """Return the target that `text` names: one of NAMED, "package.module:function",
+    "file.py:function", or a path of a config.json of transformers (`huggingface.build`).
 
     A named model has bfloat16 parameters on the meta device. Where values are needed (`real`), it
     is cut down by `Sizes.small`, in float32 on the CPU, and its name says so. `batch` None:
@@ -276,13 +273,28 @@ def resolve(text: str, batch: Batch | None, samples: int, real: bool = False) ->
         size = None if batch is None else (batch.samples, batch.sequence)
         return Target(*huggingface.build(text, size, samples, real))
     if ":" not in text:
-        hub = "; nothing is downloaded: fetch its config.json first" if "/" in text else ""
-        raise TargetError(
-            f"unknown target {text!r}: write package.module:function, a function that returns "
-            f"(model, inputs); a path of a config.json of transformers, or of a folder with one; "
-            f"or one of {', '.join(NAMED)}{hub}"
+        raise _no_function(text)
+    return _call_target(text, import_function(text), batch)
+
+
+def makes_smaller(text: str) -> bool:
+    """Whether `resolve` makes the target that `text` names smaller where values are needed."""
+    return text.lower() in NAMED or huggingface.names_config(text)
+
+
+def _no_function(text: str) -> TargetError:
+    """Return the error for a target that names no function and nothing else that is known."""
+    if text.endswith(".py"):
+        return TargetError(
+            f"target {text!r}: name the function, too, which returns (model, inputs), as "
+            f"{text}:make; it has {', '.join(function_names(text)) or 'none'}"
         )
-    return _call_target(text, _import_function(text), batch)
+    hub = "; nothing is downloaded: fetch its config.json first" if "/" in text else ""
+    return TargetError(
+        f"unknown target {text!r}: write file.py:function or package.module:function, a function "
+        "that returns (model, inputs); a path of a config.json of transformers, or of a folder "
+        f"with one; or one of {', '.join(NAMED)}{hub}"
+    )
 
 
 def _named_target(name: str, sizes: Sizes, batch: Batch | None, samples: int, real: bool) -> Target:
@@ -303,42 +315,6 @@ def _named_target(name: str, sizes: Sizes, batch: Batch | None, samples: int, re
     return Target(f"{name}, batch {batch}", model, (tokens, targets))
 
 
-def _import_function(text: str) -> Callable[..., Any]:
-    """Import the function, from the current folder too."""
-    path, _, name = text.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        function: Any = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        missing = f"it imports {error.name!r}, which is not installed"
-        if error.name and (path == error.name or path.startswith(error.name + ".")):
-            missing = (
-                f"there is no module {error.name!r} here or among what is installed (looked in "
-                f"{', '.join(str(Path(folder).absolute()) for folder in sys.path)})"
-            )
-        raise TargetError(f"target {text!r}: {missing}") from None
-    except Exception as error:
-        raise _target_error(text, f"importing {path}", error) from error
-    for part in name.split("."):
-        function = getattr(function, part, None)
-    if not callable(function):
-        names = ", ".join(_function_names(path)) or "none"
-        file = getattr(sys.modules[path], "__file__", None)
-        raise TargetError(
-            f"target {text!r}: {path} has no function {name!r}; it has {names}"
-            + (f" ({file})" if file else "")
-        )
-    return function
-
-
-def _function_names(path: str) -> list[str]:
-    """Return the first public functions that a module itself defines, in their order."""
-    members = inspect.getmembers(sys.modules[path], inspect.isfunction)
-    own = [f for name, f in members if f.__module__ == path and not name.startswith("_")]
-    return [f.__name__ for f in sorted(own, key=lambda f: f.__code__.co_firstlineno)][:8]
-
-
 def _call_target(text: str, function: Callable[..., Any], batch: Batch | None) -> Target:
     arguments: dict[str, int] = {}
     if batch is not None:
@@ -351,7 +327,7 @@ def _call_target(text: str, function: Callable[..., Any], batch: Batch | None) -
     try:
         result = function(**arguments)
     except Exception as error:
-        raise _target_error(text, "calling it", error) from error
+        raise target_error(text, "calling it", error) from error
     if (
         not isinstance(result, tuple)
         or len(result) != 2
@@ -365,10 +341,3 @@ def _call_target(text: str, function: Callable[..., Any], batch: Batch | None) -
             "of positional or a dict of keyword arguments"
         )
     return Target(text if batch is None else f"{text}, batch {batch}", *result)
-
-
-def _target_error(text: str, doing: str, error: Exception) -> TargetError:
-    """Return the error with which the target failed, with the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return TargetError(f"target {text!r}: {doing} gave {type(error).__name__}: {error}{place}")

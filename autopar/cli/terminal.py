@@ -27,7 +27,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_amount, format_bytes, format_count, format_seconds
 from autopar.ir.plan_view import parts_text
 from autopar.planner.why import Why
-from autopar.world import World
+from autopar.world import PRESETS, World
+from autopar.world.world import CALIBRATED
 
 WIDTH = 118  # columns of what goes to a file or a pipe
 
@@ -159,7 +160,10 @@ def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     """Print the plan with its world, and a warning where a step does not fit the memory of a
     device.
     """
-    print_line(out, "world", str(plan.world if world is None else world))
+    machines = plan.world if world is None else world
+    print_line(out, "world", str(machines))
+    if not plan.measured:
+        print_line(out, "rates", _assumed_text(machines))
     print_line(out, "layout", plan.layout)
     out.print(plan.table())
     sent = f"{format_amount(plan.comm_bytes)}B"
@@ -182,6 +186,20 @@ def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     out.print(f"[bold]memory  [/] {memory}", soft_wrap=True)
 
 
+def _assumed_text(world: World) -> str:
+    """Return in words where rates are from that were not measured, and how to measure them."""
+    if world.name in PRESETS:
+        return (
+            f"assumed from published figures of {world.name}, not measured: there, `torchrun … -m "
+            "autopar calibrate` measures them in two minutes, for --world world.json"
+        )
+    start = f"torchrun --nproc-per-node {world.levels[0].ranks} -m " if world.levels else ""
+    return (
+        f"assumed of devices and links like these, not measured: `{start}autopar calibrate` takes "
+        f"two minutes and writes {CALIBRATED}, which plans made here then use"
+    )
+
+
 def model_text(target: Target) -> str:
     return f"{target.name}: {format_count(target.parameters)} parameters"
 
@@ -199,6 +217,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     facts = {name: getattr(plan, name) for name in names}
     return facts | {
         "world": str(plan.world),
+        "measured": plan.measured,
         "memory": None if plan.memory is None else dataclasses.asdict(plan.memory),
         "recompute": list(plan.recompute),
         "regather": list(plan.regather),

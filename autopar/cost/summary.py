@@ -200,7 +200,7 @@ def _unknown_ops(program: Program) -> list[str]:
     notes = program.annotations
     assert notes is not None
     return [
-        f"{op} has no rule and could not be probed: it runs whole on every rank"
+        f"{op} has no sharding rule, and none was found by trial: every rank runs all of it"
         for op in notes.unknown
     ]
 

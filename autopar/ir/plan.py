@@ -25,6 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
 from autopar.ir.plan_table import Collective, Memory, Row, blocks_text
 from autopar.world import World, json_file
+from autopar.world.world import CALIBRATED
 
 if TYPE_CHECKING:  # what a plan answers with stands above it
     from autopar.cost.formula import Formula
@@ -117,7 +118,8 @@ class Plan:
     context: PlanContext | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Table:
-        """Return the plan as a table for people, one line a subgraph. Print it with rich.
+        """Return the plan as a table for people, one line a subgraph: `print` shows it, rich.print
+        in colour.
 
         >>> import autopar
         >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
@@ -132,6 +134,11 @@ class Plan:
         the sum `seconds`.
         """
         return self.seconds if self.overlapped is None else self.overlapped
+
+    @property
+    def measured(self) -> bool:
+        """Whether the rates of the plan's world are those that calibrate measured, none assumed."""
+        return bool(self.world.measured) or self.world.name == CALIBRATED
 
     @property
     def gap(self) -> float:

@@ -106,7 +106,7 @@ class Memory:
         return self.peak - self.in_flight
 
     def __str__(self) -> str:
-        unit, size = ("GiB", 2**30) if self.peak >= 2**27 else ("MiB", 2**20)
+        unit, size = byte_unit(self.peak)
         names = ("parameters", "gradients", "optimizer", "activations", "transient", "in_flight")
         parts = ", ".join(
             f"{name.replace('_', ' ')} {getattr(self, name) / size:,.2f}" for name in names
@@ -139,6 +139,11 @@ def format_count(things: int) -> str:
     return format_amount(things).replace("G", "B").strip()
 
 
+def format_ranks(ranks: int) -> str:
+    """Return a number of ranks in words: "1 rank", "1,024 ranks"."""
+    return f"{ranks:,} rank{'' if ranks == 1 else 's'}"
+
+
 def format_amount(value: float) -> str:
     """Return a number with a metric prefix, and a space for the unit to follow: "8.03 G"."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -149,7 +154,13 @@ def format_amount(value: float) -> str:
 
 def format_bytes(size: float) -> str:
     """Return bytes in GiB or MiB: "80.00 GiB"."""
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**27 else f"{size / 2**20:,.2f} MiB"
+    unit, unit_bytes = byte_unit(size)
+    return f"{size / unit_bytes:,.2f} {unit}"
+
+
+def byte_unit(size: float) -> tuple[str, int]:
+    """Return the unit in which bytes up to `size` are read best, and its size: ("MiB", 2**20)."""
+    return ("GiB", 2**30) if size >= 2**27 else ("MiB", 2**20)
 
 
 def format_seconds(seconds: float) -> str:

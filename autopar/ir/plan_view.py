@@ -13,11 +13,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.ir.plan_table import Row, format_amount, format_bytes, format_seconds, summed_rows
+from autopar.ir.plan_table import (
+    Row,
+    format_amount,
+    format_bytes,
+    format_ranks,
+    format_seconds,
+    summed_rows,
+)
 
 if TYPE_CHECKING:
     from autopar.ir.plan import Plan
 
+_WIDTH = 118  # columns of a table that goes to no terminal
 # The parts of a step that overlaps, with headings that are short to leave room for collectives.
 _STEP_PARTS = {
     "computation": "compute",
@@ -27,13 +35,24 @@ _STEP_PARTS = {
 }
 
 
-def table(plan: Plan) -> Table:
+class PrintedTable(Table):
+    """A table of rich that a plain `print` shows, too."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), highlight=False, color_system=None)
+        console.width = max(_WIDTH, console.width)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def table(plan: Plan) -> PrintedTable:
     """Return the plan as a table for people, one line a subgraph."""
     title = (
         f"mesh {str(plan.mesh) or 'of one rank'}, {_hidden(plan)}{plan.seconds * 1e3:.1f} ms "
         f"{'a step modelled' if plan.overlapped is None else 'summed'}{_certificate(plan)}"
     )
-    lines = Table(title=title, title_justify="left", caption_justify="left")
+    lines = PrintedTable(title=title, title_justify="left", caption_justify="left")
     lines.add_column("subgraph", no_wrap=True)
     for name in ("layout", "collectives"):
         lines.add_column(name, overflow="fold")
@@ -48,8 +67,9 @@ def table(plan: Plan) -> Table:
         lines.add_section()
         lines.add_row(*_cells(plan, summed_rows(plan.rows)))
     legend = (
-        "axis→loop dim of Y(m,n) = X(m,k)·W(k,n); AG all-gather, RS reduce-scatter, "
-        "AR all-reduce, A2A all-to-all, B broadcast"
+        "axis→loop dim of Y(m,n) = X(m,k)·W(k,n), dim of another result, or state where none is "
+        "split: I equal on all ranks, R so but for partial gradients, P parts of a sum\n"
+        "AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
     )
     lines.caption = "\n".join(
         [
@@ -117,8 +137,7 @@ def _as_fast(plan: Plan) -> list[str]:
     if plan.smaller is None:
         return []
     ranks, seconds = plan.smaller
-    plural = "s" if ranks > 1 else ""
-    return [f"{ranks} rank{plural} would be as fast: {seconds * 1e3:.1f} ms a step modelled"]
+    return [f"{format_ranks(ranks)} would be as fast: {seconds * 1e3:.1f} ms a step modelled"]
 
 
 def summary(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from autopar.cost.activations import ActivationMemory, Price
 from autopar.cost.memory import Budget
+from autopar.cost.simulator import timeline
 from autopar.cost.summary import summary_rows
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Plan
@@ -36,42 +37,53 @@ _FRUGAL = 64.0  # price of a byte, in steps per peak: so high that memory decide
 def smaller_world(program: Program, plan: Plan, request: PlanRequest) -> tuple[int, float] | None:
     """Return (ranks, modelled seconds of a step) of the smallest world that fits the model and is
     within 1 % as fast as `plan`; None where not even half of its world is. Worlds are halved, whole
-    nodes first.
+    nodes first. Both steps are of one kind: with communication hidden where the plan hides it.
 
     `program`: annotated. A bound settles nearly all cases; only a world that it leaves open is
-    searched, on its most promising mesh.
+    searched, on its most promising mesh. Where a half is not as fast, of those below it one rank
+    alone is looked at: it sends nothing.
     """
-    smallest = None
-    for world in _halves(plan.world):
-        seconds = _seconds_if_as_fast(program, world, request, plan.seconds * _AS_FAST)
+    smallest, halves = None, list(_halves(plan.world))
+    for world in halves:
+        seconds = _seconds_if_as_fast(program, world, request, plan)
         if seconds is None:
             break
         smallest = world.ranks, seconds
-    return smallest
+    else:
+        return smallest
+    one = halves[-1]
+    seconds = _seconds_if_as_fast(program, one, request, plan) if one.ranks == 1 else None
+    return smallest if seconds is None else (1, seconds)
 
 
 def _seconds_if_as_fast(
-    program: Program, world: World, request: PlanRequest, seconds: float
+    program: Program, world: World, request: PlanRequest, plan: Plan
 ) -> float | None:
-    """Return the seconds of a step on this world, if it fits and takes at most `seconds`; else
-    None.
+    """Return the seconds of a step on this world, if it fits and is as fast as `plan`; else None.
+
+    One rank hides nothing, so its sum is its step. Of several ranks, those whose sum is above the
+    plan's sum are left out: their step would have to hide more than the plan's.
     """
     assert request.budget is not None
     layout_candidates = _small_candidates(program, world, request)
     if not layout_candidates:
         return None
+    step_limit = plan.step_seconds * _AS_FAST
+    sum_limit = step_limit if world.ranks == 1 else plan.seconds * _AS_FAST
     full_frame = frame(program)
     bounds = meshes_by_bound(full_frame, layout_candidates, world)
     most_promising = min(range(len(layout_candidates)), key=bounds.__getitem__)
-    if bounds[most_promising] > seconds:
+    if bounds[most_promising] > sum_limit:
         return None
-    plan, _ = exact(full_frame, *layout_candidates[most_promising], world)
-    if plan.seconds > seconds:
+    least, _ = exact(full_frame, *layout_candidates[most_promising], world)
+    if least.seconds > sum_limit:
         return None
     budget_without_recompute = dataclasses.replace(request.budget, recompute="none")
-    emitted, memory = _emit_to_fit(program, plan, world, budget_without_recompute)
-    total = summary_rows(emitted, world).seconds
-    return total if request.budget.fits(memory) and total <= seconds else None
+    emitted, memory = _emit_to_fit(program, least, world, budget_without_recompute)
+    overlaps = plan.overlapped is not None and world.ranks > 1
+    step = timeline(emitted, world) if overlaps else None
+    seconds = summary_rows(emitted, world, step).step_seconds
+    return seconds if request.budget.fits(memory) and seconds <= step_limit else None
 
 
 def larger_world(program: Program, plan: Plan, request: PlanRequest, needs: Memory) -> str:

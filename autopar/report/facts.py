@@ -103,7 +103,8 @@ def _cards(plan: Plan, name: str, inputs: Any) -> Iterable[Card]:
     rate = None if inputs is None else throughput(plan, inputs)
     error = "" if rate is None or rate.off is None else f" ± {rate.off:.0%}"
     yield Card("model", name or "–", _parameters_text(plan))
-    yield Card("world", _world_name(plan.world), str(plan.world))
+    rates = "rates measured" if plan.measured else "rates assumed, not measured"
+    yield Card("world", _world_name(plan.world), f"{plan.world}; {rates}")
     yield Card("mesh", str(plan.mesh) or "one rank", f"layout {plan.layout}")
     yield Card("step", format_seconds(plan.step_seconds) + error, _step_text(plan))
     if rate is not None:
@@ -113,7 +114,8 @@ def _cards(plan: Plan, name: str, inputs: Any) -> Iterable[Card]:
     share = f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
     yield Card("memory", format_bytes(plan.peak_bytes), f"at the peak of each device, {share}")
     if plan.bound:
-        yield Card("gap", f"{plan.gap:.2%}", "of the sum that another plan could save at most")
+        more = "of the summed seconds is what another plan could save at most"
+        yield Card("gap", f"{plan.gap:.2%}", more)
 
 
 def _world_name(world: World) -> str:
@@ -133,7 +135,8 @@ def _step_text(plan: Plan) -> str:
     exposed = sum(row.exposed or 0.0 for row in plan.rows)
     hidden = sum(row.hidden for row in plan.rows)
     return (
-        f"modelled; communication: {format_seconds(hidden)} hidden, {format_seconds(exposed)} not"
+        f"modelled; communication: {format_seconds(hidden)} hidden, {format_seconds(exposed)} "
+        "exposed"
     )
 
 
@@ -156,8 +159,10 @@ def why_text(plan: Plan, others: Iterable[Alternative]) -> str:
             f"{second.mesh}, takes {more}"
         )
     else:
-        same = f"as {second.layout} does, the best named layout"
-        reason = f"takes {format_seconds(mine)} a step, {same}"
+        best = f"as the best named layout, {second.layout} on {second.mesh}, does"
+        if plan.layout == second.layout:
+            best = "the best of the named layouts, and none faster was found"
+        reason = f"takes {format_seconds(mine)} a step, {best}"
     unfit = [other.layout for other in others if "fits" in other.why]
     memory = f"; {', '.join(unfit)} do not fit the memory" if unfit else ""
     return f"{sentence} {reason}{memory}."

@@ -7,13 +7,16 @@ browser. page.py puts both into one file.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.cost.peak import moments
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.ir.plan_table import format_bytes, format_seconds
+from autopar.ir.plan_table import byte_unit, format_bytes, format_seconds
+from autopar.report.alternatives import Alternative
 from autopar.report.facts import Facts
 
 if TYPE_CHECKING:
@@ -69,31 +72,52 @@ def layouts_figure(facts: Facts) -> Figure | None:
     timed = [other for other in facts.others if other.seconds is not None]
     if not timed:
         return None
-    figure = _figure(340, "memory at the peak of a device, GiB", "step, ms")
+    plan = facts.plan
+    most = max(plan.peak_bytes, *(other.peak_bytes or 0.0 for other in timed))
+    unit, unit_bytes = byte_unit(most)
+    figure = _figure(340, f"memory at the peak of a device, {unit}", "step, ms")
     figure.add_scatter(
-        x=[(other.peak_bytes or 0.0) / 2**30 for other in timed],
+        x=[(other.peak_bytes or 0.0) / unit_bytes for other in timed],
         y=[(other.seconds or 0.0) * 1e3 for other in timed],
-        text=[other.layout for other in timed],
+        text=_names_of_points(timed),
         hovertext=[f"{other.layout} on {other.mesh}" for other in timed],
-        hovertemplate="%{hovertext}<br>%{y:.2f} ms, %{x:.2f} GiB<extra></extra>",
+        hovertemplate="%{hovertext}<br>%{y:.2f} ms, %{x:.2f} " + f"{unit}<extra></extra>",
         mode="markers+text", textposition="top center", name="named layouts",
         marker={"size": 9, "color": "#888"},
     )  # fmt: skip
-    plan = facts.plan
     figure.add_scatter(
-        x=[plan.peak_bytes / 2**30], y=[plan.step_seconds * 1e3], text=[f"<b>{plan.mesh}</b>"],
-        hovertemplate=f"the plan: {plan.layout} on {plan.mesh}<br>%{{y:.2f}} ms, %{{x:.2f}} GiB"
+        x=[plan.peak_bytes / unit_bytes], y=[plan.step_seconds * 1e3], text=[f"<b>{plan.mesh}</b>"],
+        hovertemplate=f"the plan: {plan.layout} on {plan.mesh}<br>%{{y:.2f}} ms, %{{x:.2f}} {unit}"
         "<extra></extra>",
         mode="markers+text", textposition="bottom center", name="the plan",
         marker={"size": 14, "color": "#e45756", "symbol": "star"},
     )  # fmt: skip
-    most = max(plan.peak_bytes, *(other.peak_bytes or 0.0 for other in timed))
     if plan.device_limit is not None and plan.device_limit < 2 * most:
-        figure.add_vline(x=plan.device_limit / 2**30, line={"dash": "dot", "color": "#888"})
+        figure.add_vline(x=plan.device_limit / unit_bytes, line={"dash": "dot", "color": "#888"})
     steps = [plan.step_seconds, *(other.seconds or 0.0 for other in timed)]
     if max(steps) > 4 * min(steps):
-        figure.update_yaxes(type="log", dtick="D1")
+        ticks = _log_ticks(min(steps) * 1e3, max(steps) * 1e3)
+        figure.update_yaxes(type="log", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
     return figure
+
+
+def _names_of_points(timed: Sequence[Alternative]) -> list[str]:
+    """Return the name of each point; the first of equal ones has the names of all."""
+    names: dict[tuple[float | None, float | None], list[str]] = {}
+    for other in timed:
+        names.setdefault((other.seconds, other.peak_bytes), []).append(other.layout)
+    return [", ".join(names.pop((other.seconds, other.peak_bytes), [])) for other in timed]
+
+
+def _log_ticks(least: float, most: float) -> list[float]:
+    """Return the round numbers around a range, three a decade.
+
+    >>> _log_ticks(9.0, 41.0)
+    [5.0, 10.0, 20.0, 50.0, 100.0]
+    """
+    decades = range(math.floor(math.log10(least)) - 1, math.ceil(math.log10(most)) + 1)
+    ticks = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
+    return [tick for tick in ticks if least / 2.5 <= tick <= most * 2.5]
 
 
 def meshes_figure(plan: Plan) -> Figure | None:
@@ -103,7 +127,7 @@ def meshes_figure(plan: Plan) -> Figure | None:
         return None
     most = max(plan.seconds, *(seconds for _, seconds in ordered)) * 1.04
     chosen = str(plan.mesh)
-    figure = _figure(60 + 17 * len(ordered), "sum of the step's seconds, ms")
+    figure = _figure(90 + 17 * len(ordered), "sum of the step's seconds, ms")
     figure.add_bar(
         y=[mesh for mesh, _ in ordered],
         base=[seconds * 1e3 for _, seconds in ordered],
@@ -148,13 +172,14 @@ def memory_figure(plan: Plan) -> Figure | None:
     if plan.context is None:
         return None
     held = moments(plan.context.program, plan.optimizer, plan.context.world)
-    figure = _figure(300, "ops of the step, forward and backward", "GiB")
+    unit, unit_bytes = byte_unit(max(sum(moment[1:]) for moment in held))
+    figure = _figure(300, "ops of the step, forward and backward", unit)
     for kind, colour in zip(_KINDS, ("#4c78a8", "#b279a2", "#f58518", "#72b7b2", "#bab0ac")):
         figure.add_scatter(
             x=[moment.op for moment in held],
-            y=[round(getattr(moment, kind) / 2**30, 5) for moment in held],
+            y=[round(getattr(moment, kind) / unit_bytes, 5) for moment in held],
             name=kind, stackgroup="held", line={"width": 0.5, "color": colour},
-            hovertemplate=f"{kind}: %{{y:.3f}} GiB<extra></extra>",
+            hovertemplate=f"{kind}: %{{y:.3f}} {unit}<extra></extra>",
         )  # fmt: skip
     figure.update_layout(hovermode="x unified")
     return figure

@@ -17,7 +17,7 @@ from torch import fx
 from autopar.cost.formula import Formula
 from autopar.ir.graph import inlined
 from autopar.ir.plan import Plan
-from autopar.ir.plan_table import Row, format_bytes, format_seconds
+from autopar.ir.plan_table import Row, format_bytes, format_ranks, format_seconds
 from autopar.ir.show import size_text
 from autopar.report import facts as gathering
 from autopar.report import figures, graph_view, pictures
@@ -93,6 +93,7 @@ def render(facts: Facts) -> str:
         before=before,
         after=after,
         format_bytes=format_bytes,
+        format_ranks=format_ranks,
     )
 
 

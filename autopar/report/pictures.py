@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 
 from autopar.ir.layout import Layout
+from autopar.ir.plan_table import format_ranks
 from autopar.world import World
 
 _SIDE = 120  # pixels of a matrix
@@ -63,7 +64,9 @@ def owners(name: str, layout: Layout) -> str:
             who = held[(row * rows // drawn_rows, column * columns // drawn_columns)]
             parts.append(_block(column * width, row * height, width, height, who, ranks))
     shape = "×".join(map(str, layout.shape))
-    title = f"{name} ({shape}), {layout}: {rows} × {columns} blocks, each on {len(who)} ranks"
+    title = (
+        f"{name} ({shape}), {layout}: {rows} × {columns} blocks, each on {format_ranks(len(who))}"
+    )
     return (
         f'<figure><svg viewBox="0 0 {_SIDE} {_SIDE}" width="{_SIDE}" role="img" '
         f'aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
@@ -119,7 +122,7 @@ def cluster(world: World, load: list[float]) -> str:
             f'border-width: {1 + 4 * share:.1f}px">{picture * shown}{more}</div>'
         )
         names.append(
-            f"<li>level {number + 1}: {level.ranks} joined by {level.bytes_per_s / 1e9:,.0f} GB/s "
+            f"<li>level {number + 1}: {level.ranks} joined by {level.bytes_per_s / 1e9:.3g} GB/s "
             f"per {level.per}; a rank sends {load[number] / 1e6:,.1f} MB over it in a step</li>"
         )
     return f'<div class="cluster">{picture}</div><ul>{"".join(names)}</ul>'

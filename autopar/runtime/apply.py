@@ -26,6 +26,7 @@ from autopar.errors import InputError, PlanError, WorldError
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
+from autopar.ir.plan_table import format_ranks
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
@@ -113,7 +114,7 @@ def build_runner(
     mesh = program.plan.mesh
     if ranks.running() != max(1, mesh.size):
         raise WorldError(
-            f"the plan is for {mesh.size} ranks (mesh {str(mesh) or 'of one rank'}), "
+            f"the plan is for {format_ranks(mesh.size)} (mesh {str(mesh) or 'of one rank'}), "
             f"{ranks.running()} are running: plan for "
             f"{ranks.running()}, or start {mesh.size} with torchrun and call "
             "torch.distributed.init_process_group"

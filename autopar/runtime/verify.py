@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from autopar.errors import VerificationError
 from autopar.ir.graph import where
 from autopar.ir.layout import Layout
+from autopar.ir.plan_table import format_ranks
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.recomputation import Visit, interpret
@@ -72,9 +73,10 @@ class Check:
     ranks: int
 
     def __str__(self) -> str:
+        equal = "equals" if self.ranks == 1 else "equal"
         return (
-            f"{self.ranks} ranks equal one: {self.nodes} nodes, loss to {self.loss_error:.1e}, "
-            f"gradients to {self.grad_error:.1e}, "
+            f"{format_ranks(self.ranks)} {equal} one: {self.nodes} nodes, "
+            f"loss to {self.loss_error:.1e}, gradients to {self.grad_error:.1e}, "
             f"parameters after {STEPS} AdamW steps to {self.step_error:.1e}"
         )
 

@@ -371,10 +371,14 @@ def _gpu_name() -> str | None:
 
 
 def _detect_cpu(ranks: int) -> Device:
-    """Return the CPU as the device of one of the `ranks` of this node, which share its memory."""
+    """Return the CPU as the device of one of the `ranks` of this node, which share its memory, and
+    its threads where OMP_NUM_THREADS does not say how many each rank takes. A rank that has less
+    than a thread does everything so much slower.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
-    rate = CPU_FLOP_PER_S * torch.get_num_threads()
-    return Device("cpu", {"float32": rate}, memory, CPU_BYTES_PER_S, launch_s=CPU_LAUNCH_S)
+    threads = torch.get_num_threads() / (1 if "OMP_NUM_THREADS" in os.environ else ranks)
+    rate, share = {"float32": CPU_FLOP_PER_S * threads}, min(1.0, threads)
+    return Device("cpu", rate, memory, CPU_BYTES_PER_S * share, launch_s=CPU_LAUNCH_S / share)
 
 
 def _links_in_node(ranks: int) -> Level:

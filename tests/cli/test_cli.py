@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -21,6 +22,7 @@ from autopar.cli.targets import NAMED, Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.world import World
+from autopar.world.hardware import Measured
 from models import Mlp as MseMlp
 
 RED = "\x1b[31m"
@@ -41,6 +43,10 @@ def tiny() -> tuple[nn.Module, Any]:
 
 def tiny_of(batch: int, sequence: int) -> tuple[nn.Module, Any]:
     return Mlp(sequence), {"x": torch.randn(batch, sequence), "target": torch.randn(1, sequence)}
+
+
+def wide() -> tuple[nn.Module, Any]:
+    return Mlp(128), (torch.randn(16, 128), torch.randn(16, 128))
 
 
 def on_meta() -> tuple[nn.Module, Any]:
@@ -113,6 +119,25 @@ def test_plan_writes_the_timeline_of_the_step_it_prints(tmp_path: Path) -> None:
         assert sum(e["args"].get("bytes", 0) for e in shown) == pytest.approx(facts["comm_bytes"])
 
 
+def test_rates_that_are_assumed_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that calibrate measured."""
+    monkeypatch.chdir(tmp_path)
+    printed = run("plan", "test_cli:tiny", "--ranks", "4", "--save", "plan.json").stdout
+    assert (
+        "rates    assumed of devices and links like these, not measured: `torchrun --np" in printed
+    )
+    assert "--nproc-per-node 4 -m autopar calibrate`" in run("show", "plan.json").stdout
+    preset = run("plan", "test_cli:tiny", "--world", "dgx-h100").stdout
+    assert "rates    assumed from published figures of dgx-h100, not measured" in preset
+    timing = Measured("all_reduce", ((4, 1),), 4, 1e-4, 1e-9)
+    dataclasses.replace(World.of(4), measured=(timing,)).save("world.json")
+    assert "assumed" not in run("plan", "test_cli:tiny", "--ranks", "4").stdout
+    facts = json.loads(run("plan", "test_cli:tiny", "--ranks", "4", "--json").stdout)
+    assert facts["measured"] is True
+    facts = json.loads(run("plan", "test_cli:tiny", "--ranks", "2", "--json").stdout)
+    assert facts["measured"] is False
+
+
 def test_plan_as_json_is_all_of_stdout() -> None:
     arguments = ("plan", "test_cli:tiny", "--ranks", "4", "--layout", "ddp", "--json")
     result = run(*arguments)
@@ -134,6 +159,37 @@ def test_plan_takes_a_grid_and_a_batch() -> None:
     assert facts["target"] == "test_cli:tiny_of, batch 8x64"
 
 
+FILE = """
+from dataclasses import dataclass  # which looks for the module among those that are imported
+import torch
+from width_beside_it import WIDTH
+
+@dataclass
+class Sizes:
+    width: int = WIDTH
+
+def make():
+    return torch.nn.Linear(Sizes().width, 8), (torch.ones(16, 4),)
+"""
+
+
+@pytest.mark.parametrize("stem", ["stranger_model", "json"])
+def test_a_file_is_a_target(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it has the name of a module that is there, and imports what is beside it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / f"{stem}.py"
+    file.write_text(FILE)
+    message = refused("plan", f"{file}:make", "--ranks", "2")
+    assert "it imports 'width_beside_it', which is not installed and not beside it" in message
+    (tmp_path / "width_beside_it.py").write_text("WIDTH = 4")
+    facts = json.loads(run("plan", f"{file}:make", "--ranks", "2", "--json").stdout)
+    assert facts["target"] == f"{file}:make" and facts["parameters"] == 40
+    file.write_text("raise RuntimeError('not today')")
+    assert f"running {file} gave RuntimeError: not today" in refused("plan", f"{file}:make")
+    assert sys.modules["json"] is json
+    del sys.modules["width_beside_it"]
+
+
 def test_a_plan_needs_no_values() -> None:
     facts = json.loads(run("plan", "test_cli:on_meta", "--ranks", "2", "--json").stdout)
     assert facts["ranks"] == 2
@@ -143,6 +199,20 @@ def test_a_plan_needs_no_values() -> None:
 def test_verify_a_function() -> None:
     printed = run("verify", "test_cli:tiny", "--ranks", "8", "--layout", "4d").stdout
     assert "8 ranks equal one" in printed
+
+
+def test_verify_a_saved_plan(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    run("plan", "test_cli:tiny", "--ranks", "4", "--layout", "megatron", "--save", path)
+    printed = run("verify", "test_cli:tiny", "--layout", path).stdout
+    assert "4 ranks equal one" in printed
+    run("verify", "test_cli:tiny", "--layout", path, "--ranks", "4")
+    for option in (("--ranks", "8"), ("--world", "dgx-h100")):
+        message = refused("verify", "test_cli:tiny", "--layout", path, *option)
+        assert "is a plan for 4 ranks of its own world: leave --world and --ranks out" in message
+    assert "gpt2 is cut down to be verified" in refused("verify", "gpt2", "--layout", path)
+    other = refused("verify", f"{__file__}:wide", "--layout", path)
+    assert "plan again" in other
 
 
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "4d:x=2,y=2"), ("llama3-8b", "megatron")])
@@ -160,11 +230,14 @@ def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("plan", "gpt9"), "TargetError: unknown target 'gpt9': write package.module:function"),
+        (("plan", "gpt9"), "TargetError: unknown target 'gpt9': write file.py:function or package"),
+        (("plan", "no/such.py:f"), "target 'no/such.py:f': there is no file /"),
+        (("plan", __file__), "name the function, too, which returns (model, inputs), as /"),
+        (("plan", f"{__file__}:nothing"), "test_cli.py has no function 'nothing'; it has tiny"),
         (("plan", "no_such:f"), "there is no module 'no_such' here"),
         (
             ("plan", "test_cli:nothing"),
-            "test_cli has no function 'nothing'; it has tiny, tiny_of, on_meta, broken",
+            "test_cli has no function 'nothing'; it has tiny, tiny_of, wide, on_meta",
         ),
         (("plan", "test_cli:broken"), "calling it gave RuntimeError: no weights today at "),
         (("plan", "test_cli:no_pair"), "returned (Mlp): return (model, inputs)"),

@@ -138,6 +138,10 @@ def test_ranks_threads_and_shared_memory_are_said(monkeypatch: pytest.MonkeyPatc
     description.print_facts(facts, Console(file=out, width=200))
     assert "ranks    rank 5 of 8, 4 on this node, by torchrun" in out.getvalue()
     assert "OMP_NUM_THREADS 3" in out.getvalue()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    said = "\n".join(machine.facts()["warnings"])
+    assert "OMP_NUM_THREADS is not set: plans share the 3 threads of this machine" in said
+    assert "each share" not in said
 
 
 def test_ranks_without_a_gpu_of_their_own_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

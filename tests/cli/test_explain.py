@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -79,7 +80,14 @@ def test_a_node_has_the_collectives_of_its_operands_and_results() -> None:
     assert ("all_reduce", False) in second and ("all_reduce", False) not in first
     assert parts[0] is not None and parts[0].nodes[0].seconds
     every = explain_plan(plan, "*").part
-    assert every is not None
+    assert every is not None and every.sum is not None
+    rows = [row for row in plan.rows if row.subgraph != "optimizer"]
+    assert every.sum.seconds == pytest.approx(sum(row.seconds for row in rows))
+    assert every.sum.share == pytest.approx(every.sum.seconds / plan.seconds)
+    node = parts[1]
+    assert node is not None and node.sum is not None and node.nodes[0].seconds
+    assert node.sum.computation == node.nodes[0].seconds
+    assert node.sum.communication == sum(each.seconds for each in node.collectives) > 0
     assert every.formula == str(plan.formula("*"))
     optimizer = explain_plan(plan, "optimizer").part
     assert optimizer is not None and optimizer.formula is None and optimizer.rows
@@ -111,6 +119,7 @@ def test_the_command_traces_the_target_again(saved: str) -> None:
     assert "add --target" in run("explain", saved, "up").stdout
     printed = run("explain", saved, "up", "--target", "test_cli:tiny").stdout
     assert "in up: tp→n; (tp:R, tp:S(0), tp:S(0)) → (tp:S(1))" in printed
+    assert re.search(r"sum +computes for [0-9.]+ ms \+ collectives of [0-9.]+ ms = ", printed)
     assert "sum: " in printed and "the layout leaves no other choice" in printed
     facts = json.loads(run("explain", saved, "up", "--target", "test_cli:tiny", "--json").stdout)
     assert facts["part"]["nodes"][0]["splits"] == {"tp": "n"}

@@ -6,9 +6,14 @@ import dataclasses
 import json
 
 import pytest
+import torch
+from torch import nn
 
 import autopar
-from autopar.planner.world_size import _halves, _times
+from autopar.cli.reasons import explain_plan
+from autopar.cost.memory import Budget
+from autopar.planner.request import PlanRequest
+from autopar.planner.world_size import _halves, _seconds_if_as_fast, _times
 from models import gpt, mlp
 
 
@@ -40,6 +45,54 @@ def test_no_smaller_world_where_computing_is_all() -> None:
     slow = dataclasses.replace(fast.device, flop_per_s={"float32": 1e8}, launch_s=0.0)
     world = dataclasses.replace(fast, levels=links, device=slow, launch_s=0.0)
     assert autopar.plan(model, world, args).smaller is None
+
+
+def test_a_smaller_world_is_as_fast_as_the_step_that_hides() -> None:
+    """One rank is faster than the sum of four ranks' seconds, but not than their step."""
+    model, args, _ = gpt()
+    world = autopar.World.of(4)
+    (level,) = (dataclasses.replace(x, bytes_per_s=2.8e7, latency_s=0.0) for x in world.levels)
+    slow = dataclasses.replace(world.device, flop_per_s={"float32": 5e9}, launch_s=0.0)
+    world = dataclasses.replace(world, levels=(level,), device=slow, launch_s=0.0)
+    fewer = {n: (dataclasses.replace(level, ranks=n),) for n in (1, 2)}
+    worlds = {n: dataclasses.replace(world, levels=levels) for n, levels in fewer.items()}
+    plan = autopar.plan(model, world, args, "ddp")
+    steps = {n: autopar.plan(model, w, args, "ddp").step_seconds for n, w in worlds.items()}
+    assert plan.step_seconds * 1.01 < steps[1] < plan.seconds
+    assert plan.smaller == (2, pytest.approx(steps[2])) and steps[2] < plan.step_seconds
+
+
+def test_one_rank_is_looked_at_where_half_is_not_as_fast() -> None:
+    """Of two ranks the plan of the least sum counts, whose step is longer than the four ranks'."""
+    blocks = (
+        nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        for _ in range(2)
+    )
+    model = nn.Sequential(nn.Linear(32, 64), *blocks, nn.Linear(64, 8))
+    world, args = autopar.World.of(4), (torch.randn(64, 32),)
+    slow = dataclasses.replace(
+        world.device, flop_per_s={"float32": 2e10}, memory_bytes_per_s=5e9, launch_s=1e-5
+    )
+    world = dataclasses.replace(world, device=slow)
+    plan = autopar.plan(model, world, args)
+    assert plan.smaller is not None and plan.smaller[0] == 1
+    assert plan.smaller[1] < plan.step_seconds
+    source = plan.context.source if plan.context else None
+    assert source is not None
+    (two, _) = _halves(world)
+    request = PlanRequest("auto", Budget.of(world, "auto", "adamw", "auto"), None, True)
+    assert _seconds_if_as_fast(source, two, request, plan) is None
+
+
+def test_one_rank_is_no_ranks() -> None:
+    model, args, _ = mlp()
+    plan = dataclasses.replace(autopar.plan(model, 2, args), smaller=(1, 0.001))
+    assert "\n1 rank would be as fast: 1.0 ms" in str(plan.table().caption)
+    reasons = explain_plan(plan, None).reasons
+    assert [line for line in reasons if "as fast" in line] == [
+        "1 rank would be as fast: 1.00 ms a step"
+    ]
+    assert str(autopar.verify(model, 1, args)).startswith("1 rank equals one: ")
 
 
 def test_halves_take_whole_nodes_first() -> None:

@@ -17,7 +17,9 @@ from test_cli import refused, run
 from torch import nn
 
 import autopar
+from autopar.cost.formula import ELEMENT
 from autopar.cost.peak import moments
+from autopar.cost.symbols import MEANING
 from autopar.ir.layout import I, Layout, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -168,6 +170,42 @@ def test_the_page_is_whole_and_small(text: str) -> None:
     assert drawn is not None and set(json.loads(drawn[1])) >= set(names)
 
 
+def test_the_page_explains_its_words(text: str, gathered: facts.Facts) -> None:
+    """Those of its cards, of its tree, of its lines of layouts, and its units."""
+    section = text[text.index('<section id="words">') :]
+    explained = {
+        word for dt in re.findall("<dt>(.*?)</dt>", section) for word in re.split("[,;] ", dt)
+    }
+    used = {card.name for card in gathered.cards} - {"model", "world", "samples/s"}
+    assert {"b", "s", "h", "f", "v", "e"} <= explained and str(ELEMENT) == "e"
+    assert all(MEANING[size] in section for size in "bshfv")
+    used |= {"hidden", "exposed", "X", "W", "Y", "rank", "axis", "layout", "MB", "MiB", "GiB"}
+    assert used <= explained
+    assert 'href="#words"' in text
+    kinds = {"AG", "RS", "AR", "A2A", "B"}
+    assert kinds <= set(re.findall(r"\((\w+)\)", section))
+
+
+def test_axes_of_memory_have_the_unit_of_what_they_show(plan: Plan, gathered: facts.Facts) -> None:
+    layouts, memory = figures.layouts_figure(gathered), figures.memory_figure(plan)
+    assert layouts is not None and memory is not None and plan.memory is not None
+    assert layouts.layout.xaxis.title.text.endswith(", MiB") and plan.peak_bytes < 2**27
+    assert layouts.data[1].x == (plan.peak_bytes / 2**20,)
+    assert memory.layout.yaxis.title.text == "MiB"
+    held = [sum(column) for column in zip(*(line.y for line in memory.data))]
+    assert max(held) == pytest.approx(plan.memory.waiting / 2**20, rel=0.01)
+    large = [replace(other, peak_bytes=2.0**40) for other in gathered.others]
+    wide = figures.layouts_figure(replace(gathered, others=tuple(large)))
+    assert wide is not None and wide.layout.xaxis.title.text.endswith(", GiB")
+    assert wide.data[1].x == (plan.peak_bytes / 2**30,)
+
+
+def test_layouts_at_one_point_are_named_together() -> None:
+    same = [alternatives.Alternative(name, "x2", 1.0, 2.0) for name in ("4d", "atp")]
+    other = alternatives.Alternative("ddp", "x2", 1.0, 3.0)
+    assert figures._names_of_points([*same, other]) == ["4d, atp", "", "ddp"]
+
+
 def test_a_plan_from_a_file_is_reported_as_far_as_it_goes(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     Plan.load(tmp_path / "plan.json").report(tmp_path / "report.html", "saved")
@@ -177,7 +215,8 @@ def test_a_plan_from_a_file_is_reported_as_far_as_it_goes(plan: Plan, tmp_path: 
 
 def test_one_rank_has_a_page(tmp_path: Path) -> None:
     autopar.plan(model(), 1, INPUTS).report(tmp_path / "one.html")
-    assert "nothing to lay out" in (tmp_path / "one.html").read_text()
+    written = (tmp_path / "one.html").read_text()
+    assert "nothing to lay out" in written and "<h1>the model on 1 rank</h1>" in written
 
 
 def test_missing_libraries_are_named(
@@ -188,7 +227,10 @@ def test_missing_libraries_are_named(
         figures.ReportError, match=r"plotly and jinja2, which are .*autopar\[report\]"
     ):
         plan.report(tmp_path / "report.html")
-    assert not [*tmp_path.iterdir()]
+    files = ("--save", str(tmp_path / "plan.json"), "--report", str(tmp_path / "report.html"))
+    message = refused("plan", "test_cli:tiny", "--ranks", "2", *files)
+    assert "a report needs plotly and jinja2" in message
+    assert not [*tmp_path.iterdir()]  # nor was a plan searched
 
 
 def test_the_command_writes_it(tmp_path: Path) -> None:

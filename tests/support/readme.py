@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
@@ -36,15 +38,32 @@ def batches(count: int) -> list[tuple[Tensor, ...]]:
     return [models.gpt()[1]] * count
 
 
-def run(count: int) -> dict[str, Any]:
-    """The program, word for word, with so many batches, of which it plans with the first: its names
-    when it is done.
-    """
+def block(words: str) -> str:
+    """The block of Python that has these words."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    source = next(block for block in blocks if "init_process_group" in block)
+    (found,) = (block for block in blocks if words in block)
+    return found
+
+
+def commands() -> list[list[str]]:
+    """The commands of the shell that name the model of one's own, as words, in their order."""
+    text = README.read_text()
+    lines = re.findall(r"^    (?:[A-Z_]+=\S+ )?((?:autopar|torchrun) .*)$", text, re.MULTILINE)
+    own = [line for line in lines if "mymodel.py" in line or "mine.py" in line]
+    return [shlex.split(line, comments=True) for line in own]
+
+
+def run(count: int) -> dict[str, Any]:
+    """The program, word for word, with so many batches: its names when it is done. The process
+    group stays open, to compare what ranks have.
+    """
     mine: Any = types.ModuleType("mymodel")
-    mine.Model, mine.batches = Model, iter(batches(count))
+    mine.Model, mine.batches = Model, batches(count)
     sys.modules["mymodel"] = mine
     names: dict[str, Any] = {}
-    exec(compile(source, "README.md", "exec"), names)
+    destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    try:
+        exec(compile(block("init_process_group"), "README.md", "exec"), names)
+    finally:
+        dist.destroy_process_group = destroy
     return names

@@ -229,6 +229,22 @@ def test_torchruns_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.levels[1].bytes_per_s < world.levels[0].bytes_per_s
 
 
+def test_ranks_of_one_machine_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless OMP_NUM_THREADS says how many each takes."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    one, two, eight = (World.of(ranks).device for ranks in (1, 2, 8))
+    assert one.flops == two.flops == eight.flops == 4 * machines.CPU_FLOP_PER_S
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    alone, two, eight = (World.of(ranks).device for ranks in (1, 2, 8))
+    assert alone == one and two.flops == one.flops / 2 and eight.flops == one.flops / 8
+    assert two.memory_bytes_per_s == one.memory_bytes_per_s and two.launch_s == one.launch_s
+    assert eight.memory_bytes_per_s == one.memory_bytes_per_s / 2
+    assert eight.launch_s == 2 * one.launch_s
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert World.detect().device.flops == two.flops  # two ranks on each of two nodes
+
+
 class Cuda:
     """Stands in for torch.cuda: so many GPUs of one name."""
 

@@ -7,7 +7,6 @@ Example: Ability("ranks on GPUs (NCCL)", False, "this torch was built for CPUs")
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-LEAST_TORCH = (2, 11)  # as pyproject.toml says
+from autopar._compat import torch_versions
+
 # What needs a package that autopar does not bring, and the extra that installs it ("": none does).
 _PACKAGES = (
     ("a config.json as target", "transformers", "hf"),
@@ -44,7 +44,7 @@ def abilities() -> list[Ability]:
     Example: [a.what for a in abilities() if not a.works] on a laptop begins with "ranks on GPUs".
     """
     faults = [
-        ("plan, sweep, verify, trace, graph", _old_torch()),
+        ("plan, sweep, verify, trace, graph", torch_versions.fault(torch.__version__)),
         ("ranks on CPUs (gloo)", _no_gloo()),
         ("ranks on GPUs (NCCL)", _no_nccl()),
         ("bfloat16 matmuls and flash attention on GPUs", _old_gpu()),
@@ -60,14 +60,6 @@ def _missing_packages() -> Iterator[tuple[str, str]]:
         name = f"'autopar[{extra}]'" if extra else package.replace("_", "-")
         missing = find_spec(package) is None
         yield what, f"{package} is not installed: pip install {name}" if missing else ""
-
-
-def _old_torch() -> str:
-    number = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if number >= LEAST_TORCH:
-        return ""
-    least = ".".join(map(str, LEAST_TORCH))
-    return f"torch {torch.__version__} is too old: autopar needs {least} or newer"
 
 
 def _no_gloo() -> str:

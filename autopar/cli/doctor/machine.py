@@ -227,8 +227,9 @@ def _environment_warnings() -> list[str]:
         )
     if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
         lines.append(
-            f"OMP_NUM_THREADS is not set: each rank takes {torch.get_num_threads()} threads, and "
-            "ranks of one machine wait for one another; set it to 1"
+            f"OMP_NUM_THREADS is not set: plans share the {torch.get_num_threads()} threads of "
+            "this machine among its ranks, and torchrun gives each rank one; set it to the cores "
+            "that each rank has"
         )
     cores, here = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if "OMP_NUM_THREADS" in os.environ and here * torch.get_num_threads() > cores:
