@@ -51,7 +51,7 @@ from autopar.runtime.parts_check import compare_parts
 from autopar.runtime.reference import to_float64
 from autopar.runtime.training.other_calls import OtherCalls, skeleton_of
 from autopar.runtime.training.parts import Deferred
-from autopar.runtime.training.parts_run import PartsRun, whole_batch
+from autopar.runtime.training.parts_run import PartsRun, batch_program
 from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks, store
 
@@ -112,13 +112,13 @@ def plan(
     budget = Budget.of(machines, memory, optimizer, recompute)
     check_room(model, machines, budget)
     request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
-    planned = partial(_planned, model, machines, inputs, request, progress, smaller)
+    planned = partial(_plan_parts, model, machines, inputs, request, progress, smaller)
     if microbatches == "auto":
         return in_fastest_parts(planned, inputs)
     return planned(microbatches)
 
 
-def _planned(
+def _plan_parts(
     model: nn.Module,
     machines: World,
     inputs: Inputs,
@@ -215,7 +215,7 @@ def _apply(
     program = dataclasses.replace(context.program, plan=plan_kept)
     if context.parts is not None:
         run = PartsRun(run, program, context.parts, device_mesh)
-        program = whole_batch(program, context.parts)
+        program = batch_program(program, context.parts)
     order = list(tensors_by_name(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
@@ -307,18 +307,17 @@ def _plan_and_apply(
 
 
 def _agreed_parts(
-    model: nn.Module, machines: World, inputs: Inputs, request: PlanRequest, asked: Microbatches
+    model: nn.Module, machines: World, inputs: Inputs, request: PlanRequest, count: Microbatches
 ) -> int:
     """Return how many parts a step has; where that is left open, rank 0 plans to find it."""
-    if asked != "auto":
-        return asked
+    if count != "auto":
+        return count
 
     def search() -> int:
-        planned = partial(_planned, model, machines, inputs, request, None, False)
+        planned = partial(_plan_parts, model, machines, inputs, request, None, False)
         return in_fastest_parts(planned, inputs).microbatches
 
-    count = ranks.together("searching", lambda: store.done_on_rank_0(search))
-    return ranks.from_rank_0(count)
+    return ranks.from_rank_0(ranks.together("searching", lambda: store.done_on_rank_0(search)))
 
 
 def verify(

@@ -26,7 +26,9 @@ LATER = (
     *("cli/trace", "cli/graph", "cli/verify", "cli/show", "cli/calibrate", "cli/advise"),
     *("cli/schema", "cli/plan", "doctor/command", "doctor/abilities", "doctor/description"),
     *("passes/log", "passes/selection", "runtime/inspection", "_compat/torch_versions"),
-    *("cli/target_function",),
+    *("cli/target_function", "runtime/deferred_backward", "runtime/parts_check", "cost/parts"),
+    *("passes/microbatches", "passes/part_numbers", "overlap/accumulation"),
+    *("planner/parts", "planner/parts_search"),
 )
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 

@@ -1,9 +1,9 @@
 """What a step in micro-batches takes and holds, of the figures of one part.
 
 Example: of a part that takes 10 ms, 2 of them to sum gradients and 1 to step the optimizer, eight
-parts take 8 · 10 - 7 · 3 = 59 ms: sums and the optimizer come once. So does only what can be held
-(passes/overlap/accumulation.py): the sums of weights' gradients, those that are scattered among
-them where the unsummed ones have room (`Plan.sums_once`).
+parts take 8 · 10 - 7 · 3 = 59 ms: sums and the optimizer come once. Sums of weights' gradients can
+be deferred (passes/overlap/accumulation.py), those that are scattered among them where there is
+room for the unsummed ones (`Plan.sums_once`).
 
 An emitted program of one part enters, with its annotations. summary.py, peak.py, formula.py and the
 simulator ask.
@@ -24,7 +24,7 @@ from autopar.ir.program import Program, Value
 from autopar.world import World
 
 
-class HeldGradient(NamedTuple):
+class UnreducedGradient(NamedTuple):
     """What a rank holds of one weight's gradient between the parts: `own_bytes` unsummed, or
     `stored_bytes` summed. `scattered`: summing divides it among ranks.
     """
@@ -34,7 +34,7 @@ class HeldGradient(NamedTuple):
     scattered: bool
 
 
-def held_gradients(program: Program) -> dict[Value, HeldGradient]:
+def unreduced_gradients(program: Program) -> dict[Value, UnreducedGradient]:
     """Return the gradients of weights that ranks sum, by the value whose gradient it is."""
     notes = program.annotations
     assert notes is not None
@@ -43,7 +43,7 @@ def held_gradients(program: Program) -> dict[Value, HeldGradient]:
         value = collective.node.meta.get("value")
         if _is_sum(collective) and value in notes.weights:
             sums[value].append(collective)
-    return {value: _held(found, notes.sums) for value, found in sums.items()}
+    return {value: _gradient_of(found, notes.sums) for value, found in sums.items()}
 
 
 def _is_sum(collective: SentCollective) -> bool:
@@ -52,27 +52,27 @@ def _is_sum(collective: SentCollective) -> bool:
     return summing and collective.traffic.collective in SUMS and "step" in collective.node.meta
 
 
-def _held(found: list[SentCollective], counted: float) -> HeldGradient:
-    width = max(collective.element_bytes for collective in found) / counted
-    stored = min(collective.node.meta["step"].before.local_size for collective in found)
-    own = max(collective.layout.local_size for collective in found)
-    scattered = any(c.traffic.collective == "reduce_scatter" for c in found)
-    return HeldGradient(float(own * width), float(stored * width), scattered)
+def _gradient_of(collectives: list[SentCollective], counted: float) -> UnreducedGradient:
+    width = max(collective.element_bytes for collective in collectives) / counted
+    stored = min(collective.node.meta["step"].before.local_size for collective in collectives)
+    own = max(collective.layout.local_size for collective in collectives)
+    scattered = any(c.traffic.collective == "reduce_scatter" for c in collectives)
+    return UnreducedGradient(float(own * width), float(stored * width), scattered)
 
 
-def values_held(program: Program) -> frozenset[Value]:
+def deferred_values(program: Program) -> frozenset[Value]:
     """Return the values whose gradients are summed once a step; none where a step is one part."""
     plan = program.plan
     assert plan is not None
     if plan.microbatches == 1:
         return frozenset()
-    found = held_gradients(program)
-    return frozenset(v for v, held in found.items() if plan.sums_once or not held.scattered)
+    found = unreduced_gradients(program)
+    return frozenset(v for v, deferred in found.items() if plan.sums_once or not deferred.scattered)
 
 
-def is_once(collective: SentCollective, held: Collection[Value]) -> bool:
-    """Whether a collective runs once a step, as it sums a gradient that is held."""
-    return _is_sum(collective) and collective.node.meta.get("value") in held
+def is_once(collective: SentCollective, deferred: Collection[Value]) -> bool:
+    """Whether a collective runs once a step, as it sums a gradient that is deferred."""
+    return _is_sum(collective) and collective.node.meta.get("value") in deferred
 
 
 def times(program: Program) -> list[int]:
@@ -81,8 +81,8 @@ def times(program: Program) -> list[int]:
     assert plan is not None
     if plan.microbatches == 1:
         return [1 for _ in sent_collectives(program)]
-    held = values_held(program)
-    return [1 if is_once(c, held) else plan.microbatches for c in sent_collectives(program)]
+    deferred = deferred_values(program)
+    return [1 if is_once(c, deferred) else plan.microbatches for c in sent_collectives(program)]
 
 
 def optimizer_step(program: Program, world: World) -> float:
@@ -94,15 +94,15 @@ def optimizer_step(program: Program, world: World) -> float:
     )
 
 
-def held_bytes(program: Program) -> float:
+def unreduced_bytes(program: Program) -> float:
     """Return the bytes that a rank holds of gradients between the parts of a step."""
     if _count(program) == 1:
         return 0.0
     assert program.plan is not None
     once = program.plan.microbatches > 1 and program.plan.sums_once
     return sum(
-        held.own_bytes if once or not held.scattered else held.stored_bytes
-        for held in held_gradients(program).values()
+        deferred.own_bytes if once or not deferred.scattered else deferred.stored_bytes
+        for deferred in unreduced_gradients(program).values()
     )
 
 
@@ -116,7 +116,7 @@ def memory_of_parts(program: Program, part: Memory) -> Memory:
     """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
     of results that have rows those of all parts.
     """
-    gradients, others = held_bytes(program), _count(program) - 1
+    gradients, others = unreduced_bytes(program), _count(program) - 1
     results = others * _results_bytes(program) if others else 0.0
     return replace(
         part,

@@ -27,7 +27,7 @@ from torch import fx, nn
 
 from autopar._compat import pytree
 from autopar.cost.memory import with_flight
-from autopar.cost.parts import held_bytes
+from autopar.cost.parts import unreduced_bytes
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import summary_rows
 from autopar.errors import InputError, PlanError
@@ -312,7 +312,7 @@ def _sums_once(program: Program, request: PlanRequest) -> Program:
         return program
     once = dataclasses.replace(program, plan=dataclasses.replace(plan, sums_once=True))
     assert once.plan is not None
-    more = held_bytes(once) - held_bytes(program)
+    more = unreduced_bytes(once) - unreduced_bytes(program)
     memory = dataclasses.replace(
         plan.memory, gradients=plan.memory.gradients + more, peak=plan.memory.peak + more
     )

@@ -58,7 +58,7 @@ from autopar.passes.overlap.assumptions import (
     through,
 )
 from autopar.passes.pass_manager import PassManager
-from autopar.runtime.held_backward import HeldBackward, Holder
+from autopar.runtime.deferred_backward import Accumulator, DeferredBackward
 from autopar.world import World, ranks
 
 Backend = str | Callable[..., Any] | None
@@ -125,9 +125,9 @@ class Scheduled:
         self.backward: fx.GraphModule | None = None
         self.modelled: dict[str, Run] = {}
         # who sums gradients over several backwards, and whether those larger than what is stored
-        self.holder: Holder | None = None
-        self.holds_split = True
-        self._held: HeldBackward | None = None
+        self.accumulator: Accumulator | None = None
+        self.defers_scattered = True
+        self._deferred: DeferredBackward | None = None
         self._layouts = [
             program.layouts[entry.node] if entry.kind == "parameter" else None
             for entry in program.signature.inputs
@@ -150,7 +150,7 @@ class Scheduled:
                     warnings.warn(no_room(self._above), stacklevel=2)
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
-        if self.holder is not None:
+        if self.accumulator is not None:
             self._make_forms()
         outputs = list(self._run(*ordered))
         for place in self._late:
@@ -226,24 +226,26 @@ class Scheduled:
         run = self._unguarded(gm, example_inputs, backward)
         if not backward:
             return guarded(_without_views(run), "forward")
-        assert self._held is not None
+        assert self._deferred is not None
         self._backward_inputs = list(example_inputs)
-        forms = self._held
+        forms = self._deferred
         forms.begin(_taking_a_list(guarded(run, "backward")))
-        return takes_a_list(lambda values: forms.run(values, self.holder))
+        return takes_a_list(lambda values: forms.run(values, self.accumulator))
 
     @property
     def ends(self) -> tuple[Tail, ...]:
         """The sums across ranks that the backward can hold."""
-        return () if self._held is None or not self._held.made else self._held.ends
+        return (
+            () if self._deferred is None or not self._deferred.has_variants else self._deferred.ends
+        )
 
     def _make_forms(self) -> None:
         """Make the forms of the backward that hold gradients, once. Collective."""
-        forms = self._held
-        if forms is not None and not forms.made and forms.ends:
+        forms = self._deferred
+        if forms is not None and not forms.has_variants and forms.ends:
             ranks.together(
                 "deriving the sums of several backwards",
-                lambda: forms.make(self._form, self.holds_split),
+                lambda: forms.make(self._form, self.defers_scattered),
             )
 
     def _form(self, graph: fx.Graph) -> Callable[..., Any]:
@@ -282,7 +284,7 @@ class Scheduled:
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
         self._there["backward"] = self.stored | sent_as_given(self.backward.graph)
-        self._held, self._step = HeldBackward(self.backward.graph, self._layouts), step
+        self._deferred, self._step = DeferredBackward(self.backward.graph, self._layouts), step
         for module, phase in phases:
             derived = self._scheduled(module.graph, phase, step)
             if derived.run is not None:

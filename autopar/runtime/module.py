@@ -335,7 +335,7 @@ class ParallelModule(Inspection, nn.Module):
         ...     par(x).sum().backward()
         >>> par(x).sum().backward()
         """
-        return self._no_sync.held()
+        return self._no_sync.deferred()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graph, values = self._checked_values(args, kwargs)

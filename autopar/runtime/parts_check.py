@@ -44,15 +44,15 @@ def _rows(leaves: Sequence[Any], parts: Parts, number: int) -> Iterator[Any]:
 
 
 def compare_parts(
-    whole: Program, part: Program, parts: Parts, inputs: Any, tolerance: float
+    full: Program, part: Program, parts: Parts, inputs: Any, tolerance: float
 ) -> list[Any]:
-    """Return the leaves of the first part's call, after a comparison of all parts with the whole
+    """Return the leaves of the first part's call, after a comparison of all parts with the full
     batch. Raises VerificationError with the result or the gradient that is off the most.
     """
     with double_by_default():
         calls = leaves_of_parts(inputs, parts, _float64_totals(part, parts))
-        whole, part = to_float64(whole), to_float64(part)
-        expected = _step(whole, pytree.tree_leaves(inputs), part.tensors)
+        full, part = to_float64(full), to_float64(part)
+        expected = _step(full, pytree.tree_leaves(inputs), part.tensors)
         found = [_step(part, leaves, part.tensors) for leaves in calls]
     results = [_together(state, each) for state, each in _by_result(parts, found)]
     gradients = {name: _together("sum", [f[1][name] for f in found]) for name in expected[1]}
@@ -90,7 +90,7 @@ def _step(
         if entry.kind != "user"
     }
     values = [
-        _widened(leaves[entry.position or 0]) if entry.kind == "user" else own[entry.target]
+        _in_float64(leaves[entry.position or 0]) if entry.kind == "user" else own[entry.target]
         for entry in program.signature.inputs
     ]
     results = list(_without_dropout(program.module)(*values))
@@ -104,7 +104,7 @@ def _step(
     return [x.detach() for x in results], gradients
 
 
-def _widened(leaf: Any) -> Any:
+def _in_float64(leaf: Any) -> Any:
     return tensor_to_float64(leaf) if isinstance(leaf, Tensor) else leaf
 
 
@@ -123,10 +123,10 @@ def _without_dropout(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _by_result(
-    parts: Parts, found: Sequence[tuple[list[Any], Any]]
+    parts: Parts, results: Sequence[tuple[list[Any], Any]]
 ) -> Iterator[tuple[str, list[Any]]]:
     for place, state in enumerate(parts.results):
-        yield state, [results[place] for results, _ in found]
+        yield state, [values[place] for values, _ in results]
 
 
 def _together(state: str, each: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.runtime.held_backward import HeldBackward
+from autopar.runtime.deferred_backward import DeferredBackward
 from autopar.world import ranks
 
 GRIDS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, data=2), "2.5d": autopar.Grid25D(q=2)}
@@ -158,18 +158,20 @@ def compared(run: Run, parallel: nn.Module, plain: nn.Module) -> float:
 def forms_run(model: nn.Module) -> list[str]:
     """The forms of the backwards of three steps in four parts."""
     found: list[str] = []
-    before = HeldBackward.run
+    before = DeferredBackward.run
 
-    def run(self: HeldBackward, values: list[Any], holder: Any) -> Any:
-        found.append(holder.form() if holder is not None and self.made else "summed")
-        return before(self, values, holder)
+    def run(self: DeferredBackward, values: list[Any], accumulator: Any) -> Any:
+        found.append(
+            accumulator.form() if accumulator is not None and self.has_variants else "reduced"
+        )
+        return before(self, values, accumulator)
 
-    HeldBackward.run = run  # type: ignore[method-assign]
+    DeferredBackward.run = run  # type: ignore[method-assign]
     model.zero_grad()
     try:
         HABITS["one_sum_for_four_backwards"](model)
     finally:
-        HeldBackward.run = before  # type: ignore[method-assign]
+        DeferredBackward.run = before  # type: ignore[method-assign]
     return found
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.runtime.held_backward import HeldBackward
+from autopar.runtime.deferred_backward import DeferredBackward
 from autopar.world import ranks
 
 GRIDS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, data=2), "2.5d": autopar.Grid25D(q=2)}
@@ -79,20 +79,22 @@ def facts_of(name: str, count: int) -> dict[str, Any]:
     torch.manual_seed(0)
     plain, layout = Net(), GRIDS.get(name, name)
     forms: list[str] = []
-    before = HeldBackward.run
+    before = DeferredBackward.run
 
-    def run(self: HeldBackward, values: list[Any], holder: Any) -> Any:
-        forms.append(holder.form() if holder is not None and self.made else "summed")
-        return before(self, values, holder)
+    def run(self: DeferredBackward, values: list[Any], accumulator: Any) -> Any:
+        forms.append(
+            accumulator.form() if accumulator is not None and self.has_variants else "reduced"
+        )
+        return before(self, values, accumulator)
 
     parallel = autopar.parallelize(
         copy.deepcopy(plain), inputs=batch(0), layout=layout, microbatches=count
     )
-    HeldBackward.run = run  # type: ignore[method-assign]
+    DeferredBackward.run = run  # type: ignore[method-assign]
     try:
         pairs = list(zip(trained(parallel), trained(plain), strict=True))
     finally:
-        HeldBackward.run = before  # type: ignore[method-assign]
+        DeferredBackward.run = before  # type: ignore[method-assign]
     apart = max(float((a - b).norm() / (b.norm() + 1e-12)) for a, b in pairs)
     same = all(a.shape == b.shape for a, b in pairs)
     return {"apart": apart, "same shapes": same, "forms": forms, "compared": len(pairs)}

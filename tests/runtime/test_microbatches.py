@@ -30,7 +30,7 @@ def test_three_steps_are_those_of_one_device(facts: Any, task: str) -> None:
 def test_gradients_are_summed_across_ranks_once_a_step(facts: Any, task: str) -> None:
     held = PARTS[task.split(":")[0]] - 1
     for found in facts:
-        assert found[task]["forms"] == [*["held"] * held, "closing"] * 3
+        assert found[task]["forms"] == [*["deferred"] * held, "final"] * 3
 
 
 def test_what_goes_on_besides_training(facts: Any) -> None:

@@ -13,7 +13,7 @@ LAYOUTS = ["ddp", "fsdp", "4d", "2.5d"]
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return launched(tmp_path_factory.mktemp("held"), 4, *LAYOUTS, script="hold_ranks.py")
+    return launched(tmp_path_factory.mktemp("deferred"), 4, *LAYOUTS, script="hold_ranks.py")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -27,4 +27,4 @@ def test_habits_of_accumulation_compute_what_one_device_does(facts: Any, layout:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_three_backwards_are_held_and_the_fourth_sums(facts: Any, layout: str) -> None:
     for found in facts:
-        assert found[layout]["forms"] == ["held", "held", "held", "closing"] * 3
+        assert found[layout]["forms"] == ["deferred", "deferred", "deferred", "final"] * 3

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from autopar.cost.parts import values_held
+from autopar.cost.parts import deferred_values
 from autopar.cost.simulator import buckets
 from autopar.cost.simulator.engine import Event, Run, in_order, simulate_overlap
 from autopar.cost.simulator.step_events import Events
@@ -228,7 +228,7 @@ class Timeline(Seen):
 
     events: tuple[Event, ...]
     run: Run
-    before: Timeline | None = None  # a part whose gradients are held, in micro-batches
+    before: Timeline | None = None  # a part whose gradients are deferred, in micro-batches
     times: int = 0  # how often that runs before this one
     title = "a modelled step"
     process = "modelled"
@@ -297,8 +297,8 @@ def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
     assert program.plan is not None
     if program.plan.microbatches == 1:
         return last
-    held = _shortest(Events(program, world, values_held(program)), overlap)
-    return dataclasses.replace(last, before=held, times=program.plan.microbatches - 1)
+    deferred = _shortest(Events(program, world, deferred_values(program)), overlap)
+    return dataclasses.replace(last, before=deferred, times=program.plan.microbatches - 1)
 
 
 def _shortest(step: Events, overlap: bool) -> Timeline:

@@ -62,16 +62,16 @@ class _FuseKey(NamedTuple):
 
 class Events:
     """Makes the events of a step, in the order in which torch runs them: `run`. Those of a part
-    whose gradients are `held` have no sums of these values, and no optimizer. After that
+    whose gradients are `deferred` have no sums of these values, and no optimizer. After that
     `joinable` says which of them may be fused, and `joint` makes the fused event.
     """
 
     def __init__(
-        self, program: Program, world: World, held: Collection[Value] | None = None
+        self, program: Program, world: World, deferred: Collection[Value] | None = None
     ) -> None:
         program = dataclasses.replace(program, module=inlined(program.module))
         assert program.plan is not None and program.annotations is not None
-        self.program, self.world, self.held = program, world, held
+        self.program, self.world, self.deferred = program, world, deferred
         self.plan, self.notes = program.plan, program.annotations
         self.nodes = [n for n in program.module.graph.nodes if n.op != "output"]
         self.events: list[Event] = []
@@ -103,7 +103,7 @@ class Events:
             if node in self.carrying and self.gradients[node]:
                 self._again(node.meta.get("block"), self.gradients[node])
                 self._backward(node)
-        if self.held is None:
+        if self.deferred is None:
             self._optimizer()
         return self.events
 
@@ -205,7 +205,7 @@ class Events:
         self, node: fx.Node, found: Iterable[SentCollective], after: tuple[int, ...], phase: Any
     ) -> tuple[int, ...]:
         for collective in found:
-            if self.held is not None and is_once(collective, self.held):
+            if self.deferred is not None and is_once(collective, self.deferred):
                 continue
             if collective.backward == (phase == "backward"):
                 after = (self._send(node, collective, after, phase),)

@@ -2,8 +2,8 @@
 across ranks once.
 
     all_reduce(mm)        the derived backward sums the gradient of a weight over the ranks
-    mm                    `held`: it returns what this rank would have sent
-    all_reduce(mm + own)  `closing`: it takes what this rank has held so far, and sums it all
+    mm                    deferred: it returns what this rank would have sent
+    all_reduce(mm + own)  final: it takes what this rank has held so far, and sums it all
 
 The ranks' sum commutes with the sum over backwards, so both give the same gradient. What leads from
 a sum across ranks to a gradient, its `Tail`, must be linear and used by that gradient alone: views,
@@ -83,7 +83,7 @@ def tails(backward: fx.Graph, layouts: Sequence[Layout | None]) -> tuple[Tail, .
     return tuple(tail for tail in found if tail is not None)
 
 
-def held(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:
+def without_sums(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:
     """Return a copy that returns what this rank would send in place of the gradients of `ends`."""
     graph = copied(backward)
     output, nodes = graph.output_node(), {node.name: node for node in graph.nodes}
@@ -95,7 +95,7 @@ def held(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:
     return graph
 
 
-def closing(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:
+def with_accumulated(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:
     """Return a copy that takes what is held of each of `ends`, after its other operands, and sums
     it across ranks with its own.
     """

@@ -10,8 +10,8 @@ it is, and DTensor sums what one of them needs. The next backward outside takes 
 sums them with its own. Where it cannot, as another graph may sum other things, they are summed
 first. Source: DistributedDataParallel.no_sync.
 
-runtime/module.py has one NoSync; it sets a `Holder` at each graph that runs
-(runtime/held_backward.py).
+runtime/module.py has one NoSync; it sets a `Accumulator` at each graph that runs
+(runtime/deferred_backward.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial
 from autopar.passes.overlap.accumulation import Tail
 from autopar.runtime.apply import placements, to_dtensor
 from autopar.runtime.backends import Scheduled
-from autopar.runtime.held_backward import Form
+from autopar.runtime.deferred_backward import Form
 from autopar.runtime.training.step_graph import StepGraph
 
 
@@ -37,7 +37,7 @@ class NoSync:
         self._owner, self.depth, self._used = owner, 0, False
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Hold gradients within the context."""
         self.depth, self._used = self.depth + 1, True
         try:
@@ -47,8 +47,8 @@ class NoSync:
 
     def before(self, graph: StepGraph) -> None:
         """Prepare a graph that is about to run."""
-        if self._used and isinstance(graph.run, Scheduled) and graph.run.holder is None:
-            graph.run.holder = _GraphHolder(self, graph)
+        if self._used and isinstance(graph.run, Scheduled) and graph.run.accumulator is None:
+            graph.run.accumulator = _GraphAccumulator(self, graph)
 
     def after(self, graph: StepGraph) -> None:
         """Sum what is held of parameters that the backward of this graph does not sum. Collective
@@ -59,7 +59,7 @@ class NoSync:
         ends = graph.run.ends if isinstance(graph.run, Scheduled) else ()
         closed = {graph.signature.inputs[tail.place].target: tail for tail in ends}
         for name, parameter in self._owner.named_parameters():
-            if is_held(parameter) and not lies_as(parameter, closed.get(name)):
+            if is_unreduced(parameter) and not lies_as(parameter, closed.get(name)):
                 assert isinstance(parameter.grad, DTensor) and isinstance(parameter, DTensor)
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
@@ -70,19 +70,19 @@ class NoSync:
         ]
 
 
-class _GraphHolder:
-    """The Holder of one graph: it keeps gradients at the parameters."""
+class _GraphAccumulator:
+    """The Accumulator of one graph: it keeps gradients at the parameters."""
 
     def __init__(self, owner: NoSync, graph: StepGraph) -> None:
         self._owner, self._graph = owner, graph
 
     def form(self) -> Form:
         if self._owner.depth:
-            return "held"
+            return "deferred"
         run = self._graph.run
         assert isinstance(run, Scheduled)
-        kept = any(is_held(p) for p in self._owner.parameters(self._graph, run.ends))
-        return "closing" if kept else "summed"
+        kept = any(is_unreduced(p) for p in self._owner.parameters(self._graph, run.ends))
+        return "final" if kept else "reduced"
 
     @torch.no_grad()
     def put(self, ends: Sequence[Tail], own: Sequence[torch.Tensor]) -> None:
@@ -99,7 +99,7 @@ class _GraphHolder:
         return [_taken(p, tail) for p, tail in zip(parameters, ends, strict=True)]
 
 
-def is_held(parameter: torch.Tensor) -> bool:
+def is_unreduced(parameter: torch.Tensor) -> bool:
     """Whether a parameter's gradient is not summed over all axes yet."""
     gradient = parameter.grad
     return isinstance(gradient, DTensor) and any(
@@ -117,7 +117,7 @@ def lies_as(parameter: torch.Tensor, tail: Tail | None) -> bool:
 def _taken(parameter: nn.Parameter, tail: Tail) -> torch.Tensor | None:
     """Return what is held of a parameter, of which it forgets it; None where nothing is."""
     gradient = parameter.grad
-    if not is_held(parameter) or not lies_as(parameter, tail):
+    if not is_unreduced(parameter) or not lies_as(parameter, tail):
         return None
     assert isinstance(gradient, DTensor)
     parameter.grad = None

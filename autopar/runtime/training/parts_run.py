@@ -4,13 +4,13 @@
     loss.backward()                # hands them out, times the gradient of the loss
 
 Only one part's activations exist at a time. Gradients are summed across ranks once, in the last
-part's backward (runtime/held_backward.py); those whose own part is larger than what a rank stores
-are summed in each part where the plan says so. The totals over the whole batch, such as how many
-tokens count, come first. What a rank computes of the batch stays its own: part j is the j-th of the
+part's backward (runtime/deferred_backward.py); those whose own part is larger than what a rank
+stores are summed in each part where the plan says so. The totals over the whole batch, such as how
+many tokens count, come first. What a rank computes of the batch stays its own: part j is the j-th of the
 equal pieces of its rows.
 
 passes/microbatches.py made the program of one part. runtime/apply.py puts a PartsRun in the place
-of what runs it; then the module is that of the whole batch (`whole_batch`).
+of what runs it; then the module is that of the whole batch (`batch_program`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from autopar.passes.microbatches import Parts
 from autopar.passes.overlap.accumulation import Tail
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.backends import Scheduled
-from autopar.runtime.held_backward import Form
+from autopar.runtime.deferred_backward import Form
 
 
-def whole_batch(program: Program, parts: Parts) -> Program:
+def batch_program(program: Program, parts: Parts) -> Program:
     """Return the program of a part with the inputs, outputs and layouts of the whole batch."""
     inputs = tuple(e for e in program.signature.inputs if e.node not in parts.names)
     layouts = dict(program.layouts)
@@ -74,7 +74,7 @@ class PartsRun:
     ) -> None:
         self.run, self.count, self._parts, self._mesh = run, parts.count, parts, device_mesh
         self._entries = program.signature.inputs
-        self._whole = whole_batch(program, parts)
+        self._whole = batch_program(program, parts)
         self._own = self._whole.signature.inputs
         self._layouts, self._returned = program.layouts, program.signature.outputs
         self._blocks = self._row_blocks(program)
@@ -213,7 +213,7 @@ class PartsRun:
         loss_place = -1
         scheduled = self.run if isinstance(self.run, Scheduled) else None
         if scheduled is not None:
-            scheduled.holder, scheduled.holds_split = self._holder, self._sums_once
+            scheduled.accumulator, scheduled.defers_scattered = self._holder, self._sums_once
         for number, values in enumerate(self._each(named, seeds)):
             self._holder.closes = number == self.count - 1
             results = self.run(*values)
@@ -232,14 +232,14 @@ class PartsRun:
 
 
 class _Sums:
-    """The Holder of a step in parts: it adds up what is held, until the last part."""
+    """The Accumulator of a step in parts: it adds up what is held, until the last part."""
 
     def __init__(self) -> None:
         self.closes = False
         self._kept: list[Tensor] = []
 
     def form(self) -> Form:
-        return "closing" if self.closes else "held"
+        return "final" if self.closes else "deferred"
 
     @torch.no_grad()
     def put(self, ends: Sequence[Tail], own: Sequence[Tensor]) -> None:
