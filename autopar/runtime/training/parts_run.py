@@ -6,11 +6,11 @@
 Only one part's activations exist at a time. Gradients are summed across ranks once, in the last
 part's backward (runtime/deferred_backward.py); those whose own part is larger than what a rank
 stores are summed in each part where the plan says so. The totals over the whole batch, such as how
-many tokens count, come first. What a rank computes of the batch stays its own: part j is the j-th of the
-equal pieces of its rows.
+many tokens count, come first. What a rank computes of the batch stays its own: part j is the j-th
+of the equal pieces of its rows.
 
-passes/microbatches.py made the program of one part. runtime/apply.py puts a PartsRun in the place
-of what runs it; then the module is that of the whole batch (`batch_program`).
+passes/microbatches.py made the program of one part. api.py puts a PartsRun in the place of what
+runs it; then the module is that of the whole batch (`batch_program`).
 """
 
 from __future__ import annotations
