@@ -1,0 +1,66 @@
+"""What two micro-batches that run interleaved would gain, in the simulator.
+
+    python -m benchmarks.model.interleaved
+
+Two parts of a step are independent but for gradients, so one may compute while the other waits for
+its collectives. The events of two parts, gradients deferred, are simulated once one after the other
+and once alternating, by the scheduler that orders real steps. Printed is the time of the second
+over the first, for a block-wise GPT of this width under several layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+
+import autopar
+from autopar.cli.targets import NAMED, Gpt
+from autopar.cost.parts import deferred_values
+from autopar.cost.simulator import simulate
+from autopar.cost.simulator.engine import Event
+from autopar.cost.simulator.step_events import Events
+
+LAYOUTS = ("ddp", "fsdp", "megatron", "megatron-sp", "atp")
+
+
+def alternating(events: list[Event]) -> list[Event]:
+    """Two copies of the events of a part, turn by turn."""
+    both = []
+    for event in events:
+        for copy in (0, 1):
+            both.append(event._replace(after=tuple(2 * i + copy for i in event.after)))
+    return both
+
+
+def ratio(layout: str, world: autopar.World, width: int) -> float:
+    """Seconds of two interleaved parts over those of two parts in turn."""
+    gpt = NAMED["gpt2"]
+    sizes = dataclasses.replace(gpt, width=width, heads=width // 128, layers=4, context=2048)
+    with torch.device("meta"):
+        model = Gpt(sizes).to(torch.bfloat16)
+        ids = torch.zeros(2 * world.ranks, 2048, dtype=torch.long)
+    plan = autopar.plan(
+        model, world, (ids, ids), layout, memory=1e15, smaller=False, microbatches=2,
+        outputs="sharded",
+    )  # fmt: skip
+    program = plan.context.program
+    events = Events(program, world, deferred_values(program)).run()
+    return simulate(alternating(events)).seconds / (2 * simulate(events).seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--worlds", nargs="+", default=["dgx-h100:8", "dgx-h100:16"])
+    options = parser.parse_args()
+    for text in options.worlds:
+        name, ranks = text.split(":")
+        world = autopar.World.preset(name, int(ranks))
+        for layout in LAYOUTS:
+            print(f"{text:14} {layout:12} {ratio(layout, world, options.width):.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
