@@ -28,7 +28,7 @@ LATER = (
     *("passes/log", "passes/selection", "runtime/inspection", "_compat/torch_versions"),
     *("cli/target_function", "runtime/deferred_backward", "runtime/parts_check", "cost/parts"),
     *("passes/microbatches", "passes/part_numbers", "overlap/accumulation"),
-    *("planner/parts", "planner/parts_search"),
+    *("planner/parts", "planner/parts_search", "planner/part_plans", "passes/interleave"),
 )
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 

@@ -224,6 +224,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "rerun": list(plan.rerun),
         "microbatches": plan.microbatches,
         "sums_once": plan.sums_once,
+        "interleaved": plan.interleaved,
         "groups": list(plan.groups),
         "mesh": plan.mesh.sizes,
         "ranks": plan.mesh.size,

@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what a plan answers with stands above it
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit", "replicated_outputs", "microbatches", "sums_once",
+    "interleaved",
 )  # fmt: skip
 _NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit")
 _UNCONVERTED = (
@@ -104,6 +105,7 @@ class Plan:
     replicated_outputs: bool = False  # every rank returns all of every output, not its own part
     microbatches: int = 1  # parts of a step, one after the other; the graph is that of one
     sums_once: bool = True  # ranks sum every gradient once a step, not once a part
+    interleaved: bool = False  # two parts run in turns, so that one computes as the other sends
     # axes of the process groups in the graph, known after the rewrite: "x", "data.x"
     groups: tuple[str, ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so

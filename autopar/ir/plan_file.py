@@ -178,6 +178,7 @@ class PlanFile:
     replicated_outputs: bool = False
     microbatches: Annotated[int, Field(ge=1, le=2**20)] = 1
     sums_once: bool = True
+    interleaved: bool = False
 
 
 @cache

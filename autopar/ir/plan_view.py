@@ -164,7 +164,8 @@ def summary(plan: Plan) -> str:
 def parts_text(plan: Plan) -> str:
     """Return in how many micro-batches a step runs, and when ranks sum gradients, in words."""
     when = "once a step" if plan.sums_once else "once a step, but for scattered ones in each"
-    return f"{plan.microbatches} micro-batches; gradients are summed {when}"
+    turns = ", two in turns" if plan.interleaved else ""
+    return f"{plan.microbatches} micro-batches{turns}; gradients are summed {when}"
 
 
 def _limit(plan: Plan) -> str:

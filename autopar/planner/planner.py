@@ -27,7 +27,6 @@ from torch import fx, nn
 
 from autopar._compat import pytree
 from autopar.cost.memory import with_flight
-from autopar.cost.parts import unreduced_bytes
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import summary_rows
 from autopar.errors import InputError, PlanError
@@ -48,8 +47,8 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import check_choices, exact, search_meshes
-from autopar.planner.objective import cost_terms
 from autopar.planner.overlap_search import plans_by_step
+from autopar.planner.part_plans import in_turns, leanest, plan_of_part, sums_once
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.rematerialize import rematerialize_to_fit
 from autopar.planner.request import Layouts, PlanRequest
@@ -213,22 +212,9 @@ def choose_plan(
             return chosen_before(program, name, world, request, search)
         counted = annotate.one_part(program, count, 1 / count)
         chosen = chosen_before(counted, name, world, request, search)
-        return _plan_of_part(annotate.one_part(chosen, count, 1.0), world, request)
+        return plan_of_part(annotate.one_part(chosen, count, 1.0), world, request)
 
     return manager.run("choose", program, choose, check_choices)
-
-
-def _plan_of_part(chosen: Program, world: World, request: PlanRequest) -> Program:
-    """Return the program with its plan's seconds those of one part of a step, sums and optimizer
-    included; its gap stays.
-    """
-    assert chosen.plan is not None
-    seconds = sum(cost_terms(chosen, chosen.plan, world).values())
-    bound = chosen.plan.bound * seconds / chosen.plan.seconds if chosen.plan.seconds else 0.0
-    plan = dataclasses.replace(
-        chosen.plan, seconds=seconds, bound=bound, microbatches=request.microbatches
-    )
-    return dataclasses.replace(chosen, plan=plan)
 
 
 def choose_on_stored(manager: PassManager, program: Program, world: World, plan: Plan) -> Program:
@@ -277,7 +263,7 @@ def fit_to_memory(
     """Return the rank-local program, with just enough blocks recomputed to fit the budget. Raises
     PlanError, naming the smallest world that would do, where no amount is enough.
     """
-    chosen = _leanest(chosen, request)
+    chosen = leanest(chosen, request)
     assert chosen.plan is not None
     program = _keep_traced_on_one_rank(source, manager.run_all(PIPELINE, chosen, world))
     step = partial(
@@ -286,40 +272,10 @@ def fit_to_memory(
         budget=request.budget,
         larger=partial(larger_world, chosen, chosen.plan, request),
     )
-    program = _sums_once(manager.run("recompute", program, step, recomputing.check), request)
+    program = manager.run("recompute", program, step, recomputing.check)
+    program = in_turns(sums_once(program, request), world, request)
     assert program.plan is not None
     return dataclasses.replace(program, plan=_reserve_flight_bytes(program.plan, request))
-
-
-def _leanest(chosen: Program, request: PlanRequest) -> Program:
-    """Return the program with a plan that holds the least between micro-batches, before it is made
-    to fit the request's budget.
-    """
-    plan = chosen.plan
-    assert plan is not None
-    if plan.microbatches == 1 or request.budget is None:
-        return chosen
-    return dataclasses.replace(chosen, plan=dataclasses.replace(plan, sums_once=False))
-
-
-def _sums_once(program: Program, request: PlanRequest) -> Program:
-    """Return the program with a plan that sums every gradient once a step, where what it holds of
-    them between micro-batches fits.
-    """
-    plan = program.plan
-    assert plan is not None
-    if plan.microbatches == 1 or request.budget is None or plan.memory is None:
-        return program
-    once = dataclasses.replace(program, plan=dataclasses.replace(plan, sums_once=True))
-    assert once.plan is not None
-    more = unreduced_bytes(once) - unreduced_bytes(program)
-    memory = dataclasses.replace(
-        plan.memory, gradients=plan.memory.gradients + more, peak=plan.memory.peak + more
-    )
-    if not request.budget.fits(memory):
-        return program
-    chosen = dataclasses.replace(once.plan, memory=memory, peak_bytes=memory.peak)
-    return dataclasses.replace(once, plan=chosen)
 
 
 def finish_plan(

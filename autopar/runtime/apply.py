@@ -30,6 +30,7 @@ from autopar.ir.plan_table import format_ranks
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
+from autopar.passes.interleave import interleaved
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.edit import check_edits, compare_figures, is_unchanged
 from autopar.planner.named_layouts import candidates
@@ -127,6 +128,8 @@ def build_runner(
                 "opening process groups", lambda: connect(mesh, device_type, groups)
             )
     world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
+    if program.plan.interleaved:
+        program = interleaved(program)
     return device_mesh, runner(program, world, backend, overlap)
 
 

@@ -18,20 +18,10 @@ import torch
 import autopar
 from autopar.cli.targets import NAMED, Gpt
 from autopar.cost.parts import deferred_values
-from autopar.cost.simulator import simulate
-from autopar.cost.simulator.engine import Event
+from autopar.cost.simulator import in_turns, simulate
 from autopar.cost.simulator.step_events import Events
 
 LAYOUTS = ("ddp", "fsdp", "megatron", "megatron-sp", "atp")
-
-
-def alternating(events: list[Event]) -> list[Event]:
-    """Two copies of the events of a part, turn by turn."""
-    both = []
-    for event in events:
-        for copy in (0, 1):
-            both.append(event._replace(after=tuple(2 * i + copy for i in event.after)))
-    return both
 
 
 def ratio(layout: str, world: autopar.World, width: int) -> float:
@@ -47,7 +37,7 @@ def ratio(layout: str, world: autopar.World, width: int) -> float:
     )  # fmt: skip
     program = plan.context.program
     events = Events(program, world, deferred_values(program)).run()
-    return simulate(alternating(events)).seconds / (2 * simulate(events).seconds)
+    return in_turns(events).seconds / (2 * simulate(events).seconds)
 
 
 def main() -> None:

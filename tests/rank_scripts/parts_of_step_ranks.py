@@ -6,6 +6,7 @@ losses, gradients and parameters are apart, and which forms the backwards had.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ def trained(model: nn.Module) -> list[Tensor]:
     return [*seen, *map(full, model.parameters())]
 
 
-def facts_of(name: str, count: int) -> dict[str, Any]:
+def facts_of(name: str, count: int, turns: bool) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     plain, layout = Net(), GRIDS.get(name, name)
@@ -87,9 +88,15 @@ def facts_of(name: str, count: int) -> dict[str, Any]:
         )
         return before(self, values, accumulator)
 
-    parallel = autopar.parallelize(
-        copy.deepcopy(plain), inputs=batch(0), layout=layout, microbatches=count
-    )
+    model = copy.deepcopy(plain)
+    if turns:
+        plan = autopar.plan(model, 4, batch(0), layout, microbatches=count)
+        plan = dataclasses.replace(plan, interleaved=True)
+        plan = autopar.Plan.from_json(plan.to_json())  # as one from a file, it is not decided anew
+        parallel = autopar.apply(model, plan, batch(0))
+        assert parallel.plan.interleaved
+    else:
+        parallel = autopar.parallelize(model, inputs=batch(0), layout=layout, microbatches=count)
     DeferredBackward.run = run  # type: ignore[method-assign]
     try:
         pairs = list(zip(trained(parallel), trained(plain), strict=True))
@@ -175,12 +182,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     facts = {}
     for task in sys.argv[2:]:
-        name, _, count = task.partition(":")
+        name, count, turns = (*task.split(":"), "", "")[:3]
         try:
             if not count:
                 facts[task] = others()
                 continue
-            facts[task] = facts_of(name, int(count))
+            facts[task] = facts_of(name, int(count), turns == "turns")
         except Exception as error:
             facts[task] = {"error": f"{type(error).__name__}: {error}"}
     everyone = ranks.all_of(facts)

@@ -12,13 +12,17 @@ PARTS = {"ddp": 4, "fsdp": 4, "4d": 2, "2.5d": 4}
 TASKS = [f"{layout}:{count}" for layout, count in PARTS.items()]
 
 
+TURNS = ["fsdp:4:turns", "megatron:4:turns"]  # two parts in turns
+
+
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("parts")
-    return launched(folder, 4, *TASKS, "megatron:4", "others", script="parts_of_step_ranks.py")
+    tasks = *TASKS, "megatron:4", *TURNS, "others"
+    return launched(folder, 4, *tasks, script="parts_of_step_ranks.py")
 
 
-@pytest.mark.parametrize("task", [*TASKS, "megatron:4"])
+@pytest.mark.parametrize("task", [*TASKS, "megatron:4", *TURNS])
 def test_three_steps_are_those_of_one_device(facts: Any, task: str) -> None:
     for found in facts:
         assert "error" not in found[task], found[task]
@@ -31,6 +35,11 @@ def test_gradients_are_summed_across_ranks_once_a_step(facts: Any, task: str) ->
     held = PARTS[task.split(":")[0]] - 1
     for found in facts:
         assert found[task]["forms"] == [*["deferred"] * held, "final"] * 3
+
+
+def test_two_parts_in_turns_have_one_backward(facts: Any) -> None:
+    for found in facts:
+        assert found["fsdp:4:turns"]["forms"] == ["deferred", "final"] * 3
 
 
 def test_what_goes_on_besides_training(facts: Any) -> None:

@@ -229,7 +229,7 @@ class Timeline(Seen):
     events: tuple[Event, ...]
     run: Run
     before: Timeline | None = None  # a part whose gradients are deferred, in micro-batches
-    times: int = 0  # how often that runs before this one
+    times: float = 0  # how often that runs before this one
     title = "a modelled step"
     process = "modelled"
 
@@ -297,8 +297,21 @@ def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
     assert program.plan is not None
     if program.plan.microbatches == 1:
         return last
-    deferred = _shortest(Events(program, world, deferred_values(program)), overlap)
-    return dataclasses.replace(last, before=deferred, times=program.plan.microbatches - 1)
+    others = program.plan.microbatches - 1
+    events = Events(program, world, deferred_values(program))
+    if program.plan.interleaved and overlap:
+        return dataclasses.replace(last, before=in_turns(events.run()), times=others / 2)
+    return dataclasses.replace(last, before=_shortest(events, overlap), times=others)
+
+
+def in_turns(events: Sequence[Event]) -> Timeline:
+    """Return the timeline of two parts with these events each, turn by turn."""
+    both = [
+        event._replace(after=tuple(2 * index + part for index in event.after))
+        for event in events
+        for part in (0, 1)
+    ]
+    return simulate(both)
 
 
 def _shortest(step: Events, overlap: bool) -> Timeline:

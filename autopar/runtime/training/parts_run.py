@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.program import Input, Program
+from autopar.passes.interleave import is_own
 from autopar.passes.microbatches import Parts
 from autopar.passes.overlap.accumulation import Tail
 from autopar.runtime.apply import to_dtensor
@@ -78,8 +79,9 @@ class PartsRun:
         self._own = self._whole.signature.inputs
         self._layouts, self._returned = program.layouts, program.signature.outputs
         self._blocks = self._row_blocks(program)
-        self._holder = _Sums()
-        self._sums_once = program.plan is None or program.plan.sums_once
+        assert program.plan is not None
+        self._sums_once = program.plan.sums_once
+        self._at_once = 2 if program.plan.interleaved else 1  # parts in one run of the graph
 
     # -- the graphs that run, for who asks ---------------------------------------------------------
     @property
@@ -133,17 +135,27 @@ class PartsRun:
         places = [i for i, x in enumerate(own) if isinstance(x, Tensor) and x.requires_grad]
         if not places or not torch.is_grad_enabled():
             with torch.no_grad():
-                return self._combined([self.run(*part) for part in self._each(own, seeds)])
+                runs = (self._apart(self.run(*values)) for values in self._each(own, seeds))
+                return self._combined([results for run in runs for results in run])
         return list(_Step.apply(self, places, own, seeds, *(own[i] for i in places)))
 
     def _each(self, own: Sequence[Any], seeds: Sequence[Any]) -> Iterator[list[Any]]:
-        """Yield the values of the placeholders for each part."""
+        """Yield the values of the placeholders for each run of the graph."""
         totals = iter(self._totals(own))
         total_of = {e.node: next(totals) for e in self._entries if e.node in self._parts.names}
         by_node = {e.node: x for e, x in zip(self._own, own, strict=True)}
         later = iter(seeds)
-        for part in range(self.count):
-            yield [self._value(e, by_node, total_of, part, later) for e in self._entries]
+        for first in range(0, self.count, self._at_once):
+            values = [self._value(e, by_node, total_of, first, later) for e in self._entries]
+            for part in range(first + 1, first + self._at_once):
+                entries = (entry for entry in self._entries if is_own(entry))
+                values += [self._value(e, by_node, total_of, part, later) for e in entries]
+            yield values
+
+    def _apart(self, results: Sequence[Any]) -> list[Sequence[Any]]:
+        """Return the results of each part, of those of one run."""
+        size = len(results) // self._at_once
+        return [results[place : place + size] for place in range(0, len(results), size)]
 
     def _value(
         self,
@@ -212,15 +224,17 @@ class PartsRun:
         found: list[list[Any]] = []
         loss_place = -1
         scheduled = self.run if isinstance(self.run, Scheduled) else None
+        sums = _Sums()  # of this step alone: one that failed leaves nothing behind
         if scheduled is not None:
-            scheduled.accumulator, scheduled.defers_scattered = self._holder, self._sums_once
-        for number, values in enumerate(self._each(named, seeds)):
-            self._holder.closes = number == self.count - 1
-            results = self.run(*values)
-            loss_place = self._loss_place(results) if loss_place < 0 else loss_place
-            own_gradients = torch.autograd.grad(results[loss_place], trained, allow_unused=True)
-            _add(gradients, own_gradients)
-            found.append([x.detach() if isinstance(x, Tensor) else x for x in results])
+            scheduled.accumulator, scheduled.defers_scattered = sums, self._sums_once
+        for number, values in enumerate(self._each(named, seeds), start=1):
+            sums.closes = number * self._at_once == self.count
+            parts = self._apart(self.run(*values))
+            loss_place = self._loss_place(parts[0]) if loss_place < 0 else loss_place
+            losses = [results[loss_place] for results in parts]
+            _add(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
+            for results in parts:
+                found.append([x.detach() if isinstance(x, Tensor) else x for x in results])
         return self._combined(found), loss_place, gradients
 
     def _loss_place(self, results: Sequence[Any]) -> int:
