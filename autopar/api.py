@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar._compat import pytree
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
+from autopar.ir.garbage import without_collection
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ops import devices
@@ -51,6 +52,7 @@ from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks
 
 
+@without_collection()
 def plan(
     model: nn.Module,
     world: World | int | Any | None,

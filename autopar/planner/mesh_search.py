@@ -14,14 +14,13 @@ the others.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from autopar.cost.activations import Price
 from autopar.errors import PlanError
+from autopar.ir.garbage import without_collection
 from autopar.ir.layout import I, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -110,20 +109,6 @@ class Best(NamedTuple):
     bounds: tuple[float, ...]
 
 
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Run without garbage collection: searching the nodes of a traced graph for cycles takes as
-    long as a search on one mesh, which creates hardly any cycle.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def search_meshes(program: Program, world: World, request: PlanRequest) -> Program:
     """Return the annotated program with the plan of least summed seconds over every mesh that the
     request's layout allows on the ranks of `world`, and a proven bound; ties go to fewer axes, then
@@ -137,7 +122,7 @@ def search_meshes(program: Program, world: World, request: PlanRequest) -> Progr
     return with_asked_recomputation(dataclasses.replace(program, plan=plan), request)
 
 
-@without_garbage_collection()
+@without_collection()
 def best(
     program: Program,
     given: Sequence[Candidate],

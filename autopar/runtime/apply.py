@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from autopar._compat import from_part, local_of, placing_of, version_of
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.errors import InputError, PlanError, WorldError
+from autopar.ir.garbage import without_collection
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
@@ -171,6 +172,7 @@ def _named_or_running(world: World | int | Any | None) -> World:
     return detected
 
 
+@without_collection()
 def plan_on_rank_0(
     model: nn.Module,
     world: World,
