@@ -630,5 +630,15 @@ def test_transformers_do_not_look_at_masks() -> None:
     assert transformer._detect_is_causal_mask is detect
 
 
+@covers("LazyGraphModule")
+def test_a_lazy_graph_module_is_compiled_when_it_is_called() -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("x"),)))
+    module = _compat.LazyGraphModule(torch.nn.Module(), graph)
+    assert isinstance(module, torch.fx.GraphModule) and module._needs_recompile()
+    assert module(torch.ones(())).item() == -1 and not module._needs_recompile()
+    assert "torch.neg" in module.code
+
+
 def test_every_name_is_tested_here() -> None:
     assert set(_compat.__all__) == TESTED

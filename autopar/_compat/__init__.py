@@ -24,6 +24,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.modules import transformer
 from torch.nn.modules._functions import BackwardHookFunction
@@ -291,6 +292,7 @@ __all__ = [
     "BoxedCodeGen",
     "FakeTensor",
     "FakeTensorMode",
+    "LazyGraphModule",
     "OpOverload",
     "TorchDispatchMode",
     "apply_function",

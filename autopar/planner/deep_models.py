@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._compat import pytree
+from autopar._compat import LazyGraphModule, pytree
 from autopar.cost.activations import Price, activation_bytes
 from autopar.errors import LayoutError
 from autopar.ir.graph import alike, block_name, blocks, module_path, numbered_block
@@ -242,7 +242,7 @@ def _module_without(module: fx.GraphModule, stands: Mapping[fx.Node, fx.Node]) -
             graph.output(fx.map_arg(node.args[0], taken))
         elif node not in stands:
             new_nodes[node] = graph.node_copy(node, taken)
-    return fx.GraphModule(module, graph)
+    return LazyGraphModule(module, graph)
 
 
 def _without(program: Program, module: fx.GraphModule, gone: Set[str]) -> Program:
