@@ -630,6 +630,16 @@ def test_transformers_do_not_look_at_masks() -> None:
     assert transformer._detect_is_causal_mask is detect
 
 
+@covers("modes_on")
+def test_modes_are_seen() -> None:
+    assert not _compat.modes_on()
+    with torch.device("meta"):
+        assert _compat.modes_on()
+    with _compat.fake_mode():
+        assert _compat.modes_on()
+    assert not _compat.modes_on()
+
+
 @covers("LazyGraphModule")
 def test_a_lazy_graph_module_is_compiled_when_it_is_called() -> None:
     graph = torch.fx.Graph()

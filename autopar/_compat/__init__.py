@@ -28,8 +28,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.modules import transformer
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from autopar._compat.compiling import (
@@ -150,6 +151,11 @@ def fake_mode() -> FakeTensorMode:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """What `function.apply` does, also while `functions_applied` has it do something else."""
     return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+
+
+def modes_on() -> bool:
+    """Whether a mode for torch functions or for dispatch is on, as `with torch.device(…)` sets."""
+    return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
 
 
 @contextmanager
@@ -317,6 +323,7 @@ __all__ = [
     "inductor_decompositions",
     "local_of",
     "masks_as_given",
+    "modes_on",
     "named_backend",
     "next_autograd_step",
     "not_compiled",
