@@ -17,6 +17,7 @@ from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.ir.garbage import without_collection
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
+from autopar.ir.progress import shown
 from autopar.ops import devices
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import edit, mesh_search, world_size
@@ -52,6 +53,7 @@ from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks
 
 
+@shown("planning")
 @without_collection()
 def plan(
     model: nn.Module,
@@ -272,6 +274,7 @@ def _plan_and_apply(
     return _apply(model, plan, None, backend, overlap, sync_parameters, place)
 
 
+@shown("verifying")
 def verify(
     model: nn.Module,
     world: World | int | Any | None,

@@ -25,7 +25,8 @@ LATER = (
     *("cli/huggingface", "cli/command", "cli/compare", "cli/explain", "cli/reasons", "cli/sweep"),
     *("cli/trace", "cli/graph", "cli/verify", "cli/show", "cli/calibrate", "cli/advise"),
     *("cli/schema", "cli/plan", "doctor/command", "doctor/abilities", "doctor/description"),
-    *("passes/log", "passes/selection", "runtime/inspection", "ir/garbage", "trace/reuse"),
+    *("passes/log", "passes/selection", "runtime/inspection"),
+    *("ir/garbage", "ir/progress", "trace/reuse"),
 )
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 

@@ -25,6 +25,7 @@ from autopar.ir.layout import I, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.progress import tell
 from autopar.ir.sharding_rule import results_of, shape_of
 from autopar.ir.strategy import Choice, Slot
 from autopar.planner.bounds import Bound, Joint
@@ -212,12 +213,15 @@ def meshes_by_bound(
     price: Price | None = None,
 ) -> list[float]:
     """Return a lower bound of the step in seconds for every candidate."""
-    bounds = [0.0] * len(given)
+    bounds, done = [0.0] * len(given), 0
     for chunk in chunks(given):
+        tell("meshes bounded", done, len(given))
         # not in threads: numpy's calls are short, and they would wait for Python
         bound = pass_messages(whole, [given[i] for i in chunk], world, price)
         for index, seconds in zip(chunk, bound.run(), strict=True):
             bounds[index] = max(0.0, float(seconds))  # messages round
+        done += len(chunk)
+    tell("meshes bounded", done, len(given))
     return bounds
 
 

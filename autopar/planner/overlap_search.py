@@ -28,6 +28,7 @@ from autopar.cost.simulator import bucket_seconds
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.progress import tell
 from autopar.passes import emit_program
 from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks, with_share
 from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
@@ -54,7 +55,9 @@ def plans_by_step(model: ShortenedModel, best: Program, request: PlanRequest) ->
     contenders = _Others(best, model, request)
     layout_candidates = list(candidates(request.layout, world.ranks, best))
     contenders.take(layout_candidates, bounds_of(_plan(best)))
-    for name in NAMES[1:] if request.layout == "auto" else ():
+    names = NAMES[1:] if request.layout == "auto" else ()
+    for done, name in enumerate(names):
+        tell("named layouts tried", done, len(names))
         contenders.take_named(name)
     promising = contenders.near()
     if len(promising) > 1:
@@ -67,7 +70,9 @@ def _by_step(promising: Sequence[_Rated], world: World) -> list[_Rated]:
     that can overlap did are not simulated; they come last.
     """
     steps: dict[int, float] = {}
-    for index, rated in sorted(enumerate(promising), key=lambda pair: pair[1].light):
+    in_order = sorted(enumerate(promising), key=lambda pair: pair[1].light)
+    for done, (index, rated) in enumerate(in_order):
+        tell("plans simulated", done, len(promising))
         if not steps or rated.light <= _HARDLY * min(steps.values()):
             steps[index] = _step(rated.deep, world)
     order = sorted(

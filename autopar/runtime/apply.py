@@ -28,6 +28,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ir.program import Input, Program
+from autopar.ir.progress import shown
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.passes.pass_manager import PassManager
@@ -172,6 +173,7 @@ def _named_or_running(world: World | int | Any | None) -> World:
     return detected
 
 
+@shown("planning")
 @without_collection()
 def plan_on_rank_0(
     model: nn.Module,
