@@ -315,7 +315,7 @@ class ShortenedModel:
         plans = [
             self.plan([candidate], price) for candidate in promising_meshes(bounds, given, tries)
         ]
-        plan = min(plans, key=lambda plan: self._paid(plan, price))
+        plan = plans[0] if len(plans) == 1 else min(plans, key=lambda p: self._paid(p, price))
         return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
 
     def named(self, name: str) -> Plan | None:
