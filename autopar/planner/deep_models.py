@@ -70,19 +70,32 @@ class DeepModel:
     ) -> None:
         self.program, self._edge, self._more = program, edge, more
         self.blocks: dict[Block, list[fx.Node]] = known.blocks if known else _blocks(program)
-        places = {n: (b, i) for b, nodes in self.blocks.items() for i, n in enumerate(nodes)}
-        self._looks: dict[Block, Hashable] = (
-            known._looks if known else block_looks(self.blocks, places)
+        self._places: dict[fx.Node, tuple[Block, int]] = (
+            known._places
+            if known
+            else {n: (b, i) for b, nodes in self.blocks.items() for i, n in enumerate(nodes)}
         )
+        self._looks: dict[Block, Hashable] = (
+            known._looks if known else block_looks(self.blocks, self._places)
+        )
+        self._apart: dict[tuple[Block, ...], bool] = known._apart if known else {}
         plan = program.plan
         copies = _copies(plan) if plan else {}
         laid_out = {b: _block_layouts(plan, copies, nodes) for b, nodes in self.blocks.items()}
         looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
         long_runs = (tuple(run) for run in alike(looks) if len(run) > 2 * edge + more)
-        self.runs = tuple(run for run in long_runs if _apart(run, self.blocks, places))
+        self.runs = tuple(run for run in long_runs if self._is_apart(run))
         self._shorter: dict[int | None, Program] = {}
         # Modules without these nodes, which programs that differ in their plans alone share.
         self._modules: dict[Hashable, fx.GraphModule] = known._modules if known else {}
+
+    def _is_apart(self, run: tuple[Block, ...]) -> bool:
+        """Whether the blocks of the run alone use what is left out. No plan changes that."""
+        if run not in self._apart:
+            nodes = (node for block in run[:-1] for node in self.blocks[block])
+            inside = {node for block in run for node in self.blocks[block]}
+            self._apart[run] = all(user in inside for node in nodes for user in node.users)
+        return self._apart[run]
 
     def under(self, plan: Plan) -> DeepModel:
         """Return the same program with another plan."""
@@ -167,17 +180,6 @@ def _blocks(program: Program) -> dict[Block, list[fx.Node]]:
         if block is not None:
             blocks[block].append(node)
     return blocks
-
-
-def _apart(
-    run: Sequence[Block],
-    blocks: Mapping[Block, list[fx.Node]],
-    places: Mapping[fx.Node, tuple[Block, int]],
-) -> bool:
-    """Whether the blocks of the run alone use what is left out."""
-    own = set(run)
-    users = (user for block in run[:-1] for node in blocks[block] for user in node.users)
-    return all(user in places and places[user][0] in own for user in users)
 
 
 def _copies(plan: Plan) -> dict[str, list[tuple[int, Layout]]]:

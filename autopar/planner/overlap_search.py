@@ -100,7 +100,7 @@ class _Others:
         self.saved = Middle(best, "adamw" if request.budget is None else request.budget.optimizer)
         self.found: dict[Hashable, _Rated] = {}
         self.names: dict[str, dict[Hashable, _Rated]] = defaultdict(dict)
-        self._add(_plan_look(_plan(best)), self.deep)
+        self._enter(self.deep)
 
     @property
     def least(self) -> float:
@@ -133,7 +133,7 @@ class _Others:
         """Enter a named layout's plan of the sum and its plans at the shares."""
         plan = self.model.named(name)
         if plan is not None:
-            self._enter(plan, name)
+            self._enter_plan(plan, name)
             layout_candidates = list(candidates(name, self.world.ranks, self.best))
             self.take(layout_candidates, bounds_of(plan), name)
 
@@ -144,7 +144,7 @@ class _Others:
         most = _FREE if all(rules.free for _, rules in given) else _RULED
         meshes = promising_meshes(bounds, given, most, _NEAR)
         for plan in self.model.at_shares(shares(self.world)[::-1], meshes):
-            if self._enter(plan, name) > _NEAR * self.least:
+            if self._enter_plan(plan, name) > _NEAR * self.least:
                 return
 
     def _beside(self, plan: Plan) -> DeepModel:
@@ -157,22 +157,24 @@ class _Others:
         )
         return deep.under(plan)
 
-    def _enter(self, plan: Plan, name: str = "") -> float:
-        """Add a plan unless one like it is there, and return its seconds when what can overlap
-        counts least.
+    def _enter_plan(self, plan: Plan, name: str) -> float:
+        """Add a plan at its full price, unless one like it is there; return its seconds when what
+        can overlap counts least.
         """
+        rated = self.found.get(_plan_look(plan))
+        return self._enter(self._beside(plan) if rated is None else rated.deep, name)
+
+    def _enter(self, deep: DeepModel, name: str = "") -> float:
+        """Add a plan, and return its seconds when what can overlap counts least."""
+        plan = _plan(deep.program)
         look = _plan_look(plan)
         if look not in self.found:
-            self._add(look, self._beside(plan))
+            lightest = DeepModel(with_share(deep.program, shares(self.world)[-1]), deep)
+            light = sum_of_blocks(lightest, self.world)
+            self.found[look] = _Rated(light, light + plan.seconds, deep)
         if name:
             self.names[name][look] = self.found[look]
         return self.found[look].light
-
-    def _add(self, look: Hashable, deep: DeepModel) -> None:
-        """Rate a plan that looks like no other."""
-        lightest = DeepModel(with_share(deep.program, shares(self.world)[-1]), deep)
-        light = sum_of_blocks(lightest, self.world)
-        self.found[look] = _Rated(light, light + _plan(deep.program).seconds, deep)
 
 
 def shares(world: World) -> tuple[float, ...]:
