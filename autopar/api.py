@@ -15,8 +15,10 @@ from torch import nn
 
 from autopar._compat import pytree
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
+from autopar.ir.garbage import without_collection
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
+from autopar.ir.progress import shown
 from autopar.ops import devices
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import edit, mesh_search, world_size
@@ -56,6 +58,8 @@ from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks, store
 
 
+@shown("planning")
+@without_collection()
 def plan(
     model: nn.Module,
     world: World | int | Any | None,
@@ -320,6 +324,7 @@ def _agreed_parts(
     return ranks.from_rank_0(ranks.together("searching", lambda: store.done_on_rank_0(search)))
 
 
+@shown("verifying")
 def verify(
     model: nn.Module,
     world: World | int | Any | None,

@@ -663,5 +663,25 @@ def test_transformers_do_not_look_at_masks() -> None:
     assert transformer._detect_is_causal_mask is detect
 
 
+@covers("modes_on")
+def test_modes_are_seen() -> None:
+    assert not _compat.modes_on()
+    with torch.device("meta"):
+        assert _compat.modes_on()
+    with _compat.fake_mode():
+        assert _compat.modes_on()
+    assert not _compat.modes_on()
+
+
+@covers("LazyGraphModule")
+def test_a_lazy_graph_module_is_compiled_when_it_is_called() -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.neg, (graph.placeholder("x"),)))
+    module = _compat.LazyGraphModule(torch.nn.Module(), graph)
+    assert isinstance(module, torch.fx.GraphModule) and module._needs_recompile()
+    assert module(torch.ones(())).item() == -1 and not module._needs_recompile()
+    assert "torch.neg" in module.code
+
+
 def test_every_name_is_tested_here() -> None:
     assert set(_compat.__all__) == TESTED

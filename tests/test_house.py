@@ -29,6 +29,7 @@ LATER = (
     *("cli/target_function", "runtime/deferred_backward", "runtime/parts_check", "cost/parts"),
     *("passes/microbatches", "passes/part_numbers", "overlap/accumulation"),
     *("planner/parts", "planner/parts_search", "planner/part_plans", "passes/interleave"),
+    *("ir/garbage", "ir/progress", "trace/reuse"),
 )
 ENDINGS = ("s", "d", "ed", "ing", "er", "ted", "ting", "ation")  # cuts and cutting are one name
 

@@ -28,11 +28,13 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.modules import transformer
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from autopar._compat.compiling import (
@@ -153,6 +155,11 @@ def fake_mode() -> FakeTensorMode:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """What `function.apply` does, also while `functions_applied` has it do something else."""
     return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+
+
+def modes_on() -> bool:
+    """Whether a mode for torch functions or for dispatch is on, as `with torch.device(…)` sets."""
+    return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
 
 
 @contextmanager
@@ -295,6 +302,7 @@ __all__ = [
     "BoxedCodeGen",
     "FakeTensor",
     "FakeTensorMode",
+    "LazyGraphModule",
     "OpOverload",
     "TorchDispatchMode",
     "apply_function",
@@ -319,6 +327,7 @@ __all__ = [
     "inductor_decompositions",
     "local_of",
     "masks_as_given",
+    "modes_on",
     "named_backend",
     "next_autograd_step",
     "not_compiled",

@@ -26,6 +26,7 @@ from autopar.cost.throughput import throughput
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_amount, format_bytes, format_count, format_seconds
 from autopar.ir.plan_view import parts_text
+from autopar.ir.progress import PATIENCE_S, Work, show_bar, step, watched
 from autopar.planner.why import Why
 from autopar.world import PRESETS, World
 from autopar.world.world import CALIBRATED
@@ -50,7 +51,6 @@ def print_line(out: Console, name: str, text: str) -> None:
 
 T = TypeVar("T")
 
-PATIENCE_S = 2.0  # work that takes longer reports progress
 QUIET_S = 30.0  # between two lines of progress in a file or a pipe
 _QUARTERS = 4  # lines of progress in a file or a pipe
 
@@ -91,41 +91,36 @@ def watch_progress(
 ) -> T:
     """Return the result of `work`, which is called with a function to report the name of a pass.
 
-    After two seconds stderr says what is being done, in which pass, and for how long, unless
-    `quiet`. What a model prints goes to stderr, too: stdout is for results.
+    After two seconds stderr says what is being done, in which pass, and how far it is: a terminal
+    shows a bar, a file or a pipe gets a line for each pass; nothing where `quiet`. What a model
+    prints goes to stderr, too: stdout is for results.
     """
-    stop, now = threading.Event(), [doing]
-
-    def report(name: str) -> None:
-        now[0] = f"{doing}: {name}"
-
+    stop, now = threading.Event(), Work(doing)
     arguments = (now, stop, console(stderr=True))
     watcher = threading.Thread(target=_watch, args=arguments, daemon=True)
     if not quiet:
         watcher.start()
     try:
-        with redirect_stdout(sys.stderr):
-            return work(report)
+        with redirect_stdout(sys.stderr), watched(now):
+            return work(step)
     finally:
         stop.set()
         if not quiet:
             watcher.join()
 
 
-def _watch(now: list[str], stop: threading.Event, console: Console) -> None:
+def _watch(now: Work, stop: threading.Event, console: Console) -> None:
     start = time.perf_counter()
-    if stop.wait(PATIENCE_S):
-        return
     if console.is_terminal:
-        with console.status(escape(now[0])) as status:
-            while not stop.wait(0.1):
-                status.update(f"{escape(now[0])} … {time.perf_counter() - start:.0f} s")
+        show_bar(now, stop, console)
+        return
+    if stop.wait(PATIENCE_S):
         return
     reported, reported_at = "", start
     while not stop.wait(0.1):
         seconds = time.perf_counter()
-        if now[0] != reported or seconds - reported_at > QUIET_S:
-            reported, reported_at = now[0], seconds
+        if now.text != reported or seconds - reported_at > QUIET_S:
+            reported, reported_at = now.text, seconds
             console.print(f"{escape(reported)} … {reported_at - start:.0f} s", soft_wrap=True)
 
 

@@ -12,6 +12,7 @@ backward, in the graph's order, for the summary, the formulas and the simulator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import fx
 from autopar.cost.algorithms import Algorithm, algorithms, flat_algorithms
 from autopar.cost.network import Pattern, pattern, size
 from autopar.ir.graph import every_node
-from autopar.ir.layout import Element, Layout, Step, Traffic
+from autopar.ir.layout import TRAFFIC, Element, Layout, Step, Traffic
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Atom, Program
 from autopar.ops.collectives import hierarchy_of
@@ -226,14 +227,34 @@ def path_parts(path: Sequence[Step], element: Element, world: World) -> tuple[fl
     """Return the seconds of a path of reshards in memory, and those of its collectives, whatever
     the share of them that counts.
     """
-    in_memory = 0.0
+    in_memory = sending = 0.0
     for step in path:
-        in_memory += (
-            max(step.before.local_size, step.after.local_size)
-            * element.bytes
-            / world.device.memory_bytes_per_s
-        )
-    return in_memory, sum(cost.seconds for cost in costs(path, element, world))
+        elements = max(step.before.local_size, step.after.local_size)
+        in_memory += elements * element.bytes / world.device.memory_bytes_per_s
+        for seconds in _step_seconds(
+            step.kind, step.axes, step.before.mesh, elements, element, world
+        ):
+            sending += seconds
+    return in_memory, sending
+
+
+@lru_cache(maxsize=1 << 18)
+def _step_seconds(
+    kind: str, axes: tuple[str, ...], mesh: Mesh, elements: int, element: Element, world: World
+) -> tuple[float, ...]:
+    """Return the seconds of the collectives of a step of this kind, in the order of `costs`.
+    `elements`: what a rank holds at most, before the step or after it. Many layouts share them.
+    """
+    if kind == "S->S":
+        elements *= math.prod(mesh.sizes[axis] for axis in axes)
+    forward, backward = TRAFFIC[kind]
+    found = []
+    for name, late in ((forward, False), (backward if element.gradient else None, True)):
+        if name is not None:
+            traffic = Traffic(name, elements)
+            price = collective_cost(traffic, axes, mesh, element.of(name, late), world)
+            found += [price.seconds] * (2 if element.again and not late else 1)
+    return tuple(found)
 
 
 class SentCollective(NamedTuple):

@@ -15,10 +15,14 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
+from autopar._compat import pytree
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
+
+Block = tuple[str, int]  # the path of repeated blocks, and a block's number
 
 
 def producer(node: fx.Node) -> Value:
@@ -60,7 +64,7 @@ def chain_name(node: fx.Node) -> str:
     return ".".join(parts[: numbers[-1] + 2] if numbers else parts[:2]) or "(model)"
 
 
-def numbered_block(path: str) -> tuple[str, int] | None:
+def numbered_block(path: str) -> Block | None:
     """Return the repeated block of a module path, as (path before its first number, that number).
 
     >>> numbered_block("model.layers.3.mlp")
@@ -81,16 +85,16 @@ def block_of(node: fx.Node) -> str:
     return "" if block is None else block_name(block)
 
 
-def block_name(block: tuple[str, int]) -> str:
+def block_name(block: Block) -> str:
     """Return the name of a block: ("blocks", 3) is "blocks.3"."""
     return f"{block[0]}.{block[1]}".lstrip(".")
 
 
-def alike(looks: Mapping[tuple[str, int], Hashable]) -> Iterator[list[tuple[str, int]]]:
+def alike(looks: Mapping[Block, Hashable]) -> Iterator[list[Block]]:
     """Yield the longest runs of blocks with consecutive numbers that look the same. `looks` maps
     each block to a value that is equal for blocks that look the same.
     """
-    run: list[tuple[str, int]] = []
+    run: list[Block] = []
     for block in sorted(looks):
         if run and (block != (run[-1][0], run[-1][1] + 1) or looks[block] != looks[run[-1]]):
             yield run
@@ -252,3 +256,36 @@ def ordered(graph: fx.Graph) -> bool:
         cursor.append(node)
         cursor = node
     return True
+
+
+def block_looks(
+    blocks: Mapping[Block, list[fx.Node]], places: Mapping[fx.Node, tuple[Block, int]]
+) -> dict[Block, Hashable]:
+    """Return for every block what it computes, and from which values."""
+    return {b: tuple(_node_look(places, b, node) for node in nodes) for b, nodes in blocks.items()}
+
+
+def _node_look(
+    places: Mapping[fx.Node, tuple[Block, int]], block: Block, node: fx.Node
+) -> Hashable:
+    """Return what a node computes and the places of its inputs, the same for equal nodes of two
+    blocks.
+    """
+
+    def seen(value: Any) -> Hashable:
+        if not isinstance(value, fx.Node):
+            return str(value)
+        if value not in places or places[value][0][0] != block[0]:
+            return value.name
+        other, place = places[value]
+        return other[1] - block[1], place
+
+    inputs = tuple(seen(value) for value in pytree.tree_leaves((node.args, node.kwargs)))
+    return node.op, node.op == "placeholder" or node.target, _result_shapes(node), inputs
+
+
+def _result_shapes(node: fx.Node) -> Hashable:
+    """Return the shapes and dtypes of a node's results."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    tensors = (value for value in leaves if isinstance(value, torch.Tensor))
+    return tuple((tuple(value.shape), value.dtype) for value in tensors)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from autopar.ir.layout import ORDER, Layout, R, State, Step
 from autopar.ir.mesh import Mesh
 
-_PRIORITY = {kind: place for place, kind in enumerate(ORDER)}
+_PRIORITY = {tuple(kind.split("->")): place for place, kind in enumerate(ORDER)}
 # Changes that all axes take together; with digits, only axes whose digits are jointly one digit do.
 _JOINT = frozenset(kind for kind in ORDER if "S" not in kind)
 
@@ -49,13 +49,13 @@ def _next_step(current: Layout, target: Layout) -> Step:
 
 def _changes(before: States, after: States) -> list[tuple[str, Places]]:
     """Return the changes and the axes that take each, sorted by ORDER."""
-    places_by_kind: dict[str, Places] = {}
+    places_by_order: dict[int, Places] = {}
     for place, (old, new) in enumerate(zip(before, after, strict=True)):
         # No step leads to another digit of the same dim: the digit is gathered, then sliced again.
         if old != new and not (old.kind == new.kind == "S" and old.dim == new.dim):
-            kind = f"{old.kind}->{new.kind}"
-            places_by_kind[kind] = (*places_by_kind.get(kind, ()), place)
-    return sorted(places_by_kind.items(), key=lambda pair: _PRIORITY[pair[0]])
+            order = _PRIORITY[old.kind, new.kind]
+            places_by_order[order] = (*places_by_order.get(order, ()), place)
+    return [(ORDER[order], places_by_order[order]) for order in sorted(places_by_order)]
 
 
 def _step(kind: str, places: Places, current: Layout, states: States) -> Step:
@@ -92,12 +92,17 @@ def _is_adjacent(outer: State, inner: State, size: int) -> bool:
 
 def _is_legal(current: Layout, states: States, changed: Places) -> bool:
     """Whether these axes may take their states in `states`. Only a new digit can be illegal."""
-    after = {place: states[place] for place in changed}
-    for dim in {state.dim for state in after.values() if state.kind == "S"}:
+    dims = {states[place].dim for place in changed if states[place].kind == "S"}
+    if not dims:
+        return True
+    after = [*current.states]
+    for place in changed:
+        after[place] = states[place]
+    for dim in dims:
         digits = [
             (state.stride, axis.size)
-            for place, axis in enumerate(current.mesh.axes)
-            if (state := after.get(place, current.states[place])).dim == dim
+            for axis, state in zip(current.mesh.axes, after, strict=True)
+            if state.dim == dim
         ]
         if not _is_chain(current.shape[dim], tuple(sorted(digits))):
             return False
@@ -133,7 +138,7 @@ def _make_room(current: Layout, target: Layout) -> Step:
         if old.kind == "S" and old != new
     ]
     assert blocking, f"no way from {current} to {target} of shape {current.shape}"
-    replicated = Layout(current.mesh, current.shape, (R,) * len(current.states))
+    replicated = _legal_layout(current.mesh, current.shape, (R,) * len(current.states))
     same_kind = tuple(
         p for p in blocking if target.states[p].kind == target.states[blocking[0]].kind
     )

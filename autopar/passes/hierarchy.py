@@ -14,8 +14,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 
-from torch import fx
-
+from autopar._compat import LazyGraphModule
 from autopar.cost.communication import SentCollective, fastest_hierarchy, sent_collectives
 from autopar.cost.simulator.buckets import SIZES
 from autopar.ir.graph import copied, stored
@@ -43,7 +42,7 @@ def hierarchy(program: Program, world: World) -> Program:
     nodes = {node.name: node for node in graph.nodes}
     for (name, backward), levels in new_levels.items():
         set_hierarchy(nodes[name], backward, levels)
-    return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
+    return dataclasses.replace(program, module=LazyGraphModule(program.module, graph))
 
 
 def check(program: Program) -> None:

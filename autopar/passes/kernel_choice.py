@@ -15,6 +15,7 @@ import math
 import torch
 from torch import fx
 
+from autopar._compat import LazyGraphModule
 from autopar.ir.program import Program, same_inputs
 from autopar.ops import sharded
 from autopar.world import Copied, Device, World
@@ -39,7 +40,7 @@ def kernel_choice(program: Program, world: World) -> Program:
     for node in list(graph.nodes):
         if node.name in copies:
             _replace(graph, node, copies[node.name])
-    return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
+    return dataclasses.replace(program, module=LazyGraphModule(program.module, graph))
 
 
 def check(program: Program) -> None:

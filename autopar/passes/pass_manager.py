@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from torch import fx
 
 from autopar.ir.program import Program
+from autopar.ir.progress import step as begin
 from autopar.passes.log import note
 from autopar.passes.overlap import DerivedGraph, GraphFacts, facts_of
 from autopar.world import World
@@ -60,9 +61,14 @@ class PassManager:
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
-        self.progress = progress or (lambda name: None)
+        self._report = progress or (lambda name: None)
         self.graphs: dict[str, fx.GraphModule] = {}
         self.seconds: dict[str, float] = {}
+
+    def progress(self, name: str) -> None:
+        """Report that a pass, or another step of the work, begins."""
+        begin(name)
+        self._report(name)
 
     def run(
         self,

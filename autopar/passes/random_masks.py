@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autopar._compat import LazyGraphModule
 from autopar.ir.graph import copied
 from autopar.ir.program import Program, same_inputs
 
@@ -58,7 +59,7 @@ def random_masks(program: Program) -> Program:
             _replace(graph, node, mask)
     # Draws count as impure, but the graph owes nobody those whose result is not used.
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
+    return dataclasses.replace(program, module=LazyGraphModule(program.module, graph))
 
 
 def check(program: Program) -> None:

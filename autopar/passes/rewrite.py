@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar._compat import LazyGraphModule
 from autopar.cost.communication import hierarchies, path_seconds
 from autopar.ir.graph import chain_name, producer
 from autopar.ir.layout import Element, Layout, R, S, State
@@ -178,7 +179,7 @@ class _Rewriter:
 
     def program(self) -> Program:
         self.graph.lint()
-        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        module = LazyGraphModule(torch.nn.Module(), self.graph)
         plan = dataclasses.replace(
             self.plan,
             inputs={e.target: self.layouts[e.node] for e in self.entries if e.kind == "user"},

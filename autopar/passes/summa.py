@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from autopar._compat import LazyGraphModule
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program, same_inputs
 from autopar.ops import collectives, sharded
@@ -45,7 +46,7 @@ def summa(program: Program, world: World) -> Program:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
-    return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
+    return dataclasses.replace(program, module=LazyGraphModule(program.module, graph))
 
 
 def check(program: Program) -> None:

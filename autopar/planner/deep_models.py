@@ -23,13 +23,20 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
-from autopar._compat import pytree
+from autopar._compat import LazyGraphModule
 from autopar.cost.activations import Price, activation_bytes
 from autopar.errors import LayoutError
-from autopar.ir.graph import alike, block_name, blocks, module_path, numbered_block
+from autopar.ir.graph import (
+    Block,
+    alike,
+    block_looks,
+    block_name,
+    blocks,
+    module_path,
+    numbered_block,
+)
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -43,15 +50,13 @@ from autopar.planner.mesh_search import (
     promising_meshes,
     with_bounds,
 )
-from autopar.planner.named_layouts import candidates
+from autopar.planner.named_layouts import NAMES, candidates
 from autopar.planner.objective import cost_terms
 from autopar.planner.quick_search import best_at_shares, quick_best
 from autopar.planner.request import PlanRequest, with_asked_recomputation
 from autopar.world import World
 
 _EDGE, _MORE = 1, 1
-
-Block = tuple[str, int]
 
 
 class DeepModel:
@@ -65,19 +70,32 @@ class DeepModel:
     ) -> None:
         self.program, self._edge, self._more = program, edge, more
         self.blocks: dict[Block, list[fx.Node]] = known.blocks if known else _blocks(program)
-        places = {n: (b, i) for b, nodes in self.blocks.items() for i, n in enumerate(nodes)}
-        self._looks: dict[Block, Hashable] = (
-            known._looks if known else _block_looks(self.blocks, places)
+        self._places: dict[fx.Node, tuple[Block, int]] = (
+            known._places
+            if known
+            else {n: (b, i) for b, nodes in self.blocks.items() for i, n in enumerate(nodes)}
         )
+        self._looks: dict[Block, Hashable] = (
+            known._looks if known else block_looks(self.blocks, self._places)
+        )
+        self._apart: dict[tuple[Block, ...], bool] = known._apart if known else {}
         plan = program.plan
         copies = _copies(plan) if plan else {}
         laid_out = {b: _block_layouts(plan, copies, nodes) for b, nodes in self.blocks.items()}
-        block_looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
-        long_runs = (tuple(run) for run in alike(block_looks) if len(run) > 2 * edge + more)
-        self.runs = tuple(run for run in long_runs if _apart(run, self.blocks, places))
+        looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
+        long_runs = (tuple(run) for run in alike(looks) if len(run) > 2 * edge + more)
+        self.runs = tuple(run for run in long_runs if self._is_apart(run))
         self._shorter: dict[int | None, Program] = {}
         # Modules without these nodes, which programs that differ in their plans alone share.
         self._modules: dict[Hashable, fx.GraphModule] = known._modules if known else {}
+
+    def _is_apart(self, run: tuple[Block, ...]) -> bool:
+        """Whether the blocks of the run alone use what is left out. No plan changes that."""
+        if run not in self._apart:
+            nodes = (node for block in run[:-1] for node in self.blocks[block])
+            inside = {node for block in run for node in self.blocks[block]}
+            self._apart[run] = all(user in inside for node in nodes for user in node.users)
+        return self._apart[run]
 
     def under(self, plan: Plan) -> DeepModel:
         """Return the same program with another plan."""
@@ -164,50 +182,6 @@ def _blocks(program: Program) -> dict[Block, list[fx.Node]]:
     return blocks
 
 
-def _apart(
-    run: Sequence[Block],
-    blocks: Mapping[Block, list[fx.Node]],
-    places: Mapping[fx.Node, tuple[Block, int]],
-) -> bool:
-    """Whether the blocks of the run alone use what is left out."""
-    own = set(run)
-    users = (user for block in run[:-1] for node in blocks[block] for user in node.users)
-    return all(user in places and places[user][0] in own for user in users)
-
-
-def _block_looks(
-    blocks: Mapping[Block, list[fx.Node]], places: Mapping[fx.Node, tuple[Block, int]]
-) -> dict[Block, Hashable]:
-    """Return for every block what it computes, and from which values."""
-    return {b: tuple(_node_look(places, b, node) for node in nodes) for b, nodes in blocks.items()}
-
-
-def _node_look(
-    places: Mapping[fx.Node, tuple[Block, int]], block: Block, node: fx.Node
-) -> Hashable:
-    """Return what a node computes and the places of its inputs, the same for equal nodes of two
-    blocks.
-    """
-
-    def seen(value: Any) -> Hashable:
-        if not isinstance(value, fx.Node):
-            return str(value)
-        if value not in places or places[value][0][0] != block[0]:
-            return value.name
-        other, place = places[value]
-        return other[1] - block[1], place
-
-    inputs = tuple(seen(value) for value in pytree.tree_leaves((node.args, node.kwargs)))
-    return node.op, node.op == "placeholder" or node.target, _result_shapes(node), inputs
-
-
-def _result_shapes(node: fx.Node) -> Hashable:
-    """Return the shapes and dtypes of a node's results."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    tensors = (value for value in leaves if isinstance(value, torch.Tensor))
-    return tuple((tuple(value.shape), value.dtype) for value in tensors)
-
-
 def _copies(plan: Plan) -> dict[str, list[tuple[int, Layout]]]:
     """Return the copies of the plan by the name of the node that makes the value."""
     copies: dict[str, list[tuple[int, Layout]]] = defaultdict(list)
@@ -242,7 +216,7 @@ def _module_without(module: fx.GraphModule, stands: Mapping[fx.Node, fx.Node]) -
             graph.output(fx.map_arg(node.args[0], taken))
         elif node not in stands:
             new_nodes[node] = graph.node_copy(node, taken)
-    return fx.GraphModule(module, graph)
+    return LazyGraphModule(module, graph)
 
 
 def _without(program: Program, module: fx.GraphModule, gone: Set[str]) -> Program:
@@ -325,21 +299,25 @@ class ShortenedModel:
             yield self.deep.whole(plan)
 
     def best(
-        self, given: Sequence[Candidate], price: Price | None = None, tries: int = _TRIES
+        self,
+        given: Sequence[Candidate],
+        price: Price | None = None,
+        tries: int = _TRIES,
+        known: Sequence[float] = (),
     ) -> Plan:
         """Return the best plan found on the `tries` most promising of these meshes, with the bounds
-        of all.
+        of all. `known`: these bounds.
         """
         if not self.deep.runs:
             best_found = self._found(given, price)
             return dataclasses.replace(
                 best_found.plan, meshes=with_bounds(given, best_found.bounds)
             )
-        bounds = self.bounds(given, price)
+        bounds = list(known) or self.bounds(given, price)
         plans = [
             self.plan([candidate], price) for candidate in promising_meshes(bounds, given, tries)
         ]
-        plan = min(plans, key=lambda plan: self._paid(plan, price))
+        plan = plans[0] if len(plans) == 1 else min(plans, key=lambda p: self._paid(p, price))
         return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
 
     def named(self, name: str) -> Plan | None:
@@ -347,12 +325,28 @@ class ShortenedModel:
         ranks.
         """
         if name not in self._named:
-            try:
-                layout_candidates = list(candidates(name, self.world.ranks, self.program))
-            except LayoutError:
-                layout_candidates = []
-            self._named[name] = self.best(layout_candidates) if layout_candidates else None
+            given, bounds = self._named_bounds.get(name, ([], []))
+            self._named[name] = self.best(given, known=bounds) if given else None
         return self._named[name]
+
+    @cached_property
+    def _named_bounds(self) -> dict[str, tuple[list[Candidate], list[float]]]:
+        """The meshes of every named layout and their bounds. All are bounded in the same arrays: a
+        layout takes as long as one of its meshes.
+        """
+        of_name: dict[str, list[Candidate]] = {}
+        for name in NAMES[1:]:
+            try:
+                of_name[name] = list(candidates(name, self.world.ranks, self.program))
+            except LayoutError:
+                continue
+        several = [n for n, given in of_name.items() if len(given) > 1 and self.deep.runs]
+        given = [candidate for name in several for candidate in of_name[name]]
+        bounds = iter(meshes_by_bound(self._frame, given, self.world) if given else ())
+        return {
+            name: (given, [next(bounds) for _ in given] if name in several else [0.0] * len(given))
+            for name, given in of_name.items()
+        }
 
     def refined(self, plan: Plan, given: Sequence[Candidate], price: Price) -> Plan:
         """Return the plan found on the mesh of another plan among more options of every region."""

@@ -14,18 +14,18 @@ the others.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 from autopar.cost.activations import Price
 from autopar.errors import PlanError
+from autopar.ir.garbage import without_collection
 from autopar.ir.layout import I, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.progress import tell
 from autopar.ir.sharding_rule import results_of, shape_of
 from autopar.ir.strategy import Choice, Slot
 from autopar.planner.bounds import Bound, Joint
@@ -110,20 +110,6 @@ class Best(NamedTuple):
     bounds: tuple[float, ...]
 
 
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Run without garbage collection: searching the nodes of a traced graph for cycles takes as
-    long as a search on one mesh, which creates hardly any cycle.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def search_meshes(program: Program, world: World, request: PlanRequest) -> Program:
     """Return the annotated program with the plan of least summed seconds over every mesh that the
     request's layout allows on the ranks of `world`, and a proven bound; ties go to fewer axes, then
@@ -137,7 +123,7 @@ def search_meshes(program: Program, world: World, request: PlanRequest) -> Progr
     return with_asked_recomputation(dataclasses.replace(program, plan=plan), request)
 
 
-@without_garbage_collection()
+@without_collection()
 def best(
     program: Program,
     given: Sequence[Candidate],
@@ -227,12 +213,15 @@ def meshes_by_bound(
     price: Price | None = None,
 ) -> list[float]:
     """Return a lower bound of the step in seconds for every candidate."""
-    bounds = [0.0] * len(given)
+    bounds, done = [0.0] * len(given), 0
     for chunk in chunks(given):
+        tell("meshes bounded", done, len(given))
         # not in threads: numpy's calls are short, and they would wait for Python
         bound = pass_messages(whole, [given[i] for i in chunk], world, price)
         for index, seconds in zip(chunk, bound.run(), strict=True):
             bounds[index] = max(0.0, float(seconds))  # messages round
+        done += len(chunk)
+    tell("meshes bounded", done, len(given))
     return bounds
 
 

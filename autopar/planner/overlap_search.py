@@ -28,6 +28,7 @@ from autopar.cost.simulator import bucket_seconds
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
+from autopar.ir.progress import tell
 from autopar.passes import emit_program
 from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks, with_share
 from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
@@ -54,7 +55,9 @@ def plans_by_step(model: ShortenedModel, best: Program, request: PlanRequest) ->
     contenders = _Others(best, model, request)
     layout_candidates = list(candidates(request.layout, world.ranks, best))
     contenders.take(layout_candidates, bounds_of(_plan(best)))
-    for name in NAMES[1:] if request.layout == "auto" else ():
+    names = NAMES[1:] if request.layout == "auto" else ()
+    for done, name in enumerate(names):
+        tell("named layouts tried", done, len(names))
         contenders.take_named(name)
     promising = contenders.near()
     if len(promising) > 1:
@@ -67,7 +70,9 @@ def _by_step(promising: Sequence[_Rated], world: World) -> list[_Rated]:
     that can overlap did are not simulated; they come last.
     """
     steps: dict[int, float] = {}
-    for index, rated in sorted(enumerate(promising), key=lambda pair: pair[1].light):
+    in_order = sorted(enumerate(promising), key=lambda pair: pair[1].light)
+    for done, (index, rated) in enumerate(in_order):
+        tell("plans simulated", done, len(promising))
         if not steps or rated.light <= _HARDLY * min(steps.values()):
             steps[index] = _step(rated.deep, world)
     order = sorted(
@@ -128,7 +133,7 @@ class _Others:
         """Enter a named layout's plan of the sum and its plans at the shares."""
         plan = self.model.named(name)
         if plan is not None:
-            self._enter(self._beside(plan), name)
+            self._enter_plan(plan, name)
             layout_candidates = list(candidates(name, self.world.ranks, self.best))
             self.take(layout_candidates, bounds_of(plan), name)
 
@@ -139,7 +144,7 @@ class _Others:
         most = _FREE if all(rules.free for _, rules in given) else _RULED
         meshes = promising_meshes(bounds, given, most, _NEAR)
         for plan in self.model.at_shares(shares(self.world)[::-1], meshes):
-            if self._enter(self._beside(plan), name) > _NEAR * self.least:
+            if self._enter_plan(plan, name) > _NEAR * self.least:
                 return
 
     def _beside(self, plan: Plan) -> DeepModel:
@@ -151,6 +156,13 @@ class _Others:
             _plan(deep.program), bound=best_plan.bound, meshes=best_plan.meshes
         )
         return deep.under(plan)
+
+    def _enter_plan(self, plan: Plan, name: str) -> float:
+        """Add a plan at its full price, unless one like it is there; return its seconds when what
+        can overlap counts least.
+        """
+        rated = self.found.get(_plan_look(plan))
+        return self._enter(self._beside(plan) if rated is None else rated.deep, name)
 
     def _enter(self, deep: DeepModel, name: str = "") -> float:
         """Add a plan, and return its seconds when what can overlap counts least."""

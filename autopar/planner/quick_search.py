@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from autopar.cost.activations import Price
+from autopar.ir.garbage import without_collection
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planner.bounds import Bound
@@ -32,7 +33,6 @@ from autopar.planner.mesh_search import (
     need_no_bound,
     pass_messages,
     search_among,
-    without_garbage_collection,
 )
 from autopar.world import World
 
@@ -47,7 +47,7 @@ class _Bounded(NamedTuple):
     place: int
 
 
-@without_garbage_collection()
+@without_collection()
 def quick_best(
     program: Program, given: Sequence[Candidate], world: World, price: Price | None = None
 ) -> Best:
@@ -82,7 +82,7 @@ def _share(program: Program) -> float:
     return program.annotations.share
 
 
-@without_garbage_collection()
+@without_collection()
 def _bounded(
     whole: Frame,
     given: Sequence[Candidate],
@@ -100,7 +100,7 @@ def _bounded(
     return [found[index] for index in range(len(given))]
 
 
-@without_garbage_collection()
+@without_collection()
 def _best(
     program: Program,
     given: Sequence[Candidate],

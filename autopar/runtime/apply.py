@@ -23,11 +23,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from autopar._compat import from_part, local_of, placing_of, version_of
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.errors import InputError, PlanError, WorldError
+from autopar.ir.garbage import without_collection
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ir.plan_table import format_ranks
 from autopar.ir.program import Input, Program
+from autopar.ir.progress import shown
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.passes.interleave import interleaved
@@ -175,6 +177,8 @@ def _named_or_running(world: World | int | Any | None) -> World:
     return detected
 
 
+@shown("planning")
+@without_collection()
 def plan_on_rank_0(
     model: nn.Module,
     world: World,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import re
 import subprocess
@@ -427,3 +428,13 @@ def test_python_m_autopar() -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("TargetError: unknown target 'gpt9'")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_command_ends_without_a_search_for_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "app", lambda: None)
+    assert gc.get_freeze_count() == 0
+    try:
+        main.main()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

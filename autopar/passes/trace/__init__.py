@@ -32,6 +32,7 @@ from autopar.errors import InputError
 from autopar.ir.program import Input, Output, Program, Signature, same_inputs, under_autocast
 from autopar.ops.devices import take_numbers_off
 from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
+from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
 from autopar.passes.trace.signature import check_call, signature_of
 from autopar.passes.trace.simplify import detached, simplify
@@ -65,7 +66,11 @@ def trace(
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     check_call(model, args, kwargs)
-    written = refuse_side_effects(model, args, kwargs)
+    known = traced_before(model, args, kwargs)
+    if known is not None:
+        return known
+    record = Record(model)
+    written = refuse_side_effects(model, args, kwargs, record)
     exported, originals = capture(model, args, kwargs)
     graph = exported.graph_module.graph
     _give_lasting_names(graph)
@@ -90,7 +95,9 @@ def trace(
         forward=signature_of(model),
         autocast=under_autocast(_device_types(graph)),
     )
-    return Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
+    program = Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
+    keep(model, args, kwargs, record, program)
+    return program
 
 
 def _refuse_lost_writes(model: nn.Module, written: set[str], kept: set[str]) -> None:

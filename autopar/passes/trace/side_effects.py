@@ -17,7 +17,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from types import MappingProxyType
 from typing import Any
 
@@ -28,9 +28,8 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, exporting, pytree, version_of, without_modes
 from autopar.errors import TraceError
 from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
-from autopar.passes.trace.model_state import Snapshot, snapshot
+from autopar.passes.trace.model_state import _VALUES, Snapshot, snapshot
 
-_VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 _DRAWS = ("rand", "normal", "bernoulli", "multinomial", "poisson", "uniform", "exponential",
     "log_normal", "geometric", "cauchy", "dropout", "alpha_dropout",
     "feature_alpha_dropout")  # fmt: skip
@@ -38,6 +37,8 @@ _SETS = ("requires_grad.__set__", "grad.__set__", "data.__set__", "backward")  #
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _LATER_S = 98_765.4321  # by which the second call's clocks are ahead
 _MOST = 1_000_000  # elements of a constant that is compared by value
+Within = AbstractContextManager[Any]
+_NOTHING: Within = nullcontext()
 _MARK = "_autopar_mark"  # (call, hash of what made a constant; None for all else)
 
 BUFFER_ADVICE = (
@@ -50,16 +51,17 @@ RANDOM_ADVICE = (
 
 
 def refuse_side_effects(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], record: Within = _NOTHING
 ) -> set[str]:
     """Raise TraceError where two calls of the model differ; return the names of the buffers that a
-    call writes into. The model and all generators are left as they were.
+    call writes into. The model and all generators are left as they were. The first call is made
+    within `record`.
     """
     python, others = random.getstate(), _numpy_state()
     torch_state = torch.get_rng_state()
     try:
         with stand_ins(model, args, dict(kwargs)) as fakes:
-            made, written = _call_twice(model, fakes)
+            made, written = _call_twice(model, fakes, record)
         if not torch.equal(torch.get_rng_state(), torch_state):
             reason = "forward changes the state of torch's random numbers (torch.manual_seed)"
             raise refusal(model, reason, "", "Seed outside of forward.")
@@ -80,7 +82,7 @@ class _Differs(RuntimeError):
 
 
 def _call_twice(
-    model: nn.Module, fakes: StandIns
+    model: nn.Module, fakes: StandIns, record: Within
 ) -> tuple[list[weakref.ref[torch.Tensor]], set[str]]:
     """Call forward twice; return the tensors made and the names of the buffers written into."""
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -92,7 +94,7 @@ def _call_twice(
     changes = {name: (value, version_of(value)) for name, value in model.named_buffers()}
     try:
         first = _Calls(by_id)
-        if not _called(model, fakes, first):
+        if not _called(model, fakes, first, record):
             return [], set()
         written = {n for n, (value, count) in changes.items() if version_of(value) > count}
         after = snapshot(model, lambda value: id(value) in before.tensors)
@@ -109,10 +111,10 @@ def _call_twice(
     return [*first.made, *second.made], written
 
 
-def _called(model: nn.Module, fakes: StandIns, calls: _Calls) -> bool:
+def _called(model: nn.Module, fakes: StandIns, calls: _Calls, record: Within = _NOTHING) -> bool:
     """Call the model under `calls`; whether that worked."""
     try:
-        with fakes.mode, exporting(), redirect_stdout(io.StringIO()), calls:
+        with fakes.mode, exporting(), redirect_stdout(io.StringIO()), calls, record:
             result = model(*fakes.args, **fakes.kwargs)
         calls.end(result)
     except TraceError:

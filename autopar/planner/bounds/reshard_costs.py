@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -294,22 +294,33 @@ def _target_costs(least: Floats, change: _Change, joint: _Joint) -> Floats:
 
 def _lowest_over(seconds: Floats, axis: int, places: Places) -> Floats:
     """Return the least over these states of an axis; a view where there is one state."""
-    first, *others = (seconds[_index(axis, place)] for place in places)
-    if not others:
-        return first
-    lowest = np.minimum(first, others[0])
-    for other in others[1:]:
-        np.minimum(lowest, other, out=lowest)
+    if len(places) == 1:
+        return seconds[_index(axis, places[0])]
+    first, second, *others = places
+    lowest = np.minimum(seconds[_index(axis, first)], seconds[_index(axis, second)])
+    for place in others:
+        np.minimum(lowest, seconds[_index(axis, place)], out=lowest)
     return lowest
 
 
 def _enter_lower(seconds: Floats, axis: int, places: Places, least: Floats) -> None:
     """Lower the costs at these states of an axis to `least`, in place."""
+    if len(places) > 1 and places[-1] - places[0] == len(places) - 1:  # at once: they adjoin
+        into = seconds[_span(axis, places[0], places[-1])]
+        np.minimum(into, least[_index(axis, None)], out=into)
+        return
     for place in places:
         into = seconds[_index(axis, place)]
         np.minimum(into, least, out=into)
 
 
-def _index(axis: int, place: int) -> Any:
-    """Return an index that selects one state of an axis."""
+@cache
+def _index(axis: int, place: int | None) -> Any:
+    """Return an index that selects one state of an axis; None adds an axis of one state."""
     return (*(slice(None),) * axis, place)
+
+
+@cache
+def _span(axis: int, first: int, last: int) -> Any:
+    """Return an index that selects the states of an axis from `first` to `last`."""
+    return (*(slice(None),) * axis, slice(first, last + 1))

@@ -1,0 +1,300 @@
+"""A model that was traced before in this process is not exported a second time, if it still is what
+it was.
+
+    autopar.plan(model, 8, inputs); autopar.plan(model, 16, inputs)    # one export
+
+A stale trace would be a wrong number, and what a forward depends on cannot be listed: attributes,
+globals, closures. So the forward itself is asked: it is called once on fake tensors, and must make
+the calls of torch that it made when it was traced, one by one, on the same values, in the same
+modules. That takes a tenth of a trace. What no call shows must be equal as well (`_facts`): what
+the model holds, which mode each module is in, the autocast around. What cannot be compared by
+value, such as a function as an operand, a tensor from elsewhere or a custom autograd function, is
+a reason to trace again.
+
+`trace` calls `Record` while it looks for side effects, then `keep`; `traced_before` returns the
+program that was kept. It is kept without the model's tensors, for as long as the model lives.
+"""
+
+from __future__ import annotations
+
+import io
+import operator
+import random
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from autopar._compat import (
+    FakeTensor,
+    OpOverload,
+    apply_function,
+    exporting,
+    functions_applied,
+    modes_on,
+    pytree,
+    without_torch_functions,
+)
+from autopar.ir.graph import copied
+from autopar.ir.program import Program
+from autopar.passes.trace.export import stand_ins
+from autopar.passes.trace.model_state import Watch, refuse_registered
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size,
+    torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
+_CONTAINERS = (tuple, list, dict)
+_TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
+
+
+class Doubtful(Exception):
+    """Something that cannot be compared with what it was by value."""
+
+
+class Record(TorchFunctionMode):
+    """The calls of torch that a forward makes, in order: each with its operands, by the number of
+    the call that made them, and the shapes, strides, dtypes and devices of its results. `doubtful`:
+    whether another forward might make the same calls and be traced as another graph.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.doubtful = model, False
+        self.calls: list[Any] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._numbers: dict[int, Any] = {}
+        self._alive: list[Any] = []  # so that no two values have one id
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Record:
+        held = [*self.model.named_parameters(), *self.model.named_buffers()]
+        self._numbers = {id(value): name for name, value in held}
+        for handle in (
+            register_module_forward_pre_hook(lambda module, _: self._note("enter", module)),
+            register_module_forward_hook(lambda module, _, __: self._note("leave", module)),
+            self.model.register_forward_hook(lambda _, __, result: self._returned(result)),
+            self.model.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True),
+        ):
+            self._stack.callback(handle.remove)
+        self._stack.enter_context(functions_applied(self._applied))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+        self._numbers, self._alive = {}, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with without_torch_functions():
+            operands = self._described((args, kwargs))
+        result = func(*args, **kwargs)
+        with without_torch_functions():
+            results = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
+            if results or getattr(func, "__name__", "") != "__get__":  # as of a shape: no call
+                self.calls.append((_name(func), operands, *map(self._numbered, results)))
+        return result
+
+    def _described(self, values: Any) -> Any:
+        """Return what two calls' operands are compared by."""
+        leaves, spec = pytree.tree_flatten(values)
+        return spec, *(self._leaf(leaf) for leaf in leaves)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in self._numbers:
+                self.doubtful = True
+            return "tensor", self._numbers.get(id(leaf))
+        if isinstance(leaf, slice):
+            return "slice", *(self._leaf(part) for part in (leaf.start, leaf.stop, leaf.step))
+        if not isinstance(leaf, _PLAIN):
+            self.doubtful = True
+        return type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else None
+
+    def _numbered(self, value: torch.Tensor) -> Any:
+        """Give a result its number; return that with its facts."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._alive)
+            self._alive.append(value)
+        if any(type(size) is not int for size in value.shape) or type(value) not in _TENSORS:
+            self.doubtful = True
+            return None
+        return self._numbers[id(value)], _tensor_facts(value)
+
+    def _note(self, what: str, module: nn.Module) -> None:
+        self.calls.append((what, self._names.get(id(module))))
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for place, leaf in enumerate(pytree.tree_leaves((args, kwargs))):
+            if isinstance(leaf, torch.Tensor):
+                self._numbers.setdefault(id(leaf), f"input {place}")
+
+    def _returned(self, result: Any) -> None:
+        self.calls.append(("return", self._described(result)))
+
+    def _applied(self, function: Any, *args: Any) -> Any:
+        self.doubtful = True
+        return apply_function(function, *args)
+
+
+def _name(func: Any) -> str:
+    """Return the name of a function of torch, of an attribute with what it is read from."""
+    owner = getattr(func, "__self__", None)
+    name = getattr(func, "__qualname__", None) or type(func).__name__
+    return f"{getattr(func, '__module__', '')} {getattr(owner, '__name__', '')} {name}"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A trace: the facts and calls that it was made of, and the program without tensors."""
+
+    facts: Any
+    calls: list[Any]
+    program: Program
+
+
+_KEPT: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+
+
+def keep(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], record: Record, to: Program
+) -> None:
+    """Keep the program `to` that the model was traced as, the last one of each model, if every call
+    of `record` can be compared by value.
+    """
+    _KEPT.pop(model, None)
+    targets = [node.target for node in to.module.graph.nodes if node.op == "call_function"]
+    known = all(
+        target is operator.getitem
+        or (isinstance(target, OpOverload) and target.namespace in ("aten", "prims"))
+        for target in targets
+    )
+    if record.doubtful or not record.calls or not known:
+        return
+    if any(entry.kind not in ("parameter", "buffer", "user") for entry in to.signature.inputs):
+        return
+    try:
+        facts = _facts(model, args, kwargs)
+    except Doubtful:
+        return
+    _KEPT[model] = _Kept(facts, record.calls, _copy(to, {}))
+
+
+def traced_before(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Program | None:
+    """Return the program that the model was traced as before, with the tensors that it holds now;
+    None where it was not, or where it or the call may have changed since.
+    """
+    kept = _KEPT.get(model)
+    try:
+        if kept is None or kept.facts != _facts(model, args, kwargs):
+            return None
+        if _calls_now(model, args, dict(kwargs)) != kept.calls:
+            return None
+    except Exception:  # whatever a changed model raises, tracing explains
+        return None
+    held = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    entries = (entry for entry in kept.program.signature.inputs if entry.kind != "user")
+    return _copy(kept.program, {entry.target: held[entry.target] for entry in entries})
+
+
+def _copy(program: Program, tensors: dict[str, torch.Tensor]) -> Program:
+    """Return the program with a graph of its own and these tensors."""
+    module = fx.GraphModule(program.module, copied(program.module.graph))
+    return replace(program, module=module, tensors=tensors)
+
+
+def _calls_now(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Call the model once on fake tensors; return its calls, none where they are doubtful."""
+    refuse_registered(model)
+    record, watch = Record(model), Watch(model)
+    with (
+        _generators_kept(), stand_ins(model, args, kwargs) as fakes, watch.saved(),
+        fakes.mode, exporting(), redirect_stdout(io.StringIO()), watch, record,
+    ):  # fmt: skip
+        model(*fakes.args, **fakes.kwargs)
+    return [] if record.doubtful else record.calls
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave the generators of random numbers as they are."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+# -- what no call shows ----------------------------------------------------------------------------
+def _facts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what the trace of a model depends on besides its calls. Raises Doubtful."""
+    modules = [
+        (name, type(module), module.training, sorted(module._non_persistent_buffers_set))
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    held = [(name, first.setdefault(id(value), name), *_own_facts(value)) for name, value in named]
+    return modules, held, _inputs((args, dict(kwargs))), _surroundings()
+
+
+def _inputs(value: Any) -> Any:
+    """Return what is compared of the arguments of a call."""
+    if type(value) in (tuple, list):
+        return type(value), *map(_inputs, value)
+    if type(value) is dict:
+        return dict, *((key, _inputs(inner)) for key, inner in value.items())
+    if isinstance(value, torch.Tensor):
+        return _own_facts(value)
+    if not isinstance(value, _PLAIN):
+        raise Doubtful(type(value).__name__)
+    return type(value), repr(value)
+
+
+def _own_facts(value: torch.Tensor) -> Any:
+    """Return what is compared of a tensor that the model holds or is called with."""
+    own = {**getattr(value, "__dict__", {})}
+    if type(value) not in _TENSORS or value.layout != torch.strided:
+        raise Doubtful(type(value).__name__)
+    if not all(isinstance(attribute, _PLAIN) for attribute in own.values()):
+        raise Doubtful(", ".join(own))
+    return type(value), repr(own), value.is_leaf, value.is_inference(), _tensor_facts(value)
+
+
+def _tensor_facts(value: torch.Tensor) -> Any:
+    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+
+
+def _surroundings() -> Any:
+    """Return the settings of torch that change what a call does."""
+    if modes_on():
+        raise Doubtful("a mode")
+    kinds = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    return (
+        autocast, torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+    )  # fmt: skip
