@@ -115,8 +115,6 @@ class _Division:
         states = self._results()
         shares = list(self.totals)
         totals, reads = self._totals_graph(shares)
-        for share, total in self.totals.items():
-            share.replace_all_uses_with(total)
         self.graph.eliminate_dead_code()
         module = fx.GraphModule(self.program.module, self.graph)
         program = dataclasses.replace(self.program, module=module, signature=self._signature())
@@ -233,8 +231,8 @@ class _Division:
         untrained = [n for n in sums if n not in self.trained]
         if not untrained:
             raise self._refusal(node, "needs a sum over all parts, which is there at the end")
-        for operand in untrained:
-            self._total(operand)
+        for operand in untrained:  # other uses may take the part's share
+            node.replace_input_with(operand, self._total(operand))
         self._walk(node)
 
     def _passes(self, node: fx.Node, rule: OpShardingRule) -> bool:
@@ -282,7 +280,7 @@ class _Division:
                 total = self.graph.placeholder(f"total_{len(self.totals)}")
             total.meta["val"] = share.meta["val"]
             self._placed, self.totals[share] = total, total
-        self.states[share] = "same"
+            self.states[total] = "same"
         return self.totals[share]
 
     def _divide_by_total(self, node: fx.Node) -> None:
