@@ -73,13 +73,6 @@ def a_count_used_twice(model: Any, scores: Tensor, labels: Tensor, mask: Tensor)
     return penalty + masked / count + count / (1 + count), 2 * count, count
 
 
-def a_count_used_twice(model: Any, scores: Tensor, labels: Tensor, mask: Tensor) -> Any:
-    count = mask.sum()
-    penalty = count * model.head.weight.square().sum()  # a sum over the parts, as it is
-    masked = (scores.square().sum(-1) * mask).sum()
-    return penalty + masked / count + count / (1 + count), 2 * count, count
-
-
 def rows_read_by_number(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     rows = torch.arange(mask.shape[0])[:, None]
     kept = mask[rows, torch.arange(TOKENS)[None, :]]
@@ -98,7 +91,7 @@ def with_scores(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) 
 
 LOSSES = [
     mean_of_tokens, class_dim_inside, sum_of_tokens, masked_mean, means_of_means, with_a_penalty,
-    penalty_first, count_in_a_root, a_count_used_twice, a_count_used_twice, rows_read_by_number, numbers_of_the_batch,
+    penalty_first, count_in_a_root, a_count_used_twice, rows_read_by_number, numbers_of_the_batch,
     with_scores,
 ]  # fmt: skip
 

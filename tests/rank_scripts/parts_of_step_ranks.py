@@ -119,8 +119,11 @@ def refusals(parallel: nn.Module) -> dict[str, str]:
         loss.backward(retain_graph=True)
         loss.backward()
 
+    def timeline() -> None:
+        autopar.ParallelModule.timeline(parallel, *batch(0))
+
     said = {}
-    for trial in (another_result, twice):
+    for trial in (another_result, twice, timeline):
         try:
             trial()
             said[trial.__name__] = ""
@@ -175,7 +178,12 @@ def others() -> dict[str, Any]:
     apart.append(float((full(from_file(*batch(0))[0]) - full(plain(*batch(0))[0])).abs()))
     same = autopar.parallelize(plain, inputs=batch(0), layout="fsdp", microbatches="auto")
     facts = {"apart": max(apart), "parts of auto": same.plan.microbatches, "drops": dropped(0.5)}
-    return facts | {"said": refusals(parallel)}
+    for _ in range(4):
+        parallel(*batch(0))[0].backward()
+    stats = parallel.stats()
+    assert stats is not None and stats.measured is not None and stats.planned is not None
+    tokens = stats.measured.rate * stats.seconds  # those of a whole step
+    return facts | {"said": refusals(parallel), "tokens": tokens}
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ def test_what_goes_on_besides_training(facts: Any) -> None:
     for found in facts:
         assert "error" not in found["others"], found["others"]
         assert found["others"]["apart"] < 1e-12
+        assert found["others"]["tokens"] == pytest.approx(16 * 4)
         assert found["others"]["parts of auto"] == 1  # nothing limits the memory
         assert all(found["others"]["drops"].values()), found["others"]["drops"]
 
@@ -57,4 +58,5 @@ def test_what_a_step_in_parts_cannot_do_is_refused(facts: Any) -> None:
             "InputError: a step in micro-batches has the gradient of its loss alone"
             in (said["another_result"])
         )
+        assert "PlanError: a timeline is read off one forward" in said["timeline"]
         assert "InputError: the backward of a step in micro-batches ran already" in said["twice"]

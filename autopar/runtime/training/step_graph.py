@@ -306,6 +306,12 @@ def timelines(module: Any, times: int, args: Any, kwargs: Any) -> list[MeasuredS
             "what runs on its streams would not be seen. Profile the step with torch.profiler "
             "and its CUDA activity"
         )
+    if module.plan.microbatches > 1:
+        raise PlanError(
+            "a timeline is read off one forward and one backward, and a step of this module runs "
+            f"{module.plan.microbatches} micro-batches: plan with microbatches=1 to see one, or "
+            "read par.stats()"
+        )
     ranks.agree("call", str(CallKey.of(module.training, device, args, kwargs)))
     graph, leaves = module._graph_for(args, kwargs)
     ranks.together("reading the inputs", lambda: graph.values(leaves, module))

@@ -97,4 +97,14 @@ def _inputs(plan: Plan) -> list[torch.Tensor]:
     names = [entry.node for entry in program.signature.inputs if entry.kind == "user"]
     nodes = {node.name: node for node in program.module.graph.nodes if node.op == "placeholder"}
     values = [nodes[name].meta.get("val") for name in names if name in nodes]
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return [_of_all_parts(x, plan.microbatches) for x in tensors if x.dim()]
+
+
+def _of_all_parts(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return an input of a whole step, of one of a micro-batch: as many rows for each."""
+    return (
+        x
+        if count == 1
+        else torch.empty((count * x.shape[0], *x.shape[1:]), dtype=x.dtype, device="meta")
+    )
