@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import fx
 
+from autopar.ir.graph_view import show_in_notebooks
 from autopar.ir.program import Program
 from autopar.passes.log import note
 from autopar.passes.overlap import DerivedGraph, GraphFacts, facts_of
@@ -82,6 +83,7 @@ class PassManager:
         seconds, graph = time.perf_counter() - start, None
         if isinstance(result, Program):
             self.graphs[name], graph = result.module, result.module.graph
+            show_in_notebooks(result.module)
         elif isinstance(result, DerivedGraph):
             graph = result.graph
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
