@@ -14,6 +14,7 @@ and world_size.py.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -34,6 +35,8 @@ from autopar.passes import emit_program, recompute
 from autopar.planner.deep_models import DeepModel
 from autopar.planner.ladders import Ladder, Names, Rematerialized, ladders
 from autopar.world import World
+
+_GUESSES = 3  # of the first rung that fits; after that what is left is halved
 
 
 class TriedRematerialization(NamedTuple):
@@ -148,43 +151,41 @@ class RematerializationSearch(ABC):
     def _cheapest(self) -> TriedRematerialization:
         """Return the fitting rung of fewest seconds, or the one that comes nearest where none fits.
 
-        Of each ladder that starts above the limit and ends within it, the first rung that could fit
-        is estimated; the ladder with the cheapest one is climbed. A ladder whose first rung costs
-        more than the best estimate is passed over, before any peak of it is computed.
+        Of each ladder only the rungs are looked at that take fewer seconds than the best so far: if
+        the last of these does not fit, none does.
         """
-        best, least = None, math.inf
-        for ladder in self._ladders():
-            low, top = ladder.low, ladder.rungs[-1]
-            if self.seconds_of(ladder.rungs[0]) >= least or self._fits(self.tried(low)):
-                continue
-            if self._fits(self.tried(top)):
-                seconds = self._guess(ladder)[1]
-                best, least = (ladder, seconds) if seconds < least else (best, least)
-        if best is None:
-            return min(self.known.values(), key=lambda tried: tried.memory.peak)
-        return self._climb(best)
+        best: TriedRematerialization | None = None
+        for low, rungs in self._ladders():
+            least = math.inf if best is None else best.seconds
+            cheaper = rungs[: bisect.bisect_left(rungs, least, key=self.seconds_of)]
+            if cheaper and self._fits(self.tried(cheaper[-1])):
+                best = self._first_that_fits(low, cheaper)
+        return best or min(self.known.values(), key=lambda tried: tried.memory.peak)
+
+    def _first_that_fits(
+        self, low: Rematerialized, rungs: list[Rematerialized]
+    ) -> TriedRematerialization:
+        """Return the first of these rungs that fits, where the last one does and `low` does not: it
+        is guessed as if every rung took as much off the peak as the next, then halved.
+        """
+        assert self.budget.memory_bytes is not None
+        fails, fits, guesses = -1, len(rungs) - 1, _GUESSES
+        while fits - fails > 1:
+            middle = (fails + fits) // 2
+            if guesses:
+                start = self.tried(rungs[fails] if fails >= 0 else low).memory.peak
+                taken = max(1.0, start - self.tried(rungs[fits]).memory.peak)
+                share = (start - self.budget.memory_bytes) / taken
+                guessed = fails + math.ceil(share * (fits - fails) - 1e-9)
+                middle, guesses = min(max(guessed, fails + 1), fits - 1), guesses - 1
+            if self._fits(self.tried(rungs[middle])):
+                fits = middle
+            else:
+                fails = middle
+        return self.tried(rungs[fits])
 
     def _fits(self, tried: TriedRematerialization) -> bool:
         return self.budget.fits(tried.memory)
-
-    def _guess(self, ladder: Ladder) -> tuple[int, float]:
-        """Return the index of the first rung that could fit and its seconds, if every rung takes as
-        much off the peak and costs as much as the next.
-        """
-        assert self.budget.memory_bytes is not None
-        low, high, count = self.tried(ladder.low), self.tried(ladder.rungs[-1]), len(ladder.rungs)
-        fraction = (low.memory.peak - self.budget.memory_bytes) / (
-            low.memory.peak - high.memory.peak
-        )
-        number = min(count, max(1, math.ceil(fraction * count - 1e-9)))
-        return number - 1, low.seconds + (high.seconds - low.seconds) * number / count
-
-    def _climb(self, ladder: Ladder) -> TriedRematerialization:
-        """Return the first rung that fits, from the guessed one upwards."""
-        index, rungs = self._guess(ladder)[0], ladder.rungs
-        while not self._fits(self.tried(rungs[index])):
-            index = min(len(rungs) - 1, index + max(1, len(rungs) // 16))
-        return self.tried(rungs[index])
 
 
 class RematerializationSteps(RematerializationSearch):
