@@ -104,7 +104,7 @@ def test_as_few_blocks_as_it_takes() -> None:
     between = (cheap.peak_bytes + full.peak_bytes) / 2
     made = autopar.plan(model, 2, args, "megatron", memory=between)
     assert made.recompute == ("blocks.0",) and made.peak_bytes <= between
-    assert made.regather == () and made.rerun == ("blocks.1",)
+    assert made.regather == ()
     assert cheap.seconds < made.seconds < full.seconds
     assert made.memory is not None and made.memory.peak == made.peak_bytes
     assert autopar.plan(model, 2, args, "ddp").recompute == ()  # a CPU has no limit
