@@ -190,9 +190,9 @@ def notebook(module: fx.GraphModule) -> str:
     module = inlined(module)
     rows, nodes = [], nodes_of(module)
     facts = {node.name: node for node in nodes}
-    for headline, node in entries(module, fold=True):
+    for text, node in entries(module, fold=True):
         if node is None:
-            head = f'<th colspan="{len(_COLUMNS)}">{html.escape(headline)}</th>'
+            head = f'<th colspan="{len(_COLUMNS)}">{html.escape(text.removeprefix("# "))}</th>'
             rows.append(f'<tr class="headline">{head}</tr>')
         else:
             rows.append(_row(facts[node.name]))

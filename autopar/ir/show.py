@@ -93,9 +93,9 @@ def _headed(text: str) -> Iterator[tuple[str, str]]:
 # -- lines -----------------------------------------------------------------------------------------
 def _lines(module: fx.GraphModule, pattern: str, shapes: bool, fold: bool) -> Iterator[str]:
     """Yield the lines of a graph and its headlines."""
-    for headline, node in entries(module, pattern, fold):
+    for text, node in entries(module, pattern, fold):
         if node is None:
-            yield f"   {headline}" if headline.startswith("(") else f"\n# {headline}"
+            yield f"\n{text}" if text.startswith("# ") else f"   {text}"
         elif called(module, node):
             yield from _block_lines(module, node, shapes)
         else:
@@ -106,9 +106,9 @@ def entries(
     module: fx.GraphModule, pattern: str = "", fold: bool = False
 ) -> Iterator[tuple[str, fx.Node | None]]:
     """Yield what a listing shows, in order: ("", node), or (text, None) for a headline, such as
-    "blocks.0.mlp", "blocks.1-3 as blocks.0", and in parentheses what stands for folded nodes.
+    "# blocks.0.mlp" and "# blocks.1-3 as blocks.0", and for a line that stands for other nodes.
 
-    >>> [head or node.name for head, node in entries(fx.symbolic_trace(torch.nn.ReLU()))]
+    >>> [text or node.name for text, node in entries(fx.symbolic_trace(torch.nn.ReLU()))]
     ['input_1', 'relu', 'output']
     """
     hidden = _folded(module) if fold else {}
@@ -128,12 +128,12 @@ def entries(
             line = hidden[block_name(block)]
             if line and line != chain:
                 chain = line
-                yield line, None
+                yield f"# {line}", None
             continue
         is_call = node.op == "call_function" and not called(module, node)
         if is_call and node.meta.get("chain") not in (None, chain):
             chain = str(node.meta["chain"])
-            yield chain, None
+            yield f"# {chain}", None
         yield "", node
 
 

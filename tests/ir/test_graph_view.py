@@ -183,7 +183,12 @@ def test_a_graph_shows_the_lines_of_its_folded_listing(plan: autopar.Plan) -> No
     assert plan.context is not None
     graph = plan.context.graphs["rewrite"]
     rows = Table(shown(graph)).rows[1:]
-    expected = [text or node.name for text, node in entries(graph, fold=True) if text or node]
+    expected = [
+        text.removeprefix("# ") or node.name
+        for text, node in entries(graph, fold=True)
+        if text or node
+    ]
+    assert "(model)" in expected
     assert [row[0] for row in rows] == expected and "blocks.2 as blocks.1" in expected
     text = listing(graph, shapes=True, fold=True)
     calls = [row for row in rows if len(row) > 1 and row[3]]
