@@ -52,3 +52,5 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for number, source in enumerate(cells):
         exec(compile(source, f"cell {number}", "exec"), names)
     assert len(cells) >= 6
+    graph = eval("graphs['rewrite']", names)
+    assert "blocks.2 as blocks.1" in graph._repr_html_()

@@ -22,6 +22,8 @@ LATER = (
     *("runtime/training", "report", "rules/user_rules", "passes/random_masks"),
     *("passes/trace/autocast", "cost/meta_kernels", "world/kernel_rates"),
     *("planner/quick_search", "planner/plan_cache", "cost/throughput", "ir/plan_view", "ir/show"),
+    "ir/graph_view",
+    "planner/ladders",
     *("cli/huggingface", "cli/command", "cli/compare", "cli/explain", "cli/reasons", "cli/sweep"),
     *("cli/trace", "cli/graph", "cli/verify", "cli/show", "cli/calibrate", "cli/advise"),
     *("cli/schema", "cli/plan", "doctor/command", "doctor/abilities", "doctor/description"),

@@ -141,7 +141,7 @@ def compare_plans(
 
 def _settings(first: Plan, second: Plan) -> Iterable[Setting]:
     for name in ("layout", "mesh", "world", "optimizer", "limit", "reduce_dtype", "recompute",
-                 "regather", "groups", "replicated_outputs"):  # fmt: skip
+                 "regather", "rerun", "groups", "replicated_outputs"):  # fmt: skip
         texts = [_text(getattr(plan, name)) for plan in (first, second)]
         if texts[0] != texts[1]:
             yield Setting(name, *texts)

@@ -27,8 +27,8 @@ from autopar.cli.options import (
 from autopar.cli.terminal import console, model_text, print_json, print_line, watch_progress
 from autopar.cli.trace import HtmlOption
 from autopar.errors import PlanError
+from autopar.ir import graph_view
 from autopar.ir.show import listing
-from autopar.report import graph_view
 from autopar.world import json_file
 
 

@@ -15,9 +15,9 @@ import typer
 from autopar.cli.command import build_target, report_errors, require_folder
 from autopar.cli.options import BatchOption, JsonOption, SchemaOption, TargetArgument
 from autopar.cli.terminal import console, model_text, print_json, print_line, watch_progress
+from autopar.ir import graph_view
 from autopar.ir.show import listing
 from autopar.planner.planner import trace_model
-from autopar.report import graph_view
 from autopar.world import json_file
 
 _SAMPLES = 8  # of the batch where none is named

@@ -119,15 +119,16 @@ def text_of(size: float) -> str:
 
 
 def refusal(
-    memory: Memory, limit: float, world: World, layout: str, all_blocks: bool, larger: str = ""
+    memory: Memory, limit: float, world: World, layout: str, again: str, auto: bool, larger: str
 ) -> PlanError:
-    """Return the error for a user whose model does not fit. `all_blocks`: all are recomputed
-    already. `larger`: the smallest world in which it would fit, in words, such as "16 devices".
+    """Return the error for a user whose model does not fit. `again`: what runs again already, such
+    as "every block recomputed". `auto`: the search chose that. `larger`: the smallest world in
+    which it would fit, in words, such as "16 devices"; "" if unknown.
     """
-    recomputed_note = ", every block recomputed," if all_blocks else ""
+    note = f", {again}," if again else ""
     remedies = [
         larger or "more devices",
-        "" if all_blocks else 'recompute="auto"',
+        "" if auto else 'recompute="auto"',
         "a smaller batch",
     ]
     remedies += ["another layout"] if layout != "auto" else []
@@ -135,7 +136,7 @@ def refusal(
     advice = f"{', '.join(first)} or {last}"
     return PlanError(
         f"no plan fits {limit_text(limit, world)} on each of {world.ranks} devices: "
-        f"layout {layout!r}{recomputed_note} needs {memory}. Try {advice}"
+        f"layout {layout!r}{note} needs {memory}. Try {advice}"
     )
 
 

@@ -152,8 +152,8 @@ class Plan:
 
     @property
     def dropped(self) -> tuple[tuple[str, str], ...]:
-        """The blocks with work that the backward repeats, and which: "computed" or "weights
-        gathered".
+        """The blocks with work that the backward repeats, and which: "computed", "weights gathered"
+        or "norms, activations and other cheap ops".
         """
         pairs = [(self.recompute, "computed"), (self.regather, "weights gathered")]
         pairs.append((self.rerun, "norms, activations and other cheap ops"))

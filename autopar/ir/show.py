@@ -49,9 +49,7 @@ def listing(
     In a scheduled graph `>>` marks where a collective is issued, with the bytes of its larger side,
     and `<<` where it is waited for.
     """
-    hidden = _folded(module) if fold else {}
-    fixed = _fixed(module) if fold else frozenset()
-    lines = list(_lines(module, pattern, shapes, hidden, fixed))
+    lines = list(_lines(module, pattern, shapes, fold))
     if pattern and not lines:
         names = dict.fromkeys(subgraph_of(n) for n in module.graph.nodes if n.op == "call_function")
         raise PlanError(
@@ -93,23 +91,35 @@ def _headed(text: str) -> Iterator[tuple[str, str]]:
 
 
 # -- lines -----------------------------------------------------------------------------------------
-def _lines(
-    module: fx.GraphModule,
-    pattern: str,
-    shapes: bool,
-    hidden: dict[str, str],
-    fixed: frozenset[fx.Node] = frozenset(),
-) -> Iterator[str]:
-    """Yield the lines of a graph and its headlines. `hidden`: blocks that are not shown, with the
-    line that stands for them, "" for none. `fixed`: nodes that one line stands for.
+def _lines(module: fx.GraphModule, pattern: str, shapes: bool, fold: bool) -> Iterator[str]:
+    """Yield the lines of a graph and its headlines."""
+    for text, node in entries(module, pattern, fold):
+        if node is None:
+            yield f"\n{text}" if text.startswith("# ") else f"   {text}"
+        elif called(module, node):
+            yield from _block_lines(module, node, shapes)
+        else:
+            yield _node_line(node, shapes)
+
+
+def entries(
+    module: fx.GraphModule, pattern: str = "", fold: bool = False
+) -> Iterator[tuple[str, fx.Node | None]]:
+    """Yield what a listing shows, in order: ("", node), or (text, None) for a headline, such as
+    "# blocks.0.mlp" and "# blocks.1-3 as blocks.0", and for a line that stands for other nodes.
+
+    >>> [text or node.name for text, node in entries(fx.symbolic_trace(torch.nn.ReLU()))]
+    ['input_1', 'relu', 'output']
     """
+    hidden = _folded(module) if fold else {}
+    fixed = _fixed(module) if fold else frozenset()
     chain: str | None = None
     for node in module.graph.nodes:
         if node.op == "get_attr" or (pattern and not is_named(node, pattern)):
             continue
         if node in fixed:
             if node is next(n for n in module.graph.nodes if n in fixed):
-                yield f"   ({len(fixed)} ops that hang on no input: masks, positions)"
+                yield f"({len(fixed)} ops that hang on no input: masks, positions)", None
             continue
         if node.op == "placeholder" and _is_hidden_parameter(node.name, hidden):
             continue
@@ -118,15 +128,13 @@ def _lines(
             line = hidden[block_name(block)]
             if line and line != chain:
                 chain = line
-                yield f"\n# {line}"
+                yield f"# {line}", None
             continue
-        if called(module, node):
-            yield from _block_lines(module, node, shapes)
-            continue
-        if node.op == "call_function" and node.meta.get("chain") not in (None, chain):
-            chain = node.meta["chain"]
-            yield f"\n# {chain}"
-        yield _node_line(node, shapes)
+        is_call = node.op == "call_function" and not called(module, node)
+        if is_call and node.meta.get("chain") not in (None, chain):
+            chain = str(node.meta["chain"])
+            yield f"# {chain}", None
+        yield "", node
 
 
 def _fixed(module: fx.GraphModule) -> frozenset[fx.Node]:
@@ -182,7 +190,7 @@ def _block_lines(module: fx.GraphModule, node: fx.Node, shapes: bool) -> list[st
     """
     (block,) = called(module, node)
     arguments = ", ".join(str(a) for a in node.args[2:])
-    lines: Iterable[str] = _lines(block, "", shapes, {})
+    lines: Iterable[str] = _lines(block, "", shapes, False)
     inner = "\n".join(line for line in lines if not line.startswith("input "))
     indented = [f"    {line}" if line else "" for line in inner.split("\n")]
     return [f"\n   {node.name} = {function_name(node.target)}({arguments}):", *indented]
@@ -201,7 +209,7 @@ def _node_line(node: fx.Node, shapes: bool) -> str:
         if k not in _HIDDEN_ARGUMENTS and v is not None
     ]
     waits = function_name(node.target) == _WAIT
-    mark = "<< " if waits else ">> " if "step" in node.meta or _issues(node) else "   "
+    mark = "<< " if waits else ">> " if communicates(node) else "   "
     call = f"{function_name(node.target)}({', '.join(arguments)})"
     return f"{mark}{node.name} = {call}{_note(node, shapes)}"
 
@@ -215,8 +223,7 @@ def _note(node: fx.Node, shapes: bool) -> str:
         if dtype is not None:
             parts.append(str(dtype).removeprefix("torch."))
         if isinstance(layout, Layout):
-            whole = "" if layout.local_shape == layout.shape else f" of {size_text(layout.shape)}"
-            parts.append(size_text(layout.local_shape) + whole)
+            parts.append(part_text(layout.local_shape, layout.shape))
         elif isinstance(value, torch.Tensor):
             parts.append(size_text(tuple(value.shape)))
         if _issues(node):
@@ -224,6 +231,11 @@ def _note(node: fx.Node, shapes: bool) -> str:
     if layout is not None:
         parts.append(str(layout))
     return f"   # {' '.join(parts)}" if parts else ""
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether a node changes a layout, or starts a collective in a derived graph."""
+    return "step" in node.meta or _issues(node)
 
 
 def _issues(node: fx.Node) -> bool:
@@ -245,6 +257,12 @@ def _bytes(node: fx.Node) -> int:
 def size_text(shape: Sequence[int]) -> str:
     """Return a shape as text: "4×8", "scalar"."""
     return "×".join(map(str, shape)) or "scalar"
+
+
+def part_text(part: Sequence[int], whole: Sequence[int] | None) -> str:
+    """Return the shape of a rank's part, with that of the whole where it differs: "4×4 of 4×16"."""
+    more = "" if whole is None or tuple(whole) == tuple(part) else f" of {size_text(whole)}"
+    return size_text(part) + more
 
 
 def function_name(target: Any) -> str:

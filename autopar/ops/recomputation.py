@@ -54,7 +54,8 @@ def regather_in_backward(block: fx.GraphModule, fetching: int, *inputs: Any) -> 
 
 
 def rerun_in_backward(block: fx.GraphModule, cheap: int, *inputs: Any) -> Any:
-    """Return what `block` gives for these inputs, without saving what its first `cheap` ops make.
+    """Return what `block` gives for these inputs, without saving what its first `cheap` ops make:
+    cheap ones, and gathers of weights.
 
     What these ops save for their own backward is not saved either, as far as they made it. When the
     backward needs any of it, they alone run again, once.
@@ -166,7 +167,7 @@ class _Parts(NamedTuple):
 
 def _parts_of(block: fx.GraphModule, fetching: int, whole: bool = False) -> _Parts:
     """Return the block's two parts, which are cached in the block. `whole`: all tensors that the
-    first one makes are among its results.
+    first one makes are among its results, but for those of reshards that it alone uses.
     """
     parts: _Parts | None = block.__dict__.get("_autopar_parts")
     if parts is None:
@@ -182,7 +183,11 @@ def _split_block(block: fx.GraphModule, fetching: int, whole: bool) -> _Parts:
     needs = tuple(
         place for place, n in enumerate(inputs) if not fetching_calls.keys().isdisjoint(n.users)
     )
-    fetched = [n for n in fetching_calls if whole or not fetching_calls.keys() >= n.users.keys()]
+    fetched = [
+        n
+        for n in fetching_calls
+        if (whole and "step" not in n.meta) or not fetching_calls.keys() >= n.users.keys()
+    ]
     fetch = _graph_of([inputs[place] for place in needs], fetching_calls, tuple(fetched))
     outputs = block.graph.output_node().args[0]
     return _Parts(fetch, needs, _graph_of([*inputs, *fetched], calls[fetching:], outputs))

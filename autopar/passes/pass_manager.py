@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import fx
 
+from autopar.ir.graph_view import show_in_notebooks
 from autopar.ir.program import Program
 from autopar.ir.progress import step as begin
 from autopar.passes.log import note
@@ -88,6 +89,7 @@ class PassManager:
         seconds, graph = time.perf_counter() - start, None
         if isinstance(result, Program):
             self.graphs[name], graph = result.module, result.module.graph
+            show_in_notebooks(result.module)
         elif isinstance(result, DerivedGraph):
             graph = result.graph
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds

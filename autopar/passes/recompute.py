@@ -8,7 +8,8 @@ rotary embeddings (selection.py says which).
 
 A recomputed block becomes one call of `recompute_in_backward` on a graph of its own; in a
 regathered block each matmul with its gathers becomes one `regather_in_backward`; cheap ops with the
-products that take their results become one `rerun_in_backward`.
+products that take their results become one `rerun_in_backward`, which holds the gathers of these
+products, too, where a block is named in both lists.
 
 This is the last pass over a program. planner/planner.py runs it, and planner/rematerialize.py tries
 it on candidates to find the fewest blocks that fit the memory limit.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -73,8 +74,7 @@ def recompute(program: Program) -> Program:
             )
     rules = _sharding_rules(program)
     groups = [_recompute_group(name, nodes, rules) for name in plan.recompute]
-    groups += _regather_groups(program, frozenset(plan.regather) - {*plan.recompute})
-    groups += _rerun_groups(program, frozenset(plan.rerun) - {*plan.recompute, *plan.regather})
+    groups += _lighter_groups(program, plan)
     if not groups:
         return program
     return dataclasses.replace(program, module=_Grouping(program.module, groups).module())
@@ -97,17 +97,27 @@ def check(program: Program) -> None:
             assert block not in plan.recompute, f"{node.name} of {block} is not recomputed"
     for group in _regather_groups(program, frozenset(plan.regather) - {*plan.recompute}):
         raise AssertionError(f"{group.nodes[-1].name}: its weight is gathered, but not again")
-    for group in _rerun_groups(program, frozenset(plan.rerun) - {*plan.recompute, *plan.regather}):
+    for group in _rerun_groups(program, frozenset(plan.rerun) - {*plan.recompute}):
         raise AssertionError(f"{group.nodes[0].name} is cheap, but saved")
 
 
 def regathers(program: Program) -> tuple[str, ...]:
     """Return the names of the blocks of an emitted program in which a matmul gathers its weight."""
-    nodes = program.module.graph.nodes
-    block_names = {
-        block_of(group.nodes[-1]) for group in _regather_groups(program, frozenset(blocks(nodes)))
-    }
-    return tuple(name for name in blocks(nodes) if name in block_names)
+    return _blocks_with(program, _regather_groups)
+
+
+def reruns(program: Program) -> tuple[str, ...]:
+    """Return the names of the blocks of an emitted program that have cheap ops to run again."""
+    return _blocks_with(program, _rerun_groups)
+
+
+def _blocks_with(
+    program: Program, groups_of: Callable[[Program, frozenset[str]], list[_Group]]
+) -> tuple[str, ...]:
+    """Return the names of the blocks that have groups of a kind, in order."""
+    names = blocks(program.module.graph.nodes)
+    found = {block_of(group.nodes[-1]) for group in groups_of(program, frozenset(names))}
+    return tuple(name for name in names if name in found)
 
 
 def _sharding_rules(program: Program) -> dict[str, OpShardingRule]:
@@ -120,6 +130,23 @@ def _recompute_group(name: str, nodes: list[fx.Node], specs: dict[str, OpShardin
     block_nodes = _convex_nodes(name, nodes)
     unit = tuple(node for node in nodes if node in block_nodes)
     return _Group(recompute_in_backward, unit, block_nodes - _tail_not_run_again(unit, specs))
+
+
+def _lighter_groups(program: Program, plan: Plan) -> list[_Group]:
+    """Return the groups of blocks that are not recomputed. A product of cheap ops whose weight is
+    gathered again is in one group, in which both run again.
+    """
+    gathers = {
+        group.nodes[-1]: group
+        for group in _regather_groups(program, frozenset(plan.regather) - {*plan.recompute})
+    }
+    groups = []
+    for group in _rerun_groups(program, frozenset(plan.rerun) - {*plan.recompute}):
+        products = [gathers.pop(node) for node in group.nodes if node in gathers]
+        fetches = [node for product in products for node in product.nodes[:-1]]
+        again = group.again.union(fetches)
+        groups.append(_Group(group.target, (*fetches, *group.nodes), again))
+    return [*gathers.values(), *groups]
 
 
 def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:

@@ -1,9 +1,10 @@
-"""Rematerialization: which blocks recompute their activations, or only gather their weights again,
-in the backward pass, so that a plan fits the memory.
+"""Rematerialization: which blocks run their cheap ops again in the backward pass, gather their
+weights again or recompute all their activations, so that a plan fits the memory.
 
-Example: of 12 blocks that do not fit, the first 5 are recomputed, or all 12 gather their weights
+Example: of 12 blocks that do not fit, the first 5 are recomputed, or all 12 run their cheap ops
 again and the first 2 are recomputed, whichever costs fewer seconds. Each such set of blocks is a
-rung; rungs of more and more blocks form a ladder, and the search climbs to the first that fits.
+rung; rungs of more and more blocks form a ladder (ladders.py), and the search climbs to the first
+that fits.
 
 `RematerializationSteps` prices a rung exactly, on the emitted program; `Estimated` interpolates,
 for deep models. `rematerialize_to_fit` is the last step of planning: an emitted program and a
@@ -13,6 +14,7 @@ and world_size.py.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -31,14 +33,10 @@ from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import emit_program, recompute
 from autopar.planner.deep_models import DeepModel
+from autopar.planner.ladders import Ladder, Names, Rematerialized, ladders
 from autopar.world import World
 
-
-class Rematerialized(NamedTuple):
-    """The blocks that are recomputed, and those that only gather their weights again."""
-
-    recompute: tuple[str, ...]
-    regather: tuple[str, ...]
+_GUESSES = 3  # of the first rung that fits; after that what is left is halved
 
 
 class TriedRematerialization(NamedTuple):
@@ -54,17 +52,18 @@ class TriedRematerialization(NamedTuple):
 class RematerializationSearch(ABC):
     """A search over the rungs of one program.
 
-    `names`: its blocks in order; `fetching`: those that gather weights; `start`: the rung that its
-    plan has already.
+    `names`: its blocks in order; `fetching`: those that gather weights; `cheap`: those that have
+    cheap ops to run again; `start`: the rung that its plan has already.
     """
 
     def __init__(
-        self, names: tuple[str, ...], fetching: tuple[str, ...], plan: Plan, budget: Budget
+        self, names: Names, fetching: Names, cheap: Names, plan: Plan, budget: Budget
     ) -> None:
-        self.names, self.fetching, self.budget = names, fetching, budget
-        idle = {*names} - {*fetching}
+        self.names, self.fetching, self.cheap, self.budget = names, fetching, cheap, budget
         self.start = Rematerialized(
-            plan.recompute, tuple(n for n in plan.regather if n not in idle)
+            plan.recompute,
+            tuple(n for n in plan.regather if n in fetching or n not in names),
+            tuple(n for n in plan.rerun if n in cheap or n not in names),
         )
         self.known: dict[Rematerialized, TriedRematerialization] = {}
 
@@ -100,22 +99,21 @@ class RematerializationSearch(ABC):
         planned = self.planned()
         if self._fits(planned) or self.budget.recompute != "auto":
             return planned
-        return self._cheapest(planned)
+        return self._cheapest()
 
     def least(self, below: float) -> TriedRematerialization | None:
         """Return the fitting rung of fewest seconds, if these are fewer than `below`; None without
-        one. Every rung is tried.
+        one. Rungs are tried in the order of their seconds.
         """
         rungs = [self.start]
         if self.budget.recompute == "auto":
-            recomputed, regathered, mixed = self._ladders()
-            rungs += [*regathered, *mixed, *recomputed]
-        best: TriedRematerialization | None = None
-        for rung in dict.fromkeys(rungs):
-            if self.seconds_of(rung) < below and self._fits(self.tried(rung)):
-                best = self.tried(rung)
-                below = best.seconds
-        return best
+            rungs += [rung for ladder in self._ladders() for rung in ladder.rungs]
+        for rung in sorted(dict.fromkeys(rungs), key=self.seconds_of):
+            if self.seconds_of(rung) >= below:
+                break
+            if self._fits(self.tried(rung)):
+                return self.tried(rung)
+        return None
 
     def settled(self, estimate: RematerializationSearch) -> TriedRematerialization:
         """Return what `best` does, starting from the rung that an estimate has planned: a little
@@ -123,8 +121,10 @@ class RematerializationSearch(ABC):
         """
         if self.budget.recompute != "auto" or not any(self.start):
             return self.best()
-        ladders = (each for each in self._ladders() if self.start in each)
-        rungs = [Rematerialized((), ()), *next(ladders, [self.start])]
+        nothing = Rematerialized((), ())
+        found = (ladder for ladder in self._ladders() if self.start in ladder.rungs)
+        low, above = next(found, Ladder(nothing, [self.start]))
+        rungs = [low, *above] if low == nothing else [nothing, low, *above]
         index = rungs.index(self.start)
         while not self._fits(self.tried(rungs[index])) and index + 1 < len(rungs):
             index += 1
@@ -145,65 +145,47 @@ class RematerializationSearch(ABC):
             and self.tried(rung).memory.peak + peak_of_less - peak_of_rung <= limit
         )
 
-    def _ladders(self) -> tuple[list[Rematerialized], list[Rematerialized], list[Rematerialized]]:
-        """Return three ladders: the first n blocks recomputed; the first n gather again; all gather
-        again and the first n of them are recomputed.
-        """
-        names, fetching = self.names, self.fetching
-        recomputed = [Rematerialized(names[: n + 1], ()) for n in range(len(names))]
-        regathered = [Rematerialized((), fetching[: n + 1]) for n in range(len(fetching))]
-        mixed = [
-            Rematerialized(rung.recompute, _without(fetching, rung))
-            for rung in recomputed
-            if fetching
-        ]
-        return recomputed, regathered, mixed
+    def _ladders(self) -> list[Ladder]:
+        return ladders(self.names, self.fetching, self.cheap)
 
-    def _cheapest(self, start: TriedRematerialization) -> TriedRematerialization:
+    def _cheapest(self) -> TriedRematerialization:
         """Return the fitting rung of fewest seconds, or the one that comes nearest where none fits.
 
-        Either as few blocks as possible gather their weights again, and where that is not enough as
-        few as possible are recomputed as well; or as few as possible are recomputed and the others
-        save all.
+        Of each ladder only the rungs are looked at that take fewer seconds than the best so far: if
+        the last of these does not fit, none does.
         """
-        recomputed, regathered, mixed = self._ladders()
-        ladders: list[tuple[TriedRematerialization, list[Rematerialized]]] = []
-        if regathered:
-            middle = self.tried(regathered[-1])
-            ladders = [(start, regathered) if self._fits(middle) else (middle, mixed)]
-        ladders = [(low, rungs) for low, rungs in ladders if self._fits(self.tried(rungs[-1]))]
-        seconds_of_one = self.seconds_of(recomputed[0]) if recomputed else 0.0
-        if recomputed and not (
-            ladders and self._guess(*ladders[0])[1] <= start.seconds + seconds_of_one
-        ):
-            ladders += [(start, recomputed)] if self._fits(self.tried(recomputed[-1])) else []
-        if not ladders:
-            return min((start, *self.known.values()), key=lambda tried: tried.memory.peak)
-        return self._climb(*min(reversed(ladders), key=lambda pair: self._guess(*pair)[1]))
+        best: TriedRematerialization | None = None
+        for low, rungs in self._ladders():
+            least = math.inf if best is None else best.seconds
+            cheaper = rungs[: bisect.bisect_left(rungs, least, key=self.seconds_of)]
+            if cheaper and self._fits(self.tried(cheaper[-1])):
+                best = self._first_that_fits(low, cheaper)
+        return best or min(self.known.values(), key=lambda tried: tried.memory.peak)
+
+    def _first_that_fits(
+        self, low: Rematerialized, rungs: list[Rematerialized]
+    ) -> TriedRematerialization:
+        """Return the first of these rungs that fits, where the last one does and `low` does not: it
+        is guessed as if every rung took as much off the peak as the next, then halved.
+        """
+        assert self.budget.memory_bytes is not None
+        fails, fits, guesses = -1, len(rungs) - 1, _GUESSES
+        while fits - fails > 1:
+            middle = (fails + fits) // 2
+            if guesses:
+                start = self.tried(rungs[fails] if fails >= 0 else low).memory.peak
+                taken = max(1.0, start - self.tried(rungs[fits]).memory.peak)
+                share = (start - self.budget.memory_bytes) / taken
+                guessed = fails + math.ceil(share * (fits - fails) - 1e-9)
+                middle, guesses = min(max(guessed, fails + 1), fits - 1), guesses - 1
+            if self._fits(self.tried(rungs[middle])):
+                fits = middle
+            else:
+                fails = middle
+        return self.tried(rungs[fits])
 
     def _fits(self, tried: TriedRematerialization) -> bool:
         return self.budget.fits(tried.memory)
-
-    def _guess(self, low: TriedRematerialization, rungs: list[Rematerialized]) -> tuple[int, float]:
-        """Return the index of the first rung that could fit and its seconds, if every rung takes as
-        much off the peak and costs as much as the next.
-        """
-        assert self.budget.memory_bytes is not None
-        high = self.tried(rungs[-1])
-        fraction = (low.memory.peak - self.budget.memory_bytes) / (
-            low.memory.peak - high.memory.peak
-        )
-        count = min(len(rungs), max(1, math.ceil(fraction * len(rungs) - 1e-9)))
-        return count - 1, low.seconds + (high.seconds - low.seconds) * count / len(rungs)
-
-    def _climb(
-        self, low: TriedRematerialization, rungs: list[Rematerialized]
-    ) -> TriedRematerialization:
-        """Return the first rung that fits, from the guessed one upwards."""
-        index = self._guess(low, rungs)[0]
-        while not self._fits(self.tried(rungs[index])):
-            index = min(len(rungs) - 1, index + max(1, len(rungs) // 16))
-        return self.tried(rungs[index])
 
 
 class RematerializationSteps(RematerializationSearch):
@@ -214,7 +196,8 @@ class RematerializationSteps(RematerializationSearch):
         self.program, self.world = program, world
         self._made: dict[Rematerialized, Program] = {}
         names = blocks(program.module.graph.nodes)
-        super().__init__(names, recompute.regathers(program), program.plan, budget)
+        fetching, cheap = recompute.regathers(program), recompute.reruns(program)
+        super().__init__(names, fetching, cheap, program.plan, budget)
 
     def seconds_of(self, rung: Rematerialized) -> float:
         """Return the seconds of what runs twice on this rung."""
@@ -236,9 +219,9 @@ class RematerializationSteps(RematerializationSearch):
 
 
 class Estimated(RematerializationSearch):
-    """The rungs of a deep program, estimated on straight lines between three corners: the plan as
-    it is, every weight gathered again, and every block recomputed. The corners are computed on
-    shorter programs.
+    """The rungs of a deep program, estimated on straight lines between a few corners: the plan as
+    it is, every weight gathered again, all cheap ops run again, both, and every block recomputed.
+    The corners are computed on shorter programs.
     """
 
     def __init__(self, deep: DeepModel, world: World, budget: Budget) -> None:
@@ -246,50 +229,62 @@ class Estimated(RematerializationSearch):
         assert chosen.plan is not None
         self.deep, self.world = deep, world
         self._rungs: dict[int, RematerializationSteps] = {}
-        self._corners: dict[str, NDArray[np.float64]] = {}
+        self._corners: dict[tuple[str, str], NDArray[np.float64]] = {}
         self.budget = budget
         names = blocks(chosen.module.graph.nodes)
-        short_fetching = {*self._of(deep.shorter()).fetching}
-        fetching = tuple(name for name in names if deep.stand_in(name) in short_fetching)
-        super().__init__(names, fetching, chosen.plan, budget)
+        short = self._of(deep.shorter())
+        fetching, cheap = (
+            tuple(name for name in names if deep.stand_in(name) in found)
+            for found in (short.fetching, short.cheap)
+        )
+        super().__init__(names, fetching, cheap, chosen.plan, budget)
 
     def seconds_of(self, rung: Rematerialized) -> float:
         """Return the estimated seconds of what runs twice on this rung."""
-        return float(self._figures(rung)[-1])
+        return float(self._figures(rung, "seconds")[0])
 
     def memory_of(self, rung: Rematerialized) -> Memory:
         """Return the estimated memory at the peak on this rung."""
-        return Memory(*(float(size) for size in self._figures(rung)[:-1]))
+        return Memory(*(float(size) for size in self._figures(rung, "memory")))
 
-    def _figures(self, rung: Rematerialized) -> NDArray[np.float64]:
-        """Return the rung's memory, field by field, and the seconds of what runs twice."""
-        figures = start = self._corner("planned")
-        if rung != self.start:
-            for corner, dropped, every in (
-                ("recompute", rung.recompute, self.names),
-                ("regather", rung.regather, self.fetching),
-            ):
-                if dropped:
-                    figures = figures + (self._corner(corner) - start) * (len(dropped) / len(every))
-        return figures
+    def _figures(self, rung: Rematerialized, kind: str) -> NDArray[np.float64]:
+        """Return the rung's "memory", field by field, or its "seconds" of what runs twice."""
+        start = self._corner("planned", kind)
+        if rung == self.start:
+            return start
+        both = {*rung.regather} & {*rung.rerun}
+        shares = {
+            "recompute": len(rung.recompute) / max(1, len(self.names)),
+            "regather": (len(rung.regather) - len(both)) / max(1, len(self.fetching)),
+            "rerun": (len(rung.rerun) - len(both)) / max(1, len(self.cheap)),
+            "both": len(both) / max(1, len({*self.fetching} & {*self.cheap})),
+        }
+        parts = [
+            share * (self._corner(name, kind) - start) for name, share in shares.items() if share
+        ]
+        return start + np.sum(parts, axis=0) if parts else start
 
-    def _corner(self, drops: str) -> NDArray[np.float64]:
-        if drops not in self._corners:
+    def _corner(self, name: str, kind: str) -> NDArray[np.float64]:
+        if (name, kind) not in self._corners:
             weighted = [
-                weight * np.array(self._at(short, drops)) for weight, short in self.deep.samples()
+                weight * np.array(self._at(short, name, kind))
+                for weight, short in self.deep.samples()
             ]
-            self._corners[drops] = np.sum(weighted, axis=0)
-        return self._corners[drops]
+            self._corners[name, kind] = np.sum(weighted, axis=0)
+        return self._corners[name, kind]
 
-    def _at(self, short: Program, drops: str) -> tuple[float, ...]:
+    def _at(self, short: Program, name: str, kind: str) -> tuple[float, ...]:
         rungs = self._of(short)
-        corners = {
+        rung = {
             "planned": rungs.start,
             "recompute": Rematerialized(rungs.names, ()),
             "regather": Rematerialized((), rungs.fetching),
-        }
-        tried = rungs.tried(corners[drops])
-        return *dataclasses.astuple(tried.memory), tried.seconds
+            "rerun": Rematerialized((), (), rungs.cheap),
+            "both": Rematerialized((), rungs.fetching, rungs.cheap),
+        }[name]
+        if kind == "seconds":
+            return (rungs.seconds_of(rung),)
+        return dataclasses.astuple(rungs.tried(rung).memory)
 
     def _of(self, short: Program) -> RematerializationSteps:
         if id(short) not in self._rungs:
@@ -297,10 +292,6 @@ class Estimated(RematerializationSearch):
                 emit_program(short, self.world), self.world, self.budget
             )
         return self._rungs[id(short)]
-
-
-def _without(fetching: tuple[str, ...], rung: Rematerialized) -> tuple[str, ...]:
-    return tuple(name for name in fetching if name not in rung.recompute)
 
 
 def rematerialize_to_fit(
@@ -326,9 +317,11 @@ def rematerialize_to_fit(
     fitted, memory = effort(program, world, budget)
     if not budget.fits(memory):
         assert budget.memory_bytes is not None and fitted.plan is not None
-        all_recomputed = len(fitted.plan.recompute) == len(blocks(program.module.graph.nodes))
-        name, advice = program.plan.layout, larger(memory)
-        raise refusal(memory, budget.memory_bytes, world, name, all_recomputed, advice)
+        again = "; ".join(f"{what} again: {names}" for names, what in fitted.plan.dropped)
+        if len(fitted.plan.recompute) == len(blocks(program.module.graph.nodes)):
+            again = "every block recomputed"
+        auto, name = budget.recompute == "auto", program.plan.layout
+        raise refusal(memory, budget.memory_bytes, world, name, again, auto, larger(memory))
     return fitted
 
 

@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autopar.cost.formula import Formula
+from autopar.ir import graph_view
 from autopar.ir.graph import inlined
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_ranks, format_seconds
 from autopar.ir.show import size_text
 from autopar.report import facts as gathering
-from autopar.report import figures, graph_view, pictures
+from autopar.report import figures, pictures
 from autopar.report.facts import Facts, Module
 from autopar.world import json_file
 
 _MOST_NODES = 160  # lines of a block's graph
 _TEMPLATES = Path(__file__).parent
-_STATE = re.compile(r"(\S+?):((?:S\(\d+\))|[IRP])(?=\s|$)")
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)\n\s*(.*)')
 
 
@@ -92,6 +92,8 @@ def render(facts: Facts) -> str:
         block=block,
         before=before,
         after=after,
+        state_style=Markup(graph_view.STATE_STYLE),
+        legend=Markup(graph_view.LEGEND),
         format_bytes=format_bytes,
         format_ranks=format_ranks,
     )
@@ -183,24 +185,11 @@ def _line(node: graph_view.GraphNode, source: tuple[str, int, str] | None) -> Li
         node.name,
         f"{node.function}({', '.join(node.operands)})" if node.kind == "call" else node.kind,
         shape + dtype,
-        coloured(node.layout or ""),
+        graph_view.coloured(node.layout or ""),
         "reshard" if node.reshard else node.kind,
         f"{Path(file).name}:{number}" if file else "",
         Path(file).as_uri() if file.startswith("/") else "",
         code,
-    )
-
-
-def coloured(layout: str) -> str:
-    """Return a layout as HTML, each state in its colour.
-
-    >>> print(coloured("x:S(0) y:P"))
-    <i class="S">x:S(0)</i> <i class="P">y:P</i>
-    """
-    from markupsafe import Markup
-
-    return Markup(
-        _STATE.sub(lambda m: f'<i class="{m[2][0]}">{m[1]}:{m[2]}</i>', html.escape(layout))
     )
 
 

@@ -99,34 +99,45 @@ def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
 
 def test_as_few_blocks_as_it_takes() -> None:
     model, args, _ = models.gpt()
-    free = autopar.plan(model, 2, args, "ddp", recompute="none")
-    full = autopar.plan(model, 2, args, "ddp", recompute="full")
-    between = (free.peak_bytes + full.peak_bytes) / 2
-    made = autopar.plan(model, 2, args, "ddp", memory=between)
-    assert made.recompute == ("blocks.0",) and full.peak_bytes <= made.peak_bytes <= between
+    cheap = autopar.plan(model, 2, args, "megatron", recompute="selective")
+    full = autopar.plan(model, 2, args, "megatron", recompute="full")
+    between = (cheap.peak_bytes + full.peak_bytes) / 2
+    made = autopar.plan(model, 2, args, "megatron", memory=between)
+    assert made.recompute == ("blocks.0",) and made.peak_bytes <= between
     assert made.regather == ()
+    assert cheap.seconds < made.seconds < full.seconds
     assert made.memory is not None and made.memory.peak == made.peak_bytes
     assert autopar.plan(model, 2, args, "ddp").recompute == ()  # a CPU has no limit
 
 
-def test_gathers_before_blocks() -> None:
-    """Where gathered weights are enough, nothing else is dropped; then some blocks, too."""
+def test_cheap_ops_and_gathers_before_blocks() -> None:
+    """Each limit is met by what takes the least: cheap ops, of one block or of both; then weights
+    are gathered again, too, and at last blocks are recomputed.
+    """
     model, args, _ = models.gpt()
 
     def planned(**how: Any) -> autopar.Plan:
         return autopar.plan(model, 4, args, "fsdp", smaller=False, **how)
 
-    free, gathers, full = (planned(recompute=how) for how in ("none", "gathers", "full"))
-    assert full.peak_bytes < gathers.peak_bytes < 0.9 * free.peak_bytes
-    assert free.seconds < gathers.seconds < full.seconds
-    most, least = (plan.memory.waiting for plan in (free, gathers) if plan.memory is not None)
-    world = World.of(4)
-    half = planned(memory=with_reserve((most + least) / 2, world))
-    assert half.recompute == () and half.regather == ("blocks.0",)
-    assert planned(memory=with_reserve(least + 0.1, world)).regather == ("blocks.0", "blocks.1")
-    both = planned(memory=with_reserve(least - 1, world))
-    assert both.recompute == ("blocks.0",) and both.regather == ("blocks.1",)
-    assert gathers.seconds < both.seconds < full.seconds
+    modes = ("none", "selective", "gathers", "full")
+    free, cheap, gathers, full = (planned(recompute=how) for how in modes)
+    assert free.seconds < cheap.seconds < gathers.seconds < full.seconds
+    most, less = (plan.memory.waiting for plan in (free, cheap) if plan.memory is not None)
+
+    def within(limit: float) -> autopar.Plan:
+        plan = planned(memory=with_reserve(limit + 0.1, World.of(4)))
+        assert plan.memory is not None and plan.memory.waiting <= limit + 0.1
+        return plan
+
+    nothing, half, every = within(most), within((most + less) / 2), within(less)
+    assert nothing.choices == free.choices and nothing.seconds == free.seconds
+    assert not any((nothing.recompute, nothing.regather, nothing.rerun))
+    assert (half.rerun, half.regather, half.recompute) == (("blocks.0",), (), ())
+    assert (every.rerun, every.regather, every.recompute) == (("blocks.0", "blocks.1"), (), ())
+    both = within(less - 1)
+    assert (both.rerun, both.regather) == (("blocks.0", "blocks.1"), ("blocks.0",))
+    assert free.seconds < half.seconds < every.seconds == cheap.seconds < both.seconds
+    assert both.seconds < full.seconds
 
 
 SLOW = pytest.mark.slow

@@ -89,6 +89,10 @@ def test_a_part_is_shown_alone(graphs: dict[str, torch.fx.GraphModule]) -> None:
         listing(graphs["rewrite"], "blocks.9")
 
 
+def test_the_models_own_code_has_a_headline(graphs: dict[str, torch.fx.GraphModule]) -> None:
+    assert "\n# (model)\n" in listing(graphs["rewrite"], fold=True)
+
+
 def test_a_difference_is_what_a_pass_did(graphs: dict[str, torch.fx.GraphModule]) -> None:
     assert difference(graphs["annotate"], graphs["annotate"]) == ""
     changed = difference(graphs["rewrite"], graphs["finalize"]).splitlines()

@@ -65,6 +65,39 @@ def test_numbers_are_those_of_one_device(name: str, ranks: int, layout: Any, cha
 
 
 @pytest.mark.parametrize(
+    ("name", "ranks", "layout", "part", "kinds"),
+    [
+        ("gpt", 4, "fsdp", 0.95, "c"),
+        ("gpt", 4, "fsdp", 0.8, "cg"),
+        ("gpt", 4, "fsdp", 0.7, "cg"),
+        ("llama", 4, "fsdp", 0.75, "cg"),
+        ("llama", 4, "megatron-sp", 0.9, "c"),
+        ("gpt", 2, "megatron", 0.75, "cr"),
+        pytest.param("t5", 4, "fsdp", 0.8, "cg", marks=pytest.mark.slow),
+    ],
+)
+def test_what_the_search_chooses_within_a_limit_is_right(
+    name: str, ranks: int, layout: Any, part: float, kinds: str
+) -> None:
+    """Every rank in lockstep, forward and backward: cheap ops (c), gathers (g), blocks (r)."""
+    model, inputs = example(name)
+    plain = autopar.plan(model, ranks, inputs, layout, recompute="none", smaller=False)
+    limit = part * plain.peak_bytes
+    plan = autopar.plan(model, ranks, inputs, layout, memory=limit, smaller=False)
+    chosen = {"c": plan.rerun, "g": plan.regather, "r": plan.recompute}
+    assert "".join(kind for kind, names in chosen.items() if names) == kinds
+    assert plan.peak_bytes <= limit < plain.peak_bytes and plan.seconds > plain.seconds
+    assert autopar.verify(model, None, inputs, plan).grad_error < 1e-9
+    again = sum(collective.backward for collective in plan.collectives)
+    assert calls(plan, inputs) - calls(plain, inputs) == len(plan.collectives) - len(
+        plain.collectives
+    )
+    assert ("g" in kinds or "r" in kinds) == (
+        again > sum(collective.backward for collective in plain.collectives)
+    )
+
+
+@pytest.mark.parametrize(
     ("name", "ranks", "layout"),
     [("gpt", 4, "fsdp"), ("llama", 4, "megatron-sp"), ("llama", 8, Grid4D(2, 2, 2, 1))],
 )

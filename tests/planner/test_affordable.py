@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import itertools
 import random
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,13 +19,16 @@ from autopar.cost.activations import ActivationMemory, Price
 from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
 from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import emit_program
 from autopar.planner import memory_search
 from autopar.planner.elimination import Table
+from autopar.planner.ladders import Names, Rematerialized
 from autopar.planner.mesh_search import best
 from autopar.planner.named_layouts import candidates
 from autopar.planner.planner import search_plan
+from autopar.planner.rematerialize import RematerializationSearch, RematerializationSteps
 from autopar.planner.request import PlanRequest
 from autopar.planner.small_models import ascending, ranked
 from autopar.world import World
@@ -120,8 +124,82 @@ def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.M
     limit = 0.8 * peak_of(program, free, world)
     found = search_plan(program, world, PlanRequest("4d", budget=Budget(limit, OPTIMIZER, "auto")))
     assert found.plan is not None and found.plan.peak_bytes <= limit
-    assert found.plan.recompute or found.plan.regather
+    assert any((found.plan.recompute, found.plan.regather, found.plan.rerun))
     assert len(prices) == 1 and prices[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "ranks", "kinds"),
+    [
+        ("gpt", "fsdp", 4, {"regather", "rerun"}),
+        ("gpt", "megatron", 2, {"recompute", "rerun"}),
+        ("llama", "fsdp", 4, {"recompute", "regather", "rerun"}),
+    ],
+)
+def test_the_cheapest_of_all_rungs_is_found(
+    name: str, layout: str, ranks: int, kinds: set[str]
+) -> None:
+    """Against the exact peak and seconds of every rung, whatever the limit."""
+    program, world = analysed(*getattr(models, name)()), World.preset("ethernet-25g", ranks)
+    free = search_plan(program, world, PlanRequest(layout, budget=Budget(1e15, OPTIMIZER)))
+    emitted, used = emit_program(free, world), set[str]()
+    every = RematerializationSteps(emitted, world, Budget(1e15, OPTIMIZER))
+    rungs = prefixes(every.names, every.fetching, every.cheap)
+    tried = [every.tried(rung) for rung in dict.fromkeys(rungs)]
+    for limit in sorted({each.memory.peak for each in tried}):
+        found = RematerializationSteps(emitted, world, Budget(limit, OPTIMIZER)).best()
+        least = min(each.seconds for each in tried if each.memory.peak <= limit)
+        assert found.memory.peak <= limit
+        if found.rung != every.start:
+            assert found.seconds == pytest.approx(least, rel=1e-9), (limit, found.rung)
+            used |= {kind for kind, names in found.rung._asdict().items() if names}
+    assert used == kinds
+
+
+def prefixes(names: Names, fetching: Names, cheap: Names) -> Iterator[Rematerialized]:
+    """What the first n blocks may do, where the others do one thing or nothing."""
+    for n in range(1, len(names) + 1):
+        yield Rematerialized((), fetching[:n])
+        yield Rematerialized((), (), cheap[:n])
+        yield Rematerialized((), fetching, cheap[:n])
+        yield Rematerialized((), fetching[:n], cheap)
+        done, left = names[:n], names[n:]
+        for others in itertools.product(((), fetching), ((), cheap)):
+            yield Rematerialized(done, *(tuple(x for x in each if x in left) for each in others))
+
+
+class Drawn(RematerializationSearch):
+    """Of drawn blocks: each way takes its own bytes off the peak of a block, and seconds."""
+
+    def __init__(self, draw: random.Random, count: int) -> None:
+        names = tuple(f"blocks.{n}" for n in range(count))
+        nothing: Any = types.SimpleNamespace(recompute=(), regather=(), rerun=())
+        super().__init__(names, names, names, nothing, Budget(draw.uniform(20.0, 100.0)))
+        self.bytes = {name: (draw.uniform(3, 6), draw.random(), draw.random()) for name in names}
+        self.each_s = draw.uniform(1, 2), draw.random(), draw.random()
+
+    def seconds_of(self, rung: Rematerialized) -> float:
+        return sum(s * len(names) for s, names in zip(self.each_s, rung, strict=True))
+
+    def memory_of(self, rung: Rematerialized) -> Memory:
+        taken = [self.bytes[n][way] for way, names in enumerate(rung) for n in names]
+        peak = 100.0 - 80.0 / (6 * len(self.names)) * sum(taken)
+        return Memory(0.0, 0.0, 0.0, peak, 0.0, peak)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_cheapest_of_drawn_rungs_is_found(seed: int) -> None:
+    draw = random.Random(seed)
+    search = Drawn(draw, draw.randint(1, 40))
+    found, looked_at = search.best(), len(search.known)
+    rungs = prefixes(search.names, search.fetching, search.cheap)
+    fitting = [x for x in map(search.tried, rungs) if search.budget.fits(x.memory)]
+    if fitting:
+        least = min(each.seconds for each in fitting)
+        assert search.budget.fits(found.memory) and found.seconds == pytest.approx(least)
+    else:
+        assert found.memory.peak == min(each.memory.peak for each in search.known.values())
+    assert looked_at <= 40  # of up to 320
 
 
 # -- the order of plans ----------------------------------------------------------------------------

@@ -99,10 +99,13 @@ def test_steps_and_peaks_are_those_of_the_whole(name, layout):
         RematerializationSteps(emit_program(program, world), world, budget),
     )
     assert (estimate.names, estimate.fetching) == (whole.names, whole.fetching)
+    assert estimate.cheap == whole.cheap == whole.names
     for rung in (
         Rematerialized((), ()),
         Rematerialized(whole.names, ()),
         Rematerialized((), whole.fetching),
+        Rematerialized((), (), whole.cheap),
+        Rematerialized((), whole.fetching, whole.cheap),
     ):
         one, other = estimate.tried(rung), whole.tried(rung)
         assert one.memory.peak == pytest.approx(other.memory.peak, rel=5e-3)

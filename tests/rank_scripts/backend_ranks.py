@@ -40,6 +40,7 @@ def against(single: tuple[Tensor, dict[str, Tensor]], par: Any, inputs: Any, run
         "loss": abs(float(loss - single[0]) / float(single[0])),
         "gradients": worst(whole, single[1]),
         "runs": type(par._first.run).__name__,
+        "again": [bool(names) for names in (par.plan.rerun, par.plan.regather)],
     }
 
 
@@ -114,11 +115,19 @@ def quick() -> Facts:
 
 
 def again(backend: str | None) -> Facts:
-    """Plans that gather weights again, or recompute blocks, scheduled."""
+    """Plans that gather weights again, or recompute blocks, scheduled; and those that do as little
+    as fits a limit, as they stand, too.
+    """
     cells = itertools.product(("fsdp", "4d"), ("gathers", "selective", "full"))
-    return {
+    found = {
         f"{layout} {how}": one("gpt", layout, backend, True, recompute=how) for layout, how in cells
     }
+    model, inputs = example("gpt")
+    plan = autopar.plan(model, None, inputs, "fsdp", recompute="none", smaller=False)
+    for overlap in (True, False):
+        limit = 0.8 * plan.peak_bytes
+        found[f"limit {overlap}"] = one("gpt", "fsdp", backend, overlap, memory=limit)
+    return found
 
 
 def matrix(backend: str | None) -> Facts:

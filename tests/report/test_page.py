@@ -164,7 +164,7 @@ def test_the_page_is_whole_and_small(text: str) -> None:
     inner = {link[1:] for link in reader.links if link.startswith("#")}
     assert inner and inner <= reader.ids
     assert "three &lt;blocks&gt; on 16 ranks" in text and "<math>" in text
-    assert '<i class="S">x:S(1)</i>' in text or '<i class="S">y:S(1)</i>' in text
+    assert '<i class="state S">x:S(1)</i>' in text or '<i class="state S">y:S(1)</i>' in text
     assert f"{Path(__file__).name}:{inspect.getsourcelines(Block.forward)[1] + 1}" in text
     drawn = re.search(r"const figures = (\{ .*\});", text)
     assert drawn is not None and set(json.loads(drawn[1])) >= set(names)

@@ -1,9 +1,12 @@
-"""`autopar trace` and `autopar graph`: a graph before and after the rewrite, in text and HTML."""
+"""`autopar trace` and `autopar graph`: a graph before and after the rewrite, in text and HTML; and
+graphs that show themselves in a notebook.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ import torch
 from test_cli import refused, run
 from torch import nn
 
-from autopar.report import graph_view
+import autopar
+from autopar.ir import graph_view
+from autopar.ir.show import entries, listing
 from models import Mlp
 
 
@@ -129,8 +134,102 @@ def test_a_page_has_a_row_for_every_node(command: str, tmp_path: Path) -> None:
 
 def test_a_page_shows_names_as_they_are() -> None:
     node = graph_view.GraphNode(
-        "a<b", "call", "f&g", ("x>",), (2, 3), None, None, "", "", True, True
+        "a<b", "call", "f&g", ("x>",), (2, 3), None, "t:S(0)", (4, 3), "", "", True, True
     )
     text = graph_view.page("a & b", [("model", "<m>")], [node])
-    assert "a&lt;b" in text and "f&amp;g (again in the backward)" in text and "2×3" in text
+    assert "a&lt;b" in text and "f&amp;g (again in the backward)" in text
+    assert "<td>2×3 of 4×3</td>" in text and '<td><i class="state S">t:S(0)</i></td>' in text
     assert "<m>" not in text and 'class="reshard"' in text
+
+
+TAGS = {"style", "p", "i", "div", "table", "thead", "tbody", "tr", "th", "td"}
+
+
+# -- in a notebook ---------------------------------------------------------------------------------
+class Table(HTMLParser):
+    """The cells of each row of a table, by their text, and all tags and attributes of a text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.rows and self.rows[-1] and data.strip():
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def plan() -> autopar.Plan:
+    model, inputs = stack()
+    return autopar.plan(model, 4, inputs, "megatron", recompute="full")
+
+
+def shown(module: torch.fx.GraphModule) -> str:
+    return str(module._repr_html_())  # type: ignore[operator]
+
+
+def test_a_graph_shows_the_lines_of_its_folded_listing(plan: autopar.Plan) -> None:
+    assert plan.context is not None
+    graph = plan.context.graphs["rewrite"]
+    rows = Table(shown(graph)).rows[1:]
+    expected = [
+        text.removeprefix("# ") or node.name
+        for text, node in entries(graph, fold=True)
+        if text or node
+    ]
+    assert "(model)" in expected
+    assert [row[0] for row in rows] == expected and "blocks.2 as blocks.1" in expected
+    text = listing(graph, shapes=True, fold=True)
+    calls = [row for row in rows if len(row) > 1 and row[3]]
+    assert len(calls) > 8
+    for name, function, operands, *note in calls:
+        (line,) = [x for x in text.splitlines() if x[3:].startswith(f"{name} = ")]
+        assert line.startswith(">> ") == function.startswith(">> ")
+        assert line.endswith(f"   # {note[1]} {note[0]} {note[2]}")
+        assert all(operand in line for operand in operands.split(", "))
+
+
+def test_every_graph_shows_itself_and_needs_nothing(
+    plan: autopar.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("jinja2", "plotly", "markupsafe"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert plan.context is not None and len(plan.context.graphs) > 8
+    for graph in plan.context.graphs.values():
+        text = shown(graph)
+        table = Table(text)
+        assert table.tags <= TAGS
+        assert table.attributes <= {"class", "colspan"}
+        assert "url(" not in text and "@import" not in text and len(text) < 20_000
+    assert "(again in the backward)" in shown(plan.context.program.module)
+    for tag in ("state S", "state P", "state R"):
+        assert f'<i class="{tag}">tp:' in shown(plan.context.graphs["rewrite"])
+    other = torch.fx.symbolic_trace(nn.ReLU())
+    assert not hasattr(other, "_repr_html_")
+
+
+def test_a_parallel_module_has_such_graphs() -> None:
+    model, inputs = stack()
+    par = autopar.parallelize(model, 1, inputs)
+    assert "blocks.1-2 as blocks.0" in shown(par.graph) and shown(par.graphs["trace"])
+
+
+def test_a_long_graph_is_cut(monkeypatch: pytest.MonkeyPatch, plan: autopar.Plan) -> None:
+    assert plan.context is not None
+    graph = plan.context.graphs["rewrite"]
+    whole = Table(shown(graph)).rows
+    monkeypatch.setattr(graph_view, "MOST_ROWS", 5)
+    rows = Table(shown(graph)).rows
+    assert rows[:6] == whole[:6] and len(rows) == 7
+    assert rows[6][0].startswith(f"{len(whole) - 6} more lines: autopar.listing(graph, pattern)")
