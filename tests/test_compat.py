@@ -517,6 +517,16 @@ def test_a_backward_knows_that_it_is_one() -> None:
     assert seen == [True] and not _compat.in_backward()
 
 
+@covers("add_each")
+def test_each_tensor_takes_another_one_in_place() -> None:
+    sums, more = [torch.ones(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
+    places = [x.data_ptr() for x in sums]
+    _compat.add_each(sums, more)
+    _compat.add_each([], [])
+    assert [x.tolist() for x in sums] == [[2.0, 2.0], [2.0, 2.0, 2.0]]
+    assert [x.data_ptr() for x in sums] == places
+
+
 @covers("exporting")
 def test_code_can_be_told_that_it_is_exported() -> None:
     asked = torch.compiler.is_exporting, torch.compiler.is_compiling

@@ -224,9 +224,8 @@ class Scheduled:
         """
         backward = gm is not self.forward
         run = self._unguarded(gm, example_inputs, backward)
-        if not backward:
+        if not backward or self._deferred is None:  # a graph without gradients has no backward
             return guarded(_without_views(run), "forward")
-        assert self._deferred is not None
         self._backward_inputs = list(example_inputs)
         forms = self._deferred
         forms.begin(_taking_a_list(guarded(run, "backward")))

@@ -14,7 +14,7 @@ def test_a_cell_is_a_command_in_a_fresh_process(tmp_path: Path) -> None:
     row = face.measure(small)
     assert float(row["cpu_seconds"]) > 0 and float(row["peak_gib"]) > 0.05
     wrong = face.measure(face.Cell("wrong", ("-m", "autopar", "plan", "nothing"), 1))
-    assert "unknown target" in str(wrong["error"])
+    assert "a function that returns (model, inputs)" in str(wrong["error"])
     assert len(face.table([row, wrong]).rows) == 2
 
 

@@ -1,4 +1,4 @@
-"""What test_microbatches.py starts on gloo ranks: `parts_of_step_ranks.py FILE LAYOUT...`. A model
+"""What test_step_in_parts.py starts on gloo ranks: `parts_of_step_ranks.py FILE LAYOUT...`. A model
 trains in micro-batches, and the original on the whole batches; FILE says for each layout how far
 losses, gradients and parameters are apart, and which forms the backwards had.
 """

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar._compat import add_each
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.program import Input, Program
@@ -258,7 +259,7 @@ class _Sums:
     @torch.no_grad()
     def put(self, ends: Sequence[Tail], own: Sequence[Tensor]) -> None:
         if self._kept:
-            torch._foreach_add_(self._kept, list(own))
+            add_each(self._kept, own)
         else:
             self._kept = apart(own)
 
@@ -307,8 +308,7 @@ class _Step(torch.autograd.Function):
 def _add(sums: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
     """Add gradients to what there is of each."""
     pairs = [(a, b) for a, b in zip(sums, more, strict=True) if a is not None and b is not None]
-    if pairs:
-        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+    add_each([a for a, _ in pairs], [b for _, b in pairs])
     new = [i for i, x in enumerate(more) if sums[i] is None and x is not None]
     for i, gradient in zip(new, apart([x for i in new if (x := more[i]) is not None]), strict=True):
         sums[i] = gradient
