@@ -114,7 +114,11 @@ def compared(loss: Loss, count: int) -> None:
     compare_parts(trace_model(model, call), part, parts, call, 1e-12)
 
 
-@pytest.mark.parametrize("count", [2, 4, ROWS])
+SLOW = pytest.mark.slow
+COUNTS = [4, pytest.param(2, marks=SLOW), pytest.param(ROWS, marks=SLOW)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_parts_add_up_to_the_step(loss: Loss, count: int) -> None:
     compared(loss, count)
@@ -179,7 +183,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("count", [4, ROWS])
+@pytest.mark.parametrize("count", [4, pytest.param(ROWS, marks=SLOW)])
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_what_crosses_the_parts_is_refused(loss: Loss, count: int) -> None:
     with pytest.raises(PlanError, match=REFUSED[loss]):

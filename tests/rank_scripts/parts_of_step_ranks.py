@@ -76,7 +76,6 @@ def trained(model: nn.Module) -> list[Tensor]:
 
 
 def facts_of(name: str, count: int, turns: bool) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     plain, layout = Net(), GRIDS.get(name, name)
     forms: list[str] = []
@@ -188,6 +187,7 @@ def others() -> dict[str, Any]:
 
 def main() -> None:
     dist.init_process_group("gloo")
+    torch.set_default_dtype(torch.float64)
     facts = {}
     for task in sys.argv[2:]:
         name, count, turns = (*task.split(":"), "", "")[:3]

@@ -320,7 +320,7 @@ def apart(xs: Sequence[Tensor]) -> list[Tensor]:
     """
     seen, found = set[tuple[int, int]](), []
     for x in xs:
-        place = x.untyped_storage()._cdata, int(x.storage_offset())
+        place = x.untyped_storage().data_ptr(), int(x.storage_offset())
         spread = 0 in x.stride() and x.numel() > 1
         found.append(x.clone() if spread or place in seen else x)
         seen.add(place)
