@@ -116,21 +116,30 @@ def memory_of_parts(program: Program, part: Memory) -> Memory:
     """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
     of results that have rows those of all parts.
     """
-    gradients, others = unreduced_bytes(program), _count(program) - 1
+    others = _count(program) - 1
     results = others * _results_bytes(program) if others else 0.0
-    return replace(
-        part,
-        gradients=part.gradients + gradients,
-        transient=part.transient + results,
-        peak=part.peak + gradients + results,
-    )
+    part = replace(part, transient=part.transient + results, peak=part.peak + results)
+    held = unreduced_bytes(program)
+    return with_gradients(part, held, held) if held else part
+
+
+def with_gradients(part: Memory, more: float, total: float) -> Memory:
+    """Return the memory of a part with so many bytes `more` of gradients besides, `total` in all. A
+    backward ends with as many of its own, which are then added to them, and with no activations.
+    """
+    at_end = part.parameters + part.optimizer + part.transient + 2 * total
+    if at_end > part.peak + more:
+        return replace(part, gradients=2 * total, activations=0.0, peak=at_end, in_flight=0.0)
+    return replace(part, gradients=part.gradients + more, peak=part.peak + more)
 
 
 def _results_bytes(program: Program) -> float:
     """Return the bytes of what a part returns besides scalars, which a step returns for all."""
+    nodes = program.module.graph.output_node().all_input_nodes
+    widths = {n.name: n.meta["dtype"].itemsize for n in nodes if "dtype" in n.meta}
     total = 0.0
     for output in program.signature.outputs:
         layout = program.layouts.get(output.node or "")
         if output.kind == "user" and layout is not None and layout.shape:
-            total += layout.local_size * 4.0
+            total += layout.local_size * widths.get(str(output.node), 4)
     return total

@@ -246,6 +246,8 @@ class _Division:
         others = [places[i] for i in sorted(frozenset(places) - summed)]
         if node.target not in _ADDS or len(others) != 1 or node.kwargs.get("alpha", 1) != 1:
             return False
+        if not others[0].meta["val"].is_floating_point():  # a share of it is no whole number
+            return False
         with self.graph.inserting_before(node):
             share = self._divided(others[0])
         node.replace_input_with(others[0], share)
@@ -284,26 +286,28 @@ class _Division:
         return self.totals[share]
 
     def _divide_by_total(self, node: fx.Node) -> None:
-        """Make a mean over tokens their sum, divided by the weight of those of the whole batch."""
+        """Make a mean over tokens their sum, divided by the number of those of the whole batch."""
         values = bound(node)
-        target, weight, ignored = values["target"], values["weight"], values["ignore_index"]
+        target, ignored = values["target"], values["ignore_index"]
+        if values["weight"] is not None:
+            raise self._refusal(node, "weighs tokens by their class, and their weight is not known")
         with self.graph.inserting_before(node):
             counts = self._call(node, aten.ne.Scalar, target, ignored)
             own = self._call(node, aten._to_copy.default, counts, dtype=torch.float32)
-            if weight is not None:
-                known = self._call(node, aten.mul.Tensor, target, counts)
-                weights = self._call(node, aten.index.Tensor, weight, [known])
-                own = self._call(node, aten.mul.Tensor, weights, own)
             share = self._call(node, aten.sum.default, own)
-        total = self._total(share)
+        total, loss = self._total(share), node.meta["val"]
         smoothing = values["label_smoothing"]
-        node.args, node.kwargs = (values["self"], target, weight, _SUM, ignored, smoothing), {}
+        node.args, node.kwargs = (values["self"], target, None, _SUM, ignored, smoothing), {}
         with self.graph.inserting_after(node):
-            mean = self.graph.call_function(aten.div.Tensor, (node, total))
-        mean.meta = dict(node.meta)
-        self.states[node] = self.states[mean] = "sum"
-        self.trained |= {node, mean} if node in self.trained else set()
-        node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+            mean = made(self.graph, aten.div.Tensor, (node, total), loss / total.meta["val"])
+        with self.graph.inserting_after(mean):  # the number of tokens is exact in float32
+            result = made(self.graph, aten._to_copy.default, (mean,), loss, {"dtype": loss.dtype})
+        for new in (mean, result):
+            new.meta.update({k: v for k, v in node.meta.items() if k not in new.meta})
+            self.states[new] = "sum"
+            self.trained |= {new} if node in self.trained else set()
+        self.states[node] = "sum"
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not mean)
 
     def _call(
         self, like: fx.Node, target: Callable[..., Any], *args: Any, **kwargs: Any

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.parts import unreduced_bytes
+from autopar.cost.parts import unreduced_bytes, with_gradients
 from autopar.cost.simulator import timeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -55,10 +55,8 @@ def sums_once(program: Program, request: PlanRequest) -> Program:
         return program
     once = dataclasses.replace(program, plan=dataclasses.replace(plan, sums_once=True))
     assert once.plan is not None
-    more = unreduced_bytes(once) - unreduced_bytes(program)
-    memory = dataclasses.replace(
-        plan.memory, gradients=plan.memory.gradients + more, peak=plan.memory.peak + more
-    )
+    held = unreduced_bytes(once)
+    memory = with_gradients(plan.memory, held - unreduced_bytes(program), held)
     if not request.budget.fits(memory):
         return program
     chosen = dataclasses.replace(once.plan, memory=memory, peak_bytes=memory.peak)

@@ -19,7 +19,6 @@ from autopar.runtime.parts_check import compare_parts
 
 ROWS, TOKENS, CLASSES = 12, 5, 16
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
-WEIGHTS = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
 
 
 class Model(nn.Module):
@@ -137,6 +136,20 @@ def test_counts_of_a_part_alone_are_seen_to_be_wrong(monkeypatch: pytest.MonkeyP
         compared(mean_of_tokens, 4)
 
 
+def test_a_loss_keeps_its_dtype() -> None:
+    model, call = Model(mean_of_tokens).bfloat16(), call_arguments(inputs())
+    part, _ = trace_step(model, call, 4)
+    (results,) = part.module.graph.output_node().args
+    assert results[0].meta["val"].dtype is torch.bfloat16
+    tensors = {e.node: part.tensors.get(e.target) for e in part.signature.inputs}
+    leaves = [*(x[:3] for x in call.args), torch.tensor(40.0)]
+    values = [
+        leaves[e.position or 0] if e.kind == "user" else tensors[e.node]
+        for e in part.signature.inputs
+    ]
+    assert part.module(*values)[0].dtype is torch.bfloat16
+
+
 # -- what is refused -------------------------------------------------------------------------------
 def perplexity(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return torch.exp(mean_of_tokens(model, scores, labels, mask))
@@ -167,6 +180,11 @@ def another_graph(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor
     return scores.square().mean() if scores.shape[0] == ROWS else scores.abs().mean()
 
 
+def weights_of_classes(model: Any, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    weights = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), weights)
+
+
 def no_loss(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return scores
 
@@ -179,6 +197,7 @@ REFUSED = {
     places_as_a_result: "numbers its rows",
     half_of_the_rows: "micro-batches: slice_",
     another_graph: "computes otherwise on a",
+    weights_of_classes: "weighs tokens by their class",
     no_loss: "returns no loss",
 }
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.runtime.deferred_backward import DeferredBackward
 from autopar.world import ranks
+from backward_forms import recorded_forms
 
 GRIDS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, data=2), "2.5d": autopar.Grid25D(q=2)}
 Run = Callable[[nn.Module], list[Tensor]]
@@ -157,22 +157,10 @@ def compared(run: Run, parallel: nn.Module, plain: nn.Module) -> float:
 
 def forms_run(model: nn.Module) -> list[str]:
     """The forms of the backwards of three steps in four parts."""
-    found: list[str] = []
-    before = DeferredBackward.run
-
-    def run(self: DeferredBackward, values: list[Any], accumulator: Any) -> Any:
-        found.append(
-            accumulator.form() if accumulator is not None and self.has_variants else "reduced"
-        )
-        return before(self, values, accumulator)
-
-    DeferredBackward.run = run  # type: ignore[method-assign]
     model.zero_grad()
-    try:
+    with recorded_forms() as forms:
         HABITS["one_sum_for_four_backwards"](model)
-    finally:
-        DeferredBackward.run = before  # type: ignore[method-assign]
-    return found
+    return forms
 
 
 def facts_of(name: str) -> dict[str, Any]:

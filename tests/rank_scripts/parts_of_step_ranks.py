@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.runtime.deferred_backward import DeferredBackward
 from autopar.world import ranks
+from backward_forms import recorded_forms
 
 GRIDS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, data=2), "2.5d": autopar.Grid25D(q=2)}
 ROWS, TOKENS = 16, 4
@@ -78,15 +78,6 @@ def trained(model: nn.Module) -> list[Tensor]:
 def facts_of(name: str, count: int, turns: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     plain, layout = Net(), GRIDS.get(name, name)
-    forms: list[str] = []
-    before = DeferredBackward.run
-
-    def run(self: DeferredBackward, values: list[Any], accumulator: Any) -> Any:
-        forms.append(
-            accumulator.form() if accumulator is not None and self.has_variants else "reduced"
-        )
-        return before(self, values, accumulator)
-
     model = copy.deepcopy(plain)
     if turns:
         plan = autopar.plan(model, 4, batch(0), layout, microbatches=count)
@@ -96,11 +87,8 @@ def facts_of(name: str, count: int, turns: bool) -> dict[str, Any]:
         assert parallel.plan.interleaved
     else:
         parallel = autopar.parallelize(model, inputs=batch(0), layout=layout, microbatches=count)
-    DeferredBackward.run = run  # type: ignore[method-assign]
-    try:
+    with recorded_forms() as forms:
         pairs = list(zip(trained(parallel), trained(plain), strict=True))
-    finally:
-        DeferredBackward.run = before  # type: ignore[method-assign]
     apart = max(float((a - b).norm() / (b.norm() + 1e-12)) for a, b in pairs)
     same = all(a.shape == b.shape for a, b in pairs)
     return {"apart": apart, "same shapes": same, "forms": forms, "compared": len(pairs)}

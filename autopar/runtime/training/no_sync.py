@@ -10,7 +10,7 @@ it is, and DTensor sums what one of them needs. The next backward outside takes 
 sums them with its own. Where it cannot, as another graph may sum other things, they are summed
 first. Source: DistributedDataParallel.no_sync.
 
-runtime/module.py has one NoSync; it sets a `Accumulator` at each graph that runs
+runtime/module.py has one NoSync; it sets an `Accumulator` at each graph that runs
 (runtime/deferred_backward.py).
 """
 
