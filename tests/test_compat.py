@@ -517,6 +517,16 @@ def test_a_backward_knows_that_it_is_one() -> None:
     assert seen == [True] and not _compat.in_backward()
 
 
+@covers("scales_partial_gradients")
+@pytest.mark.parametrize(("version", "scales"), [("2.11.0+cpu", False), ("2.13.0", True)])
+def test_which_torch_keeps_what_is_written_into_partial_gradients(
+    monkeypatch: pytest.MonkeyPatch, version: str, scales: bool
+) -> None:
+    """test_no_sync.py clips and steps on such gradients, where they are held."""
+    monkeypatch.setattr(torch, "__version__", version)
+    assert _compat.scales_partial_gradients() is scales
+
+
 @covers("add_each")
 def test_each_tensor_takes_another_one_in_place() -> None:
     sums, more = [torch.ones(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]

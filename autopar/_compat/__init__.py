@@ -276,6 +276,13 @@ def from_part(part: torch.Tensor, placing: DTensorSpec) -> DTensor:
     return DTensor(part, copy.copy(placing), requires_grad=False)
 
 
+def scales_partial_gradients() -> bool:
+    """Whether what is written in place into a Partial DTensor stays: torch 2.11 scales a copy, and
+    so would clip no gradient that is not summed yet; of 2.12 that is not known.
+    """
+    return tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
 def add_each(sums: Sequence[torch.Tensor], more: Sequence[torch.Tensor]) -> None:
     """Adds to each tensor another one, in place: in few kernels on a GPU."""
     if sums:
@@ -346,6 +353,7 @@ __all__ = [
     "register_process_group",
     "register_work",
     "safe_gathers",
+    "scales_partial_gradients",
     "set_timeout",
     "strict_fake_mode",
     "taken_apart",

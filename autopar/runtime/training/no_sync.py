@@ -23,11 +23,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
+from autopar._compat import scales_partial_gradients
 from autopar.passes.overlap.accumulation import Tail
 from autopar.runtime.apply import placements, to_dtensor
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.deferred_backward import Form
 from autopar.runtime.training.step_graph import StepGraph
+from autopar.world.world import say_once
 
 
 class NoSync:
@@ -38,7 +40,16 @@ class NoSync:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Hold gradients within the context."""
+        """Hold gradients within the context; where torch would lose what a script writes into
+        them, leave every backward to sum its own.
+        """
+        if not scales_partial_gradients():
+            say_once(
+                f"torch {torch.__version__} does not clip gradients that are not summed yet: "
+                "no_sync() lets every backward sum its own, as torch 2.13 need not"
+            )
+            yield
+            return
         self.depth, self._used = self.depth + 1, True
         try:
             yield
