@@ -192,6 +192,17 @@ def where(node: fx.Node) -> str:
 
 
 # -- writing ---------------------------------------------------------------------------------------
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return these nodes and all that they are computed of."""
+    found, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
 def copied(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph, whose nodes have the same names and values."""
     copy = fx.Graph()

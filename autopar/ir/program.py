@@ -218,3 +218,17 @@ def same_inputs(program: Program) -> None:
     assert names == [entry.node for entry in program.signature.inputs], (
         "placeholders and signature differ"
     )
+
+
+def returned_names(graph: fx.Graph) -> list[str]:
+    """Return the names of the nodes that a graph returns, in their order."""
+    results: Any = graph.output_node().args[0]
+    return [node.name for node in results]
+
+
+def same_outputs(program: Program) -> None:
+    """Assert that the graph returns the nodes that the signature names, in their order: what reads
+    one (the rewrite) and what reads the other (an interpreter) must agree.
+    """
+    names = [output.node for output in program.signature.outputs if output.node is not None]
+    assert returned_names(program.module.graph) == names, "outputs and signature differ"

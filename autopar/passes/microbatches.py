@@ -29,8 +29,15 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import copied, made, producer, where
-from autopar.ir.program import Annotations, Input, Program
+from autopar.ir.graph import ancestors, copied, made, producer, where
+from autopar.ir.program import (
+    Annotations,
+    Input,
+    Program,
+    returned_names,
+    same_inputs,
+    same_outputs,
+)
 from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of
 from autopar.ops.rules.shapes import FILLS, NEW_FILLS
 from autopar.passes.part_numbers import COUNTS, MOVES, take_numbers
@@ -85,7 +92,10 @@ def in_parts(
             f"micro-batches: the model computes otherwise on a {count}th of the rows than on all. "
             "Leave microbatches at 1"
         )
-    return _Division(program, whole, count, split).parts()
+    divided = _Division(program, whole, count, split).parts()
+    same_inputs(divided[0])
+    same_outputs(divided[0])
+    return divided
 
 
 class _Division:
@@ -353,7 +363,7 @@ class _Division:
             return None, ()
         graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
         positions = {e.node: e.position for e in self.program.signature.inputs}
-        needed = _ancestors(shares)
+        needed = ancestors(shares)
         reads = [n for n in self.graph.find_nodes(op="placeholder") if n in needed]
         for node in self.graph.nodes:
             if node in needed:
@@ -374,19 +384,13 @@ class _Division:
             Input("user", total.name, f"the total of {share.name}", position=leaves + number)
             for number, (share, total) in enumerate(self.totals.items())
         )
-        outputs = self.whole.signature.outputs  # with the numbers of the whole batch
+        returned = iter(returned_names(self.graph))
+        outputs = tuple(
+            o if o.node is None else dataclasses.replace(o, node=next(returned))
+            for o in self.whole.signature.outputs  # with the numbers of the whole batch
+        )
         return dataclasses.replace(signature, inputs=(*signature.inputs, *totals), outputs=outputs)
 
 
 def _is_mean(node: fx.Node) -> bool:
     return node.target in _MEANS or (node.target in _LOSSES and bound(node)["reduction"] == _MEAN)
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    found, stack = set[fx.Node](), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found

@@ -19,7 +19,7 @@ from torch import fx
 
 from autopar._compat import LazyGraphModule
 from autopar.ir.graph import copied
-from autopar.ir.program import Program, same_inputs
+from autopar.ir.program import Program, same_inputs, same_outputs
 
 aten = torch.ops.aten
 _UNIFORM = (aten.rand.default, aten.rand_like.default)  # from 0 to 1
@@ -63,8 +63,11 @@ def random_masks(program: Program) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: placeholders match the signature, and no mask of random numbers is left."""
+    """The contract: inputs and outputs match the signature, and no mask of random numbers is
+    left.
+    """
     same_inputs(program)
+    same_outputs(program)
     left = [node.name for node in program.module.graph.nodes if _mask_of(node)]
     assert not left, f"random_masks left {left}"
 

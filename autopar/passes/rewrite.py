@@ -23,7 +23,7 @@ from autopar.cost.communication import hierarchies, path_seconds
 from autopar.ir.graph import chain_name, producer
 from autopar.ir.layout import Element, Layout, R, S, State
 from autopar.ir.plan import Plan
-from autopar.ir.program import Annotations, Input, Program, Value
+from autopar.ir.program import Annotations, Input, Program, Value, same_inputs, same_outputs
 from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import (
     Dims,
@@ -107,11 +107,8 @@ def rewrite(program: Program, world: World) -> Program:
 
 def check(program: Program) -> None:
     """The contract: the graph is well formed, as its signature says, and no output is partial."""
-    program.module.graph.lint()
-    names = [node.name for node in program.module.graph.nodes if node.op == "placeholder"]
-    assert names == [entry.node for entry in program.signature.inputs], (
-        "placeholders and signature differ"
-    )
+    same_inputs(program)
+    same_outputs(program)
     for output in program.signature.outputs:
         if output.node is not None:
             assert not program.layouts[output.node].axes_of("P"), f"output {output.node} is partial"

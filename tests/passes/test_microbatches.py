@@ -254,3 +254,27 @@ def test_an_input_with_a_gradient_is_refused() -> None:
 
     with pytest.raises(PlanError, match="an input requires a gradient"):
         trace_step(Prompted(4, 4), (torch.ones(8, 4, requires_grad=True),), 2)
+
+
+def test_verify_holds_what_ranks_run_against_the_whole_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rewrite that is wrong alike on one rank and on several is seen."""
+    model = Model(mean_of_tokens).double().eval()  # ranks' graphs are compared without dropout
+    assert autopar.verify(model, 2, inputs(), "ddp", microbatches=2).loss_error < 1e-12
+    rewritten = autopar.api.rewrite_for_ranks
+
+    def doubled(*given: Any) -> Any:
+        program = rewritten(*given)
+        graph = program.module.graph
+        (loss,) = graph.output_node().args[0]
+        with graph.inserting_before(graph.output_node()):
+            twice = graph.call_function(torch.ops.aten.mul.Tensor, (loss, 2.0))
+        twice.meta = dict(loss.meta)
+        graph.output_node().args = ((twice,),)
+        program.module.recompile()
+        return program
+
+    monkeypatch.setattr(autopar.api, "rewrite_for_ranks", doubled)
+    with pytest.raises(VerificationError, match="is not the step of the whole batch"):
+        autopar.verify(model, 2, inputs(), "ddp", microbatches=2)

@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,48 @@ def dropped(rate: float) -> dict[str, Any]:
     }
 
 
+def cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+def square_error(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(scores[..., 0], labels.double())
+
+
+def mean(scores: Tensor, labels: Tensor) -> Tensor:
+    return scores.square().mean()
+
+
+class Alone(nn.Module):
+    """Returns what its loss gives, and nothing is done with it before."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding, self.head, self.loss = nn.Embedding(32, 16), nn.Linear(16, 32), loss
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(torch.tanh(self.embedding(ids))), labels)
+
+
+def losses_alone() -> dict[str, float]:
+    """How far a mean that is returned as it is, and its gradients, are from one device's."""
+    found = {}
+    for loss in (cross_entropy, square_error, mean):
+        torch.manual_seed(2)
+        plain, call = Alone(loss), batch(3)[:2]
+        parallel = autopar.parallelize(
+            copy.deepcopy(plain), inputs=call, layout="fsdp", microbatches=2
+        )
+        losses = [model(*call) for model in (parallel, plain)]
+        for each in losses:
+            each.backward()
+        pairs = [losses, *zip(parallel.parameters(), plain.parameters(), strict=True)]
+        each_pair = [(full(a), full(b)) for a, b in pairs]
+        each_pair += [(full(a.grad), full(b.grad)) for a, b in pairs[1:]]
+        found[loss.__name__] = max(float((a - b).norm() / b.norm()) for a, b in each_pair)
+    return found
+
+
 def others() -> dict[str, Any]:
     """What goes on besides training: DTensors of a loader, another batch size, plans from files."""
     torch.manual_seed(0)
@@ -165,6 +208,7 @@ def others() -> dict[str, Any]:
     apart.append(float((full(from_file(*batch(0))[0]) - full(plain(*batch(0))[0])).abs()))
     same = autopar.parallelize(plain, inputs=batch(0), layout="fsdp", microbatches="auto")
     facts = {"apart": max(apart), "parts of auto": same.plan.microbatches, "drops": dropped(0.5)}
+    facts["alone"] = losses_alone()
     for _ in range(4):
         parallel(*batch(0))[0].backward()
     stats = parallel.stats()

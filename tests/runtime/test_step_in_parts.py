@@ -52,6 +52,12 @@ def test_what_goes_on_besides_training(others: Any) -> None:
         assert all(found["drops"].values()), found["drops"]
 
 
+def test_a_mean_may_be_returned_as_it_is(others: Any) -> None:
+    for found in others:
+        assert len(found["alone"]) == 3
+        assert {loss: apart for loss, apart in found["alone"].items() if apart > 1e-12} == {}
+
+
 def test_what_a_step_in_parts_cannot_do_is_refused(others: Any) -> None:
     another = "InputError: a step in micro-batches has the gradient of its loss alone"
     twice = "InputError: the backward of a step in micro-batches ran already"
