@@ -95,14 +95,22 @@ def optimizer_step(program: Program, world: World) -> float:
 
 
 def unreduced_bytes(program: Program) -> float:
-    """Return the bytes that a rank holds of gradients between the parts of a step."""
+    """Return the bytes that a rank holds of gradients between the parts of a step: of all weights,
+    and of those whose sum is deferred what is not summed yet.
+    """
     if _count(program) == 1:
         return 0.0
     assert program.plan is not None
     once = program.plan.microbatches > 1 and program.plan.sums_once
-    return sum(
-        deferred.own_bytes if once or not deferred.scattered else deferred.stored_bytes
+    stored = sum(
+        program.layouts[e.node].local_size * program.dtypes[e.node].itemsize
+        for e in program.signature.inputs
+        if e.kind == "parameter" and e.trainable
+    )
+    return stored + sum(
+        deferred.own_bytes - deferred.stored_bytes
         for deferred in unreduced_gradients(program).values()
+        if once or not deferred.scattered
     )
 
 
@@ -116,21 +124,28 @@ def memory_of_parts(program: Program, part: Memory) -> Memory:
     """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
     of results that have rows those of all parts.
     """
-    others = _count(program) - 1
-    results = others * _results_bytes(program) if others else 0.0
+    results = _results_between(program)
     part = replace(part, transient=part.transient + results, peak=part.peak + results)
     held = unreduced_bytes(program)
-    return with_gradients(part, held, held) if held else part
+    return with_gradients(program, part, held, held) if held else part
 
 
-def with_gradients(part: Memory, more: float, total: float) -> Memory:
+def with_gradients(program: Program, part: Memory, more: float, total: float) -> Memory:
     """Return the memory of a part with so many bytes `more` of gradients besides, `total` in all. A
     backward ends with as many of its own, which are then added to them, and with no activations.
     """
-    at_end = part.parameters + part.optimizer + part.transient + 2 * total
+    results = _results_between(program)
+    at_end = part.parameters + part.optimizer + results + 2 * total
     if at_end > part.peak + more:
-        return replace(part, gradients=2 * total, activations=0.0, peak=at_end, in_flight=0.0)
+        part = replace(part, activations=0.0, transient=results, in_flight=0.0)
+        return replace(part, gradients=2 * total, peak=at_end)
     return replace(part, gradients=part.gradients + more, peak=part.peak + more)
+
+
+def _results_between(program: Program) -> float:
+    """Return the bytes of the other parts' results."""
+    others = _count(program) - 1
+    return others * _results_bytes(program) if others else 0.0
 
 
 def _results_bytes(program: Program) -> float:

@@ -40,7 +40,8 @@ SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
 _FREE, _RULED = 4, 2  # most promising meshes searched at every share
 _NEAR = 1.5  # times the least: plans above it are not tried
 _BLOCKS = 4  # at either end of a run, and more: enough to fill buckets as the full run does
-_HARDLY = 1.15  # times the shortest step: steps are up to 8 % shorter than their `light`
+_HARDLY = 1.12  # times the shortest step: steps are up to a tenth shorter than their `bare`
+_CONFIRMED = 3  # plans of a deep model simulated whole, at most
 _RUN = 6  # plans simulated by either measure: about a second each for a deep model
 
 
@@ -66,19 +67,36 @@ def plans_by_step(model: ShortenedModel, best: Program, request: PlanRequest) ->
 
 
 def _by_step(promising: Sequence[_Rated], world: World) -> list[_Rated]:
-    """Return plans in order of their simulated steps. Those that could hardly be the fastest if all
-    that can overlap did are not simulated; they come last.
+    """Return plans in order of their simulated steps. Those that could hardly be the fastest even
+    if what can overlap took no time are not simulated; they come last.
     """
     steps: dict[int, float] = {}
+    least = shares(world)[-1]
     in_order = sorted(enumerate(promising), key=lambda pair: pair[1].light)
     for done, (index, rated) in enumerate(in_order):
         tell("plans simulated", done, len(promising))
-        if not steps or rated.light <= _HARDLY * min(steps.values()):
+        if not steps or rated.bare(least) <= _HARDLY * min(steps.values()):
             steps[index] = _step(rated.deep, world)
+    _confirm(promising, steps, world)
     order = sorted(
         range(len(promising)), key=lambda i: (steps.get(i, math.inf), promising[i].light)
     )
     return [promising[i] for i in order]
+
+
+def _confirm(promising: Sequence[_Rated], steps: dict[int, float], world: World) -> None:
+    """Put the step of the whole model in the place of the estimate from shorter ones, for the plan
+    that comes first, until that one has it: buckets that span more blocks than the shorter models
+    have do not grow in a straight line.
+    """
+    whole = set[int]()
+    for _ in range(_CONFIRMED):
+        first = min(steps, key=lambda index: steps[index])
+        deep = promising[first].deep
+        if first in whole or not _blocks_of_step(deep).runs:
+            return
+        whole.add(first)
+        steps[first] = min(bucket_seconds(emit_program(deep.program, world), world))
 
 
 class _Rated(NamedTuple):
@@ -89,6 +107,11 @@ class _Rated(NamedTuple):
     light: float
     middle: float
     deep: DeepModel
+
+    def bare(self, share: float) -> float:
+        """Return the seconds of what cannot overlap: `light` has a `share` of the others."""
+        full = self.middle - self.light
+        return (self.light - share * full) / (1 - share) if share < 1 else self.light
 
 
 class _Others:
@@ -191,11 +214,15 @@ def simulate_plan(chosen: Program, world: World) -> float:
 
 def _step(deep: DeepModel, world: World) -> float:
     """Return the simulated seconds of a step, extrapolated from shorter programs."""
-    blocks = DeepModel(deep.program, deep, edge=_BLOCKS, more=_BLOCKS)
     total = np.zeros(())
-    for weight, program in blocks.samples():
+    for weight, program in _blocks_of_step(deep).samples():
         total = total + weight * np.array(bucket_seconds(emit_program(program, world), world))
     return float(total.min())
+
+
+def _blocks_of_step(deep: DeepModel) -> DeepModel:
+    """Return the model cut to the blocks from which a step is extrapolated."""
+    return DeepModel(deep.program, deep, edge=_BLOCKS, more=_BLOCKS)
 
 
 def _plan_look(plan: Plan) -> Hashable:

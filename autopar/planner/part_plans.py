@@ -56,7 +56,7 @@ def sums_once(program: Program, request: PlanRequest) -> Program:
     once = dataclasses.replace(program, plan=dataclasses.replace(plan, sums_once=True))
     assert once.plan is not None
     held = unreduced_bytes(once)
-    memory = with_gradients(plan.memory, held - unreduced_bytes(program), held)
+    memory = with_gradients(once, plan.memory, held - unreduced_bytes(program), held)
     if not request.budget.fits(memory):
         return program
     chosen = dataclasses.replace(once.plan, memory=memory, peak_bytes=memory.peak)

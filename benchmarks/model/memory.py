@@ -61,6 +61,13 @@ CASES = (
     Case("t5", 2, "megatron-sp"),
     Case("vit", 4, "2.5d"),
     Case("vit", 2, "fsdp", limit=0.8),
+    Case("gpt", 1, "auto", microbatches=4),
+    Case("gpt", 2, "ddp", microbatches=4),
+    Case("gpt", 2, "fsdp", microbatches=2),
+    Case("gpt", 4, "megatron", microbatches=2),
+    Case("wide", 1, "auto", microbatches=2),
+    Case("wide", 4, "4d", microbatches=4),
+    Case("long", 2, "fsdp", limit=0.6, microbatches="auto"),
     Case("gpt", 2, "fsdp", between=True),
     Case("gpt", 4, "megatron-sp", between=True),
     Case("wide", 4, "fsdp", limit=0.75, between=True),
@@ -131,6 +138,7 @@ def table(rows: Iterable[Counted]) -> Table:
         sizes = (row.limit, row.planned, row.measured)
         limit, planned, measured = (f"{size / 2**20:.2f}" if size else "" for size in sizes)
         how = "auto" if case.limit is not None else case.recompute
+        how += f", {case.microbatches} parts" * (case.microbatches != 1)
         how += ", evaluated and saved between" * case.between
         ratio = row.refused or f"{row.ratio:.3f}" + ("" if is_good(row) else " !")
         rest = (f"{size / 2**20:.2f}" for size in (row.steady, row.start, row.largest))

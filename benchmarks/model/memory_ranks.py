@@ -33,7 +33,8 @@ STEPS = 4  # the first derives the graphs and makes the optimizer's states
 class Case:
     """A model of MODELS under a layout; `limit`: memory= as a part of what the plan without a limit
     needs, None for no limit. `between`: before each counted step the model is evaluated on the
-    batch and on half of it, and a checkpoint is saved; all of that counts.
+    batch and on half of it, and a checkpoint is saved; all of that counts. `microbatches`: parts
+    of a step, or "auto".
     """
 
     model: str
@@ -43,6 +44,7 @@ class Case:
     limit: float | None = None
     overlap: bool = True
     between: bool = False
+    microbatches: int | str = 1
 
 
 @dataclass
@@ -254,6 +256,7 @@ def _started(case: Case, inputs: Any, counter: Counter, counted: Counted) -> nn.
         memory=memory,
         recompute=case.recompute if case.limit is None else "auto",
         overlap=case.overlap,
+        microbatches=case.microbatches,
         device=counter.device,
     )
     counted.start = float(counter.peak() - there)

@@ -34,6 +34,21 @@ def test_figures_of_parts_agree_with_one_another(layout: str) -> None:
     assert plan.memory is not None and plan.memory.peak == plan.peak_bytes
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_gradient_is_held_between_parts(ranks: int) -> None:
+    """Those that no ranks sum, too: all of one rank's, those of weights that megatron splits."""
+    with torch.device("meta"):
+        model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
+        ids = torch.zeros(32, 128, dtype=torch.long)
+    layout = "megatron" if ranks > 1 else "auto"
+    plan = autopar.plan(
+        model, autopar.World.preset("dgx-h100", ranks), (ids, ids), layout, microbatches=4,
+        smaller=False, outputs="sharded",
+    )  # fmt: skip
+    assert plan.memory is not None
+    assert plan.memory.gradients >= 0.99 * plan.memory.parameters
+
+
 def test_sums_and_the_optimizer_come_once() -> None:
     one, four = planned("ddp", 1), planned("ddp", 4)
     assert four.comm_bytes == pytest.approx(one.comm_bytes, rel=1e-3)

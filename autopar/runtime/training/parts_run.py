@@ -76,8 +76,8 @@ class PartsRun:
     ) -> None:
         self.run, self.count, self._parts, self._mesh = run, parts.count, parts, device_mesh
         self._entries = program.signature.inputs
-        self._whole = batch_program(program, parts)
-        self._own = self._whole.signature.inputs
+        batch = batch_program(program, parts)  # which has the model's tensors, and is not kept
+        self._own, self._batch_layouts = batch.signature.inputs, batch.layouts
         self._layouts, self._returned = program.layouts, program.signature.outputs
         self._blocks = self._row_blocks(program)
         assert program.plan is not None
@@ -193,7 +193,7 @@ class PartsRun:
         return [torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*shares, strict=True)]
 
     def _gathered(self, entry: Input, own: Tensor) -> Tensor:
-        layout = self._whole.layouts[entry.node]
+        layout = self._batch_layouts[entry.node]
         if self._mesh is None or not layout.axes_of("S"):
             return own
         sent = own.to(torch.uint8) if own.dtype is torch.bool else own  # gloo knows no bool
