@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -109,20 +111,54 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert near == {light.deep, these.deep, megatron.deep, others.deep}
 
 
+def rated(light: float, bare: float, name: str) -> Any:
+    """A plan that takes `bare` seconds where what can overlap takes no time."""
+    full = bare + (light - bare) / overlap_search.shares(WORLD)[-1]
+    return overlap_search._Rated(light, light + full, SimpleNamespace(program=name, runs=()))  # type: ignore[arg-type]
+
+
 def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    simulated: list[float] = []
+    """Nor are those whose light step is long, unless little of it cannot overlap."""
+    steps = {"slow": 1.9, "first": 0.95, "leans": 0.9, "near": 1.0, "slower": 1.5}
+    simulated: list[str] = []
 
-    def step(deep: float, _: World) -> float:  # a plan is known by its `light` here
-        simulated.append(deep)
-        return 0.95 * deep
+    def step(deep: Any, _: World) -> float:
+        simulated.append(deep.program)
+        return steps[deep.program]
 
     monkeypatch.setattr(overlap_search, "_step", step)
-    lights = (2.0, 1.0, 1.3, 1.05)
-    rated = [overlap_search._Rated(light, 0.0, light) for light in lights]  # type: ignore[arg-type]
-    assert [one.light for one in overlap_search._by_step(rated, WORLD)] == sorted(lights)
-    assert simulated == [1.0, 1.05]
+    monkeypatch.setattr(overlap_search, "_blocks_of_step", lambda deep: deep)
+    given = [
+        rated(2.0, 1.9, "slow"), rated(1.0, 0.9, "first"), rated(1.3, 0.95, "leans"),
+        rated(1.05, 1.04, "near"), rated(1.4, 1.3, "slower"),
+    ]  # fmt: skip
+    found = [one.deep.program for one in overlap_search._by_step(given, WORLD)]
+    assert found == ["leans", "first", "near", "slower", "slow"]
+    assert simulated == ["first", "near", "leans"]
+
+
+def test_the_fastest_of_deep_models_is_confirmed_on_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan whose estimate from fewer blocks was too low does not come first."""
+    estimates, whole = {"a": 1.0, "b": 1.1, "c": 1.2}, {"a": 1.3, "b": 1.15, "c": 0.5}
+    looked: list[str] = []
+
+    def bucket_seconds(name: str, _: World) -> tuple[float, ...]:
+        looked.append(name)
+        return 2 * whole[name], whole[name]
+
+    monkeypatch.setattr(overlap_search, "_step", lambda deep, _: estimates[deep.program])
+    monkeypatch.setattr(
+        overlap_search, "_blocks_of_step", lambda deep: SimpleNamespace(runs=(("blocks",),))
+    )
+    monkeypatch.setattr(overlap_search, "emit_program", lambda name, _: name)
+    monkeypatch.setattr(overlap_search, "bucket_seconds", bucket_seconds)
+    given = [rated(1.0, 0.9, name) for name in estimates]
+    found = [one.deep.program for one in overlap_search._by_step(given, WORLD)]
+    assert found == ["b", "c", "a"] and looked == ["a", "b"]
 
 
 def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
