@@ -24,7 +24,11 @@ TESTS = ("tests/test_smoke.py", "tests/test_compat.py", "tests/runtime/test_pari
 
 
 def executable(name: str) -> str | None:
-    """Return the path of an interpreter that runs, `python3.12` by name; pyenv's are found, too."""
+    """Return the path of an interpreter that runs: of `python3.12` by name, where pyenv's are found
+    too, or of a path itself.
+    """
+    if os.sep in name:
+        return name if os.access(name, os.X_OK) else None
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     version = name.removeprefix("python")
     places = [shutil.which(name), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))]
