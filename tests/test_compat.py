@@ -63,7 +63,7 @@ def test_autopar_asks_for_the_versions_that_it_takes() -> None:
     """pyproject.toml, and what is said at import: also where private names are missing."""
     versions = _compat.torch_versions
     least, below = (".".join(map(str, pair)) for pair in (versions.LEAST, versions.BELOW))
-    root = Path(_compat.__file__).parent.parent.parent
+    root = Path(__file__).parent.parent  # of the sources, or of a copy of the tests
     wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
     assert f"torch>={least},<{below}" in wanted
     code = "import torch; torch.__version__ = '2.14.0'; del torch._C._AutoDispatchBelowAutograd\n"

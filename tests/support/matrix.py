@@ -98,7 +98,8 @@ def pair(name: str, torch: str, built: Path) -> str:
     interpreter = executable(name)
     if interpreter is None:
         return "no such interpreter here"
-    place, start = FOLDER / f"{name}-torch{torch}", time.monotonic()
+    place = FOLDER / f"{name.strip(os.sep).replace(os.sep, '-')}-torch{torch}"
+    start = time.monotonic()
     log = FOLDER / f"{place.name}.log"
     log.unlink(missing_ok=True)
     if not install(interpreter, torch, built, place, log):

@@ -319,6 +319,7 @@ REDUCTIONS = [
     call(aten.flip.default, real(6, 12), [1]),
     call(aten.diff.default, real(6, 12)),
     call(aten.diff.default, real(6, 12), 1, -1, real(6, 1), note="prepend"),
+    call(aten.diff.default, real(6, 12), 2, 1, real(6, 3), real(6, 2), note="prepend and append"),
     call(aten.sort.default, real(6, 12)),
     call(aten.topk.default, real(6, 12), 4),
 ]

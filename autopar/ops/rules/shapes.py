@@ -306,14 +306,36 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
     )
 
 
-@spec((aten.cumsum.default, aten.diff.default, aten.sort.default, aten.topk.default))
+@spec((aten.cumsum.default, aten.sort.default, aten.topk.default))
 def along(node: fx.Node) -> OpShardingRule:
     """Return the rule of an op that runs along one dim, which stays unsharded."""
-    # diff has more operands where it prepends or appends tensors
-    if len([n for n in operands_of(node) if n is not None]) > 1:
-        return unsplit(node)
-    return unsharded_dim(
-        node, bound(node)["dim"], linear=node.target in (aten.cumsum.default, aten.diff.default)
+    return unsharded_dim(node, bound(node)["dim"], linear=node.target is aten.cumsum.default)
+
+
+@spec(aten.diff.default)
+def diff(node: fx.Node) -> OpShardingRule:
+    """Return the rule of differences along one dim, which stays unsharded, as does that of what is
+    prepended and appended.
+    """
+    operands = operands_of(node)
+    assert operands[0] is not None
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(operands[0]), sizes)
+    dim = bound(node)["dim"] % len(dims)
+
+    def of_length(name: str, size: int) -> tuple[tuple[str, ...], ...]:
+        sizes[name] = size
+        return tuple((name,) if j == dim else d for j, d in enumerate(dims))
+
+    others = [
+        None if n is None else of_length(f"d{dim}_{i}", operand_shape(n)[dim])
+        for i, n in enumerate(operands[1:])
+    ]
+    result = of_length(f"r{dim}", shape_of(value_of(node))[dim])
+    present = frozenset(i for i, n in enumerate(operands) if n is not None)
+    own = {name for d in (dims, *filter(None, others), result) for name in d[dim]}
+    return OpShardingRule(
+        (tuple(dims), *others), (result,), sizes, whole=frozenset(own), linear=(present,)
     )
 
 
