@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from autopar._compat import pytree
-from autopar.errors import InputError, PlanError
+from autopar.errors import InputError, PlanError, TraceError
 from autopar.ir.program import Program
 from autopar.passes import annotate, random_masks
 from autopar.passes.microbatches import Parts, in_parts
@@ -43,14 +43,36 @@ def trace_step(
             "divide their number"
         )
     whole = annotate.annotate(random_masks.random_masks(trace_model(model, call)))
-    split = _divided(call, whole)
-    program = random_masks.random_masks(trace_model(model, _first(call, split, rows), manager))
+    traced, split = _trace_part(model, call, _divided(call, whole), count, manager)
+    program = random_masks.random_masks(traced)
     if any(e.kind == "user" and e.trainable for e in program.signature.inputs):
         raise PlanError(
             "micro-batches: an input requires a gradient, which would be of one part alone. Leave "
             "microbatches at 1"
         )
     return in_parts(program, whole, count, split)
+
+
+def _trace_part(
+    model: nn.Module, call: Call, split: frozenset[int], count: int, manager: PassManager | None
+) -> tuple[Program, frozenset[int]]:
+    """Return the traced program of one part, and the inputs that are divided by rows: `split`, and
+    where the model cannot run on that, all that are as long. No op that is left of the graph may
+    tie them: labels of a loss that is not returned.
+    """
+    rows = rows_of(call) // count
+    try:
+        return trace_model(model, _first(call, split, rows), manager), split
+    except TraceError as error:
+        leaves = enumerate(pytree.tree_leaves((call.args, call.kwargs)))
+        tensors = {place: x for place, x in leaves if isinstance(x, torch.Tensor) and x.dim()}
+        longer = split | {place for place, x in tensors.items() if len(x) == rows * count}
+        if longer == split:
+            raise PlanError(
+                f"micro-batches: on a {count}th of the rows the model cannot be traced: {error}. "
+                "Leave microbatches at 1"
+            ) from error
+    return trace_model(model, _first(call, longer, rows), manager), longer
 
 
 def rows_of(call: Call) -> int:

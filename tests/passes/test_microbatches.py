@@ -78,6 +78,13 @@ def rows_read_by_number(model: nn.Module, scores: Tensor, labels: Tensor, mask: 
     return (scores.square().sum(-1) * kept).sum() / mask.sum()
 
 
+def a_loss_that_is_not_returned(
+    model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor
+) -> Tensor:
+    F.cross_entropy(scores.flatten(0, 1), labels.flatten())  # nothing else ties labels to scores
+    return scores.square().mean()
+
+
 def numbers_of_the_batch(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Any:
     rows, count = scores.shape[0], torch.ones(scores.shape[0], dtype=torch.float64).sum()
     loss = scores.square().sum() / rows + scores.sum() * (1 / scores[..., 0].numel())
@@ -90,8 +97,8 @@ def with_scores(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) 
 
 LOSSES = [
     mean_of_tokens, class_dim_inside, sum_of_tokens, masked_mean, means_of_means, with_a_penalty,
-    penalty_first, count_in_a_root, a_count_used_twice, rows_read_by_number, numbers_of_the_batch,
-    with_scores,
+    penalty_first, count_in_a_root, a_count_used_twice, rows_read_by_number,
+    a_loss_that_is_not_returned, numbers_of_the_batch, with_scores,
 ]  # fmt: skip
 
 
@@ -185,6 +192,10 @@ def weights_of_classes(model: Any, scores: Tensor, labels: Tensor, mask: Tensor)
     return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), weights)
 
 
+def another_loss(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(scores, -1).flatten(0, 1), labels.flatten())
+
+
 def no_loss(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return scores
 
@@ -198,6 +209,7 @@ REFUSED = {
     half_of_the_rows: "micro-batches: slice_",
     another_graph: "computes otherwise on a",
     weights_of_classes: "weighs tokens by their class",
+    another_loss: "nll_loss_nd .* computes with the rows of all parts",
     no_loss: "returns no loss",
 }
 
