@@ -23,11 +23,13 @@ def run(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("layout", ["auto", "megatron"])
+@pytest.mark.parametrize("layout", ["auto", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_a_vit_trains_on_two_ranks(layout: str, tmp_path: Path) -> None:
+    """ "auto" may take a layout that has a name of its own."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     said = run(*torchrun, str(EXAMPLES / "vit.py"), "--layout", layout, folder=tmp_path)
-    assert "first loss" in said and f"layout  {layout}" in said
+    taken = "layout  " if layout == "auto" else f"layout  {layout}"
+    assert "first loss" in said and taken in said
 
 
 @pytest.mark.slow
