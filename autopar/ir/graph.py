@@ -191,7 +191,6 @@ def where(node: fx.Node) -> str:
     )
 
 
-# -- writing ---------------------------------------------------------------------------------------
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return these nodes and all that they are computed of."""
     found, stack = set[fx.Node](), list(nodes)
@@ -203,6 +202,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+# -- writing ---------------------------------------------------------------------------------------
 def copied(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph, whose nodes have the same names and values."""
     copy = fx.Graph()

@@ -6,8 +6,9 @@ The exact search adds up seconds as if nothing overlapped. Here, collectives tha
 (`Annotations.share`), which gives other plans, with more of what can be hidden. The best plan of
 the full sum, these plans and, for "auto", those of the named layouts compete: the most promising
 ones, at least one per name, are emitted and run through the simulation that the scheduler uses
-(cost/simulator/engine.py). The shortest simulated step comes first. So the proven gap is one of the
-summed seconds, not of the simulated ones.
+(cost/simulator/engine.py). The shortest simulated step comes first; that of a deep model, which is
+extrapolated from shorter models, is confirmed on the whole. The proven gap is one of the summed
+seconds, not of the simulated ones.
 
 A ShortenedModel and its plan of the least sum enter, chosen programs leave in order of their
 steps. Called by planner.py.
@@ -39,7 +40,7 @@ from autopar.world import World
 SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
 _FREE, _RULED = 4, 2  # most promising meshes searched at every share
 _NEAR = 1.5  # times the least: plans above it are not tried
-_BLOCKS = 4  # at either end of a run, and more: enough to fill buckets as the full run does
+_BLOCKS = 4  # at either end of a run, and more: they fill buckets, unless blocks are small
 _HARDLY = 1.12  # times the shortest step: steps are up to a tenth shorter than their `bare`
 _CONFIRMED = 3  # plans of a deep model simulated whole, at most
 _RUN = 6  # plans simulated by either measure: about a second each for a deep model

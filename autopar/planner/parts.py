@@ -61,18 +61,18 @@ def _trace_part(
     tie them: labels of a loss that is not returned.
     """
     rows = rows_of(call) // count
-    try:
-        return trace_model(model, _first(call, split, rows), manager), split
-    except TraceError as error:
-        leaves = enumerate(pytree.tree_leaves((call.args, call.kwargs)))
-        tensors = {place: x for place, x in leaves if isinstance(x, torch.Tensor) and x.dim()}
-        longer = split | {place for place, x in tensors.items() if len(x) == rows * count}
-        if longer == split:
-            raise PlanError(
-                f"micro-batches: on a {count}th of the rows the model cannot be traced: {error}. "
-                "Leave microbatches at 1"
-            ) from error
-    return trace_model(model, _first(call, longer, rows), manager), longer
+    leaves = enumerate(pytree.tree_leaves((call.args, call.kwargs)))
+    tensors = {place: x for place, x in leaves if isinstance(x, torch.Tensor) and x.dim()}
+    as_long = split | {place for place, x in tensors.items() if len(x) == rows * count}
+    for divided in dict.fromkeys((split, as_long)):
+        try:
+            return trace_model(model, _first(call, divided, rows), manager), divided
+        except TraceError as error:
+            refused = error
+    raise PlanError(
+        f"micro-batches: on a {count}th of the rows the model cannot be traced: {refused}. "
+        "Leave microbatches at 1"
+    ) from refused
 
 
 def rows_of(call: Call) -> int:

@@ -114,7 +114,8 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def rated(light: float, bare: float, name: str) -> Any:
     """A plan that takes `bare` seconds where what can overlap takes no time."""
     full = bare + (light - bare) / overlap_search.shares(WORLD)[-1]
-    return overlap_search._Rated(light, light + full, SimpleNamespace(program=name, runs=()))  # type: ignore[arg-type]
+    deep: Any = SimpleNamespace(program=name, runs=())
+    return overlap_search._Rated(light, light + full, deep)
 
 
 def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(

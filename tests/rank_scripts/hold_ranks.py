@@ -6,22 +6,18 @@ layout how far the two are apart, and how many collectives the backwards issued.
 from __future__ import annotations
 
 import copy
-import json
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.world import ranks
 from backward_forms import recorded_forms
+from on_ranks import run_everywhere
 
 GRIDS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, data=2), "2.5d": autopar.Grid25D(q=2)}
 Run = Callable[[nn.Module], list[Tensor]]
@@ -178,14 +174,5 @@ def facts_of(name: str) -> dict[str, Any]:
     return {"apart": apart, "forms": forms_run(parallel)}
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    facts = {name: facts_of(name) for name in sys.argv[2:]}
-    everyone = ranks.all_of(facts)
-    if not dist.get_rank():
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_everywhere(facts_of)

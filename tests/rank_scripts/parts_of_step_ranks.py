@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from autopar.world import ranks
 from backward_forms import recorded_forms
+from on_ranks import run_everywhere
 
 GRIDS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, data=2), "2.5d": autopar.Grid25D(q=2)}
 ROWS, TOKENS = 16, 4
@@ -217,24 +213,14 @@ def others() -> dict[str, Any]:
     return facts | {"said": refusals(parallel), "tokens": tokens}
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_default_dtype(torch.float64)
-    facts = {}
-    for task in sys.argv[2:]:
-        name, count, turns = (*task.split(":"), "", "")[:3]
-        try:
-            if not count:
-                facts[task] = others()
-                continue
-            facts[task] = facts_of(name, int(count), turns == "turns")
-        except Exception as error:
-            facts[task] = {"error": f"{type(error).__name__}: {error}"}
-    everyone = ranks.all_of(facts)
-    if not dist.get_rank():
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
-    dist.destroy_process_group()
+def facts_of_task(task: str) -> dict[str, Any]:
+    name, count, turns = (*task.split(":"), "", "")[:3]
+    try:
+        return facts_of(name, int(count), turns == "turns") if count else others()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_default_dtype(torch.float64)
+    run_everywhere(facts_of_task)

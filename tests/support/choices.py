@@ -2,8 +2,8 @@
 
 Examples:
 
-    PYTHONPATH=.:tests/planner python tests/support/choices.py now.json
-    PYTHONPATH=.:tests/planner python tests/support/choices.py now.json --than before.json
+    PYTHONPATH=.:tests/planner python tests/support/choices.py now.jsonl
+    PYTHONPATH=.:tests/planner python tests/support/choices.py now.jsonl --than before.jsonl
 
 writes for every call the modelled step, the sum and the proven gap of its plan, a line each, and
 goes on where a file ends early. `--than` prints what differs from another file, and returns 1 where

@@ -34,6 +34,16 @@ def run_tasks(known: dict[str, Callable[[], Facts]]) -> None:
     dist.destroy_process_group()
 
 
+def run_everywhere(facts_of: Callable[[str], Facts]) -> None:
+    """All that a script does whose facts every rank has its own of: [{task: facts}], by rank."""
+    out, *tasks = sys.argv[1:]
+    dist.init_process_group("gloo")
+    everyone = everywhere({task: facts_of(task) for task in tasks})
+    if not dist.get_rank():
+        Path(out).write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+
+
 def everywhere(value: Any) -> list[Any]:
     """The value of every rank."""
     found: list[Any] = [None] * dist.get_world_size()
