@@ -39,10 +39,9 @@ $(INSTALLED): pyproject.toml requirements.lock
 demo: $(INSTALLED) ## train a GPT on 4 ranks and hold every loss against one device; leaves out/demo/
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py --out out/demo $(DEMO)
 
-lint: $(INSTALLED) ## ruff, mypy, and whether files and functions are short
+lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python tests/support/sizes.py
 
 test: lint ## lint, then the tests but for those marked slow
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
