@@ -22,6 +22,7 @@ try:
     from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP
     from autopar.runtime.dynamo_backend import backend
     from autopar.runtime.module import ParallelModule
+    from autopar.runtime.parallel_tensor import own_shards
     from autopar.runtime.training.adapters import fabric_strategy, prepare
     from autopar.runtime.training.checkpoint import Checkpoints
     from autopar.runtime.verify import Check
@@ -58,6 +59,7 @@ __all__ = [
     "backend",
     "fabric_strategy",
     "listing",
+    "own_shards",
     "parallelize",
     "plan",
     "prepare",

@@ -43,16 +43,14 @@ from autopar.runtime.apply import (
     plan_context,
     plan_on_rank_0,
     require_same_graph,
-    tensors_by_name,
 )
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
 from autopar.runtime.backends import Backend, Overlap
-from autopar.runtime.module import NUMBERS, ParallelModule
+from autopar.runtime.module import NUMBERS, ParallelModule, parallel_module
 from autopar.runtime.original import compare_original
 from autopar.runtime.parts_check import compare_parts
 from autopar.runtime.reference import to_float64
-from autopar.runtime.training.other_calls import OtherCalls, skeleton_of
-from autopar.runtime.training.parts import Deferred
+from autopar.runtime.training.deferred import Deferred
 from autopar.runtime.training.parts_run import PartsRun, batch_program
 from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks, store
@@ -220,14 +218,14 @@ def _apply(
     if context.parts is not None:
         run = PartsRun(run, program, context.parts, device_mesh)
         program = batch_program(program, context.parts)
-    order = list(tensors_by_name(model))
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
-    placed = program, context.graphs, device_mesh, ranks.rank(), seed, order, run, number
-    others = OtherCalls(skeleton_of(model), plan_kept, backend, overlap, place)
+    options = plan_kept, backend, overlap
     return ranks.together(
         "placing the parameters",
-        lambda: ParallelModule(*placed, others=others, tensors=tensors, device=place),
+        lambda: parallel_module(
+            model, program, context.graphs, run, device_mesh, place, tensors, seed, number, options
+        ),
     )
 
 

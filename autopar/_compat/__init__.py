@@ -276,6 +276,26 @@ def from_part(part: torch.Tensor, placing: DTensorSpec) -> DTensor:
     return DTensor(part, copy.copy(placing), requires_grad=False)
 
 
+def put_local(x: DTensor, part: torch.Tensor) -> None:
+    """Makes `part` the rank's own part of x, in the place of what it held: it lies as that did."""
+    x._local_tensor = part
+
+
+def fit_spec(placing: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same placing for a tensor of another dtype."""
+    meta = placing.tensor_meta
+    if meta is None or meta.dtype == dtype:
+        return placing
+    fitted = copy.copy(placing)
+    fitted.tensor_meta = meta._replace(dtype=dtype)
+    return fitted
+
+
+def storage_key(x: torch.Tensor) -> int:
+    """What two tensors have in common that share their memory."""
+    return int(x.untyped_storage()._cdata)
+
+
 def scales_partial_gradients() -> bool:
     """Whether what is written in place into a Partial DTensor stays: torch 2.11 scales a copy, and
     so would clip no gradient that is not summed yet; of 2.12 that is not known.
@@ -332,6 +352,7 @@ __all__ = [
     "dynamo_sources",
     "exporting",
     "fake_mode",
+    "fit_spec",
     "forget_default_groups",
     "forget_groups",
     "from_part",
@@ -348,6 +369,7 @@ __all__ = [
     "partition",
     "placing_of",
     "process_group",
+    "put_local",
     "pytree",
     "recording_again",
     "register_process_group",
@@ -355,6 +377,7 @@ __all__ = [
     "safe_gathers",
     "scales_partial_gradients",
     "set_timeout",
+    "storage_key",
     "strict_fake_mode",
     "taken_apart",
     "takes_a_list",

@@ -107,6 +107,7 @@ class Signature:
     training: bool = True  # the model's mode, which is part of the trace too
     forward: inspect.Signature | None = None  # the model's own, with the names of its arguments
     autocast: Autocast = ()  # around the call that was traced: its casts are in the graph
+    reads: frozenset[tuple[str, str]] = frozenset()  # (module, attribute) that forward has read
 
 
 Value = tuple[str, int]  # a tensor of the graph: (node, index of the result)

@@ -32,6 +32,7 @@ from autopar.ir.program import Input, Program
 from autopar.ir.progress import shown
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
+from autopar.passes import trace
 from autopar.passes.interleave import interleaved
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.edit import check_edits, compare_figures, is_unchanged
@@ -51,6 +52,7 @@ from autopar.planner.planner import (
 from autopar.planner.request import Layouts, Outputs, PlanRequest
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
+from autopar.runtime.parallel_tensor import become_parallel
 from autopar.world import World, ranks, store
 from autopar.world.world import running_world, say_once
 
@@ -185,15 +187,24 @@ def plan_on_rank_0(
     inputs: Inputs,
     request: PlanRequest,
     like: Plan | None = None,
+    traced: Program | None = None,
 ) -> Plan:
     """Return rank 0's plan, on every rank. Collective. Each step that may fail on one rank alone is
     a `ranks.together` of its own, never one inside another. `like`: a plan of the same model for
-    another call, whose mesh and stored layouts (by the names of parameters) are kept.
+    another call, whose mesh and stored layouts (by the names of parameters) are kept. `traced`: the
+    model's trace, where it was made already.
     """
     assert request.layout is not None
     layout, pipeline = request.layout, PassManager()
     count = request.microbatches
-    source, parts = ranks.together("tracing", lambda: trace_step(model, inputs, count, pipeline))
+    source, parts = ranks.together(
+        "tracing",
+        lambda: (
+            trace_step(model, inputs, count, pipeline)
+            if traced is None
+            else (pipeline.run("trace", traced, lambda program: program, trace.check), None)
+        ),
+    )
     ranks.agree("model", fingerprint(source))
     program = ranks.together("annotating", lambda: analyse(pipeline, source, request))
     if like is None:
@@ -298,7 +309,7 @@ class _LocalParts(Function):
             if version_of(x) != before:
                 raise _changed_error(x)
         gradients = (
-            None if grad is None else from_part(grad.contiguous(), placing)
+            None if grad is None else become_parallel(from_part(grad.contiguous(), placing))
             for grad, placing in zip(grads, ctx.placings, strict=True)
         )
         return (None, *gradients)

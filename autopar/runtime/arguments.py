@@ -24,7 +24,7 @@ from autopar.passes import OPTIONS
 from autopar.planner.named_layouts import NAMES
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.training.parts import Deferred
+from autopar.runtime.training.deferred import Deferred
 from autopar.world import World, ranks
 
 _GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP)

@@ -15,7 +15,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.show import difference, listing
 from autopar.runtime.profiler import MeasuredStep
 from autopar.runtime.training.step_graph import timelines
-from autopar.runtime.training.step_stats import StepClock, StepStats, stats
+from autopar.runtime.training.step_stats import StepStats, stats
 
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
@@ -24,10 +24,20 @@ if TYPE_CHECKING:
 class Inspection:
     """The questions that people ask a parallel module; see the module docstring."""
 
-    plan: Plan
-    graph: fx.GraphModule
-    graphs: dict[str, fx.GraphModule]
-    _clock: StepClock
+    @property
+    def plan(self) -> Plan:
+        """The plan that it runs."""
+        return cast("ParallelModule", self)._autopar.plan
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The rewritten forward graph."""
+        return cast("ParallelModule", self)._autopar.first.program.module
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graph after every pass, by the name of the pass."""
+        return cast("ParallelModule", self)._autopar.passes
 
     def listing(self, pattern: str = "", fold: bool = True, phase: str = "") -> str:
         """Return the rewritten graph as people read it: a line a node, with its dtype, a rank's
@@ -50,7 +60,7 @@ class Inspection:
 
     def _graph_of_phase(self, phase: str) -> fx.GraphModule:
         """Return the graph that runs in a phase of a step. Raises PlanError where there is none."""
-        run = cast("ParallelModule", self)._first.run
+        run = cast("ParallelModule", self)._autopar.first.run
         module = getattr(run, phase, None) if phase in ("forward", "backward") else None
         if not isinstance(module, fx.GraphModule):
             raise PlanError(
@@ -83,7 +93,8 @@ class Inspection:
         >>> [par(x).sum().backward() for _ in range(4)] and par.stats().steps
         3
         """
-        return stats(self.plan, self._clock, cast("ParallelModule", self)._device)
+        state = cast("ParallelModule", self)._autopar
+        return stats(self.plan, state.clock, state.device)
 
     def timeline(self, *args: Any, **kwargs: Any) -> MeasuredStep:
         """Return how a step on these inputs runs on this rank, forward and backward: every op,

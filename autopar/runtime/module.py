@@ -1,7 +1,8 @@
-"""ParallelModule, the module that users train: it holds the rank's part of the parameters, as
-DTensors under their original names, and runs the planned graph.
+"""ParallelModule, the module that users train: their own module tree, with each rank's part of the
+parameters as DTensors under their original names. A call of it runs the planned graph.
 
-`api.apply` and `api.parallelize` make it of a planned program, its runner and a model's tensors.
+`api.apply` and `api.parallelize` make it by `parallel_module`, of a planned program, its runner and
+a model with its tensors. What it needs besides the tree is in one attribute, its ParallelState.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -20,30 +21,100 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from autopar._compat import not_compiled
-from autopar.errors import InputError, PlanError
+from autopar.errors import InputError
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, without_autocast
 from autopar.passes.trace.signature import NO_GENERATION
+from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.inspection import Inspection
+from autopar.runtime.training.call_graphs import CallGraphs
 from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
 from autopar.runtime.training.initialize import init_weights
 from autopar.runtime.training.inputs_watch import InputsWatch
+from autopar.runtime.training.module_tree import (
+    STATE,
+    OriginalRoot,
+    copied_tree,
+    refuse_shadowed_tensors,
+    shadowed_names,
+)
 from autopar.runtime.training.no_sync import NoSync
-from autopar.runtime.training.other_calls import OtherCalls
-from autopar.runtime.training.parts import hold, own_tensors
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
 from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.runtime.training.step_stats import StepClock
-from autopar.runtime.training.stored import StoredTensors, cut_state
+from autopar.runtime.training.stored import StoredTensors, cut_state, own_tensors
 from autopar.world import ranks
+from autopar.world.world import say_once
 
-_RESERVED_NAMES = ("graph", "graphs", "plan")
+
+class ParallelState:
+    """What a parallel module has besides its tree: the plan and its graphs, the seed, what compares
+    the ranks' calls. It reads the tensors of the tree for the graphs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        root: OriginalRoot,
+        first: StepGraph,
+        graphs: Mapping[str, fx.GraphModule],
+        name: str,
+        options: tuple[Plan, Backend, Overlap],
+        empty: Sequence[str],
+    ) -> None:
+        self.root, self.first, self.options = root, first, options
+        self.passes = dict(graphs)
+        self.seed, self.device, self.device_mesh = first.seed, first.device, first.device_mesh
+        self.layouts = first.layouts_of_parameters()
+        self._begin(module, name)
+        self.stored = StoredTensors(module, first, self.layouts, empty)
+        self.graphs = CallGraphs(module, root, self, first, self.watch, options)
+
+    def _begin(self, module: nn.Module, name: str) -> None:
+        """Start what no copy of a module shares."""
+        self._modules = dict(module.named_modules(remove_duplicate=False))
+        self.watch, self.copies = InputsWatch(name), itertools.count()
+        self.clock, self.no_sync = StepClock(), NoSync(module)
+
+    def of(self, twin: nn.Module, memo: dict[int, Any]) -> ParallelState:
+        """Return the state of a copy of the module, which shares the planned graphs."""
+        state = object.__new__(ParallelState)
+        state.__dict__ = dict(self.__dict__)
+        state.root = self.root.copied(memo)
+        state._begin(twin, f"{self.watch.name}.{next(self.copies)}")
+        state.stored = self.stored.of(twin)
+        state.graphs = self.graphs.of(twin, state.root, state, state.watch)
+        return state
+
+    @property
+    def plan(self) -> Plan:
+        return self.options[0]
+
+    # -- what graphs read --------------------------------------------------------------------------
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the parameter or buffer of this name; functional_call puts others there."""
+        path, _, last = name.rpartition(".")
+        module = self._modules[path]
+        registry: dict[str, Any] = module._parameters
+        found = registry[last] if last in registry else module._buffers.get(last)
+        if not isinstance(found, torch.Tensor):
+            raise InputError(
+                f"{name} was taken from the model since it was parallelized: parallelize the "
+                "changed model"
+            )
+        return found
+
+    def attribute(self, name: str) -> Any:
+        """Return the plain attribute of a module, None where there is none of this name."""
+        path, _, last = name.rpartition(".")
+        module = self._modules.get(path)
+        return None if module is None else module.__dict__.get(last)
 
 
 class ParallelModule(Inspection, nn.Module):
     """A model that trains on all ranks of a mesh as the original trains on one. `apply` and
-    `parallelize` make it.
+    `parallelize` make it: a copy of the model, whose class is a subclass of this one, too.
 
     >>> import autopar
     >>> x = torch.ones(4, 8)
@@ -58,105 +129,55 @@ class ParallelModule(Inspection, nn.Module):
     of the rank's own parts in place of tensors that are no scalars.
 
     `graph` is the rewritten forward, `graphs` has every graph by pass. A call in another mode, with
-    other shapes or other arguments than planned gets a graph of its own, planned at the first such
-    call, on the same mesh and the same stored parameters. RankError is raised where ranks pass
-    different inputs.
+    other shapes or other arguments than planned, or with modules whose modes or attributes are
+    others, gets a graph of its own, planned at the first such call, on the same mesh and the same
+    stored parameters. RankError is raised where ranks pass different inputs.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        graphs: Mapping[str, fx.GraphModule],
-        device_mesh: DeviceMesh | None,
-        rank: int,
-        seed: int,
-        order: Sequence[str],
-        run: Callable[..., Any] | None = None,
-        number: int = 0,
-        *,
-        others: OtherCalls,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        assert program.plan is not None
-        self.plan: Plan = program.plan
-        self.graph: fx.GraphModule = program.module
-        self.graphs = dict(graphs)
-        self._device, self._device_mesh = device, device_mesh
-        self._coordinate = program.plan.mesh.coordinate(rank)
-        self._layouts = program.layouts
-        run = program.module if run is None else run
-        self._seed, self._watch = Seed(seed, device), InputsWatch(str(number))
-        self._first = StepGraph(program, run, device_mesh, self._coordinate, device, self._seed)
-        self._others = others
-        others.begin(self._first, self._watch)
-        self._layout_of = self._first.layouts_of_parameters()
-        named = dict(own_tensors(self, self._first, tensors))
-        self._take(named)
-        for name, part in others.parts():
-            self.add_module(name, part)
-        for name in sorted(named, key=list(order).index):  # optimizer states follow this order
-            hold(self, name, *named[name])
-        place = self._coordinate, device, device_mesh
-        self._stored = StoredTensors(self, self._layout_of, *place, self._first.empty(tensors))
-        self.register_load_state_dict_pre_hook(cut_state)
-        self._copies, self._clock = itertools.count(), StepClock()
-        self._no_sync = NoSync(self)
-        self.train(program.signature.training)
+    _autopar: ParallelState
 
-    # -- its tensors -------------------------------------------------------------------------------
-    def _take(self, names: Iterable[str]) -> None:
-        """Raise PlanError where the model has a name that this module needs for itself."""
-        for name in names:
-            root = name.split(".")[0]
-            if hasattr(ParallelModule, root) or root in _RESERVED_NAMES:
-                raise PlanError(
-                    f"a ParallelModule has its own {root!r}: rename {name} in the model"
-                )
-
+    # -- its tree ----------------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:
-        """Return what the original has by this name where that says the same here: its config and
-        other plain values. Raises AttributeError for methods, which would run without the ranks.
-        """
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("__") or "_others" not in self.__dict__:
-                raise
-            if name == "device":
-                return self._device
-            return self._others.attribute(name)
+            if name == "device" and STATE in self.__dict__:
+                return self._autopar.device
+            raise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the planned graph, which has what the user's class does in `__call__`."""
+        return nn.Module.__call__(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """Return a module with its own parameters and buffers, which shares the planned graphs.
         Collective, as its calls are.
         """
-        twin = self.__class__.__new__(self.__class__)
+        state: ParallelState = self._autopar
+        with state.root.restored(self) as model:
+            twin: Any = copy.deepcopy(model, memo)
         memo[id(self)] = twin
-        twin.__dict__ = {  # hooks are its own: one registered on the twin is not this module's
-            name: copy.copy(value) if isinstance(value, dict) else value
-            for name, value in self.__dict__.items()
-        }
-        for registry in ("_parameters", "_buffers", "_modules"):
-            shared = {"graph": self.graph} if registry == "_modules" else {}
-            own = {k: v for k, v in self.__dict__[registry].items() if k not in shared}
-            twin.__dict__[registry] = {**copy.deepcopy(own, memo), **shared}
-        twin._load_state_dict_pre_hooks.clear()  # torch binds them to the module they were made for
-        twin.register_load_state_dict_pre_hook(cut_state)
-        twin._stored = self._stored.of(twin)
-        twin._copies, twin._clock = itertools.count(), StepClock()
-        twin._no_sync = NoSync(twin)
-        twin._watch = InputsWatch(f"{self._watch.name}.{next(self._copies)}")
-        return twin
+        own = state.root.copied(memo)
+        own.take(twin)
+        twin.__dict__[STATE] = state.of(twin, memo)
+        return cast(ParallelModule, twin)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise InputError: what pickle would write hangs on this process and its groups."""
+        if STATE not in self.__dict__:
+            return super().__reduce_ex__(protocol)
         raise InputError(
             "a ParallelModule cannot be pickled, as it belongs to the process groups of this run: "
             "save par.state_dict(), par.save_pretrained(folder) or autopar.Checkpoints, and "
             "parallelize the model anew where it is loaded"
         )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any
+    ) -> None:
+        """Cut whole tensors to this rank's parts before they are loaded."""
+        cut_state(self._autopar.stored, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 
     def layout(self, name: str) -> Layout:
         """Return the stored layout of a parameter, by any of its names; else raise InputError.
@@ -167,9 +188,9 @@ class ParallelModule(Inspection, nn.Module):
         >>> par.layout("weight").shape
         (16, 8)
         """
-        if name not in self._layout_of:
+        if name not in self._autopar.layouts:
             raise InputError(f"no parameter {name!r}; the names are those of the original model")
-        return self._layout_of[name]
+        return self._autopar.layouts[name]
 
     def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
         """Give a model from the meta device its first numbers: those that it would have had on one
@@ -187,7 +208,9 @@ class ParallelModule(Inspection, nn.Module):
         >>> bool(par.get_parameter("weight").abs().max() < 1)
         True
         """
-        init_weights(self._others.bare_model(), fn, self._stored)
+        state = self._autopar
+        with state.graphs.bare_model() as model:
+            init_weights(model, fn, state.stored)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Read the weights from safetensors files as transformers writes them, or from a folder of
@@ -199,7 +222,8 @@ class ParallelModule(Inspection, nn.Module):
         >>> par.save_pretrained(folder := tempfile.mkdtemp())
         >>> par.load_weights(folder)
         """
-        load_weights(path, self._stored, self._others.prefix())
+        prefix = getattr(self, "base_model_prefix", "")
+        load_weights(path, self._autopar.stored, prefix if isinstance(prefix, str) else "")
 
     def save_pretrained(self, folder: str | os.PathLike[str], file_bytes: float = 5e9) -> None:
         """Write the weights as transformers does, safetensors under the names of the original with
@@ -211,7 +235,9 @@ class ParallelModule(Inspection, nn.Module):
         >>> os.listdir(folder)
         ['model.safetensors']
         """
-        save_pretrained(folder, self._stored.each(), self._others.config(), file_bytes)
+        save_pretrained(
+            folder, self._autopar.stored.each(), getattr(self, "config", None), file_bytes
+        )
 
     @property
     def seed(self) -> int:
@@ -224,11 +250,11 @@ class ParallelModule(Inspection, nn.Module):
         >>> par.seed
         7
         """
-        return self._seed.value
+        return self._autopar.seed.value
 
     @seed.setter
     def seed(self, value: int) -> None:
-        self._seed.put(value)
+        self._autopar.seed.put(value)
 
     # -- its inputs --------------------------------------------------------------------------------
     def shard(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +267,7 @@ class ParallelModule(Inspection, nn.Module):
         >>> par.shard(x).shape  # a world of one rank keeps all of it
         torch.Size([4, 8])
         """
-        graph, leaves = self._graph_for(args, kwargs)
+        graph, leaves = self._autopar.graphs.graph_for(args, kwargs)
         args, kwargs = graph.shard(leaves)
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
@@ -253,7 +279,7 @@ class ParallelModule(Inspection, nn.Module):
         >>> autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),)).rows()
         slice(0, 4, None)
         """
-        share = RowShare(self._first)
+        share = RowShare(self._autopar.first)
         return share.rows(share.batch if count is None else count)
 
     def sampler(
@@ -277,7 +303,7 @@ class ParallelModule(Inspection, nn.Module):
         `batch_size`: rows of the global batch, None for the planned number. `shuffle`: another
         order in every epoch, which `seed` decides. `drop_last`: leave an incomplete batch out.
         """
-        return row_sampler(self._first, dataset, batch_size, shuffle, seed, drop_last)
+        return row_sampler(self._autopar.first, dataset, batch_size, shuffle, seed, drop_last)
 
     def loader(
         self,
@@ -310,7 +336,7 @@ class ParallelModule(Inspection, nn.Module):
         Raises RankError where ranks ask for other rows, InputError where no bucket holds a row.
         """
         sampler = row_sampler(
-            self._first,
+            self._autopar.first,
             cast(Sized, dataset),
             batch_size,
             shuffle,
@@ -335,7 +361,7 @@ class ParallelModule(Inspection, nn.Module):
         ...     par(x).sum().backward()
         >>> par(x).sum().backward()
         """
-        return self._no_sync.deferred()
+        return self._autopar.no_sync.deferred()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         graph, values = self._checked_values(args, kwargs)
@@ -347,43 +373,75 @@ class ParallelModule(Inspection, nn.Module):
 
     @not_compiled
     def _outputs(self, graph: StepGraph, results: Any) -> Any:
-        self._no_sync.after(graph)
-        return graph.outputs(results, self)
+        self._autopar.no_sync.after(graph)
+        return graph.outputs(results, self._autopar)
 
     @not_compiled  # torch.compile of this module would trace all of it, for minutes
     def _checked_values(self, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
         """Return the graph for a call and the values of its placeholders, after the check that no
         rank refuses its own inputs and, from time to time, that all ranks pass the same ones.
         """
+        state: ParallelState = self._autopar
         try:
-            self._stored.has_numbers()
-            graph, leaves = self._graph_for(args, kwargs)
-            if graph.draws and self._seed.renewed():
-                self._watch.agree("a call after torch.manual_seed")
-                self._seed.start(ranks.from_rank_0(torch.initial_seed()))
-            values = graph.values(leaves, self)
+            state.stored.has_numbers()
+            graph, leaves = state.graphs.graph_for(args, kwargs)
+            if graph.draws and state.seed.renewed():
+                state.watch.agree("a call after torch.manual_seed")
+                state.seed.start(ranks.from_rank_0(torch.initial_seed()))
+            values = graph.values(leaves, state)
         except Exception as error:
-            self._watch.count_call((), error)
+            state.watch.count_call((), error)
             raise
         inputs = (leaves[e.position] for e in graph.user_inputs if e.position is not None)
-        self._watch.count_call([x for x in inputs if not isinstance(x, DTensor)])
-        self._no_sync.before(graph)
-        if graph is self._first and torch.is_grad_enabled():
-            self._clock.count()
+        tensors = (x for x in inputs if isinstance(x, torch.Tensor))
+        state.watch.count_call([x for x in tensors if not isinstance(x, DTensor)])
+        state.no_sync.before(graph)
+        if graph is state.first and torch.is_grad_enabled():
+            state.clock.count()
         return graph, values
-
-    def _graph_for(self, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
-        """Return the graph that runs such a call, which is planned where there is none yet, and the
-        leaves of the call in its order.
-        """
-        leaves = self._first.bind(args, kwargs, self.training)
-        if leaves is not None:
-            return self._first, leaves
-        return self._others.graph_for(args, kwargs, self)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Raise InputError: a plan is for training steps, all of one shape."""
         raise InputError(NO_GENERATION)
+
+
+def parallel_module(
+    model: nn.Module,
+    program: Program,
+    graphs: Mapping[str, fx.GraphModule],
+    run: Callable[..., Any],
+    device_mesh: DeviceMesh | None,
+    device: torch.device,
+    tensors: Mapping[str, torch.Tensor],
+    seed: int,
+    number: int,
+    options: tuple[Plan, Backend, Overlap],
+) -> ParallelModule:
+    """Return the parallel module of a model. `program`: the planned one, which `run` runs.
+    `tensors`: the model's, by the names of the program. `number`: tells modules apart. Raises
+    PlanError where a tensor of the model has a name that a ParallelModule needs for itself.
+    """
+    names = [entry.target for entry in program.signature.inputs if entry.target in tensors]
+    refuse_shadowed_tensors(names, ParallelModule)
+    coordinate = options[0].mesh.coordinate(ranks.rank())
+    first = StepGraph(program, run, device_mesh, coordinate, device, Seed(seed, device), tensors)
+    module: Any = copied_tree(model, own_tensors(model, first, tensors))
+    if shadowed := shadowed_names(module, ParallelModule):
+        say_once(
+            f"a parallel module has its own {', '.join(shadowed)}: what "
+            f"{type(model).__name__} means by that is had from the original model"
+        )
+    root = OriginalRoot(module, ParallelModule)
+    empty = first.empty(tensors)
+    state = ParallelState(module, root, first, graphs, str(number), options, empty)
+    module.__dict__[STATE] = state
+    if unseen := state.graphs.incomparable():
+        say_once(
+            f"forward reads {', '.join(unseen)}, and a change inside of it is not seen by a "
+            "parallel module: put another object in its place, or keep what changes in numbers, "
+            "tensors, lists or dicts"
+        )
+    return cast(ParallelModule, module)
 
 
 NUMBERS = itertools.count()  # numbers the modules of this process

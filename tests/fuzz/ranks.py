@@ -112,7 +112,7 @@ def _whole(value: Any) -> Any:
 
 
 def _constants(par: Any) -> set[str]:
-    return {e.node for e in par._first.program.signature.inputs if e.kind == "constant"}
+    return {e.node for e in par._autopar.first.program.signature.inputs if e.kind == "constant"}
 
 
 def _seeds(par: Any) -> list[int]:
@@ -122,4 +122,4 @@ def _seeds(par: Any) -> list[int]:
     if not placeholders:
         return []
     added = [n.args[1] for n in placeholders[0].users if len(n.args) > 1]
-    return [operator.add(par._seed.value, number) for number in dict.fromkeys(added)]
+    return [operator.add(par._autopar.seed.value, number) for number in dict.fromkeys(added)]

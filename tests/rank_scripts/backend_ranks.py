@@ -39,7 +39,7 @@ def against(single: tuple[Tensor, dict[str, Tensor]], par: Any, inputs: Any, run
     return {
         "loss": abs(float(loss - single[0]) / float(single[0])),
         "gradients": worst(whole, single[1]),
-        "runs": type(par._first.run).__name__,
+        "runs": type(par._autopar.first.run).__name__,
         "again": [bool(names) for names in (par.plan.rerun, par.plan.regather)],
     }
 
@@ -170,7 +170,7 @@ def in_levels() -> Facts:
     single = step(copy.deepcopy(model), inputs)
     par = autopar.parallelize(model, world, inputs, layout="ddp")
     facts = against(single, par, inputs, par)
-    run: Any = par._first.run
+    run: Any = par._autopar.first.run
     names = [str(node.target) for node in run.backward.graph.nodes]
     wanted = ("all_to_all_single", "all_reduce_", "all_gather_into_tensor", "clone")
     return {**facts, **{name: sum(name in one for one in names) for name in wanted}}

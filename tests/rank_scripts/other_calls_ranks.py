@@ -101,7 +101,7 @@ def facts_of(layout: str) -> dict[str, Any]:
     apart = dict(differences(par.eval(), one.eval()))
     stays = places == [parameter.to_local().data_ptr() for parameter in par.parameters()]
     train(par.train(), optimizer, BATCH)
-    return {"apart": apart, "stays": stays, "graphs": len(par._others._graphs)}
+    return {"apart": apart, "stays": stays, "graphs": len(par._autopar.graphs.others)}
 
 
 def different_calls() -> str:

@@ -72,7 +72,7 @@ def beside(single: nn.Module, expected: Tensor, layout: str, overlap: bool) -> F
     planned = autopar.parallelize(Net(), layout=layout, overlap=overlap)
     loss = under_autocast(lambda: planned(*inputs))
     loss.backward()
-    run = planned.module._first.run
+    run = planned.module._autopar.first.run
     run._plain = None  # the graph as it is, every collective waited for: not called again
     again = under_autocast(lambda: planned(*inputs)) if overlap else loss
     plain = parallel(layout, overlap)

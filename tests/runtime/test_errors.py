@@ -286,30 +286,33 @@ def test_gradients_of_inputs_that_were_not_planned(two_ranks: None) -> None:
     par = parallel(model, (rows(),))
     x = rows().requires_grad_()
     par(x).sum().backward()
-    assert x.grad is not None and len(par._others._graphs) == 1
+    assert x.grad is not None and len(par._autopar.graphs.others) == 1
     planned = parallel(model, (rows().requires_grad_(),))
-    (entry,) = planned._first.user_inputs
+    (entry,) = planned._autopar.first.user_inputs
     for x in (rows(), rows().requires_grad_()):  # planned with one: both are welcome
-        assert planned._first._own_part(entry, x) is x
+        assert planned._autopar.first._own_part(entry, x) is x
 
 
-def test_a_parameter_that_was_frozen_when_planned(two_ranks: None) -> None:
+def test_a_parameter_that_was_frozen_is_planned_anew(two_ranks: None) -> None:
     model = two_layers()
     model.down.weight.requires_grad_(False)
     par = parallel(model, (rows(),))
     assert not par.get_parameter("down.weight").requires_grad
     par.get_parameter("down.weight").requires_grad_(True)
-    says = ("parameter down.weight requires a gradient", "plan again", "requires_grad_(False)")
-    with refused(InputError, *says):
-        par(rows())
+    par(rows())
+    entries = [graph.parameters for graph in par._autopar.graphs.others]
+    assert len(entries) == 1 and all(entry.trainable for entry in entries[0])
+    par.get_parameter("down.weight").requires_grad_(False)
+    par(rows())
+    assert len(par._autopar.graphs.others) == 1
 
 
 def test_distributed_inputs_that_lie_otherwise(two_ranks: None) -> None:
     par = parallel(two_layers(), (rows(),))
-    mesh: DeviceMesh = par._device_mesh
+    mesh: DeviceMesh = par._autopar.device_mesh
     x = rows()
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    own = par._first._own_part(par._first.user_inputs[0], whole)
+    own = par._autopar.first._own_part(par._autopar.first.user_inputs[0], whole)
     assert own.placements == (Shard(0),)
     torch.testing.assert_close(own.to_local(), x[:6])
     other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
@@ -317,7 +320,7 @@ def test_distributed_inputs_that_lie_otherwise(two_ranks: None) -> None:
     with refused(InputError, "input args[0] is a DTensor on", "the plan wants one on", "`shard`"):
         par(part)
     part = DTensor.from_local(rows()[:6], mesh, [Shard(0)], run_check=False)
-    assert par._first._own_part(par._first.user_inputs[0], part) is part
+    assert par._autopar.first._own_part(par._autopar.first.user_inputs[0], part) is part
     torch.testing.assert_close(par.shard(rows().fill_(2)).to_local(), torch.full((6, 24), 2.0))
 
 
@@ -336,7 +339,7 @@ def test_each_mode_has_its_graph(two_ranks: None) -> None:
 def graphs_of(par: Any, x: Tensor) -> list[Any]:
     """The planned graph and those of a call."""
     par(x)
-    return [par._first, *par._others._graphs.values()]
+    return [par._autopar.first, *par._autopar.graphs.others]
 
 
 def test_a_parameter_that_is_not_there(two_ranks: None) -> None:

@@ -18,10 +18,7 @@ from test_errors import Options, refused, rows, two_layers, two_ranks  # noqa: F
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import InputError
-from autopar.runtime.training import other_calls
-from autopar.runtime.training.other_calls import Skeleton, skeleton_of
-from autopar.runtime.training.step_graph import CallKey
+from autopar.runtime.training import call_graphs
 from launch import RANK_SCRIPTS, environment, launched
 
 LAYOUTS = [("fsdp",), pytest.param(("megatron", "auto"), marks=pytest.mark.slow)]
@@ -67,45 +64,54 @@ def test_a_rank_that_makes_another_call_alone_waits_for_nobody(tmp_path: Path) -
     assert first["said"]  # once rank 1 is gone
 
 
-def test_a_skeleton_holds_no_number() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
-    model[2].eval()
+def test_nothing_of_the_original_is_kept(two_ranks: None) -> None:  # noqa: F811
+    model = nn.Sequential(nn.Linear(24, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
     held = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
-    skeleton = Skeleton(model)
-    assert all(t.is_meta for t in (*skeleton.model.parameters(), *skeleton.model.buffers()))
-    modes = [module.training for module in skeleton.in_mode(True)]
-    assert modes == [True, True, False]
-    assert not any(module.training for module in skeleton.in_mode(False).modules())
+    whole = weakref.ref(model)
+    par = autopar.parallelize(model, 2, (rows(),), layout="ddp")
     del model
     gc.collect()
-    assert [ref() for ref in held] == [None] * len(held)
+    assert [ref() for ref in held] == [None] * len(held) and whole() is None
+    with par._autopar.graphs.bare_model() as bare:
+        assert type(bare) is nn.Sequential and all(t.is_meta for t in bare.parameters())
+    assert isinstance(par, nn.Sequential) and not any(t.is_meta for t in par.parameters())
 
 
-def test_a_model_that_python_cannot_copy_runs_as_planned_alone(two_ranks: None) -> None:  # noqa: F811
+def test_what_python_cannot_copy_is_shared(two_ranks: None) -> None:  # noqa: F811
     model = two_layers()
     model.lock = threading.Lock()
-    assert skeleton_of(model) is None
-    par = autopar.parallelize(model, 2, (rows(),), layout="ddp")
-    says = ("the plan is for another call than eval mode, inputs (12, 24)", "copy.deepcopy")
-    with refused(InputError, *says):
-        par.eval()(rows())
+    par: Any = autopar.parallelize(model, 2, (rows(),), layout="ddp")
+    assert par.lock is model.lock and par.up is not model.up
+    par.eval()(rows())
 
 
-def test_what_tells_calls_apart() -> None:
-    x, y = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
+def test_calls_are_told_apart() -> None:
+    x, y = torch.ones(2, 4), torch.ones(2, 4, requires_grad=True)
+    par: Any = autopar.parallelize(Options4(), 1, (x,))
 
-    def key(*args: Any, training: bool = True, **kwargs: Any) -> CallKey:
-        return CallKey.of(training, torch.device("cpu"), args, kwargs)
+    def graphs(*args: Any, **kwargs: Any) -> int:
+        par(*args, **kwargs)
+        return len(par._autopar.graphs.others)
 
-    assert key(x) == key(torch.zeros(2, 3)) != key(x, x)
-    different = [key(x), key(x, training=False), key(x[:1]), key(x.double()), key(y), key(x=x)]
-    with torch.no_grad():
-        different.append(key(x))
-        assert key(x) == key(y)
+    assert graphs(torch.zeros(2, 4)) == 0
+    counts = [graphs(x[:1]), graphs(x.double().float(), 2), graphs(x, 2.0), graphs(x, True)]
     with torch.autocast("cpu", torch.bfloat16):
-        different.append(key(x))
-    assert len(set(different)) == len(different)
-    assert key(x, 2) != key(x, 2.0) != key(x, True)
+        counts.append(graphs(x))
+    counts.append(graphs(y))
+    par.eval()
+    counts.append(graphs(x))
+    assert counts == [1, 2, 3, 4, 5, 6, 7]
+    with torch.no_grad():
+        assert graphs(x) == 7  # the graph with gradients serves
+
+
+class Options4(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: Any = 1) -> Tensor:
+        return self.layer(x) * scale
 
 
 def test_other_numbers_and_arguments_are_planned_too() -> None:
@@ -117,16 +123,17 @@ def test_other_numbers_and_arguments_are_planned_too() -> None:
 
 
 def test_the_oldest_graph_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_calls, "MOST", 2)
+    monkeypatch.setattr(call_graphs, "MOST", 2)
     par: Any = autopar.parallelize(nn.Linear(4, 4), 1, (torch.ones(8, 4),))
     for count in (7, 6):
         par(torch.ones(count, 4))
-    with pytest.warns(UserWarning, match="more than 2 kinds .* inputs .7, 4. float32 is"):
+    with pytest.warns(UserWarning, match="more than 2 kinds .* inputs .5, 4. float32: the oldest"):
         par(torch.ones(5, 4))
-    kept = [key.leaves[0] for key in par._others._graphs]
-    assert [shape for shape, _, _ in kept] == [(6, 4), (5, 4)]
+    graphs = par._autopar.graphs.others
+    kept = [graph.program.layouts[graph.user_inputs[0].node].shape for graph in graphs]
+    assert kept == [(6, 4), (5, 4)]
     par(torch.ones(8, 4))
-    assert len(par._others._graphs) == 2  # the training graph is not among them
+    assert len(par._autopar.graphs.others) == 2  # the training graph is not among them
 
 
 class Two(nn.Module):

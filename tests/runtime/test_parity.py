@@ -178,7 +178,9 @@ def test_one_rank_runs_the_original(name: str, layout: str) -> None:
     assert called == [n.target for n in par.graphs["trace"].graph.nodes if n.op == "call_function"]
     assert not [t for t in called if getattr(t, "__module__", "").startswith("autopar")]
     assert [
-        e.kind for e in par._first.program.signature.inputs if e.kind in ("coordinate", "seed")
+        e.kind
+        for e in par._autopar.first.program.signature.inputs
+        if e.kind in ("coordinate", "seed")
     ] == []
     same_step(model, par, inputs)
 

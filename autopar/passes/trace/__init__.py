@@ -4,6 +4,7 @@ The graph is that of `torch.export`: functional, with composite operators (linea
 scaled dot product attention, cross entropy) left intact, then simplified. What a graph would
 silently lose is refused first: the model is called twice to find side effects.
 
+attribute_reads.py records what of its modules a forward reads,
 export.py calls torch.export and explains its failures, simplify.py removes ops that compute
 nothing, signature.py binds calls to the planned arguments, and side_effects.py and model_state.py
 find what a call of the model does besides computing its result. planner/planner.py and
@@ -39,6 +40,7 @@ from autopar.ir.program import (
     under_autocast,
 )
 from autopar.ops.devices import take_numbers_off
+from autopar.passes.trace.attribute_reads import AttributeReads
 from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
 from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
@@ -77,8 +79,8 @@ def trace(
     known = traced_before(model, args, kwargs)
     if known is not None:
         return known
-    record = Record(model)
-    written = refuse_side_effects(model, args, kwargs, record)
+    record, reads = Record(model), AttributeReads(model)
+    written = refuse_side_effects(model, args, kwargs, (record, reads))
     exported, originals = capture(model, args, kwargs)
     graph = exported.graph_module.graph
     _give_lasting_names(graph)
@@ -102,6 +104,7 @@ def trace(
         training=model.training,
         forward=signature_of(model),
         autocast=under_autocast(_device_types(graph)),
+        reads=frozenset(reads.found),
     )
     program = Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
     keep(model, args, kwargs, record, program)

@@ -94,8 +94,28 @@ def snapshot(
     return state
 
 
-def _enter(found: Snapshot, root: Any, path: str, known: Callable[[torch.Tensor], bool]) -> None:
-    """Add `root`, which lies at `path`, and all that it contains to the snapshot."""
+def attribute_state(value: Any, path: str) -> Snapshot:
+    """Return what a snapshot has of one attribute, which lies at `path`. What it does not look
+    into, such as a function, is told from another one.
+
+    >>> attribute_state({"layers": 2}, "config").leaves["config['layers']"]
+    ('int', '2')
+    """
+    state = Snapshot()
+    _enter(state, value, path, lambda _: True, identify=True)
+    return state
+
+
+def _enter(
+    found: Snapshot,
+    root: Any,
+    path: str,
+    known: Callable[[torch.Tensor], bool],
+    identify: bool = False,
+) -> None:
+    """Add `root`, which lies at `path`, and all that it contains to the snapshot. `identify`: what
+    is not entered and has no value to compare is told from another such object.
+    """
     pending = [(root, path)]
     while pending:
         value, path = pending.pop()
@@ -103,8 +123,12 @@ def _enter(found: Snapshot, root: Any, path: str, known: Callable[[torch.Tensor]
             found.tensors[id(value)] = path
             found.leaves[path] = ("tensor", id(value) if known(value) else None)
             continue
-        found.leaves[path] = _leaf(value)
-        if id(value) in found.seen or not _is_entered(value):
+        found.leaves[path] = leaf = _leaf(value)
+        if not _is_entered(value):
+            if identify and leaf == (type(value).__qualname__, 0):
+                found.leaves[path] = (*leaf, id(value))
+            continue
+        if id(value) in found.seen:
             continue
         found.seen.add(id(value))
         for target in _containers(value):

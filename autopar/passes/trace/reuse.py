@@ -47,6 +47,7 @@ from autopar._compat import (
 )
 from autopar.ir.graph import copied
 from autopar.ir.program import Program
+from autopar.passes.trace.attribute_reads import AttributeReads
 from autopar.passes.trace.export import stand_ins
 from autopar.passes.trace.model_state import Watch, refuse_registered
 
@@ -200,7 +201,8 @@ def traced_before(
     try:
         if kept is None or kept.facts != _facts(model, args, kwargs):
             return None
-        if _calls_now(model, args, dict(kwargs)) != kept.calls:
+        reads = AttributeReads(model)
+        if _calls_now(model, args, dict(kwargs), reads) != kept.calls:
             return None
     except Exception:  # whatever a changed model raises, tracing explains
         return None
@@ -209,7 +211,9 @@ def traced_before(
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     entries = (entry for entry in kept.program.signature.inputs if entry.kind != "user")
-    return _copy(kept.program, {entry.target: held[entry.target] for entry in entries})
+    known = _copy(kept.program, {entry.target: held[entry.target] for entry in entries})
+    signature = replace(known.signature, reads=frozenset(reads.found))
+    return replace(known, signature=signature)
 
 
 def _copy(program: Program, tensors: dict[str, torch.Tensor]) -> Program:
@@ -218,13 +222,15 @@ def _copy(program: Program, tensors: dict[str, torch.Tensor]) -> Program:
     return replace(program, module=module, tensors=tensors)
 
 
-def _calls_now(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _calls_now(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads: AttributeReads
+) -> list[Any]:
     """Call the model once on fake tensors; return its calls, none where they are doubtful."""
     refuse_registered(model)
     record, watch = Record(model), Watch(model)
     with (
         _generators_kept(), stand_ins(model, args, kwargs) as fakes, watch.saved(),
-        fakes.mode, exporting(), redirect_stdout(io.StringIO()), watch, record,
+        fakes.mode, exporting(), redirect_stdout(io.StringIO()), watch, record, reads,
     ):  # fmt: skip
         model(*fakes.args, **fakes.kwargs)
     return [] if record.doubtful else record.calls

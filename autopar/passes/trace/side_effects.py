@@ -16,8 +16,8 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +38,6 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _LATER_S = 98_765.4321  # by which the second call's clocks are ahead
 _MOST = 1_000_000  # elements of a constant that is compared by value
 Within = AbstractContextManager[Any]
-_NOTHING: Within = nullcontext()
 _MARK = "_autopar_mark"  # (call, hash of what made a constant; None for all else)
 
 BUFFER_ADVICE = (
@@ -51,17 +50,20 @@ RANDOM_ADVICE = (
 
 
 def refuse_side_effects(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], record: Within = _NOTHING
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    recorders: Sequence[Within] = (),
 ) -> set[str]:
     """Raise TraceError where two calls of the model differ; return the names of the buffers that a
     call writes into. The model and all generators are left as they were. The first call is made
-    within `record`.
+    within `recorders`.
     """
     python, others = random.getstate(), _numpy_state()
     torch_state = torch.get_rng_state()
     try:
         with stand_ins(model, args, dict(kwargs)) as fakes:
-            made, written = _call_twice(model, fakes, record)
+            made, written = _call_twice(model, fakes, recorders)
         if not torch.equal(torch.get_rng_state(), torch_state):
             reason = "forward changes the state of torch's random numbers (torch.manual_seed)"
             raise refusal(model, reason, "", "Seed outside of forward.")
@@ -82,7 +84,7 @@ class _Differs(RuntimeError):
 
 
 def _call_twice(
-    model: nn.Module, fakes: StandIns, record: Within
+    model: nn.Module, fakes: StandIns, recorders: Sequence[Within]
 ) -> tuple[list[weakref.ref[torch.Tensor]], set[str]]:
     """Call forward twice; return the tensors made and the names of the buffers written into."""
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -94,7 +96,7 @@ def _call_twice(
     changes = {name: (value, version_of(value)) for name, value in model.named_buffers()}
     try:
         first = _Calls(by_id)
-        if not _called(model, fakes, first, record):
+        if not _called(model, fakes, first, recorders):
             return [], set()
         written = {n for n, (value, count) in changes.items() if version_of(value) > count}
         after = snapshot(model, lambda value: id(value) in before.tensors)
@@ -111,10 +113,21 @@ def _call_twice(
     return [*first.made, *second.made], written
 
 
-def _called(model: nn.Module, fakes: StandIns, calls: _Calls, record: Within = _NOTHING) -> bool:
+def _called(
+    model: nn.Module, fakes: StandIns, calls: _Calls, recorders: Sequence[Within] = ()
+) -> bool:
     """Call the model under `calls`; whether that worked."""
     try:
-        with fakes.mode, exporting(), redirect_stdout(io.StringIO()), calls, record:
+        with ExitStack() as stack:
+            within: list[Within] = [
+                fakes.mode,
+                exporting(),
+                redirect_stdout(io.StringIO()),
+                calls,
+                *recorders,
+            ]
+            for context in within:
+                stack.enter_context(context)
             result = model(*fakes.args, **fakes.kwargs)
         calls.end(result)
     except TraceError:

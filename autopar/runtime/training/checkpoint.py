@@ -188,7 +188,12 @@ class Checkpoints:
 
     # -- states ------------------------------------------------------------------------------------
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": self._model.state_dict()}
+        state: dict[str, Any] = {
+            "model": {
+                name: value if isinstance(value, torch.Tensor) else _packed(value)
+                for name, value in self._model.state_dict().items()  # others: extra states
+            }
+        }
         if self._optimizer is not None:
             state["optimizer"] = get_optimizer_state_dict(
                 self._model, self._optimizer, options=_OPTIONS
@@ -200,7 +205,12 @@ class Checkpoints:
 
     def _take(self, state: Mapping[str, Any]) -> None:
         """Hand the states that were read to what they belong to."""
-        self._model.load_state_dict(state["model"])
+        self._model.load_state_dict(
+            {
+                name: value if isinstance(value, torch.Tensor) else _unpacked(value)
+                for name, value in state["model"].items()
+            }
+        )
         if self._optimizer is not None:
             set_optimizer_state_dict(
                 self._model, self._optimizer, state["optimizer"], options=_OPTIONS

@@ -4,7 +4,7 @@
 accumulates on the device. The ranks compare theirs at the first calls, and then so seldom that it
 costs next to nothing. They use the store of torch.distributed: that is no collective, so it cannot
 come between those of the model, and a rank that never comes keeps the others waiting no longer than
-a collective would. module.py, other_calls.py and dynamo_backend.py call it on every rank.
+a collective would. module.py, call_graphs.py and dynamo_backend.py call it on every rank.
 """
 
 from __future__ import annotations

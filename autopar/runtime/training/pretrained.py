@@ -44,7 +44,7 @@ def load_weights(path: str | os.PathLike[str], stored: StoredTensors, prefix: st
             "reading the weights",
             lambda: _load_files(place, tensors, stored.coordinate, prefix),
         )
-    stored.empty -= {name for x in tensors for name in x.names}
+    stored.filled(name for x in tensors for name in x.names)
 
 
 def _load_files(

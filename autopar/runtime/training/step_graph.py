@@ -4,22 +4,22 @@ its results those of the model.
 Example: for `par(tokens)` on 4 ranks, `values` gives every parameter's own part, this rank's rows
 of the tokens and the rank's coordinates, `run` runs the graph on them, and `outputs` makes DTensors
 of what it returns. A ParallelModule has a graph for training, and one for each other kind of call
-(runtime/training/other_calls.py), told apart by its CallKey. `timelines` says how its steps run.
+(runtime/training/call_graphs.py). `timelines` says how its steps run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree, without_modes
+from autopar._compat import pytree, version_of, without_modes
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.program import (
@@ -78,43 +78,57 @@ class Seed:
         return True
 
 
-class CallKey(NamedTuple):
-    """What tells calls apart that need graphs of their own. `leaves`: shape, dtype and gradient of
-    every tensor, type and value of everything else.
+class CallKind(NamedTuple):
+    """What tells a call from calls that need other graphs, for messages and for planning: the mode,
+    whether gradients are recorded, the autocast around it, and the shape and dtype of every tensor.
+    `changes`: what of the module is other than it was when it was planned first.
     """
 
     training: bool
     gradients: bool
     autocast: Autocast
-    structure: pytree.TreeSpec
-    leaves: tuple[Hashable, ...]
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    changes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(training: bool, device: torch.device, args: Any, kwargs: Any) -> CallKey:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        recorded = torch.is_grad_enabled()
-        looks = tuple(
-            (tuple(x.shape), x.dtype, x.requires_grad and recorded)
-            if isinstance(x, torch.Tensor)
-            else (type(x), x)
-            for x in leaves
-        )
-        return CallKey(training, recorded, under_autocast((device.type,)), structure, looks)
+    def of(
+        training: bool,
+        device: torch.device,
+        args: Any,
+        kwargs: Any,
+        changes: Sequence[str] = (),
+    ) -> CallKind:
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, torch.Tensor))
+        cast = under_autocast((device.type,))
+        return CallKind(training, torch.is_grad_enabled(), cast, tensors, tuple(changes))
 
     def __str__(self) -> str:
-        tensors = [look for look in self.leaves if isinstance(look, tuple) and len(look) == 3]
         shapes = ", ".join(
-            f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype, _ in tensors
+            f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in self.tensors
         )
         mode = "train" if self.training else "eval"
         gradients = "" if self.gradients else " without gradients"
         cast = f" under {autocast_text(self.autocast)}" if self.autocast else ""
-        return f"{mode} mode{gradients}{cast}, inputs {shapes or 'none'}"
+        changes = "".join(f", {change}" for change in self.changes)
+        return f"{mode} mode{gradients}{cast}, inputs {shapes or 'none'}{changes}"
+
+
+class Owner(Protocol):
+    """The module that a graph runs for, whose tensors it reads at every call."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the parameter or buffer of this name."""
+
+    def attribute(self, name: str) -> Any:
+        """Return the plain attribute of this name."""
 
 
 class StepGraph:
     """A planned program without the model's tensors, and `run`, which runs its graph on this rank.
-    `own`: the constants and coordinates of the graph, where the module has none by their name.
+    `constants`: the tensors that the graph was traced with and that no module holds. `gradients`:
+    whether it was planned for calls that record them. `numbers`: for each number among the
+    arguments that is an input of the graph, its position.
     """
 
     def __init__(
@@ -125,17 +139,33 @@ class StepGraph:
         coordinate: dict[str, int],
         device: torch.device,
         seed: Seed,
-        own: Mapping[str, torch.Tensor] | None = None,
+        constants: Mapping[str, torch.Tensor],
+        gradients: bool = True,
+        numbers: Mapping[int, type] = MappingProxyType({}),
     ) -> None:
         self.program, self.run = dataclasses.replace(program, tensors={}), run
         self.device_mesh, self.coordinate, self.device = device_mesh, coordinate, device
-        self.seed, self._own = seed, dict(own or {})
+        self.seed, self.gradients, self._numbers = seed, gradients, dict(numbers)
         self.signature = program.signature
         self.autocast: Autocast = program.signature.autocast
         self.replicated_outputs = program.plan is not None and program.plan.replicated_outputs
         self.user_inputs = [e for e in program.signature.inputs if e.kind == "user"]
         self.draws = any(entry.kind == "seed" for entry in program.signature.inputs)
+        self.parameters = [e for e in program.signature.inputs if e.kind == "parameter"]
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
+        # the rank's coordinates and the constants of the graph, and which attribute each has been
+        self._own: dict[str, torch.Tensor] = {}
+        self._fed_from: dict[str, tuple[Any, int]] = {}
+        for entry in program.signature.inputs:
+            if entry.kind == "coordinate":
+                self._own[entry.node] = filled((1,), coordinate[entry.target], device)
+            elif entry.kind == "constant":
+                constant = constants[entry.target].detach()
+                self._own[entry.node] = (
+                    constant.to(device)
+                    if not constant.is_meta
+                    else (torch.empty_like(constant, device=device))
+                )
 
     def layouts_of_parameters(self) -> dict[str, Layout]:
         """Return the stored layout of every parameter, by each of its names."""
@@ -158,15 +188,30 @@ class StepGraph:
         ]
 
     # -- inputs ------------------------------------------------------------------------------------
-    def bind(self, args: Any, kwargs: Any, training: bool) -> list[Any] | None:
-        """Return the leaves of a call in the planned order, None where this graph is not for it."""
+    def bind(self, args: Any, kwargs: Any, training: bool, owner: Owner) -> list[Any] | None:
+        """Return the leaves of a call in the planned order, None where this graph is not for it: in
+        another mode, with other arguments, or where other parameters are trained. What the
+        modules hold is compared by ModuleState.
+        """
         if training != self.signature.training or not self._under_planned_autocast():
+            return None
+        recorded = torch.is_grad_enabled()
+        if recorded and not self.gradients:
             return None
         leaves = as_planned_call(self.signature.forward, self.signature.in_spec, args, kwargs)
         if leaves is None or any(_differ(leaves[at], value) for at, value in self.signature.fixed):
             return None
-        fits = all(self._fits(entry, leaves[entry.position or 0]) for entry in self.user_inputs)
-        return leaves if fits else None
+        if any(type(leaves[position]) is not kind for position, kind in self._numbers.items()):
+            return None
+        if not all(self._fits(entry, leaves[entry.position or 0]) for entry in self.user_inputs):
+            return None
+        # on one rank gradients are summed over nothing, and autograd follows whatever is trained
+        trains = recorded and self.coordinate
+        if trains and any(
+            owner.tensor(e.target).requires_grad != e.trainable for e in self.parameters
+        ):
+            return None
+        return leaves
 
     def _under_planned_autocast(self) -> bool:
         kinds = (self.device.type, *(kind for kind, _ in self.autocast))
@@ -174,6 +219,8 @@ class StepGraph:
 
     def _fits(self, entry: Input, value: Any) -> bool:
         """Whether an input has the shape and dtype that were planned, and no gradient else."""
+        if entry.position in self._numbers:
+            return True
         layout = self.program.layouts[entry.node]
         return (
             isinstance(value, torch.Tensor)
@@ -182,7 +229,7 @@ class StepGraph:
             and not (value.requires_grad and not entry.trainable and torch.is_grad_enabled())
         )
 
-    def values(self, leaves: list[Any], owner: nn.Module) -> list[Any]:
+    def values(self, leaves: list[Any], owner: Owner) -> list[Any]:
         """Return the values of the graph's placeholders: the rank's own part of everything. Raises
         InputError for an input or a gradient that was not planned.
         """
@@ -192,7 +239,12 @@ class StepGraph:
             values += [self._feed(entry, leaves, owner) for entry in seeds]
         return to_local(values)
 
-    def _feed(self, entry: Input, leaves: list[Any], owner: nn.Module) -> Any:
+    def _feed(self, entry: Input, leaves: list[Any], owner: Owner) -> Any:
+        if entry.kind == "parameter":
+            parameter = owner.tensor(entry.target)
+            self._refuse_other_parameter(entry, parameter)
+            self._refuse_gradient(f"parameter {entry.target}", parameter, entry)
+            return parameter
         if entry.kind == "user":
             assert entry.position is not None
             return self._own_part(entry, leaves[entry.position])
@@ -201,16 +253,42 @@ class StepGraph:
                 return seed_at(self.seed.value, self.coordinate, entry.target)
             self.seed.value = next_seed(self.seed.value)
             return filled((), self.seed.value, self.device)
-        if entry.kind in ("coordinate", "constant"):
-            held = self._own.get(entry.node)
-            return owner.get_buffer(entry.node) if held is None else held
-        if entry.kind == "buffer":
-            now = owner.get_buffer(entry.target)  # what the backward saves must not be written over
-            return now.clone() if entry.target in self._mutated else now
-        path, _, last = entry.target.rpartition(".")
-        parameter = getattr(owner.get_submodule(path), last)  # functional_call puts others there
-        self._refuse_gradient(f"parameter {entry.target}", parameter, entry)
-        return parameter
+        if entry.kind == "coordinate":
+            return self._own[entry.node]
+        if entry.kind == "constant":
+            return self._constant(entry, owner)
+        now = owner.tensor(entry.target)  # what the backward saves must not be written over
+        return now.clone() if entry.target in self._mutated else now
+
+    def _constant(self, entry: Input, owner: Owner) -> torch.Tensor:
+        """Return a constant of the graph: what the attribute has now that it was traced from, or
+        what was traced where it has no attribute.
+        """
+        now = owner.attribute(entry.target)
+        if isinstance(now, torch.Tensor) and not now.is_meta:
+            version = 0 if now.is_inference() else version_of(now)
+            if self._fed_from.get(entry.node) != (id(now), version):
+                self._own[entry.node] = now.detach().to(self.device, copy=True)
+                self._fed_from[entry.node] = id(now), version
+        elif type(now) in (int, float):
+            return self._number(now, entry)
+        return self._own[entry.node]
+
+    def _number(self, value: Any, entry: Input) -> torch.Tensor:
+        """Return a number as an input of the graph, made on the rank's device."""
+        return torch.full((), value, dtype=self.program.dtypes[entry.node], device=self.device)
+
+    def _refuse_other_parameter(self, entry: Input, parameter: torch.Tensor) -> None:
+        """Raise InputError for a parameter that was replaced by one that lies otherwise."""
+        layout, dtype = self.program.layouts[entry.node], self.program.dtypes[entry.node]
+        is_own = not self.coordinate or isinstance(parameter, DTensor)
+        if not is_own or parameter.dtype != dtype or tuple(parameter.shape) != layout.shape:
+            actual = f"{type(parameter).__name__} of {tuple(parameter.shape)} {parameter.dtype}"
+            raise InputError(
+                f"parameter {entry.target} is a {actual}, and the plan is for a parameter of "
+                f"{layout.shape} {dtype} of which this rank holds its part: assign to its `data`, "
+                "or parallelize the changed model"
+            )
 
     def _refuse_gradient(self, what: str, tensor: torch.Tensor, entry: Input) -> None:
         """Raise InputError for an unplanned gradient, as gradients decide where ranks sum."""
@@ -226,6 +304,8 @@ class StepGraph:
         for what was not planned.
         """
         layout, dtype = self.program.layouts[entry.node], self.program.dtypes[entry.node]
+        if entry.position in self._numbers:
+            return self._number(value, entry)
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor or (tuple(value.shape), value.dtype) != (layout.shape, dtype):
             actual = f"{tuple(value.shape)} {value.dtype}" if is_tensor else repr(value)
@@ -267,7 +347,7 @@ class StepGraph:
         return args, kwargs
 
     # -- results -----------------------------------------------------------------------------------
-    def outputs(self, results: Any, owner: nn.Module) -> Any:
+    def outputs(self, results: Any, owner: Owner) -> Any:
         """Return what the model returns, of what the graph returned; new values of buffers are
         written into the owner's.
         """
@@ -277,7 +357,7 @@ class StepGraph:
             value = output.constant if output.node is None else next(remaining)
             if output.kind == "mutation":
                 with torch.no_grad():
-                    owner.get_buffer(output.target).copy_(value)
+                    owner.tensor(output.target).copy_(value)
                 continue
             is_part = (
                 isinstance(value, torch.Tensor) and value.dim() and not self.replicated_outputs
@@ -312,9 +392,10 @@ def timelines(module: Any, times: int, args: Any, kwargs: Any) -> list[MeasuredS
             f"{module.plan.microbatches} micro-batches: plan with microbatches=1 to see one, or "
             "read par.stats()"
         )
-    ranks.agree("call", str(CallKey.of(module.training, device, args, kwargs)))
-    graph, leaves = module._graph_for(args, kwargs)
-    ranks.together("reading the inputs", lambda: graph.values(leaves, module))
+    ranks.agree("call", str(CallKind.of(module.training, device, args, kwargs)))
+    state = module._autopar
+    graph, leaves = state.graphs.graph_for(args, kwargs)
+    ranks.together("reading the inputs", lambda: graph.values(leaves, state))
     with restore_after(module):
         return measure_step(graph.run, lambda run: _step(module, graph, run, leaves), times)
 
@@ -322,8 +403,8 @@ def timelines(module: Any, times: int, args: Any, kwargs: Any) -> list[MeasuredS
 def _step(module: Any, graph: StepGraph, run: Callable[..., Any], leaves: list[Any]) -> None:
     module.zero_grad()
     with phase("forward"):
-        values = graph.values(leaves, module)
+        values = graph.values(leaves, module._autopar)
         with without_autocast(graph.autocast):
-            results = graph.outputs(run(*values), module)
+            results = graph.outputs(run(*values), module._autopar)
     with phase("backward"):
         backward(results)

@@ -10,17 +10,20 @@ ParallelModule; initialize.py, pretrained.py and load_state_dict write through i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar._compat import local_of, version_of
 from autopar.errors import InputError
 from autopar.ir.layout import Layout
+from autopar.ir.program import Input
 from autopar.runtime.apply import to_dtensor
+from autopar.runtime.parallel_tensor import become_parallel, own_part, parallel_parameter
+from autopar.runtime.training.step_graph import StepGraph
 
 
 class StoredTensor(NamedTuple):
@@ -57,32 +60,48 @@ class StoredTensor(NamedTuple):
 
 class StoredTensors:
     """The parameters and persistent buffers of a module. `layouts`: of parameters, by each of their
-    names. `empty`: the names of tensors without numbers.
+    names. `empty`: the names of tensors without numbers, which they get by whatever writes to them.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        graph: StepGraph,
         layouts: Mapping[str, Layout],
-        coordinate: Mapping[str, int],
-        device: torch.device,
-        device_mesh: DeviceMesh | None,
         empty: Iterable[str] = (),
     ) -> None:
-        self._module, self._layouts, self.empty = module, layouts, set(empty)
-        self.coordinate, self._device, self._device_mesh = dict(coordinate), device, device_mesh
+        self._module, self._graph, self._layouts = module, graph, layouts
+        self.coordinate = graph.coordinate
+        self._empty = {name: _written_state(self._tensor(name)) for name in empty}
 
     def of(self, module: nn.Module) -> StoredTensors:
         """Return the tensors of a copy of the module."""
-        own = self.coordinate, self._device, self._device_mesh, self.empty
-        return StoredTensors(module, self._layouts, *own)
+        return StoredTensors(module, self._graph, self._layouts, self.empty)
+
+    @property
+    def empty(self) -> list[str]:
+        """The names of tensors that nothing has been written to yet."""
+        for name, before in list(self._empty.items()):
+            if _written_state(self._tensor(name)) != before:
+                del self._empty[name]
+        return [*self._empty]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        path, _, last = name.rpartition(".")
+        found: torch.Tensor = getattr(self._module.get_submodule(path), last)
+        return found
+
+    def filled(self, names: Iterable[str]) -> None:
+        """Note that tensors have got their numbers in a way that leaves no trace at them."""
+        for name in names:
+            self._empty.pop(name, None)
 
     def by_name(self) -> dict[str, StoredTensor]:
         """Return every tensor that is saved, by each of its names."""
         named: dict[str, torch.Tensor] = dict(self._parameters())
         named |= dict(self._module.named_buffers(remove_duplicate=False))
         names: dict[int, list[str]] = {}
-        for name in self._module.state_dict():
+        for name in _saved_names(self._module):
             names.setdefault(id(named[name]), []).append(name)
         return {
             name: StoredTensor(tuple(names[id(x)]), self._layouts.get(name), x)
@@ -98,53 +117,98 @@ class StoredTensors:
         """Return a value for a parameter as it is stored. Collective where it is a DTensor that
         lies otherwise. One of another shape is left as it is.
         """
-        parameter, layout = self._module.get_parameter(name), self._layouts[name]
-        if isinstance(value, DTensor):
-            same = isinstance(parameter, DTensor) and value.device_mesh == parameter.device_mesh
-            if same and value.placements == parameter.placements:  # type: ignore[attr-defined]
-                return value
-            value = value.full_tensor()
+        parameter, layout = self._tensor(name), self._layouts[name]
         if tuple(value.shape) != layout.shape:
             return value
-        own = layout.cut(value, self.coordinate).to(self._device)
-        return to_dtensor(own, layout, self._device_mesh)
+        if isinstance(parameter, DTensor) and isinstance(value, DTensor):
+            own = own_part(value, parameter)
+        else:
+            own = layout.cut(value, self.coordinate).to(self._graph.device)
+        return become_parallel(to_dtensor(own, layout, self._graph.device_mesh))
 
     @torch.no_grad()
     def fill(self, name: str, value: torch.Tensor) -> None:
         """Write the numbers of a whole tensor, by any of its names."""
         if name in self._layouts:
-            part = self._module.get_parameter(name)
+            part = self._tensor(name)
             stored = StoredTensor((name,), self._layouts[name], part)
             stored.local.copy_(value[stored.box(self.coordinate)])
-            same = {n for n, x in self._parameters() if x is part}
+            self.filled(n for n, x in self._parameters() if x is part)
         else:
             self._module.get_buffer(name).copy_(value)
-            same = {name}
-        self.empty -= same
 
     def _parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self._module.named_parameters(remove_duplicate=False)
 
     def has_numbers(self) -> None:
         """Raise InputError where a tensor has none yet."""
-        if self.empty:
-            more = f", nor have {len(self.empty) - 1} more" if len(self.empty) > 1 else ""
+        if self._empty and (empty := self.empty):
+            more = f", nor have {len(empty) - 1} more" if len(empty) > 1 else ""
             raise InputError(
-                f"{min(self.empty)} has no numbers yet{more}: the model was made on the meta "
+                f"{min(empty)} has no numbers yet{more}: the model was made on the meta "
                 "device. Call par.init_weights(), par.load_weights(path) or par.load_state_dict; "
                 "what none of these fills is to be made outside of torch.device('meta')"
             )
 
 
-def cut_state(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _saved_names(module: nn.Module) -> Iterator[str]:
+    """Yield the names of parameters and buffers that torch saves."""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        saved = [name for name, x in inner._parameters.items() if x is not None]
+        saved += [
+            name
+            for name, x in inner._buffers.items()
+            if x is not None and name not in inner._non_persistent_buffers_set
+        ]
+        yield from (f"{prefix}.{name}" if prefix else name for name in saved)
+
+
+def _written_state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written to."""
+    own = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return id(own), version_of(tensor)
+
+
+def cut_state(stored: StoredTensors, state: dict[str, Any], prefix: str) -> None:
     """Put the rank's parts in the place of whole tensors, and of DTensors that lie otherwise, in a
     state that is about to be loaded into a ParallelModule.
     """
-    stored: StoredTensors = module._stored
     for name, tensor in stored.by_name().items():
         value = state.get(prefix + name)
         if isinstance(value, torch.Tensor):
             if isinstance(tensor.tensor, DTensor):
                 state[prefix + name] = stored.place(name, value)
             if tuple(value.shape) == tensor.shape:  # of others load_state_dict raises
-                stored.empty -= {*tensor.names}
+                stored.filled(tensor.names)
+
+
+def own_tensors(
+    model: nn.Module, graph: StepGraph, tensors: Mapping[str, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """Return the rank's part of each parameter and its copy of each buffer, by the id of the
+    original's. `tensors`: the model's, by the names of the graph.
+    """
+    own: dict[int, torch.Tensor] = {}
+    for entry in graph.signature.inputs:
+        if entry.kind in ("parameter", "buffer"):
+            own[id(tensors[entry.target])] = _own_tensor(entry, graph, tensors[entry.target])
+    for tensor in (*model.parameters(), *model.buffers()):  # what the graph has no use for
+        if id(tensor) not in own:
+            own[id(tensor)] = _on_device(tensor.detach(), graph.device, True)
+    return own
+
+
+def _own_tensor(entry: Input, graph: StepGraph, unsharded: torch.Tensor) -> torch.Tensor:
+    """Return the rank's part of a parameter, or its own copy of a buffer, on its device."""
+    layout = graph.program.layouts[entry.node] if entry.kind == "parameter" else None
+    if layout is None:
+        return _on_device(unsharded.detach(), graph.device, True)
+    part = _on_device(layout.cut(unsharded.detach(), graph.coordinate), graph.device, False)
+    return parallel_parameter(to_dtensor(part, layout, graph.device_mesh), entry.trainable)
+
+
+def _on_device(part: torch.Tensor, device: torch.device, cloned: bool) -> torch.Tensor:
+    """Return a tensor on a device; a meta tensor becomes memory without numbers."""
+    if part.is_meta:
+        return torch.empty_like(part, device=device)
+    return part.to(device, copy=cloned)

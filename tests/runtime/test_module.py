@@ -1,0 +1,227 @@
+"""What people do with a module: modes, attributes, classes, hooks, copies, numbers that they
+assign, write and draw, states. The same is done to a plain one (rank_scripts/module_ranks.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from launch import launched
+
+slow = pytest.mark.slow
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.config, self.width = {"layers": 2}, 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+    def count(self) -> int:
+        return len(self.blocks)
+
+
+@pytest.fixture
+def par() -> Any:
+    return autopar.parallelize(Net(), 1, (torch.ones(4, 8),))
+
+
+def test_it_is_the_users_module(par: Any) -> None:
+    assert isinstance(par, Net) and isinstance(par, autopar.ParallelModule)
+    assert type(par).__name__ == "Net" and repr(par) == repr(Net())
+    assert par.blocks[1][0].weight is par.get_parameter("blocks.1.0.weight")
+    assert type(par.blocks[0][0]) is nn.Linear and type(par.blocks) is nn.ModuleList
+    assert par.config == {"layers": 2} and par.width == 8 and par.count() == 2
+    assert par.device == torch.device("cpu")
+    with pytest.raises(AttributeError, match="has no attribute 'depth'"):
+        _ = par.depth
+
+
+class Named(Net):
+    """A model with a name that a parallel module has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.rows
+
+
+def test_a_name_that_both_have_is_said_and_its_trace_sees_the_users(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    net = Named()
+    par: Any = autopar.parallelize(net, 1, (torch.ones(4, 8),))
+    assert "a parallel module has its own rows: what Named means" in capsys.readouterr().err
+    assert par.rows() == slice(0, 4)
+    torch.testing.assert_close(par(torch.ones(4, 8)), net(torch.ones(4, 8)))
+    torch.testing.assert_close(par(torch.ones(2, 8)), net(torch.ones(2, 8)))  # planned anew
+    assert par.rows() == slice(0, 4)
+
+
+def test_hooks_of_the_root_run(par: Any) -> None:
+    seen: list[Any] = []
+    par.register_forward_hook(lambda module, inputs, result: seen.append(result))
+    result = par(torch.ones(4, 8))
+    assert seen[0] is result
+
+
+class Noisy(Net):
+    """A model with an attribute whose inner state is not compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.noise is None)
+
+
+def test_what_cannot_be_compared_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    autopar.parallelize(Noisy(), 1, (torch.ones(4, 8),))
+    said = capsys.readouterr().err
+    assert "forward reads noise (random.Random), and a change inside of it is not seen" in said
+
+
+def test_a_copy_trains_apart(par: Any) -> None:
+    x = torch.ones(4, 8)
+    twin = copy.deepcopy(par)
+    before = par(x).item()
+    twin(x).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert par(x).item() == before != twin(x).item()
+    assert all(p.grad is None for p in par.parameters())
+    assert (
+        twin._autopar.watch.name
+        != par._autopar.watch.name
+        != copy.deepcopy(par)._autopar.watch.name
+    )
+
+
+def test_a_copy_has_hooks_of_its_own_and_outlives_the_first() -> None:
+    x, seen = torch.ones(4, 8), list[Any]()
+    first = autopar.parallelize(Net(), 1, (x,))
+    twin = copy.deepcopy(first)
+    twin.register_forward_hook(lambda module, inputs, result: seen.append(module))
+    first(x)
+    assert seen == []
+    twin(x)
+    assert seen == [twin]
+    del first
+    gc.collect()
+    state = {name: value + 1 for name, value in Net().state_dict().items()}
+    twin.load_state_dict(state)
+    weight = twin.get_parameter("blocks.0.0.weight")
+    torch.testing.assert_close(weight.detach(), state["blocks.0.0.weight"])
+
+
+def test_a_state_of_another_shape_is_refused_as_torch_does(par: Any) -> None:
+    state = Net().state_dict()
+    state["blocks.0.0.weight"] = torch.ones(3, 3)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.0\.weight"):
+        par.load_state_dict(state)
+
+
+# -- on ranks --------------------------------------------------------------------------------------
+TASKS = ("modes", "classes", "assigned fsdp", "read", "states", "frozen", "traced hooks", "copies",
+    "complexes", "attributes", "numbers", "refusals", "differ")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return launched(tmp_path_factory.mktemp("module"), 2, *TASKS, script="module_ranks.py")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values, or two lists of lists of values, are equal but for roundings."""
+    if isinstance(a, list):
+        return isinstance(b, list) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) <= 1e-5 * max(1.0, abs(b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def apart(found: dict[str, Any], *but: str) -> dict[str, Any]:
+    """The pairs of what came out of the parallel and of the plain module that are not the same."""
+    return {name: p for name, p in found.items() if name not in but and not same(*p)}
+
+
+PAIRS = ("modes", "classes", "read", "frozen", "traced hooks", "copies", "complexes", "attributes")
+
+
+@pytest.mark.parametrize("task", PAIRS)
+def test_what_people_do_gives_what_one_device_gives(facts: dict[str, Any], task: str) -> None:
+    assert len(facts[task]) >= 2 and apart(facts[task]) == {}
+
+
+def test_assigned_numbers_and_gradients_are_those_that_the_graph_reads(
+    facts: dict[str, Any],
+) -> None:
+    found = facts["assigned fsdp"]
+    assert len(found) == 9 and apart(found, "another shape", "another dtype") == {}
+    assert "InputError: data of a parallel tensor of shape (32, 16)" in found["another shape"]
+    assert "convert it with .to(torch.float32)" in found["another dtype"]
+
+
+@pytest.mark.parametrize("task", ["written", pytest.param("assigned megatron", marks=slow)])
+def test_writes_and_draws_reach_the_rank_that_holds_them(tmp_path: Path, task: str) -> None:
+    found = launched(tmp_path, 2, task, script="module_ranks.py")[task]
+    assert len(found) > 8 and apart(found, "another shape", "another dtype") == {}
+
+
+def test_states_have_all_that_the_plain_ones_have(facts: dict[str, Any]) -> None:
+    found = facts["states"]
+    assert apart(found, "refused", "whole on every rank") == {}
+    for said in found["refused"]:
+        assert said.startswith("InputError: this rank holds a part of (")
+        assert (
+            "get_model_state_dict(par" in said and "if rank == 0: torch.save(state, path)" in said
+        )
+    assert found["whole on every rank"] == "Tensor"
+
+
+def test_numbers_that_change_are_inputs_where_forward_computes_with_them(
+    facts: dict[str, Any],
+) -> None:
+    found = facts["numbers"]
+    for how in ("arithmetic", "half", "isinstance", "exp", "branch"):
+        assert same(*found[how]), how
+    # one graph for every beta, and one for every beta and gain
+    assert found["arithmetic: graphs"] == found["half: graphs"] == 2
+    assert found["arithmetic: said"] == found["half: said"] == []
+    for how in ("isinstance", "exp", "branch"):
+        assert found[f"{how}: graphs"] > 3, how
+        (said,) = found[f"{how}: said"]
+        assert "the argument beta changes between calls" in said
+
+
+def test_what_no_graph_can_know_is_refused_by_name(facts: dict[str, Any]) -> None:
+    found = facts["refusals"]
+    assert "call the parallel model" in found["submodule"]
+    assert "parameter.full_tensor()" in found["submodule"]
+    assert "InputError: a hook of 0 (Linear) was added or taken away" in found["hook"]
+    assert found["no hook"] == "nothing was raised" and found["hook of the root"] == 1
+    assert "InputError: 2.bias was taken from the model" in found["no bias"]
+    assert "InputError: the submodules of Sequential were replaced" in found["replaced"]
+    assert "InputError: parameter 0.weight is a Parameter of" in found["a plain parameter"]
+
+
+def test_ranks_whose_modules_differ_all_hear_of_it(facts: dict[str, Any]) -> None:
+    assert len(facts["differ"]["said"]) == 2
+    for said in facts["differ"]["said"]:
+        assert said.startswith("RankError: ") and "tau is 0.5, was 1.0" in said
