@@ -208,9 +208,7 @@ class ParallelModule(Inspection, nn.Module):
         >>> bool(par.get_parameter("weight").abs().max() < 1)
         True
         """
-        state = self._autopar
-        with state.graphs.bare_model() as model:
-            init_weights(model, fn, state.stored)
+        init_weights(self._autopar.graphs.bare_model(), fn, self._autopar.stored)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
         """Read the weights from safetensors files as transformers writes them, or from a folder of
@@ -426,7 +424,8 @@ def parallel_module(
     coordinate = options[0].mesh.coordinate(ranks.rank())
     first = StepGraph(program, run, device_mesh, coordinate, device, Seed(seed, device), tensors)
     module: Any = copied_tree(model, own_tensors(model, first, tensors))
-    if shadowed := shadowed_names(module, ParallelModule):
+    shadowed = shadowed_names(module, ParallelModule)
+    if shadowed and not ranks.rank():
         say_once(
             f"a parallel module has its own {', '.join(shadowed)}: what "
             f"{type(model).__name__} means by that is had from the original model"
@@ -435,7 +434,8 @@ def parallel_module(
     empty = first.empty(tensors)
     state = ParallelState(module, root, first, graphs, str(number), options, empty)
     module.__dict__[STATE] = state
-    if unseen := state.graphs.incomparable():
+    unseen = state.graphs.incomparable()
+    if unseen and not ranks.rank():
         say_once(
             f"forward reads {', '.join(unseen)}, and a change inside of it is not seen by a "
             "parallel module: put another object in its place, or keep what changes in numbers, "

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,25 +47,27 @@ class _Step(NamedTuple):
     over: frozenset[str]
 
 
-def init_weights(model: nn.Module, init: Init | None, stored: StoredTensors) -> None:
-    """Initialize `model`, whose tensors are on the meta device, module by module, and store the
-    numbers of what has none yet; where all has some, of everything. `init`: what is called on every
-    module at last, as by nn.Module.apply. Raises InputError for parameters that nothing
-    initializes. Collective.
+def init_weights(
+    bare: AbstractContextManager[nn.Module], init: Init | None, stored: StoredTensors
+) -> None:
+    """Initialize the model that `bare` gives, whose tensors are on the meta device, module by
+    module, and store the numbers of what has none yet; where all has some, of everything. `init`:
+    what is called on every module at last, as by nn.Module.apply. Raises InputError for parameters
+    that nothing initializes. Collective.
     """
-    wanted = set(stored.empty) or set(stored.by_name())
+    wanted, tensors = set(stored.empty) or set(stored.by_name()), stored.all_tensors()
 
     def take(name: str, value: torch.Tensor) -> None:
         if name in wanted:
-            stored.fill(name, value)
+            stored.fill(tensors[name], value)
 
-    steps = list(_constructed(model))
-    if init is not None:
-        steps += [_step(*named, init, USER) for named in _children_first("", model)]
-    _refuse_unwritten(model, steps)
     own, common = torch.get_rng_state(), ranks.from_rank_0(torch.get_rng_state())
-    torch.set_rng_state(common)
-    with torch.no_grad():
+    with bare as model, torch.no_grad():
+        steps = list(_constructed(model))
+        if init is not None:
+            steps += [_step(*named, init, USER) for named in _children_first("", model)]
+        _refuse_unwritten(model, steps)
+        torch.set_rng_state(common)
         _Run(model, steps).store(take)
     if not torch.equal(own, common):
         torch.set_rng_state(own)

@@ -244,7 +244,10 @@ def _operands(
             return None
         if node.op == "call_function":
             args, target = node.args, node.target
-            if target is aten.sub.Tensor and other.target is aten.rsub.Scalar:
+            number_first = len(args) == 2 and args[0] in computed
+            if number_first and target in (aten.add.Tensor, aten.mul.Tensor) and not node.kwargs:
+                args = args[1], args[0]
+            elif number_first and target is aten.sub.Tensor and not node.kwargs:
                 args, target = (args[1], args[0]), aten.rsub.Scalar
             if target is not other.target or len(args) != len(other.args):
                 return None

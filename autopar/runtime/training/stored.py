@@ -98,15 +98,11 @@ class StoredTensors:
 
     def by_name(self) -> dict[str, StoredTensor]:
         """Return every tensor that is saved, by each of its names."""
-        named: dict[str, torch.Tensor] = dict(self._parameters())
-        named |= dict(self._module.named_buffers(remove_duplicate=False))
-        names: dict[int, list[str]] = {}
-        for name in _saved_names(self._module):
-            names.setdefault(id(named[name]), []).append(name)
+        tensors, saved = self.all_tensors(), {*_saved_names(self._module)}
         return {
-            name: StoredTensor(tuple(names[id(x)]), self._layouts.get(name), x)
-            for name, x in named.items()
-            if id(x) in names
+            name: x._replace(names=tuple(n for n in x.names if n in saved))
+            for name, x in tensors.items()
+            if not saved.isdisjoint(x.names)
         }
 
     def each(self) -> list[StoredTensor]:
@@ -126,19 +122,23 @@ class StoredTensors:
             own = layout.cut(value, self.coordinate).to(self._graph.device)
         return become_parallel(to_dtensor(own, layout, self._graph.device_mesh))
 
-    @torch.no_grad()
-    def fill(self, name: str, value: torch.Tensor) -> None:
-        """Write the numbers of a whole tensor, by any of its names."""
-        if name in self._layouts:
-            part = self._tensor(name)
-            stored = StoredTensor((name,), self._layouts[name], part)
-            stored.local.copy_(value[stored.box(self.coordinate)])
-            self.filled(n for n, x in self._parameters() if x is part)
-        else:
-            self._module.get_buffer(name).copy_(value)
+    def all_tensors(self) -> dict[str, StoredTensor]:
+        """Return every parameter and buffer, saved or not, by each of its names."""
+        named: dict[str, torch.Tensor] = dict(self._module.named_parameters(remove_duplicate=False))
+        named |= dict(self._module.named_buffers(remove_duplicate=False))
+        names: dict[int, list[str]] = {}
+        for name, x in named.items():
+            names.setdefault(id(x), []).append(name)
+        return {
+            name: StoredTensor(tuple(names[id(x)]), self._layouts.get(name), x)
+            for name, x in named.items()
+        }
 
-    def _parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return self._module.named_parameters(remove_duplicate=False)
+    @torch.no_grad()
+    def fill(self, stored: StoredTensor, value: torch.Tensor) -> None:
+        """Write the numbers of a whole tensor."""
+        stored.local.copy_(value[stored.box(self.coordinate)])
+        self.filled(stored.names)
 
     def has_numbers(self) -> None:
         """Raise InputError where a tensor has none yet."""
