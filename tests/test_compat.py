@@ -169,6 +169,17 @@ def test_gathers_are_no_coalesced_ones(group: dist.ProcessGroup, wanted_grad: bo
     assert "_c10d_functional::all_gather_into_tensor_coalesced" not in names
 
 
+@covers("safe_gathers")
+@pytest.mark.parametrize("conjugated", [False, True])
+def test_complex_numbers_are_gathered(group: dist.ProcessGroup, conjugated: bool) -> None:
+    """gloo has none in the form of a gather that is given its result."""
+    functional = torch.ops._c10d_functional
+    x = torch.randn(3, 2, dtype=torch.complex64)
+    x = x.conj() if conjugated else x
+    y = functional.wait_tensor(functional.all_gather_into_tensor(x, 1, group.group_name))
+    assert torch.equal(x, y) and y.is_contiguous()
+
+
 @covers("forget_groups")
 def test_a_mesh_lets_go_of_its_groups(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))

@@ -129,7 +129,8 @@ def safe_gathers() -> torch.library.Library:
     that it has run into a string that both share, without a lock. A name of up to 15 letters lies
     in the string itself; "ALLGATHER_COALESCED", which that op is called too, on the heap, where two
     threads that are done at once free one memory twice: a rank dies in `malloc`, sooner or later.
-    The form that is given its result is called "ALLGATHER", and does the same.
+    The form that is given its result is called "ALLGATHER", and does the same, but for complex
+    numbers, which gloo does not know there: they go as pairs of real ones.
     """
     kernels = torch.library.Library("_c10d_functional", "IMPL")  # which forgets them with itself
     kernels.impl("all_gather_into_tensor", _gathered, "CPU")
@@ -137,6 +138,9 @@ def safe_gathers() -> torch.library.Library:
 
 
 def _gathered(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    if x.is_complex():
+        pairs = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(_gathered(pairs, group_size, group_name))
     out = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
     gather = torch.ops._c10d_functional.all_gather_into_tensor_out.default
     gathered: torch.Tensor = gather(x.contiguous(), group_size, group_name, out=out)
