@@ -315,6 +315,43 @@ def test_dtensors_are_taken_apart_and_put_together(group: dist.ProcessGroup) -> 
     torch.testing.assert_close((x + y).full_tensor(), torch.arange(4.0))
 
 
+@covers("explain_autograd_steps")
+def test_a_search_for_nan_shows_where_a_function_comes_from() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0] * float("nan")
+
+    for function in (Doubled.apply, torch.sqrt):
+        with torch.autograd.detect_anomaly():
+            before = torch.zeros(2, requires_grad=True).exp() - 1
+            since = _compat.next_autograd_step()
+            after = function(before) * 0  # two functions in a row
+            _compat.explain_autograd_steps([after], since, "line 7 of the model")
+            with (
+                pytest.warns(UserWarning, match="line 7 of the model"),
+                pytest.raises(RuntimeError, match="returned nan values"),
+            ):
+                after.sum().backward()
+        assert "traceback_" in before.grad_fn.metadata
+        assert before.grad_fn.metadata["traceback_"] != ["line 7 of the model"]
+
+
+@covers("nan_checks")
+def test_a_search_for_nan_knows_dtensors(group: dist.ProcessGroup) -> None:
+    _compat.nan_checks()
+    mesh = init_device_mesh("cpu", (1,))
+    x = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]).requires_grad_()
+    with torch.autograd.detect_anomaly():
+        (x * 2).sum().backward()
+        with pytest.raises(RuntimeError, match="SqrtBackward0' returned nan"):
+            (x.sqrt() * 0).sum().backward()
+
+
 @covers("autograd_step", "next_autograd_step")
 def test_functions_of_autograd_are_numbered() -> None:
     seen = []

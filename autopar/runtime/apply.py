@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from autopar._compat import from_part, local_of, placing_of, version_of
+from autopar._compat import from_part, local_of, nan_checks, placing_of, version_of
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.errors import InputError, PlanError, WorldError
 from autopar.ir.garbage import without_collection
@@ -53,6 +53,8 @@ from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
 from autopar.world import World, ranks, store
 from autopar.world.world import running_world, say_once
+
+nan_checks()  # before the first DTensor
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
