@@ -169,6 +169,17 @@ def test_gathers_are_no_coalesced_ones(group: dist.ProcessGroup, wanted_grad: bo
     assert "_c10d_functional::all_gather_into_tensor_coalesced" not in names
 
 
+@covers("safe_gathers")
+@pytest.mark.parametrize("conjugated", [False, True])
+def test_complex_numbers_are_gathered(group: dist.ProcessGroup, conjugated: bool) -> None:
+    """gloo has none in the form of a gather that is given its result."""
+    functional = torch.ops._c10d_functional
+    x = torch.randn(3, 2, dtype=torch.complex64)
+    x = x.conj() if conjugated else x
+    y = functional.wait_tensor(functional.all_gather_into_tensor(x, 1, group.group_name))
+    assert torch.equal(x, y) and y.is_contiguous()
+
+
 @covers("forget_groups")
 def test_a_mesh_lets_go_of_its_groups(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
@@ -302,6 +313,43 @@ def test_dtensors_are_taken_apart_and_put_together(group: dist.ProcessGroup) -> 
     y = _compat.from_part(torch.zeros(4), _compat.placing_of(x))
     assert y.placements == x.placements and y.shape == x.shape and not y.requires_grad
     torch.testing.assert_close((x + y).full_tensor(), torch.arange(4.0))
+
+
+@covers("explain_autograd_steps")
+def test_a_search_for_nan_shows_where_a_function_comes_from() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0] * float("nan")
+
+    for function in (Doubled.apply, torch.sqrt):
+        with torch.autograd.detect_anomaly():
+            before = torch.zeros(2, requires_grad=True).exp() - 1
+            since = _compat.next_autograd_step()
+            after = function(before) * 0  # two functions in a row
+            _compat.explain_autograd_steps([after], since, "line 7 of the model")
+            with (
+                pytest.warns(UserWarning, match="line 7 of the model"),
+                pytest.raises(RuntimeError, match="returned nan values"),
+            ):
+                after.sum().backward()
+        assert "traceback_" in before.grad_fn.metadata
+        assert before.grad_fn.metadata["traceback_"] != ["line 7 of the model"]
+
+
+@covers("nan_checks")
+def test_a_search_for_nan_knows_dtensors(group: dist.ProcessGroup) -> None:
+    _compat.nan_checks()
+    mesh = init_device_mesh("cpu", (1,))
+    x = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]).requires_grad_()
+    with torch.autograd.detect_anomaly():
+        (x * 2).sum().backward()
+        with pytest.raises(RuntimeError, match="SqrtBackward0' returned nan"):
+            (x.sqrt() * 0).sum().backward()
 
 
 @covers("autograd_step", "next_autograd_step")

@@ -26,8 +26,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.distributed_c10d import GroupName
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.experimental import register_sharding
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.modules import transformer
@@ -129,7 +130,8 @@ def safe_gathers() -> torch.library.Library:
     that it has run into a string that both share, without a lock. A name of up to 15 letters lies
     in the string itself; "ALLGATHER_COALESCED", which that op is called too, on the heap, where two
     threads that are done at once free one memory twice: a rank dies in `malloc`, sooner or later.
-    The form that is given its result is called "ALLGATHER", and does the same.
+    The form that is given its result is called "ALLGATHER", and does the same, but for complex
+    numbers, which gloo does not know there: they go as pairs of real ones.
     """
     kernels = torch.library.Library("_c10d_functional", "IMPL")  # which forgets them with itself
     kernels.impl("all_gather_into_tensor", _gathered, "CPU")
@@ -137,10 +139,25 @@ def safe_gathers() -> torch.library.Library:
 
 
 def _gathered(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    if x.is_complex():
+        pairs = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(_gathered(pairs, group_size, group_name))
     out = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
     gather = torch.ops._c10d_functional.all_gather_into_tensor_out.default
     gathered: torch.Tensor = gather(x.contiguous(), group_size, group_name, out=out)
     return gathered
+
+
+@cache
+def nan_checks() -> None:
+    """Lets `torch.autograd.detect_anomaly` look for nan in the gradients of DTensors, by an op that
+    DTensor does not know: a rank looks into its own part.
+    """
+
+    @register_sharding(torch.ops.aten._is_any_true.default)
+    def _(flags: Any) -> list[tuple[list[Any], list[Any]]]:
+        sharded = [([Partial("max")], [Shard(dim)]) for dim in range(len(flags.shape))]
+        return [([Replicate()], [Replicate()]), *sharded]
 
 
 def fake_mode() -> FakeTensorMode:
@@ -250,6 +267,21 @@ def next_autograd_step() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def explain_autograd_steps(results: Any, since: int, text: str) -> None:
+    """`torch.autograd.detect_anomaly` shows `text` as where the functions come from that autograd
+    has recorded of these results since it gave the number `since`.
+    """
+    until = next_autograd_step()
+    pending = [x.grad_fn for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
+    while pending:
+        step: Any = pending.pop()
+        if step is None or not since <= step._sequence_nr() < until:
+            continue
+        if step.metadata.get("traceback_") != [text]:
+            step.metadata["traceback_"] = [text]
+            pending += [function for function, _ in step.next_functions]
+
+
 def autograd_step() -> int:
     """The number of the function whose backward runs; -1 outside of a backward."""
     running = torch._C._current_autograd_node()
@@ -350,6 +382,7 @@ __all__ = [
     "default_store",
     "derive",
     "dynamo_sources",
+    "explain_autograd_steps",
     "exporting",
     "fake_mode",
     "fit_spec",
@@ -364,6 +397,7 @@ __all__ = [
     "masks_as_given",
     "modes_on",
     "named_backend",
+    "nan_checks",
     "next_autograd_step",
     "not_compiled",
     "partition",

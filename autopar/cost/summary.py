@@ -176,7 +176,7 @@ def _gathered_outputs(program: Program) -> Iterator[tuple[str, fx.Node]]:
     scalars are replicated in any case.
     """
     assert program.plan is not None
-    nodes = {node.name: node for node in program.module.graph.nodes}
+    nodes = {node.name: node for node, _ in every_node(program.module)}
     outputs = [output for output in program.signature.outputs if output.kind == "user"]
     tree = pytree.tree_unflatten(outputs, program.signature.out_spec)
     for path, output in pytree.tree_flatten_with_path(tree)[0]:

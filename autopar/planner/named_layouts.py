@@ -270,8 +270,14 @@ def _fitting(paths: set[str], pattern: str) -> list[str]:
 
 # -- checks and facts ------------------------------------------------------------------------------
 def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], program: Program) -> None:
-    """Check that the axes that split the batch divide it. Raises LayoutError."""
+    """Check that the axes that split the batch divide it; a model without inputs that have dims has
+    none to split, and every rank computes all of it. Raises LayoutError.
+    """
     assert program.annotations is not None
+    fed = {e.node for e in program.signature.inputs if e.kind == "user"}
+    placeholders = program.module.graph.find_nodes(op="placeholder")
+    if not any(node.meta["val"].dim() for node in placeholders if node.name in fed):
+        return
     axes = [axis for axis, role in zip(mesh.axes, roles, strict=True) if role.splits == "batch"]
     ranks = 1
     for axis in axes:

@@ -30,6 +30,7 @@ from autopar.cost.memory import with_flight
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import summary_rows
 from autopar.errors import InputError, PlanError
+from autopar.ir.containers import register
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -156,17 +157,20 @@ def call_arguments(inputs: Inputs) -> Call:
     arguments, a dict of keyword arguments, or one tensor. Raises InputError for anything else.
     """
     if isinstance(inputs, Call):
-        return inputs
-    if isinstance(inputs, Mapping):
-        return Call((), dict(inputs))
-    if isinstance(inputs, torch.Tensor):
-        return Call((inputs,), {})
-    if not isinstance(inputs, tuple | list):
+        call = inputs
+    elif isinstance(inputs, Mapping):
+        call = Call((), dict(inputs))
+    elif isinstance(inputs, torch.Tensor):
+        call = Call((inputs,), {})
+    elif isinstance(inputs, tuple | list):
+        call = Call(tuple(inputs), {})
+    else:
         raise InputError(
             "inputs are a tuple of positional arguments, a dict of keyword arguments, or one "
             f"tensor, not {type(inputs).__name__}"
         )
-    return Call(tuple(inputs), {})
+    register((call.args, call.kwargs))
+    return call
 
 
 def trace_model(model: nn.Module, inputs: Inputs, manager: PassManager | None = None) -> Program:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from autopar._compat import from_part, local_of, placing_of, version_of
+from autopar._compat import from_part, local_of, nan_checks, placing_of, version_of
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.errors import InputError, PlanError, WorldError
 from autopar.ir.garbage import without_collection
@@ -55,6 +54,8 @@ from autopar.runtime.backends import Backend, Overlap, runner
 from autopar.runtime.parallel_tensor import become_parallel
 from autopar.world import World, ranks, store
 from autopar.world.world import running_world, say_once
+
+nan_checks()  # before the first DTensor
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -269,10 +270,17 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def to_local(values: list[Any]) -> list[Any]:
-    """Return the values with the rank's local tensors in place of DTensors."""
+    """Return the values with the rank's local tensors in place of DTensors. Where there are any,
+    gradients of gradients are refused for all values.
+    """
     places = [place for place, value in enumerate(values) if isinstance(value, DTensor)]
     for place, part in zip(places, local_parts([values[place] for place in places]), strict=True):
         values[place] = part
+    recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    for place, value in enumerate(values if places and recorded else ()):
+        if place not in places and isinstance(value, torch.Tensor) and value.requires_grad:
+            values[place] = value.view_as(value)
+            values[place].register_hook(lambda gradient: _first_order([gradient])[0])
     return values
 
 
@@ -303,16 +311,42 @@ class _LocalParts(Function):
         return tuple(part.view_as(part) for part in parts)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         for x, before in ctx.versions:
             if version_of(x) != before:
                 raise _changed_error(x)
-        gradients = (
-            None if grad is None else become_parallel(from_part(grad.contiguous(), placing))
-            for grad, placing in zip(grads, ctx.placings, strict=True)
+        with torch.no_grad():
+            gradients = [
+                None if grad is None else become_parallel(from_part(grad.contiguous(), placing))
+                for grad, placing in zip(grads, ctx.placings, strict=True)
+            ]
+        twice = any(grad is not None and grad.requires_grad for grad in grads)
+        return (None, *(_first_order(gradients) if twice else gradients))
+
+
+def _first_order(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return gradients of which no gradient can be taken: that raises InputError."""
+    if not torch.is_grad_enabled():  # create_graph=True enables it in a backward
+        return list(gradients)
+    leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
+    refused = iter(_NoSecondOrder.apply(*(x for x in leaves if x is not None)))
+    return [None if x is None else next(refused) for x in leaves]
+
+
+class _NoSecondOrder(Function):
+    @staticmethod
+    def forward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise InputError(
+            "a gradient of a gradient was asked for (create_graph=True) of what a parallel model "
+            "computes, and its backward is a graph that autograd cannot differentiate again. Write "
+            "the first derivative out in the model's forward, as ops of tensors, so that it is "
+            "planned and differentiated with the rest; or take this penalty of the original model, "
+            "before it is parallelized"
         )
-        return (None, *gradients)
 
 
 def _changed_error(x: DTensor) -> RuntimeError:

@@ -33,8 +33,10 @@ from autopar._compat import (
     below_autograd,
     compile_in_order,
     derive,
+    explain_autograd_steps,
     inductor_decompositions,
     named_backend,
+    next_autograd_step,
     partition,
     takes_a_list,
 )
@@ -43,9 +45,10 @@ from autopar.cost.simulator.engine import Run
 from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
 from autopar.errors import PlanError
+from autopar.ir.graph import where
 from autopar.ir.program import Program
 from autopar.ops.process_groups import guarded
-from autopar.ops.recomputation import spread, tagged
+from autopar.ops.recomputation import interpret, spread, tagged
 from autopar.ops.sharded.dropout import FORMULAS
 from autopar.passes import OPTIONS, overlap_derived
 from autopar.passes.overlap import DerivedGraph, collectives_in_order, erase_unused
@@ -91,7 +94,7 @@ def _plain(module: fx.GraphModule, backend: Backend) -> Callable[..., Any]:
 class Scheduled:
     """Runs a program by its scheduled forward and backward, which are derived at the first call
     with gradients. Without gradients, and where they would need more memory than the plan's limit,
-    it runs the graph as it is.
+    it runs the graph as it is; so it does within `torch.autograd.detect_anomaly`, op by op.
 
     `forward` and `backward`: the scheduled graphs, once they are derived; `modelled`: their
     simulated runs; `manager`: ran the passes, and knows the seconds of each.
@@ -141,6 +144,8 @@ class Scheduled:
             return self.module(*values)
         if not self._wants(values):
             return self._plain(*values)
+        if torch.is_anomaly_enabled():
+            return _op_by_op(self.module, values)
         ordered = self._as_derived(values)
         if self._run is None:
             self._run = ranks.together("deriving the backward", lambda: self.derived(ordered))
@@ -320,6 +325,22 @@ class Scheduled:
             return 0.0
         needed_bytes = derived.peak_bytes + plan.memory.optimizer
         return max(0.0, needed_bytes - plan.device_limit)
+
+
+def _op_by_op(module: fx.GraphModule, values: Sequence[torch.Tensor]) -> Any:
+    """Run a graph such that torch, which looks for nan in what each function of the backward
+    returns, says which op and line of the model it belongs to.
+    """
+    step = next_autograd_step()
+
+    def explain(node: fx.Node, result: Any) -> Any:
+        nonlocal step
+        trace = (node.meta.get("stack_trace") or "").rstrip()
+        explain_autograd_steps(result, step, f"{trace}\nwhich is {where(node)} of the graph\n")
+        step = next_autograd_step()
+        return result
+
+    return interpret(module, list(values), explain)
 
 
 def _overlaps(value: torch.Tensor) -> bool:

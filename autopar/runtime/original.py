@@ -80,8 +80,9 @@ def _check_step(
 
 
 class _Draws(TorchDispatchMode):
-    """Counts the ops that draw random numbers. `alike`: an op draws by its own arguments' shapes
-    alone, independent of how many have drawn before.
+    """Counts the ops that draw random numbers, and makes them draw by the logical index of an
+    entry, not by its place in memory. `alike`: an op draws by its own arguments' shapes alone,
+    independent of how many have drawn before.
     """
 
     def __init__(self, alike: bool) -> None:
@@ -89,11 +90,48 @@ class _Draws(TorchDispatchMode):
         self.alike, self.count = alike, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.count += 1
-            if self.alike:
-                torch.manual_seed(_SEED)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        self.count += 1
+        if self.alike:
+            torch.manual_seed(_SEED)
+        return _draw_in_logical_order(func, args, kwargs)
+
+
+def _draw_in_logical_order(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call an op that draws random numbers on contiguous copies of its operands.
+
+    torch draws in the order of memory: `dropout(x.t().contiguous())` drops other entries than
+    `dropout(x.t())`, and tracing leaves out copies such as that one. The results have the strides
+    that they would have without the copies.
+    """
+    originals: dict[int, Tensor] = {}  # by the id of the copy
+
+    def contiguous(x: Tensor) -> Tensor:
+        copy = x.contiguous()
+        if copy is not x:
+            originals[id(copy)] = x
+        return copy
+
+    copied_args, copied_kwargs = pytree.tree_map_only(Tensor, contiguous, (args, kwargs))
+    results = func(*copied_args, **copied_kwargs)
+    operands = dict(zip((a.name for a in func._schema.arguments), copied_args, strict=False))
+    operands |= copied_kwargs
+    for argument in func._schema.arguments:
+        operand = operands.get(argument.name)
+        if argument.is_write and isinstance(operand, Tensor) and id(operand) in originals:
+            originals[id(operand)].copy_(operand)
+    first = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
+
+    def as_without_copies(x: Tensor) -> Tensor:
+        if id(x) in originals:  # the op writes into this operand and returns it
+            return originals[id(x)]
+        if not originals or first is None or x.shape != first.shape or "memory_format" in kwargs:
+            return x
+        return torch.empty_like(first, dtype=x.dtype).copy_(x)
+
+    return pytree.tree_map_only(Tensor, as_without_copies, results)
 
 
 @contextmanager

@@ -409,6 +409,43 @@ def test_an_error_says_why_and_names_the_line(
     assert capfd.readouterr().err == ""
 
 
+class Selected(nn.Module):
+    """Uses what a mask selects, whose size depends on the data."""
+
+    def __init__(self, use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x[x > 0]  # the line to be named
+        return self.use(y).sum() * x
+
+
+USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "joined": lambda y: torch.cat([y, y]),
+    "joined to nothing": lambda y: torch.cat([y, y.new_zeros(0)]),
+    "viewed": lambda y: y.view(1, -1),
+    "expanded": lambda y: torch.zeros(1).expand_as(y),
+    "cut": lambda y: y[:2],
+    "cut from behind": lambda y: y[1:],
+    "copied": lambda y: torch.zeros_like(y).copy_(y),
+    "broadcast": lambda y: torch.broadcast_tensors(y, torch.ones(1))[1],
+    "cast": lambda y: y.double().type_as(y),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_size_that_depends_on_the_data_is_refused_whatever_uses_it(name: str) -> None:
+    with pytest.raises(TraceError, match="depends on the data") as caught:
+        trace(Selected(USES[name]), (torch.ones(3),))
+    assert "the line to be named" in str(caught.value)
+
+
+def test_a_size_that_nothing_uses_is_none() -> None:
+    program = trace(Selected(lambda y: torch.ones(2)), (torch.ones(3),))
+    assert not program.module.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+
+
 def test_an_error_of_export_is_chained() -> None:
     with pytest.raises(TraceError) as caught:
         trace(Branch(), (torch.ones(3),))

@@ -16,3 +16,9 @@ def test_modules_that_look_at_values_train_as_on_one_device(tmp_path: Path) -> N
     for name in tasks:
         for layout, error in facts[name].items():
             assert error < 1e-5, (name, layout, error)
+
+
+def test_a_model_without_inputs_trains_as_on_one_device(tmp_path: Path) -> None:
+    errors = launched(tmp_path, 2, "alone", script="value_ranks.py")["alone"]
+    assert errors.keys() == {"auto", "ddp", "fsdp", "megatron"}
+    assert all(error < 1e-5 for error in errors.values()), errors

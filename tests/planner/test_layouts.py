@@ -392,3 +392,20 @@ def test_what_does_not_fit_is_said(ranks: int, layout: Any, said: list[str]) -> 
         planned("gpt", ranks, layout)
     for part in said:
         assert part in str(error.value), str(error.value)
+
+
+class _OfParameters(nn.Module):
+    """No input with dims, so there is no batch to split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.down = nn.Parameter(torch.randn(8, 16)), nn.Linear(16, 4)
+
+    def forward(self, scale: Tensor | float = 1.0) -> Tensor:
+        return (self.down(self.table) * scale).square().mean()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron", "auto"])
+@pytest.mark.parametrize("inputs", [(), (torch.tensor(2.0),)], ids=["none", "a scalar"])
+def test_without_a_batch_every_rank_computes_all(layout: str, inputs: tuple[Tensor, ...]) -> None:
+    assert autopar.verify(_OfParameters(), 2, inputs, layout=layout).ranks == 2

@@ -11,6 +11,7 @@ import itertools
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,51 @@ def facts_of(folder: Path, drop: float) -> dict[str, Any]:
     return facts
 
 
+Groups = list[tuple[float, float, float]]  # learning rate, that at the start, weight decay
+
+
+def trained_in_groups(
+    model: Any, inputs: Any, folder: Path, sizes: Sequence[int], start: float
+) -> tuple[Any, autopar.Checkpoints]:
+    """An optimizer whose groups have so many parameters, 0 for none, after one step."""
+    left = iter(model.parameters())
+    groups = [
+        {
+            "params": list(itertools.islice(left, size)),
+            "lr": start / (n + 1),
+            "weight_decay": 0.1 * n,
+        }
+        for n, size in enumerate(sizes)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model(*inputs).backward()
+    optimizer.step()
+    schedule.step()
+    return optimizer, autopar.Checkpoints(
+        folder, model=model, optimizer=optimizer, schedule=schedule
+    )
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
+    return [(g["lr"], g["initial_lr"], g["weight_decay"]) for g in optimizer.param_groups]
+
+
+def empty_groups(folder: Path) -> dict[str, Groups]:
+    """What an optimizer with groups without parameters has before and after a checkpoint, which is
+    of another layout and of other rates.
+    """
+    sizes = [0, 2, 0, 1, 0]
+    facts = {}
+    for layout, start in (("fsdp", 1e-2), ("megatron", 5e-3)):
+        model, inputs = fresh(0.0)
+        par = autopar.parallelize(model, inputs=inputs, layout=layout)
+        optimizer, checkpoints = trained_in_groups(par, inputs, folder, sizes, start)
+        checkpoints.save(1) if layout == "fsdp" else checkpoints.load()
+        facts[layout] = groups_of(optimizer)
+    return facts
+
+
 def refused(folder: Path) -> str:
     model, inputs = fresh(0.0)
     model.head = nn.Linear(32, CLASSES + 1)
@@ -142,6 +188,7 @@ def main() -> None:
     facts: dict[str, Any] = {
         "dropout": facts_of(Path(folder) / "dropout", 0.3),
         "plain": facts_of(Path(folder) / "plain", 0.0),
+        "empty groups": empty_groups(Path(folder) / "empty groups"),
         "refused": ranks.all_of(refused(Path(folder) / "plain")),
     }
     if dist.get_rank() == 0:

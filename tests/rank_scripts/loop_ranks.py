@@ -299,6 +299,13 @@ def apart(par: nn.Module, one: nn.Module, run: Run) -> Any:
     return max(float((actual[n] - x).abs().max()) for n, x in expected.items())
 
 
+def penalty(model: nn.Module) -> None:
+    """Train the norm of the input's gradient."""
+    x = batch()[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    gradient.norm(dim=1).mean().backward()
+
+
 def refused(par: nn.Module) -> dict[str, str]:
     """What is said of what a parallel model does not do."""
     said = {}
@@ -307,6 +314,7 @@ def refused(par: nn.Module) -> dict[str, str]:
         "create_graph": lambda: torch.autograd.grad(
             loss_of(par), list(par.parameters()), create_graph=True
         )[0].sum().backward(),
+        "penalty": lambda: penalty(par),
     }  # fmt: skip
     for name, trial in trials.items():
         try:

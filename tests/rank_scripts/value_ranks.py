@@ -41,6 +41,21 @@ def masked() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, (torch.randn(4, 6, 8), torch.randn(6, 6))
 
 
+class Alone(nn.Module):
+    """No inputs: what it returns depends on its parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.down = nn.Parameter(torch.randn(8, 16)), nn.Linear(16, 4)
+
+    def forward(self) -> Tensor:
+        return self.down(self.table)
+
+
+def alone() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Alone(), ()
+
+
 def steps(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """Parameters and buffers after two steps."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -68,5 +83,5 @@ def task(make: Any) -> Facts:
 
 
 if __name__ == "__main__":
-    makers = (table, norm, clipped, masked)
+    makers = (table, norm, clipped, masked, alone)
     run_tasks({make.__name__: functools.partial(task, make) for make in makers})

@@ -78,6 +78,41 @@ def test_without_autopar_the_model_is_read_by_torch_alone(
     assert losses == pytest.approx(facts["plain"]["losses"][HALF : HALF + 1], abs=1e-5)
 
 
+def test_groups_without_parameters_come_back_in_another_layout(facts: dict[str, Any]) -> None:
+    saved, loaded = facts["empty groups"]["fsdp"], facts["empty groups"]["megatron"]
+    assert loaded == saved and [group[1] for group in saved] == [1e-2 / n for n in range(1, 6)]
+
+
+@pytest.mark.parametrize("sizes", [[8, 0], [0, 8], [0, 0, 8], [3, 0, 0, 4], [0], [0, 0]])
+def test_groups_without_parameters_come_back(tmp_path: Path, sizes: list[int]) -> None:
+    found = []
+    for start in (1e-2, 5e-3):
+        model, inputs = checkpoint_ranks.fresh(0.0)
+        optimizer, checkpoints = checkpoint_ranks.trained_in_groups(
+            model, inputs, tmp_path, sizes, start
+        )
+        checkpoints.save(1) if not found else checkpoints.load()
+        found.append(checkpoint_ranks.groups_of(optimizer))
+        state = optimizer.state_dict()["state"]
+        assert len(state) == sum(sizes) and all(s["step"] == 1 for s in state.values())
+    assert found[0] == found[1] and found[0][0][:2] == pytest.approx((9e-3, 1e-2))
+
+
+def test_another_number_of_groups_without_parameters_is_refused(tmp_path: Path) -> None:
+    def checkpoints(*sizes: int) -> autopar.Checkpoints:
+        model, inputs = checkpoint_ranks.fresh(0.0)
+        return checkpoint_ranks.trained_in_groups(model, inputs, tmp_path, sizes, 1e-2)[1]
+
+    checkpoints(8, 0).save(1)
+    with pytest.raises(InputError, match=r"it lacks optimizer_group_without_parameters\.1\."):
+        checkpoints(8, 0, 0).load()
+    with pytest.raises(
+        InputError,
+        match=r"it has optimizer_group_without_parameters\.0, which the optimizer has not",
+    ):
+        checkpoints(8).load()
+
+
 def test_a_checkpoint_of_another_model_is_refused(facts: dict[str, Any], folder: Path) -> None:
     for said in facts["refused"]:
         assert "is of something else: model.head.weight is (6, 32) there and (7, 32) here" in said

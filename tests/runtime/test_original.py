@@ -5,6 +5,7 @@ other sides.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,6 +108,68 @@ def test_a_draw_that_nothing_uses_is_no_difference_and_hides_none() -> None:
     model.scale = 1.01
     with pytest.raises(VerificationError, match="result is off by"):
         compare_original(model, program, ((x,), {}), flops=1.0)
+
+
+class Transposed(nn.Module):
+    """Draws for a copy of a transposed tensor, which a trace leaves out: then the drawn entries lie
+    in another order in memory.
+    """
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw, self.rate = draw, 0.3
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.draw(self.up(x).transpose(0, 1).contiguous()), self.rate)
+        return self.down(h).square().sum()
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "no other draw": lambda h: h,
+    "channels": lambda h: F.dropout2d(h[None].permute(0, 2, 1, 3).contiguous(), 0.5)[0],
+    "alpha": lambda h: F.alpha_dropout(h, 0.4, True),
+    "rand_like": lambda h: h * (torch.rand_like(h) > 0.5),
+    "randn_like": lambda h: h + torch.randn_like(h),
+    "in place": lambda h: h + torch.empty_like(h).normal_(),
+    "probabilities": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
+    "exponential": lambda h: F.gumbel_softmax(h),
+    "rrelu": lambda h: F.rrelu(h, training=True),
+    "poisson": lambda h: h * torch.poisson(h.detach().exp()),
+    "view of the result": lambda h: F.dropout(h.transpose(0, 1), 0.3).transpose(0, 1).view(-1, 8),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_order_of_memory_in_which_numbers_are_drawn_is_no_difference(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Transposed(DRAWS[name]), torch.randn(4, 6, 8)
+    program = trace.trace(model, (x,))
+    assert compare_original(model, program, ((x,), {}), flops=1.0)
+
+
+@pytest.mark.parametrize("rate", [0.29, 0.0])
+def test_another_rate_and_a_dropout_that_is_left_out_are_found(rate: float) -> None:
+    torch.manual_seed(0)
+    model, x = Transposed(DRAWS["no other draw"]), torch.randn(4, 6, 8)
+    program = trace.trace(model, (x,))
+    model.rate = rate
+    with pytest.raises(VerificationError, match="result is off by"):
+        compare_original(model, program, ((x,), {}), flops=1.0)
+    (dropout,) = program.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.dropout.default
+    )
+    dropout.replace_all_uses_with(dropout.args[0])
+    program.module.recompile()
+    model.rate = 0.3
+    with pytest.raises(VerificationError, match="result is off by"):
+        compare_original(model, program, ((x,), {}), flops=1.0)
+
+
+def test_verify_takes_dropout_of_a_copied_transpose() -> None:
+    torch.manual_seed(0)
+    model = Transposed(DRAWS["no other draw"])
+    assert autopar.verify(model, 2, (torch.randn(4, 6, 8),), layout="ddp").ranks == 2
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])

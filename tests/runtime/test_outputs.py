@@ -74,6 +74,13 @@ def test_the_plan_says_what_replicated_outputs_cost() -> None:
     assert [str(plan.outputs["1"]), str(sharded.outputs["1"])] == ["whole", "data:S(0)"]
 
 
+def test_a_plan_whose_output_is_computed_again_has_notes_too() -> None:
+    """Its gather then lies within a block that the backward runs again."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    plan = autopar.plan(model, 2, (torch.ones(8, 16),), layout="ddp", recompute="full")
+    assert plan.replicated_outputs
+
+
 def test_the_file_says_what_is_handed_out() -> None:
     plan = planned()
     data = plan.to_json()

@@ -224,3 +224,34 @@ def test_a_plan_that_looks_at_memory_is_verified_too() -> None:
     inputs = (torch.randint(0, 64, (8, 16)),) * 2
     check = autopar.verify(model, World.preset("dgx-h100", ranks=4), inputs, layout="4d")
     assert check.ranks == 4 and check.grad_error < 1e-9
+
+
+# -- parametrizations ------------------------------------------------------------------------------
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm", "orthogonal"])
+def test_parametrized_weights_are_right_in_both_modes(kind: str, training: bool) -> None:
+    """In training, spectral_norm writes into buffers: verify holds them against the model's."""
+    wrap = getattr(nn.utils.parametrizations, kind)
+    torch.manual_seed(0)
+    model = nn.Sequential(wrap(nn.Linear(16, 32)), nn.ReLU(), wrap(nn.Linear(32, 8)))
+    layout = "megatron" if training else "ddp"
+    check = autopar.verify(model.train(training), 2, (torch.randn(8, 16),), layout=layout)
+    assert max(check.loss_error, check.grad_error, check.step_error) < 1e-9
+
+
+def test_a_parametrization_that_the_graph_has_otherwise_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8)))
+    nn.init.normal_(model[0].parametrizations.weight.original)  # whose norm is not estimated yet
+    original = importlib.import_module("autopar.runtime.original")
+    of_model = original._of_model
+
+    def with_more_iterations(model: Any, inputs: Any) -> Any:
+        model[0].parametrizations.weight[0].n_power_iterations = 2
+        return of_model(model, inputs)
+
+    monkeypatch.setattr(original, "_of_model", with_more_iterations)
+    with pytest.raises(VerificationError, match=r"is off by"):
+        autopar.verify(model, 2, (torch.randn(8, 16),), layout="ddp")

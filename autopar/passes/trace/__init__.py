@@ -13,7 +13,8 @@ runtime/calibrate_on_ranks.py call `trace`; runtime/original.py calls `bind`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -87,10 +88,10 @@ def trace(
     results = _read_outputs(exported)
     _refuse_lost_writes(model, written, {o.target for o in results if o.kind == "mutation"})
     nodes, fixed, tensors = _read_inputs(model, exported, originals, args, kwargs)
-    simplify(
-        graph, {node for node, entry in nodes.items() if entry.trainable or entry.kind == "user"}
-    )
-    take_numbers_off(graph)
+    leaves = {node for node, entry in nodes.items() if entry.trainable or entry.kind == "user"}
+    with _symbols_refused(model, graph):
+        simplify(graph, leaves)
+        take_numbers_off(graph)
     _refuse_subgraphs(model, graph)
     _refuse_symbols(model, graph)
     _refuse_strides(model, graph)
@@ -311,6 +312,18 @@ def _refuse_subgraphs(model: nn.Module, graph: fx.Graph) -> None:
                 "Write it with operators of tensors: torch.where in the place of torch.cond, "
                 "attn_implementation='sdpa' in that of flex_attention.",
             )
+
+
+@contextmanager
+def _symbols_refused(model: nn.Module, graph: fx.Graph) -> Iterator[None]:
+    """Explain an error of a rewrite that has compared a size which depends on the data. Sizes that
+    a rewrite removes are not refused.
+    """
+    try:
+        yield
+    except Exception:
+        _refuse_symbols(model, graph)
+        raise
 
 
 def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:

@@ -17,7 +17,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from autopar._compat import (
     taken_apart,
 )
 from autopar.errors import TraceError
+from autopar.ir.containers import register
 from autopar.ops.custom_functions import Refused, honoured
 from autopar.ops.devices import home_of, of_inputs
 from autopar.passes.trace.autocast import cast_in_composites
@@ -97,7 +97,7 @@ def stand_ins(
     gradients are on.
     """
     mode = fake_mode()
-    _register_dataclasses((args, kwargs))
+    register((args, kwargs))
     home = home_of(model, args, kwargs)
     own = of_inputs(model)
     # One fake for every leaf: a tensor that is passed twice (ids = labels) stays two inputs.
@@ -249,7 +249,7 @@ def borrowed(
             originals[id(fakes[id(value)])] = value
         return fakes[id(value)]
 
-    hook = model.register_forward_hook(lambda _, __, result: _register_dataclasses(result))
+    hook = model.register_forward_hook(lambda _, __, result: register(result))
     try:
         for module in model.modules():
             _replace_tensors(module, stand_in, fakes)
@@ -276,14 +276,6 @@ def _replace_tensors(
             module.__dict__[name] = [fakes.get(id(item), item) for item in value]
         elif isinstance(value, torch.Tensor) and (id(value) in fakes or value.is_meta):
             module.__dict__[name] = stand_in(value)
-
-
-def _register_dataclasses(tree: Any) -> None:
-    """Register dataclasses with export, which refuses those that it does not know."""
-    for leaf in pytree.tree_leaves(tree):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            torch.export.register_dataclass(type(leaf))
-            _register_dataclasses(leaf)
 
 
 @contextmanager

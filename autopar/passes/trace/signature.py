@@ -24,6 +24,7 @@ from torch import nn
 
 from autopar._compat import pytree
 from autopar.errors import InputError
+from autopar.ir.containers import register
 
 NO_GENERATION = (
     "generate is not for a parallel model, whose graph is a step of training without a cache that "
@@ -61,6 +62,7 @@ def as_planned_call(
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if structure == spec:
         return leaves
+    register((args, dict(kwargs)))  # a call with a class that was not planned
     if signature is None:
         return None
     planned_args, planned_kwargs = pytree.tree_unflatten([_Leaf] * spec.num_leaves, spec)

@@ -41,6 +41,7 @@ from autopar.world import ranks
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _STEP, _METADATA = "step-", ".metadata"
+_OTHERS, _EMPTY_GROUP = "others.", "optimizer_group_without_parameters."
 _SHOWN = 3  # differences that a message names
 
 
@@ -195,11 +196,9 @@ class Checkpoints:
             }
         }
         if self._optimizer is not None:
-            state["optimizer"] = get_optimizer_state_dict(
-                self._model, self._optimizer, options=_OPTIONS
-            )
+            state |= _optimizer_state(self._model, self._optimizer)
         for name, other in self._others.items():
-            state[f"others.{name}"] = _packed(other.state_dict())
+            state[f"{_OTHERS}{name}"] = _packed(other.state_dict())
         state[f"random.{ranks.rank()}"] = _packed(_random_state(self._model))
         return state
 
@@ -212,11 +211,9 @@ class Checkpoints:
             }
         )
         if self._optimizer is not None:
-            set_optimizer_state_dict(
-                self._model, self._optimizer, state["optimizer"], options=_OPTIONS
-            )
+            _set_optimizer_state(self._model, self._optimizer, state)
         for name, other in self._others.items():
-            other.load_state_dict(_unpacked(state[f"others.{name}"]))
+            other.load_state_dict(_unpacked(state[f"{_OTHERS}{name}"]))
         (own,) = (value for name, value in state.items() if name.startswith("random."))
         _set_random_state(self._model, _unpacked(own))
 
@@ -248,6 +245,53 @@ def _unpacked(packed: bytes) -> Any:
     return torch.load(io.BytesIO(packed), weights_only=False)
 
 
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state by the names of parameters, and what groups without parameters
+    hold (lr, betas), which no parameter's name could stand for, in their order.
+    """
+    state: dict[str, Any] = {"optimizer": {}}
+    with _without_empty_groups(optimizer) as empty:
+        if optimizer.param_groups:
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    for number, group in enumerate(empty):
+        settings = {name: value for name, value in group.items() if name != "params"}
+        state[f"{_EMPTY_GROUP}{number}"] = _packed(settings)
+    return state
+
+
+def _set_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Give the optimizer what `_optimizer_state` returned."""
+    with _without_empty_groups(optimizer) as empty:
+        if optimizer.param_groups:
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
+    for number, group in enumerate(empty):
+        for name, value in _unpacked(state[f"{_EMPTY_GROUP}{number}"]).items():
+            own = group.get(name)
+            if isinstance(own, torch.Tensor):  # a rate that a compiled optimizer reads
+                value = torch.as_tensor(value, dtype=own.dtype, device=own.device)
+            group[name] = value
+
+
+@contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
+    """Take the groups without parameters out of the optimizer within the block, and yield them:
+    torch's functions of a distributed optimizer's state know a group by its first parameter.
+    """
+    groups = optimizer.param_groups
+    empty = [group for group in groups if not group["params"]]
+    if not empty:
+        yield empty
+        return
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield empty
+    finally:  # a state that was loaded has made the others anew
+        others = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(others) if g["params"] else g for g in groups]
+
+
 def _random_state(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.accelerator.is_available():
@@ -273,8 +317,14 @@ def _compare(state: Mapping[str, Any], metadata: Metadata, place: Path) -> None:
     saved = metadata.state_dict_metadata
     wanted = {f"model.{name}": value for name, value in state["model"].items()}
     others = [*(f"optimizer.{name}" for name in state.get("optimizer", ()))]
-    others += [name for name in state if name.startswith("others.")]
+    others += [name for name in state if name.startswith((_OTHERS, _EMPTY_GROUP))]
     faults = [f"it lacks {name}" for name in (*wanted, *others) if name not in saved]
+    if "optimizer" in state:
+        faults += [
+            f"it has {name}, which the optimizer has not"
+            for name in saved
+            if name.startswith(_EMPTY_GROUP) and name not in state
+        ]
     faults += [
         f"it has {name}, which the model has not"
         for name in saved

@@ -67,7 +67,8 @@ class NoSync:
         """
         if self.depth or not self._used or not torch.is_grad_enabled():
             return
-        ends = graph.run.ends if isinstance(graph.run, Scheduled) else ()
+        run = graph.run
+        ends = run.ends if isinstance(run, Scheduled) and not torch.is_anomaly_enabled() else ()
         closed = {graph.signature.inputs[tail.place].target: tail for tail in ends}
         for name, parameter in self._owner.named_parameters():
             if is_unreduced(parameter) and not lies_as(parameter, closed.get(name)):
