@@ -119,9 +119,6 @@ class ParallelTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor on every rank, as DTensor does. Collective."""
         _refresh(self)
-        if self.is_complex():
-            real = _real(_plain_class(self)).full_tensor(grad_placements=grad_placements)
-            return torch.view_as_complex(real)
         return super().full_tensor(grad_placements=grad_placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -628,15 +625,7 @@ def _whole(x: DTensor) -> torch.Tensor:
     own = local_of(x).detach()
     if all(isinstance(p, Replicate) for p in x.placements):
         return own
-    plain = _plain_class(x.detach())
-    if plain.is_complex():
-        return torch.view_as_complex(_real(plain).full_tensor())
-    return plain.full_tensor().detach()
-
-
-def _real(x: torch.Tensor) -> DTensor:
-    """Return a complex tensor as a real one: functional collectives take no complex numbers."""
-    return cast(DTensor, torch.view_as_real(x))
+    return cast(torch.Tensor, _plain_class(x.detach()).full_tensor()).detach()
 
 
 def _plain_class(x: Any) -> Any:
