@@ -305,6 +305,21 @@ def test_below_autograd_nothing_is_recorded() -> None:
     assert (x * 2).requires_grad
 
 
+@covers("put_local", "fit_spec", "storage_key")
+def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
+    x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    own = torch.zeros(4)
+    _compat.put_local(x, own)
+    assert _compat.local_of(x) is own and x.sum().full_tensor() == 0
+    assert _compat.storage_key(own[1:]) == _compat.storage_key(own)
+    assert _compat.storage_key(own.clone()) != _compat.storage_key(own)
+    placing = _compat.placing_of(x)
+    assert _compat.fit_spec(placing, torch.float32) is placing
+    fitted = _compat.fit_spec(placing, torch.bool)
+    assert _compat.from_part(own > 0, fitted).dtype == torch.bool
+    assert placing.tensor_meta is not None and placing.tensor_meta.dtype == torch.float32
+
+
 @covers("from_part", "local_of", "placing_of")
 def test_dtensors_are_taken_apart_and_put_together(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,))

@@ -130,20 +130,22 @@ class ParallelTensor(DTensor):
         """Return the tensor with other placements, as DTensor does. Collective."""
         return become_parallel(super().redistribute(*args, **kwargs))
 
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if not self.dim() else super().__format__(spec)
+    def __format__(self, format_spec: str) -> str:
+        if self.dim():
+            return super().__format__(format_spec)
+        return format(self.item(), format_spec)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the numbers as an array of numpy where this rank holds all of them; else raise
         InputError.
         """
-        return self._held_whole("numpy()").numpy(force=force)
+        return self._replica("numpy()").numpy(force=force)
 
     def tolist(self) -> Any:
         """Return the numbers as lists where this rank holds all of them; else raise InputError."""
-        return self._held_whole("tolist()").tolist()
+        return self._replica("tolist()").tolist()
 
-    def _held_whole(self, call: str) -> torch.Tensor:
+    def _replica(self, call: str) -> torch.Tensor:
         if not all(isinstance(p, Replicate) for p in self.placements):
             raise InputError(
                 f"{call} of a tensor of {tuple(self.shape)}, of which this rank holds a part of "
@@ -211,10 +213,10 @@ class ParallelTensor(DTensor):
                 return done
             return _by_dtensor(func, args, kwargs)
         if kind == "item":
-            return _whole(args[0]).item()
+            return _unshard(args[0]).item()
         if kind == "draw":
             with _rank_0_draws(kwargs.get("generator"), args):
-                return _on_whole(func, args, kwargs)
+                return _run_unsharded(func, args, kwargs)
         if kind == "write":
             return _write(func, args, kwargs)
         if kind == "view":
@@ -222,7 +224,7 @@ class ParallelTensor(DTensor):
         try:
             return _by_dtensor(func, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            return _on_whole(func, args, kwargs, error)
+            return _run_unsharded(func, args, kwargs, error)
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -270,7 +272,7 @@ def own_part(value: torch.Tensor, like: DTensor) -> torch.Tensor:
     if isinstance(value, DTensor):
         if _lies_as(value, like):
             return local_of(value)
-        value = _whole(value)
+        value = _unshard(value)
     value = value.to(local_of(like).device)
     if all(isinstance(p, Replicate) for p in like.placements):
         return value
@@ -357,7 +359,7 @@ def _foreach(func: OpOverload, args: Any, kwargs: Any) -> Any:
             if not isinstance(x, torch.Tensor) or not x.dim() or not isinstance(like, DTensor):
                 continue
             if not (isinstance(x, DTensor) and x.shape == like.shape and _lies_as(x, like)):
-                return _redistributed(func, args, kwargs)
+                return _redistribute_lists(func, args, kwargs)
     if any(not isinstance(x, ParallelTensor) or x._view_of or _is_partial(x) for x in likes):
         return _NOT_LOCAL
     flat = [*args, *kwargs.values()]
@@ -377,7 +379,7 @@ def _foreach(func: OpOverload, args: Any, kwargs: Any) -> Any:
 
 
 def _number(x: Any) -> Any:
-    return _whole(x) if isinstance(x, DTensor) and not x.dim() else x
+    return _unshard(x) if isinstance(x, DTensor) and not x.dim() else x
 
 
 def _locals(x: Any) -> Any:
@@ -386,13 +388,13 @@ def _locals(x: Any) -> Any:
     return local_of(x) if isinstance(x, DTensor) else x
 
 
-def _redistributed(func: OpOverload, args: Any, kwargs: Any) -> Any:
+def _redistribute_lists(func: OpOverload, args: Any, kwargs: Any) -> Any:
     """Run an op on lists, of which tensors that lie otherwise are cut or redistributed as those of
     the first list. What has other shapes is left to DTensor.
     """
     likes = args[0]
 
-    def fitting(x: Any) -> Any:
+    def fit(x: Any) -> Any:
         if not isinstance(x, list | tuple) or len(x) != len(likes):
             return x
         return [
@@ -402,7 +404,7 @@ def _redistributed(func: OpOverload, args: Any, kwargs: Any) -> Any:
             for y, like in zip(x, likes, strict=True)
         ]
 
-    args, kwargs = tuple(map(fitting, args)), {name: fitting(x) for name, x in kwargs.items()}
+    args, kwargs = tuple(map(fit, args)), {name: fit(x) for name, x in kwargs.items()}
     return _by_dtensor(func, args, kwargs)
 
 
@@ -448,8 +450,8 @@ def _view(func: OpOverload, args: Any, kwargs: Any) -> Any:
     except InputError:
         raise
     except (NotImplementedError, RuntimeError):
-        whole = func(_whole(base), *args[1:], **kwargs)
-        result = pytree.tree_map_only(torch.Tensor, lambda x: replicated(x, base), whole)
+        whole = func(_unshard(base), *args[1:], **kwargs)
+        result = pytree.tree_map_only(torch.Tensor, lambda x: replicate(x, base), whole)
     root, steps, _ = base._view_of or (base, (), [])
     several = isinstance(result, list | tuple)
     for number, view in enumerate(result if several else [result]):
@@ -470,7 +472,7 @@ def _refresh(view: ParallelTensor) -> None:
     root, steps, version = view._view_of
     if version != [version_of(root)]:
         version[:] = [version_of(root)]
-        local_of(view).copy_(own_part(_replayed(_whole(root), steps), view))
+        local_of(view).copy_(own_part(_replay(_unshard(root), steps), view))
 
 
 def _write(func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -480,25 +482,25 @@ def _write(func: OpOverload, args: Any, kwargs: Any) -> Any:
     target: Any = args[0] if args else None
     alike = _kind(func) == "pointwise" and isinstance(target, ParallelTensor)
     if alike and target._view_of is None and not _is_partial(target):
-        own = [_fitting(x, target) for x in args]
+        own = [_fit_operand(x, target) for x in args]
         if _NOT_LOCAL not in [x for x in own if not isinstance(x, torch.Tensor)]:
             func(*own, **{name: _number(x) for name, x in kwargs.items()})
             return target
-    return _on_whole(func, args, kwargs)
+    return _run_unsharded(func, args, kwargs)
 
 
-def _fitting(x: Any, like: ParallelTensor) -> Any:
+def _fit_operand(x: Any, like: ParallelTensor) -> Any:
     """Return what stands for an operand where an op runs on the parts of `like`."""
     if not isinstance(x, torch.Tensor):
         return x
     if x.shape == like.shape:
         return local_of(x) if x is like else own_part(x, like)
     if not x.dim():
-        return _whole(x) if isinstance(x, DTensor) else x
+        return _unshard(x) if isinstance(x, DTensor) else x
     return _NOT_LOCAL
 
 
-def _on_whole(func: Any, args: Any, kwargs: Any, error: Exception | None = None) -> Any:
+def _run_unsharded(func: Any, args: Any, kwargs: Any, error: Exception | None = None) -> Any:
     """Run an op on whole tensors, on every rank alike; what it writes is cut and stored, what it
     returns is replicated. Collective. `error`: why DTensor did not run it.
     """
@@ -507,7 +509,7 @@ def _on_whole(func: Any, args: Any, kwargs: Any, error: Exception | None = None)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ParallelTensor)]
     if not tensors or not isinstance(func, OpOverload):
         raise error or NotImplementedError(str(func))
-    written = _written(func, args, kwargs)
+    written = _targets(func, args, kwargs)
     wholes: dict[int, torch.Tensor] = {}
     roots: dict[int, tuple[ParallelTensor, torch.Tensor]] = {}
     for x in tensors:
@@ -515,11 +517,11 @@ def _on_whole(func: Any, args: Any, kwargs: Any, error: Exception | None = None)
             continue
         if any(x is target for target in written):
             root, steps, _ = x._view_of or (x, (), [])
-            base = _whole(root).clone()
-            wholes[id(x)] = _replayed(base, steps)
+            base = _unshard(root).clone()
+            wholes[id(x)] = _replay(base, steps)
             roots[id(x)] = root, base
         else:
-            wholes[id(x)] = _whole(x)
+            wholes[id(x)] = _unshard(x)
     plain = [
         x
         for x in pytree.tree_leaves((args, kwargs))
@@ -532,12 +534,12 @@ def _on_whole(func: Any, args: Any, kwargs: Any, error: Exception | None = None)
             "tensor that is written into a parallel module's", str(list(map(digest, plain)))
         )
 
-    def whole(x: Any) -> Any:
+    def unshard(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        return wholes[id(x)] if id(x) in wholes else _whole(x) if isinstance(x, DTensor) else x
+        return wholes[id(x)] if id(x) in wholes else _unshard(x) if isinstance(x, DTensor) else x
 
-    whole_args, whole_kwargs = pytree.tree_map(whole, (args, kwargs))
+    whole_args, whole_kwargs = pytree.tree_map(unshard, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
     for x in written:
         _store(x, wholes[id(x)], *roots[id(x)])
@@ -545,14 +547,14 @@ def _on_whole(func: Any, args: Any, kwargs: Any, error: Exception | None = None)
         return written[0]
     like = tensors[0]
 
-    def placed(x: torch.Tensor) -> torch.Tensor:
+    def shard(x: torch.Tensor) -> torch.Tensor:
         if x.shape == like.shape and not _is_partial(like) and like._view_of is None:
             return become_parallel(
                 from_part(own_part(x, like), fit_spec(placing_of(like), x.dtype))
             )
-        return replicated(x, like)
+        return replicate(x, like)
 
-    return pytree.tree_map_only(torch.Tensor, placed, result)
+    return pytree.tree_map_only(torch.Tensor, shard, result)
 
 
 def _store(
@@ -571,7 +573,7 @@ def _store(
         x._view_of[2][:] = [version_of(root)]
 
 
-def _written(func: OpOverload, args: Any, kwargs: Any) -> list[ParallelTensor]:
+def _targets(func: OpOverload, args: Any, kwargs: Any) -> list[ParallelTensor]:
     """Return the tensors that an op writes into."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
@@ -581,7 +583,7 @@ def _written(func: OpOverload, args: Any, kwargs: Any) -> list[ParallelTensor]:
     return found
 
 
-def _replayed(base: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
+def _replay(base: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
     """Return the view of a whole tensor that these steps of views give."""
     for func, rest, kwargs, pick in steps:
         base = func(base, *rest, **kwargs)
@@ -612,13 +614,13 @@ def _rank_0_draws(generator: torch.Generator | None, args: Any) -> Iterator[None
 
 
 # -- parts and wholes ------------------------------------------------------------------------------
-def replicated(whole: torch.Tensor, like: DTensor) -> Any:
+def replicate(value: torch.Tensor, like: DTensor) -> Any:
     """Return a tensor that is the same on all ranks as a ParallelTensor on the mesh of `like`."""
     placements = [Replicate()] * like.device_mesh.ndim
-    return become_parallel(DTensor.from_local(whole, like.device_mesh, placements, run_check=False))
+    return become_parallel(DTensor.from_local(value, like.device_mesh, placements, run_check=False))
 
 
-def _whole(x: DTensor) -> torch.Tensor:
+def _unshard(x: DTensor) -> torch.Tensor:
     """Return the whole tensor, detached. Collective where a rank holds a part."""
     if isinstance(x, ParallelTensor):
         _refresh(x)
