@@ -152,7 +152,31 @@ def _fill(call: Call) -> fx.Node:
     return call.again(values)
 
 
-@_emits(aten.split.Tensor)
+@_emits(aten.repeat.default, aten.tile.default)
+def _repeat(call: Call) -> fx.Node:
+    layout, result = call.operand_layouts[0], call.results[0]
+    assert layout is not None
+    own = (1,) * (len(result.shape) - len(layout.shape)) + layout.local_shape
+    repeats = [size // length for size, length in zip(result.local_shape, own, strict=True)]
+    return call.emit(aten.repeat.default, call.operands[0], repeats)
+
+
+@_emits(aten.repeat_interleave.self_int)
+def _repeat_interleave(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    repeats = call.results[0].local_size // max(1, layout.local_size)
+    return call.emit(aten.repeat_interleave.self_int, call.operands[0], repeats, values["dim"])
+
+
+@_emits(aten.affine_grid_generator.default)
+def _affine_grid(call: Call) -> fx.Node:
+    values = call.values()
+    values["size"] = [call.results[0].local_shape[0], *values["size"][1:]]
+    return call.again(values)
+
+
+@_emits(aten.split.Tensor, aten.unsafe_split.Tensor)
 def _split(call: Call) -> fx.Node:
     values = call.values()
     values["split_size"] = _local_length(call, values["dim"], values["split_size"])
@@ -199,6 +223,28 @@ def _convolution(call: Call) -> fx.Node:
     assert source is not None and weight is not None
     channels = source.local_shape[-len(weight.shape) + 1]
     values["groups"] = channels // weight.local_shape[1]
+    return call.again(values)
+
+
+@_emits(
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)
+def _transposed_convolution(call: Call) -> fx.Node:
+    values = call.values()
+    weight, result = call.operand_layouts[1], call.results[0]
+    assert weight is not None
+    channels = result.local_shape[-len(weight.shape) + 1]
+    values["groups"] = channels // weight.local_shape[1]
+    return call.again(values)
+
+
+@_emits(aten.group_norm.default)
+def _group_norm(call: Call) -> fx.Node:
+    values, layout = call.values(), call.operand_layouts[0]
+    assert layout is not None
+    values["num_groups"] = values["num_groups"] * layout.local_shape[1] // layout.shape[1]
     return call.again(values)
 
 

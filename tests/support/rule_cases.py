@@ -9,7 +9,9 @@ from torch import Tensor
 
 from argument_cases import ARGUMENTS, MADE_AS
 from autopar.ops import sharded
+from index_cases import ALONG, INDEX_DIGITS, INDEXED, OTHER_PRODUCTS
 from shards import SEED, Case, call, flags, real, whole_numbers
+from window_cases import GROUPS, WINDOW_DIGITS, WINDOWS
 
 aten = torch.ops.aten
 
@@ -351,7 +353,22 @@ LOSSES = [
         note="probabilities",
     ),
 ]
-KINDS = (PRODUCTS, NORMS, POINTWISE, VIEWS, PIECES, REDUCTIONS, ATTENTION, LOSSES, ARGUMENTS)
+KINDS = (
+    PRODUCTS,
+    NORMS,
+    POINTWISE,
+    VIEWS,
+    PIECES,
+    REDUCTIONS,
+    ATTENTION,
+    LOSSES,
+    ARGUMENTS,
+    WINDOWS,
+    GROUPS,
+    INDEXED,
+    ALONG,
+    OTHER_PRODUCTS,
+)
 CASES = [case for kind in KINDS for case in kind]
 
 
@@ -384,4 +401,6 @@ DIGITS = [
     call(aten.linear.default, real(4, 12), real(6, 12), real(6)),
     call(aten.dropout.default, real(12, 6), 0.4, True, reference=dropped),
     call(aten.view.default, real(24, 5), [2, 12, 5]),
+    *WINDOW_DIGITS,
+    *INDEX_DIGITS,
 ]

@@ -139,6 +139,18 @@ def expand_like_identity(node: fx.Node) -> OpShardingRule:
     return OpShardingRule(rule.operands, rule.results, rule.sizes, linear=(frozenset({0}),))
 
 
+@spec(aten.prelu.default)
+def prelu(node: fx.Node) -> OpShardingRule:
+    """Return the rule "b c ..., c -> b c ..."; one slope for all channels is no factor."""
+    source, slope = operands_of(node)
+    assert source is not None and slope is not None
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(source), sizes)
+    own_shape = operand_shape(slope)
+    own = tuple(() if size == 1 else dims[1] for size in own_shape)
+    return OpShardingRule((tuple(dims), own), (tuple(dims),), sizes)
+
+
 @spec(
     (
         aten.mse_loss.default,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autopar.ir.sharding_rule import (
@@ -23,7 +24,7 @@ from autopar.ir.sharding_rule import (
     value_of,
 )
 from autopar.ops.rules import aten, floating, named, operand_shape, spec, unsplit
-from autopar.ops.rules.pointwise import pointwise
+from autopar.ops.rules.pointwise import entries_of, pointwise
 
 
 @spec((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))
@@ -40,15 +41,55 @@ def summed(node: fx.Node) -> OpShardingRule:
         aten.amin.default,
         aten.var.correction,
         aten.var.dim,
+        aten.var_mean.correction,
+        aten.var_mean.dim,
+        aten.std.correction,
+        aten.std.dim,
         aten.argmax.default,
+        aten.argmin.default,
+        aten.max.dim,
+        aten.min.dim,
+        aten.aminmax.default,
+        aten.median.dim,
+        aten.mode.default,
+        aten.kthvalue.default,
+        aten.prod.dim_int,
         aten.any.dim,
         aten.all.dim,
         aten.logsumexp.default,
+        aten.linalg_vector_norm.default,
     )
 )
 def reduced(node: fx.Node) -> OpShardingRule:
     """Return the rule of a reduction whose reduced dims may not be split."""
     return _reduction(node, summed=False)
+
+
+@spec((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList))
+def counted(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a sum of something that is not linear in the operand: partial over a split
+    dim that it sums, but no partial value passes through.
+    """
+    return replace(_reduction(node, summed=True), linear=())
+
+
+@spec((aten.cosine_similarity.default, aten.pairwise_distance.default))
+def similarity(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a comparison of two broadcast tensors along one dim, which stays
+    unsharded.
+    """
+    tensors = [n for n in operands_of(node) if n is not None]
+    shape = torch.broadcast_shapes(*(operand_shape(n) for n in tensors))
+    entries = entries_of(node, tuple(shape))
+    if not shape:
+        return unsplit(node, found="rule")
+    values = bound(node)
+    dim = values.get("dim", -1) % len(shape)
+    keep = values.get("keepdim", False)
+    result = tuple(
+        () if j == dim else d for j, d in enumerate(entries.results[0]) if keep or j != dim
+    )
+    return replace(entries, results=(result,), whole=frozenset({f"d{dim}"}), linear=())
 
 
 def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
@@ -72,7 +113,7 @@ def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
     linear = (frozenset({0}),) if summed else ()
     return OpShardingRule(
         (tuple(dims),),
-        (result,),
+        (result,) * len(results_of(node)),
         sizes,
         linear=linear,
         sum=factors if summed else frozenset(),
@@ -98,6 +139,45 @@ def norm(node: fx.Node) -> OpShardingRule:
         sizes,
         shared=factors if one_dim else no_factors,
         whole=no_factors if one_dim else factors,
+    )
+
+
+@spec(aten.group_norm.default)
+def group_norm(node: fx.Node) -> OpShardingRule:
+    """Return the rule "b (g c) ..., (g c), (g c) -> b (g c) ...": samples and groups may be split,
+    as the statistics run over the channels and pixels of a group.
+    """
+    source, *affine = operands_of(node)
+    assert source is not None
+    shape, sizes = operand_shape(source), dict[str, int]()
+    dims = named(shape, sizes)
+    groups = bound(node)["num_groups"]
+    del sizes["d1"]
+    sizes["g"], sizes["c"] = groups, shape[1] // groups
+    channels = ("g", "c")
+    own = (dims[0], channels, *dims[2:])
+    return OpShardingRule(
+        (own, *(None if n is None else (channels,) for n in affine)),
+        (own,),
+        sizes,
+        whole=frozenset(sizes) - {"d0", "g"},
+    )
+
+
+@spec(aten.instance_norm.default)
+def instance_norm(node: fx.Node) -> OpShardingRule:
+    """Return the rule "b c ..., c, c, c, c -> b c ...": the statistics run over the pixels of one
+    channel of one sample.
+    """
+    source, *affine = operands_of(node)
+    assert source is not None
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(source), sizes)
+    return OpShardingRule(
+        (tuple(dims), *(None if n is None else (dims[1],) for n in affine)),
+        (tuple(dims),),
+        sizes,
+        whole=frozenset(sizes) - {"d0", "d1"},
     )
 
 
