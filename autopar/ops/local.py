@@ -20,6 +20,7 @@ from torch import fx
 from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import sharded
+from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
 from autopar.ops.rules.shapes import FILLS, NEW_FILLS, slice_extent
 
 aten = torch.ops.aten
@@ -260,14 +261,8 @@ def _mean(call: Call) -> fx.Node:
     return mean if local_count == count else call.emit(aten.mul.Tensor, mean, local_count / count)
 
 
-@_emits(
-    aten.mse_loss.default,
-    aten.l1_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.binary_cross_entropy_with_logits.default,
-)
-def _elementwise_loss(call: Call) -> fx.Node:
+@_emits(*ENTRYWISE_LOSSES, *ROW_LOSSES)
+def _mean_of_losses(call: Call) -> fx.Node:
     """Emit the local loss; a mean is divided by the number of shards, to add up to the mean."""
     loss, values = call.again(call.values()), bound(call.node)
     if _REDUCTIONS[values["reduction"]] != "mean":
@@ -358,8 +353,10 @@ _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 @_emits(aten.cross_entropy_loss.default)
 def _cross_entropy(call: Call) -> fx.Node:
-    layout, target_layout, values = call.operand_layouts[0], call.operand_layouts[1], call.values()
-    assert layout is not None and target_layout is not None
+    layout, values, target = call.operand_layouts[0], call.values(), operands_of(call.node)[1]
+    assert layout is not None and target is not None
+    if value_of(target).is_floating_point():
+        return _mean_of_losses(call)
     class_dim = 1 if len(layout.shape) > 1 else 0
     coordinates, digits = call.digits(layout, class_dim)
     tokens = tuple(axis for axis in layout.axes_of("S") if axis not in {d.axis for d in digits})
@@ -376,6 +373,25 @@ def _cross_entropy(call: Call) -> fx.Node:
         layout.shape[class_dim],
         coordinates,
         [tuple(d) for d in digits],
+        tokens,
+        str(layout.mesh),
+    )
+
+
+@_emits(aten.nll_loss_nd.default)
+def _negative_log_likelihood(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    tokens = layout.axes_of("S")
+    if not tokens:
+        return call.again(values)
+    return call.emit(
+        sharded.nll_loss,
+        values["self"],
+        values["target"],
+        values["weight"],
+        _REDUCTIONS[values["reduction"]],
+        values["ignore_index"],
         tokens,
         str(layout.mesh),
     )

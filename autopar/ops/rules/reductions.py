@@ -1,5 +1,4 @@
-"""Op sharding rules of reductions, norms and softmax, and of ops that index by tokens: embeddings
-and cross entropy.
+"""Op sharding rules of reductions, norms and softmax, and of embeddings.
 
 Example: a sum over a split dim is partial; a softmax over a split dim has a sharded implementation
 (ops/sharded), so that dim is `shared`; an amax may not be split on the dims it reduces. Importing
@@ -21,9 +20,8 @@ from autopar.ir.sharding_rule import (
     operands_of,
     results_of,
     rule,
-    value_of,
 )
-from autopar.ops.rules import aten, floating, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
 from autopar.ops.rules.pointwise import entries_of, pointwise
 
 
@@ -235,8 +233,6 @@ def softmax(node: fx.Node) -> OpShardingRule:
     )
 
 
-_NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
-
 rule(aten.embedding.default, "v d, ... -> ... d", sum="v", index="1", linear=("0",))
 _plain_embedding = TABLE[aten.embedding.default]
 
@@ -276,30 +272,4 @@ def embedding_bag(node: fx.Node) -> OpShardingRule:
         results=((bags, ("d",)), *other_results),
         sizes={**unsplit_rule.sizes, "d": operand_shape(weight)[1]},
         shared=frozenset({"d"}),
-    )
-
-
-@spec(aten.cross_entropy_loss.default)
-def cross_entropy(node: fx.Node) -> OpShardingRule:
-    """Return the rule by which classes and tokens may be split. A mean is invariant over the
-    tokens' axes, as it needs their number everywhere; a sum is partial over them.
-    """
-    logits, target, weight = operands_of(node)
-    assert logits is not None and target is not None
-    if floating(value_of(target)):
-        return unsplit(node)
-    shape = operand_shape(logits)
-    class_dim = 1 if len(shape) > 1 else 0
-    sizes: dict[str, int] = {}
-    dims = named(shape, sizes)
-    tokens = tuple(d for j, d in enumerate(dims) if j != class_dim)
-    reduction = bound(node)["reduction"]
-    split = frozenset(d[0] for d in tokens)
-    return OpShardingRule(
-        (tuple(dims), tokens, None if weight is None else (dims[class_dim],)),
-        (tokens if reduction == _NONE else (),),
-        sizes,
-        sum=split if reduction == _SUM else frozenset(),
-        shared=frozenset(dims[class_dim]) | (split if reduction == _MEAN else frozenset()),
-        index=frozenset({1}),
     )
