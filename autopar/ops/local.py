@@ -21,6 +21,7 @@ from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import sharded
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
+from autopar.ops.rules.reductions import bag_length
 from autopar.ops.rules.shapes import FILLS, NEW_FILLS, slice_extent
 
 aten = torch.ops.aten
@@ -346,6 +347,25 @@ def _embedding(call: Call) -> fx.Node:
         [tuple(d) for d in digits],
         padding if padding is not None and padding >= 0 else None,
     )
+
+
+@_emits(aten.embedding_bag.padding_idx)
+def _embedding_bag(call: Call) -> fx.Node:
+    """Emit the bags of a rank, whose offsets begin at 0 as those of all bags do."""
+    layout, values = call.operand_layouts[1], call.values()
+    assert layout is not None
+    if layout.axes_of("S"):
+        length = bag_length(call.node)
+        offsets = bound(call.node)["offsets"].meta["val"]
+        values["offsets"] = call.emit(
+            aten.arange.start_step,
+            0,
+            layout.local_size,
+            length,
+            dtype=offsets.dtype,
+            device=offsets.device,
+        )
+    return call.again(values)
 
 
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}

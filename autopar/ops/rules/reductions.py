@@ -253,7 +253,9 @@ _MODE_MAX = 2  # the mode that saves which entries it took
 
 @spec(aten.embedding_bag.padding_idx)
 def embedding_bag(node: fx.Node) -> OpShardingRule:
-    """Return the rule "v d, i, b -> b d": the width may be split, rows and bags stay unsharded.
+    """Return the rule "v d, (b l), o, (b l) -> b d" of bags of one length l: bags and the width may
+    be split, rows stay unsharded. Bags of unequal lengths stay unsharded too, and so do those whose
+    gradients are scaled by how often a row is looked up in the whole batch.
 
     The other three results are for the backward alone; where the graph uses one, or in the mode
     "max", nothing is split.
@@ -263,13 +265,34 @@ def embedding_bag(node: fx.Node) -> OpShardingRule:
     used_results = {user.args[1] for user in node.users if user.target is operator.getitem}
     if weight is None or bound(node)["mode"] == _MODE_MAX or used_results != {0}:
         return unsplit_rule
-    table, *others = unsplit_rule.operands
+    table, indices, *others = unsplit_rule.operands
     (bags, _), *other_results = unsplit_rule.results
     assert table is not None
+    sizes = {**unsplit_rule.sizes, "d": operand_shape(weight)[1]}
+    shared, length = frozenset({"d"}), bag_length(node)
+    if length and not bound(node)["scale_grad_by_freq"]:
+        sizes |= {"b": sizes[bags[0]], "l": length}
+        bags, indices, shared = ("b",), (("b", "l"),), frozenset({"b", "d"})
+        others = [others[0], *(None if dims is None else indices for dims in others[1:])]
     return replace(
         unsplit_rule,
-        operands=((table[0], ("d",)), *others),
+        operands=((table[0], ("d",)), indices, *others),
         results=((bags, ("d",)), *other_results),
-        sizes={**unsplit_rule.sizes, "d": operand_shape(weight)[1]},
-        shared=frozenset({"d"}),
+        sizes=sizes,
+        whole=unsplit_rule.whole | ({"l"} & set(sizes)),
+        shared=shared,
     )
+
+
+def bag_length(node: fx.Node) -> int:
+    """Return the length of the bags of an embedding bag where they all have one, as in a batch of
+    rows of indices: their offsets are then a range of the graph. 0 elsewhere.
+    """
+    values = bound(node)
+    indices, offsets = values["indices"], values["offsets"]
+    if offsets.target is not aten.arange.start_step or values["include_last_offset"]:
+        return 0
+    span, count = bound(offsets), operand_shape(indices)[0]
+    step = span["step"]
+    even = span["start"] == 0 and isinstance(step, int) and step > 0 and count % step == 0
+    return step if even and operand_shape(offsets)[0] * step == count else 0
