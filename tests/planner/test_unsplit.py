@@ -112,3 +112,25 @@ def test_a_head_of_ten_classes_does_not_refuse_megatron_to_a_convolutional_net()
     model, inputs = Images(), (torch.randn(4, 3, 32, 32), torch.randint(10, (4,)))
     report = autopar.verify(model, 4, inputs, layout="megatron")
     assert report is not None
+
+
+class Product(nn.Module):
+    """An einsum with its weight first or second."""
+
+    def __init__(self, equation: str, first: bool) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(12, 8))
+        self.equation, self.first = equation, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        operands = (self.weight, x) if self.first else (x, self.weight)
+        return torch.einsum(self.equation, *operands).square().mean()
+
+
+@pytest.mark.parametrize(("equation", "first"), [("oi,bi->bo", True), ("bi,oi->bo", False)])
+def test_an_einsum_splits_its_batch_wherever_its_weight_stands(equation: str, first: bool) -> None:
+    model, inputs = Product(equation, first), (torch.randn(8, 8),)
+    plan = autopar.plan(model, 4, inputs, layout="ddp", smaller=False)
+    assert plan.choices["einsum"].splits == ("b",) and not plan.unsplit
+    autopar.verify(model, 4, inputs, layout="megatron")
