@@ -94,6 +94,21 @@ def weight_matmuls(program: Program) -> Iterator[tuple[fx.Node, OpShardingRule]]
             yield node, spec
 
 
+def parameter_products(program: Program) -> Iterator[fx.Node]:
+    """Yield the matmuls and convolutions of which an operand depends on parameters alone. A
+    convolution is no matmul with a weight (`has_weight`): its groups are rows of the weight as well
+    as of the result.
+    """
+    notes = program.annotations
+    assert notes is not None
+    for node in program.module.graph.nodes:
+        spec = notes.specs.get(node.name)
+        if spec is not None and spec.product is not None and spec.product[1]:
+            present = [n for n in operands_of(node) if n is not None]
+            if any(producer(n) in notes.weights for n in present):
+                yield node
+
+
 def loop_dim_atoms(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...]]:
     """Return the atoms of the loop dims "m", "n" and "k" of a matmul."""
     assert program.annotations is not None

@@ -20,6 +20,8 @@ from torch import fx
 from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import sharded
+from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
+from autopar.ops.rules.reductions import bag_length
 from autopar.ops.rules.shapes import FILLS, NEW_FILLS, slice_extent
 
 aten = torch.ops.aten
@@ -152,7 +154,31 @@ def _fill(call: Call) -> fx.Node:
     return call.again(values)
 
 
-@_emits(aten.split.Tensor)
+@_emits(aten.repeat.default, aten.tile.default)
+def _repeat(call: Call) -> fx.Node:
+    layout, result = call.operand_layouts[0], call.results[0]
+    assert layout is not None
+    own = (1,) * (len(result.shape) - len(layout.shape)) + layout.local_shape
+    repeats = [size // length for size, length in zip(result.local_shape, own, strict=True)]
+    return call.emit(aten.repeat.default, call.operands[0], repeats)
+
+
+@_emits(aten.repeat_interleave.self_int)
+def _repeat_interleave(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    repeats = call.results[0].local_size // max(1, layout.local_size)
+    return call.emit(aten.repeat_interleave.self_int, call.operands[0], repeats, values["dim"])
+
+
+@_emits(aten.affine_grid_generator.default)
+def _affine_grid(call: Call) -> fx.Node:
+    values = call.values()
+    values["size"] = [call.results[0].local_shape[0], *values["size"][1:]]
+    return call.again(values)
+
+
+@_emits(aten.split.Tensor, aten.unsafe_split.Tensor)
 def _split(call: Call) -> fx.Node:
     values = call.values()
     values["split_size"] = _local_length(call, values["dim"], values["split_size"])
@@ -202,6 +228,28 @@ def _convolution(call: Call) -> fx.Node:
     return call.again(values)
 
 
+@_emits(
+    aten.conv_transpose1d.default,
+    aten.conv_transpose2d.input,
+    aten.conv_transpose3d.input,
+)
+def _transposed_convolution(call: Call) -> fx.Node:
+    values = call.values()
+    weight, result = call.operand_layouts[1], call.results[0]
+    assert weight is not None
+    channels = result.local_shape[-len(weight.shape) + 1]
+    values["groups"] = channels // weight.local_shape[1]
+    return call.again(values)
+
+
+@_emits(aten.group_norm.default)
+def _group_norm(call: Call) -> fx.Node:
+    values, layout = call.values(), call.operand_layouts[0]
+    assert layout is not None
+    values["num_groups"] = values["num_groups"] * layout.local_shape[1] // layout.shape[1]
+    return call.again(values)
+
+
 # -- sums ------------------------------------------------------------------------------------------
 @_emits(aten.mean.dim, aten.mean.default)
 def _mean(call: Call) -> fx.Node:
@@ -214,14 +262,8 @@ def _mean(call: Call) -> fx.Node:
     return mean if local_count == count else call.emit(aten.mul.Tensor, mean, local_count / count)
 
 
-@_emits(
-    aten.mse_loss.default,
-    aten.l1_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.binary_cross_entropy_with_logits.default,
-)
-def _elementwise_loss(call: Call) -> fx.Node:
+@_emits(*ENTRYWISE_LOSSES, *ROW_LOSSES)
+def _mean_of_losses(call: Call) -> fx.Node:
     """Emit the local loss; a mean is divided by the number of shards, to add up to the mean."""
     loss, values = call.again(call.values()), bound(call.node)
     if _REDUCTIONS[values["reduction"]] != "mean":
@@ -307,13 +349,34 @@ def _embedding(call: Call) -> fx.Node:
     )
 
 
+@_emits(aten.embedding_bag.padding_idx)
+def _embedding_bag(call: Call) -> fx.Node:
+    """Emit the bags of a rank, whose offsets begin at 0 as those of all bags do."""
+    layout, values = call.operand_layouts[1], call.values()
+    assert layout is not None
+    if layout.axes_of("S"):
+        length = bag_length(call.node)
+        offsets = bound(call.node)["offsets"].meta["val"]
+        values["offsets"] = call.emit(
+            aten.arange.start_step,
+            0,
+            layout.local_size,
+            length,
+            dtype=offsets.dtype,
+            device=offsets.device,
+        )
+    return call.again(values)
+
+
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 
 @_emits(aten.cross_entropy_loss.default)
 def _cross_entropy(call: Call) -> fx.Node:
-    layout, target_layout, values = call.operand_layouts[0], call.operand_layouts[1], call.values()
-    assert layout is not None and target_layout is not None
+    layout, values, target = call.operand_layouts[0], call.values(), operands_of(call.node)[1]
+    assert layout is not None and target is not None
+    if value_of(target).is_floating_point():
+        return _mean_of_losses(call)
     class_dim = 1 if len(layout.shape) > 1 else 0
     coordinates, digits = call.digits(layout, class_dim)
     tokens = tuple(axis for axis in layout.axes_of("S") if axis not in {d.axis for d in digits})
@@ -330,6 +393,25 @@ def _cross_entropy(call: Call) -> fx.Node:
         layout.shape[class_dim],
         coordinates,
         [tuple(d) for d in digits],
+        tokens,
+        str(layout.mesh),
+    )
+
+
+@_emits(aten.nll_loss_nd.default)
+def _negative_log_likelihood(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    tokens = layout.axes_of("S")
+    if not tokens:
+        return call.again(values)
+    return call.emit(
+        sharded.nll_loss,
+        values["self"],
+        values["target"],
+        values["weight"],
+        _REDUCTIONS[values["reduction"]],
+        values["ignore_index"],
         tokens,
         str(layout.mesh),
     )

@@ -49,6 +49,9 @@ def annotate(program: Program) -> Program:
     for node in graph.nodes:
         _enter(node, rules.get(node.name), refinement)
     searched, gradient = _searched_and_gradient(program)
+    weights = _values_of_parameters(program, gradient)
+    for node in graph.find_nodes(op="call_function", target=aten.einsum.default):
+        rules[node.name] = _with_weight_second(node, rules[node.name], weights)
     annotations = Annotations(
         rules,
         {
@@ -64,7 +67,7 @@ def annotate(program: Program) -> Program:
         _batch_atom(program, refinement),
         probed,
         unknown,
-        _values_of_parameters(program, gradient),
+        weights,
     )
     return dataclasses.replace(program, annotations=annotations)
 
@@ -170,6 +173,22 @@ def _find_rules(
             (probed if rule is not None else without_rule).add(str(node.target))
         rules[node.name] = rule or _rule_of_unknown(node)
     return rules, tuple(sorted(probed)), tuple(sorted(without_rule))
+
+
+def _with_weight_second(
+    node: fx.Node, rule: OpShardingRule, weights: frozenset[Value]
+) -> OpShardingRule:
+    """Return the rule of an einsum with the roles m and n exchanged where its first operand is a
+    weight and its second is not: "oi,bi->bo" is a matmul of rows b with columns o.
+    """
+    is_weight = [n is not None and producer(n) in weights for n in operands_of(node)]
+    if rule.product is None or is_weight != [True, False]:
+        return rule
+    rows, columns, summed = rule.product
+    first, second = (frozenset(f for dim in dims or () for f in dim) for dims in rule.operands)
+    shared = first & second - summed
+    product = (columns | shared, rows - shared, summed)
+    return dataclasses.replace(rule, product=product)
 
 
 def _rule_of_unknown(node: fx.Node) -> OpShardingRule:

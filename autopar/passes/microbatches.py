@@ -39,6 +39,7 @@ from autopar.ir.program import (
     same_outputs,
 )
 from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of
+from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
 from autopar.ops.rules.shapes import FILLS, NEW_FILLS
 from autopar.passes.part_numbers import COUNTS, MOVES, take_numbers
 
@@ -47,14 +48,8 @@ aten = torch.ops.aten
 # "numbers": 0, 1, 2, … for the rows of a part, with which masks of padding are read row by row.
 State = Literal["same", "rows", "sum", "numbers"]
 _MEANS = (aten.mean.dim, aten.mean.default)
-_LOSSES = (
-    aten.mse_loss.default,
-    aten.l1_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.huber_loss.default,
-    aten.binary_cross_entropy_with_logits.default,
-)
-_CROSS_ENTROPY = aten.cross_entropy_loss.default
+_TOKEN_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+_MEAN_LOSSES = (*ENTRYWISE_LOSSES, *ROW_LOSSES, aten.cross_entropy_loss.default)
 _MEAN, _SUM = 1, 2  # aten's numbers of reductions
 _ADDS = (aten.add.Tensor, aten.sub.Tensor)
 _SPREADS = (*FILLS, *NEW_FILLS, aten.expand.default, aten.full_like.default)
@@ -216,11 +211,11 @@ class _Division:
         factors = self.notes.factors[node.name]
         own = {f for f, atoms in factors.items() if {a.number for a in atoms} & self.batch}
         kept = {f for f in own if all(any(f in dim for dim in r) for r in rule.results)}
-        if own & (rule.whole | (rule.shared if node.target is not _CROSS_ENTROPY else set())):
+        if own & (rule.whole | (set() if _counts_tokens(node) else rule.shared)):
             raise self._refusal(node, "computes with the rows of all parts")
         if own and own == kept:
             self.states[node] = "rows"
-        elif own and node.target is _CROSS_ENTROPY and bound(node)["reduction"] == _MEAN:
+        elif own and _counts_tokens(node) and bound(node)["reduction"] == _MEAN:
             self._divide_by_total(node)
         elif own and not kept and own <= rule.sum and not rule.added:
             self.states[node] = "sum"
@@ -306,8 +301,8 @@ class _Division:
             own = self._call(node, aten._to_copy.default, counts, dtype=torch.float32)
             share = self._call(node, aten.sum.default, own)
         total, loss = self._total(share), node.meta["val"]
-        smoothing = values["label_smoothing"]
-        node.args, node.kwargs = (values["self"], target, None, _SUM, ignored, smoothing), {}
+        rest = (values["label_smoothing"],) if "label_smoothing" in values else ()
+        node.args, node.kwargs = (values["self"], target, None, _SUM, ignored, *rest), {}
         with self.graph.inserting_after(node):
             mean = made(self.graph, aten.div.Tensor, (node, total), loss / total.meta["val"])
         with self.graph.inserting_after(mean):  # the number of tokens is exact in float32
@@ -392,5 +387,16 @@ class _Division:
         return dataclasses.replace(signature, inputs=(*signature.inputs, *totals), outputs=outputs)
 
 
+def _counts_tokens(node: fx.Node) -> bool:
+    """Whether a node is a loss whose mean divides by the number of tokens that count."""
+    if node.target not in _TOKEN_LOSSES:
+        return False
+    target = operands_of(node)[1]
+    return target is not None and not target.meta["val"].is_floating_point()
+
+
 def _is_mean(node: fx.Node) -> bool:
-    return node.target in _MEANS or (node.target in _LOSSES and bound(node)["reduction"] == _MEAN)
+    """Whether a node is a mean over all that it reads."""
+    if node.target in _MEANS:
+        return True
+    return node.target in _MEAN_LOSSES and bound(node)["reduction"] == _MEAN

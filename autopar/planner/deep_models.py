@@ -41,7 +41,6 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planner.bounds.factor_graph import Frame, frame
-from autopar.planner.exact_search import unsplit
 from autopar.planner.mesh_search import (
     Best,
     Candidate,
@@ -54,6 +53,7 @@ from autopar.planner.named_layouts import NAMES, candidates
 from autopar.planner.objective import cost_terms
 from autopar.planner.quick_search import best_at_shares, quick_best
 from autopar.planner.request import PlanRequest, with_asked_recomputation
+from autopar.planner.unsplit import unsplit
 from autopar.world import World
 
 _EDGE, _MORE = 1, 1

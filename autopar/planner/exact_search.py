@@ -6,14 +6,13 @@ may be copied, so that consumers that want the same layout share its reshard). C
 one to three variables. What looks alike shares its tables, so elimination.py works out the equal
 layers of a model once.
 
-`unsplit` says in sentences which matmuls a plan replicates on a mesh axis, and why. Called by
-mesh_search.py, why.py and deep_models.py.
+Called by mesh_search.py, why.py and deep_models.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -21,44 +20,21 @@ from torch import fx
 from autopar.cost.activations import Price, bytes_of
 from autopar.cost.compute import optimizer_seconds
 from autopar.ir.dim_roles import goes_with_weight
-from autopar.ir.graph import carries_gradient, module_path, producer, where
+from autopar.ir.graph import carries_gradient, module_path, producer
 from autopar.ir.layout import I, Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
-from autopar.ir.strategy import IDLE, Strategy, axis_choices, placements, rule_look, split_of
 from autopar.ir.strategy import Choice as AxisChoice
+from autopar.ir.strategy import Strategy, axis_choices, placements, rule_look, split_of
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.constraint import Constraint, Offered
 from autopar.planner.elimination import Memo, Table, minimise
 from autopar.planner.objective import node_costs
 from autopar.planner.regions import Known, Options, Region, Regions, ReshardCosts, Want
+from autopar.planner.unsplit import unsplit
 from autopar.world import World
-
-
-def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:
-    """Return one sentence for each matmul and mesh axis on which the matmul is replicated."""
-    sentences: list[str] = []
-    for node in program.module.graph.nodes:
-        if node.name in choices:
-            sentences.extend(_unsplit_axes(program, node, mesh, choices[node.name]))
-    return tuple(dict.fromkeys(sentences))
-
-
-def _unsplit_axes(program: Program, node: fx.Node, mesh: Mesh, choice: Choice) -> Iterator[str]:
-    """Yield a sentence for each mesh axis on which this node, if a matmul, is replicated."""
-    assert program.annotations is not None
-    spec, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
-    if spec.product is None:
-        return
-    splittable = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
-    sizes = ", ".join(f"{f} = {' × '.join(str(a.size) for a in splittable[f])}" for f in splittable)
-    for axis, split in zip(mesh.axes, choice.splits, strict=True):
-        divisible = any(a.size % axis.size == 0 for atoms in splittable.values() for a in atoms)
-        reason = f"may split none of {sizes} here" if divisible else f"divides none of {sizes}"
-        if split in IDLE:
-            yield f"{where(node)}: axis {axis.name} of {axis.size} {reason}"
 
 
 def search(

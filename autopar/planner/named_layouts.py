@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import fx
 
 from autopar.errors import LayoutError
 from autopar.ir.dim_roles import (
@@ -17,6 +19,7 @@ from autopar.ir.dim_roles import (
     dim_kinds,
     loop_dim_atoms,
     parameter_loop_dims,
+    parameter_products,
     weight_matmuls,
 )
 from autopar.ir.graph import module_path
@@ -60,14 +63,15 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
-    weight_products = _Products(program, kinds)
+    weight_products = _Products(program, kinds, [node for node, _ in weight_matmuls(program)])
+    with_convolutions = _Products(program, kinds, parameter_products(program))
     refused: LayoutError | None = None
     fitting = False
     for grid in _grids(layout, ranks):
         try:
             mesh, roles = _mesh(grid, ranks)
             _check_batch(grid, mesh, roles, program)
-            _check_products(grid, mesh, roles, weight_products)
+            _check_products(grid, mesh, roles, weight_products, with_convolutions)
         except LayoutError as error:
             refused = refused or error
             continue
@@ -294,13 +298,10 @@ def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], progra
 
 
 class _Products:
-    """The matmuls with a weight, and what axes may split of them."""
+    """Matmuls, and what axes may split of them."""
 
-    def __init__(self, program: Program, kinds: Kinds) -> None:
-        matmuls = [
-            (module_path(node), loop_dim_atoms(program, node))
-            for node, _ in weight_matmuls(program)
-        ]
+    def __init__(self, program: Program, kinds: Kinds, nodes: Iterable[fx.Node]) -> None:
+        matmuls = [(module_path(node), loop_dim_atoms(program, node)) for node in nodes]
         self.paths, self.sides = [path for path, _ in matmuls], [sides for _, sides in matmuls]
         self.kinds = kinds
         self._sizes: dict[tuple[str, str], list[int]] = {}
@@ -332,12 +333,23 @@ class _Products:
 
 
 def _check_products(
-    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], products: _Products
+    layout: str | Grid,
+    mesh: Mesh,
+    roles: tuple[Role, ...],
+    products: _Products,
+    with_convolutions: _Products,
 ) -> None:
-    """Check that axes divide most weights and their matmuls. Raises LayoutError."""
+    """Check that axes divide most weights and their matmuls, or most of these with the convolutions
+    among them: a convolutional net's one matmul may be a head of ten classes. Raises LayoutError.
+    """
     for axis, role in zip(mesh.axes, roles, strict=True):
         unfit = [place for place, fits in enumerate(products.fit(axis, role)) if not fits]
-        if unfit and 2 * len(unfit) >= len(products.sides):
+        fit = sum(with_convolutions.fit(axis, role))
+        if (
+            unfit
+            and 2 * len(unfit) >= len(products.sides)
+            and 2 * fit <= len(with_convolutions.sides)
+        ):
             listed = [
                 f"{products.paths[i] or 'the model'} (k = {_text(products.sides[i]['k'])}, "
                 f"n = {_text(products.sides[i]['n'])})"

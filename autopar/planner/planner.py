@@ -28,7 +28,7 @@ from torch import fx, nn
 from autopar._compat import pytree
 from autopar.cost.memory import with_flight
 from autopar.cost.simulator import Timeline, timeline
-from autopar.cost.summary import summary_rows
+from autopar.cost.summary import compute_seconds_by_node, summary_rows
 from autopar.errors import InputError, PlanError
 from autopar.ir.containers import register
 from autopar.ir.layout import Layout
@@ -53,6 +53,7 @@ from autopar.planner.part_plans import in_turns, leanest, plan_of_part, sums_onc
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.rematerialize import rematerialize_to_fit
 from autopar.planner.request import Layouts, PlanRequest
+from autopar.planner.unsplit import idle_note, replicated, uneven_notes
 from autopar.planner.why import Why, why
 from autopar.planner.world_size import larger_world
 from autopar.world import World
@@ -303,11 +304,30 @@ def finish_plan(
         groups=tuple(sorted(group.split("/", 2)[2] for group in groups_of(program.module))),
         seconds_by_pass=dict(manager.seconds),
     )
+    plan = _with_reasons(plan, chosen, program, world, request)
     planned = dataclasses.replace(program, plan=plan)
     # under a limit of memory "auto" may have been a named layout
     layout = plan.layout if request.layout == "auto" else request.layout
     context = PlanContext(planned, manager.graphs, world, chosen, layout, parts)
     return dataclasses.replace(plan, context=context)
+
+
+def _with_reasons(
+    plan: Plan, chosen: Program, program: Program, world: World, request: PlanRequest
+) -> Plan:
+    """Return the plan with notes on sizes that no axis divides and, where "auto" replicates matmuls
+    that an axis could split, one sentence for all of them: it had the choice, so no layout is the
+    reason.
+    """
+    notes, sentences = (*plan.notes, *uneven_notes(chosen, plan)), plan.unsplit
+    if request.layout == "auto":
+        idle = [each for each in replicated(chosen, plan.mesh, plan.choices) if each.divides]
+        if idle:
+            seconds = compute_seconds_by_node(program, world)
+            notes = (*notes, idle_note(chosen, plan, idle, seconds))
+            by_choice = {str(each) for each in idle}
+            sentences = tuple(s for s in sentences if s not in by_choice)
+    return dataclasses.replace(plan, notes=notes, unsplit=sentences)
 
 
 def _reserve_flight_bytes(plan: Plan, request: PlanRequest) -> Plan:

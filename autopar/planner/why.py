@@ -36,6 +36,7 @@ from autopar.planner.mesh_search import bound_on, near
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import CostTerms, cost_terms
 from autopar.planner.request import Layouts
+from autopar.planner.unsplit import uneven_notes_at
 
 _AROUND = (8, 4, 2)  # options per region elsewhere; fewer where tables outgrow memory
 _READ = (4, 8, 16, 32, 64, 128)  # options per region among which runners-up are sought
@@ -59,7 +60,7 @@ class Runner:
 @dataclasses.dataclass(frozen=True)
 class Why:
     """The answer of `plan.why`: print it with rich. `seconds` and `peak_bytes` are those of the
-    chosen plan; recomputed blocks are not in the seconds.
+    chosen plan; recomputed blocks are not in the seconds. `notes`: sizes that no axis divides here.
     """
 
     pattern: str
@@ -67,6 +68,7 @@ class Why:
     seconds: float
     peak_bytes: float
     runners: tuple[Runner, ...]
+    notes: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
         """Return everything but the plans as a dict."""
@@ -96,6 +98,9 @@ class Why:
         return Group(table)
 
     def _caption(self) -> str:
+        return "\n".join((self._remark(), *self.notes))
+
+    def _remark(self) -> str:
         if not self.runners:
             return "the layout leaves no other way here on this mesh"
         open_ = any(runner.more_seconds < 0 for runner in self.runners)
@@ -137,7 +142,9 @@ class _Question:
         best = sorted(plans.items(), key=lambda pair: pair[1].seconds)[:5]
         peak_bytes = self.plan.peak_bytes
         runners = tuple(self._runner(text, plan) for text, plan in best)
-        return Why(self.pattern, chosen, sum(self.spent.values()), peak_bytes, runners)
+        asked = [name for names in self.groups for name in names]
+        notes = uneven_notes_at(self.program, self.plan, asked)
+        return Why(self.pattern, chosen, sum(self.spent.values()), peak_bytes, runners, notes)
 
     def _constraint(self, layout: Layouts) -> Constraint:
         """Return the constraint under which the plan was searched."""

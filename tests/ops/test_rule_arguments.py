@@ -13,11 +13,12 @@ from shards import Case
 # Of no account to how an op may be split: where and as what type entries are made.
 ELSEWHERE = {
     "layout", "device", "pin_memory", "memory_format", "non_blocking", "copy", "implicit",
-    "cudnn_enable",
+    "cudnn_enable", "cudnn_enabled",
 }  # fmt: skip
 # What no case can give: taken out before there are rules (simplify), or half types on a GPU alone.
 NEVER = {
     ("aten.embedding.default", "sparse"), ("aten.embedding_bag.padding_idx", "sparse"),
+    ("aten.gather.default", "sparse_grad"),
     ("aten._softmax.default", "half_to_float"), ("aten._log_softmax.default", "half_to_float"),
 }  # fmt: skip
 

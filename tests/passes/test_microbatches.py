@@ -95,10 +95,29 @@ def with_scores(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) 
     return {"loss": scores.square().mean(), "scores": scores, "tokens": mask.sum()}
 
 
+def log_likelihood(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return F.nll_loss(F.log_softmax(scores, -1).flatten(0, 1), labels.flatten())
+
+
+def means_of_other_losses(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    wanted, signs = mask.unsqueeze(-1).expand_as(scores), mask * 2 - 1
+    rows = scores.flatten(0, 1)
+    probabilities = (rows.detach() * 2).softmax(-1)
+    return (
+        F.kl_div(rows.log_softmax(-1), probabilities, reduction="batchmean")
+        + F.binary_cross_entropy(scores.sigmoid(), wanted)
+        + F.soft_margin_loss(scores[..., 0], signs, reduction="sum")
+        + F.cosine_embedding_loss(rows, rows.square(), signs.flatten())
+        + F.triplet_margin_loss(scores, scores.square(), scores * 2)
+        + F.cross_entropy(rows, probabilities)
+        + F.poisson_nll_loss(scores, wanted)
+    )
+
+
 LOSSES = [
     mean_of_tokens, class_dim_inside, sum_of_tokens, masked_mean, means_of_means, with_a_penalty,
-    penalty_first, count_in_a_root, a_count_used_twice, rows_read_by_number,
-    a_loss_that_is_not_returned, numbers_of_the_batch, with_scores,
+    penalty_first, count_in_a_root, a_count_used_twice, rows_read_by_number, log_likelihood,
+    means_of_other_losses, a_loss_that_is_not_returned, numbers_of_the_batch, with_scores,
 ]  # fmt: skip
 
 
@@ -192,8 +211,9 @@ def weights_of_classes(model: Any, scores: Tensor, labels: Tensor, mask: Tensor)
     return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), weights)
 
 
-def another_loss(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
-    return F.nll_loss(F.log_softmax(scores, -1).flatten(0, 1), labels.flatten())
+def weights_of_likelihoods(model: Any, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    weights = torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)
+    return F.nll_loss(F.log_softmax(scores, -1).flatten(0, 1), labels.flatten(), weights)
 
 
 def no_loss(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
@@ -209,7 +229,7 @@ REFUSED = {
     half_of_the_rows: "micro-batches: slice_",
     another_graph: "computes otherwise on a",
     weights_of_classes: "weighs tokens by their class",
-    another_loss: "nll_loss_nd .* computes with the rows of all parts",
+    weights_of_likelihoods: "weighs tokens by their class",
     no_loss: "returns no loss",
 }
 

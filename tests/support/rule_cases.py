@@ -9,7 +9,10 @@ from torch import Tensor
 
 from argument_cases import ARGUMENTS, MADE_AS
 from autopar.ops import sharded
+from index_cases import ALONG, INDEX_DIGITS, INDEXED, OTHER_PRODUCTS
+from loss_cases import LOSS_CASES, LOSS_DIGITS
 from shards import SEED, Case, call, flags, real, whole_numbers
+from window_cases import GROUPS, WINDOW_DIGITS, WINDOWS
 
 aten = torch.ops.aten
 
@@ -344,14 +347,24 @@ LOSSES = [
     cross_entropy((6, 12), None, 0, note="none"),
     cross_entropy((4, 12, 6), note="three dims"),
     cross_entropy((12,), note="one token"),
-    call(
-        aten.cross_entropy_loss.default,
-        real(6, 12),
-        real(6, 12).softmax(1).detach(),
-        note="probabilities",
-    ),
 ]
-KINDS = (PRODUCTS, NORMS, POINTWISE, VIEWS, PIECES, REDUCTIONS, ATTENTION, LOSSES, ARGUMENTS)
+KINDS = (
+    PRODUCTS,
+    NORMS,
+    POINTWISE,
+    VIEWS,
+    PIECES,
+    REDUCTIONS,
+    ATTENTION,
+    LOSSES,
+    ARGUMENTS,
+    WINDOWS,
+    GROUPS,
+    INDEXED,
+    ALONG,
+    OTHER_PRODUCTS,
+    LOSS_CASES,
+)
 CASES = [case for kind in KINDS for case in kind]
 
 
@@ -384,4 +397,7 @@ DIGITS = [
     call(aten.linear.default, real(4, 12), real(6, 12), real(6)),
     call(aten.dropout.default, real(12, 6), 0.4, True, reference=dropped),
     call(aten.view.default, real(24, 5), [2, 12, 5]),
+    *WINDOW_DIGITS,
+    *INDEX_DIGITS,
+    *LOSS_DIGITS,
 ]

@@ -2,13 +2,11 @@
 operands.
 
 Example: in (8, 6) + (6,) both dims may be split, and the second operand is split with the last dim.
-Also elementwise losses. rules/__init__.py uses `pointwise` for every op with torch's pointwise tag;
+rules/__init__.py uses `pointwise` for every op with torch's pointwise tag;
 the other files of rules use `pointwise` and `expand_like_identity`.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 from torch import fx
 
@@ -21,7 +19,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, floating, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, floating, named, operand_shape, spec
 
 _JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 
@@ -139,23 +137,13 @@ def expand_like_identity(node: fx.Node) -> OpShardingRule:
     return OpShardingRule(rule.operands, rule.results, rule.sizes, linear=(frozenset({0}),))
 
 
-@spec(
-    (
-        aten.mse_loss.default,
-        aten.l1_loss.default,
-        aten.smooth_l1_loss.default,
-        aten.huber_loss.default,
-        aten.binary_cross_entropy_with_logits.default,
-    )
-)
-def elementwise_loss(node: fx.Node) -> OpShardingRule:
-    """Return the rule of an entrywise loss that is then kept, summed, or averaged over all entries
-    (see local.py).
-    """
-    shapes = [operand_shape(n) for n in operands_of(node)[:2] if n is not None]
-    if shapes[0] != shapes[1]:
-        return unsplit(node)  # torch.nn.functional expands them first, so this is rare
-    entries = dataclasses.replace(entries_of(node, shapes[0]), linear=())
-    if bound(node)["reduction"] == 0:
-        return entries
-    return dataclasses.replace(entries, results=((),), sum=frozenset(entries.sizes))
+@spec(aten.prelu.default)
+def prelu(node: fx.Node) -> OpShardingRule:
+    """Return the rule "b c ..., c -> b c ..."; one slope for all channels is no factor."""
+    source, slope = operands_of(node)
+    assert source is not None and slope is not None
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(source), sizes)
+    own_shape = operand_shape(slope)
+    own = tuple(() if size == 1 else dims[1] for size in own_shape)
+    return OpShardingRule((tuple(dims), own), (tuple(dims),), sizes)

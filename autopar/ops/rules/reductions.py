@@ -1,5 +1,4 @@
-"""Op sharding rules of reductions, norms and softmax, and of ops that index by tokens: embeddings
-and cross entropy.
+"""Op sharding rules of reductions, norms and softmax, and of embeddings.
 
 Example: a sum over a split dim is partial; a softmax over a split dim has a sharded implementation
 (ops/sharded), so that dim is `shared`; an amax may not be split on the dims it reduces. Importing
@@ -11,6 +10,7 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autopar.ir.sharding_rule import (
@@ -20,10 +20,9 @@ from autopar.ir.sharding_rule import (
     operands_of,
     results_of,
     rule,
-    value_of,
 )
-from autopar.ops.rules import aten, floating, named, operand_shape, spec, unsplit
-from autopar.ops.rules.pointwise import pointwise
+from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
+from autopar.ops.rules.pointwise import entries_of, pointwise
 
 
 @spec((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))
@@ -40,15 +39,55 @@ def summed(node: fx.Node) -> OpShardingRule:
         aten.amin.default,
         aten.var.correction,
         aten.var.dim,
+        aten.var_mean.correction,
+        aten.var_mean.dim,
+        aten.std.correction,
+        aten.std.dim,
         aten.argmax.default,
+        aten.argmin.default,
+        aten.max.dim,
+        aten.min.dim,
+        aten.aminmax.default,
+        aten.median.dim,
+        aten.mode.default,
+        aten.kthvalue.default,
+        aten.prod.dim_int,
         aten.any.dim,
         aten.all.dim,
         aten.logsumexp.default,
+        aten.linalg_vector_norm.default,
     )
 )
 def reduced(node: fx.Node) -> OpShardingRule:
     """Return the rule of a reduction whose reduced dims may not be split."""
     return _reduction(node, summed=False)
+
+
+@spec((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList))
+def counted(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a sum of something that is not linear in the operand: partial over a split
+    dim that it sums, but no partial value passes through.
+    """
+    return replace(_reduction(node, summed=True), linear=())
+
+
+@spec((aten.cosine_similarity.default, aten.pairwise_distance.default))
+def similarity(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a comparison of two broadcast tensors along one dim, which stays
+    unsharded.
+    """
+    tensors = [n for n in operands_of(node) if n is not None]
+    shape = torch.broadcast_shapes(*(operand_shape(n) for n in tensors))
+    entries = entries_of(node, tuple(shape))
+    if not shape:
+        return unsplit(node, found="rule")
+    values = bound(node)
+    dim = values.get("dim", -1) % len(shape)
+    keep = values.get("keepdim", False)
+    result = tuple(
+        () if j == dim else d for j, d in enumerate(entries.results[0]) if keep or j != dim
+    )
+    return replace(entries, results=(result,), whole=frozenset({f"d{dim}"}), linear=())
 
 
 def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
@@ -72,7 +111,7 @@ def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
     linear = (frozenset({0}),) if summed else ()
     return OpShardingRule(
         (tuple(dims),),
-        (result,),
+        (result,) * len(results_of(node)),
         sizes,
         linear=linear,
         sum=factors if summed else frozenset(),
@@ -98,6 +137,45 @@ def norm(node: fx.Node) -> OpShardingRule:
         sizes,
         shared=factors if one_dim else no_factors,
         whole=no_factors if one_dim else factors,
+    )
+
+
+@spec(aten.group_norm.default)
+def group_norm(node: fx.Node) -> OpShardingRule:
+    """Return the rule "b (g c) ..., (g c), (g c) -> b (g c) ...": samples and groups may be split,
+    as the statistics run over the channels and pixels of a group.
+    """
+    source, *affine = operands_of(node)
+    assert source is not None
+    shape, sizes = operand_shape(source), dict[str, int]()
+    dims = named(shape, sizes)
+    groups = bound(node)["num_groups"]
+    del sizes["d1"]
+    sizes["g"], sizes["c"] = groups, shape[1] // groups
+    channels = ("g", "c")
+    own = (dims[0], channels, *dims[2:])
+    return OpShardingRule(
+        (own, *(None if n is None else (channels,) for n in affine)),
+        (own,),
+        sizes,
+        whole=frozenset(sizes) - {"d0", "g"},
+    )
+
+
+@spec(aten.instance_norm.default)
+def instance_norm(node: fx.Node) -> OpShardingRule:
+    """Return the rule "b c ..., c, c, c, c -> b c ...": the statistics run over the pixels of one
+    channel of one sample.
+    """
+    source, *affine = operands_of(node)
+    assert source is not None
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(source), sizes)
+    return OpShardingRule(
+        (tuple(dims), *(None if n is None else (dims[1],) for n in affine)),
+        (tuple(dims),),
+        sizes,
+        whole=frozenset(sizes) - {"d0", "d1"},
     )
 
 
@@ -155,8 +233,6 @@ def softmax(node: fx.Node) -> OpShardingRule:
     )
 
 
-_NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
-
 rule(aten.embedding.default, "v d, ... -> ... d", sum="v", index="1", linear=("0",))
 _plain_embedding = TABLE[aten.embedding.default]
 
@@ -177,7 +253,9 @@ _MODE_MAX = 2  # the mode that saves which entries it took
 
 @spec(aten.embedding_bag.padding_idx)
 def embedding_bag(node: fx.Node) -> OpShardingRule:
-    """Return the rule "v d, i, b -> b d": the width may be split, rows and bags stay unsharded.
+    """Return the rule "v d, (b l), o, (b l) -> b d" of bags of one length l: bags and the width may
+    be split, rows stay unsharded. Bags of unequal lengths stay unsharded too, and so do those whose
+    gradients are scaled by how often a row is looked up in the whole batch.
 
     The other three results are for the backward alone; where the graph uses one, or in the mode
     "max", nothing is split.
@@ -187,39 +265,34 @@ def embedding_bag(node: fx.Node) -> OpShardingRule:
     used_results = {user.args[1] for user in node.users if user.target is operator.getitem}
     if weight is None or bound(node)["mode"] == _MODE_MAX or used_results != {0}:
         return unsplit_rule
-    table, *others = unsplit_rule.operands
+    table, indices, *others = unsplit_rule.operands
     (bags, _), *other_results = unsplit_rule.results
     assert table is not None
+    sizes = {**unsplit_rule.sizes, "d": operand_shape(weight)[1]}
+    shared, length = frozenset({"d"}), bag_length(node)
+    if length and not bound(node)["scale_grad_by_freq"]:
+        sizes |= {"b": sizes[bags[0]], "l": length}
+        bags, indices, shared = ("b",), (("b", "l"),), frozenset({"b", "d"})
+        others = [others[0], *(None if dims is None else indices for dims in others[1:])]
     return replace(
         unsplit_rule,
-        operands=((table[0], ("d",)), *others),
+        operands=((table[0], ("d",)), indices, *others),
         results=((bags, ("d",)), *other_results),
-        sizes={**unsplit_rule.sizes, "d": operand_shape(weight)[1]},
-        shared=frozenset({"d"}),
+        sizes=sizes,
+        whole=unsplit_rule.whole | ({"l"} & set(sizes)),
+        shared=shared,
     )
 
 
-@spec(aten.cross_entropy_loss.default)
-def cross_entropy(node: fx.Node) -> OpShardingRule:
-    """Return the rule by which classes and tokens may be split. A mean is invariant over the
-    tokens' axes, as it needs their number everywhere; a sum is partial over them.
+def bag_length(node: fx.Node) -> int:
+    """Return the length of the bags of an embedding bag where they all have one, as in a batch of
+    rows of indices: their offsets are then a range of the graph. 0 elsewhere.
     """
-    logits, target, weight = operands_of(node)
-    assert logits is not None and target is not None
-    if floating(value_of(target)):
-        return unsplit(node)
-    shape = operand_shape(logits)
-    class_dim = 1 if len(shape) > 1 else 0
-    sizes: dict[str, int] = {}
-    dims = named(shape, sizes)
-    tokens = tuple(d for j, d in enumerate(dims) if j != class_dim)
-    reduction = bound(node)["reduction"]
-    split = frozenset(d[0] for d in tokens)
-    return OpShardingRule(
-        (tuple(dims), tokens, None if weight is None else (dims[class_dim],)),
-        (tokens if reduction == _NONE else (),),
-        sizes,
-        sum=split if reduction == _SUM else frozenset(),
-        shared=frozenset(dims[class_dim]) | (split if reduction == _MEAN else frozenset()),
-        index=frozenset({1}),
-    )
+    values = bound(node)
+    indices, offsets = values["indices"], values["offsets"]
+    if offsets.target is not aten.arange.start_step or values["include_last_offset"]:
+        return 0
+    span, count = bound(offsets), operand_shape(indices)[0]
+    step = span["step"]
+    even = span["start"] == 0 and isinstance(step, int) and step > 0 and count % step == 0
+    return step if even and operand_shape(offsets)[0] * step == count else 0

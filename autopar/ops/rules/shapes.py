@@ -144,22 +144,39 @@ def unsharded_dim(node: fx.Node, dim: int, linear: bool = True) -> OpShardingRul
     """
     source = operands_of(node)[0]
     assert source is not None
+    return unsharded_dims(node, {dim % len(operand_shape(source))}, linear)
+
+
+def unsharded_dims(node: fx.Node, along: set[int], linear: bool = True) -> OpShardingRule:
+    """Return the rule of an op that works along some dims of its first operand, which may change
+    size, and leaves the other dims alone. Dims are counted from 0.
+    """
+    source = operands_of(node)[0]
+    assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
-    dim %= len(dims)
+    unsharded = {f"d{j}" for j in along}
     results = []
     for i, value in enumerate(results_of(node)):
-        sizes[f"r{i}"] = shape_of(value)[dim]
-        results.append(tuple((f"r{i}",) if j == dim else d for j, d in enumerate(dims)))
-    unsharded = frozenset({f"d{dim}", *(f"r{i}" for i in range(len(results)))})
+        resized = {f"r{i}_{j}": shape_of(value)[j] for j in along}
+        sizes.update(resized)
+        unsharded |= set(resized)
+        results.append(tuple((f"r{i}_{j}",) if j in along else d for j, d in enumerate(dims)))
     absent = (None,) * (len(operands_of(node)) - 1)
     groups = (frozenset({0}),) if linear else ()
     return OpShardingRule(
-        (tuple(dims), *absent), tuple(results), sizes, whole=unsharded, linear=groups
+        (tuple(dims), *absent), tuple(results), sizes, whole=frozenset(unsharded), linear=groups
     )
 
 
-@spec((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default))
+@spec(
+    (
+        aten.split.Tensor,
+        aten.unsafe_split.Tensor,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+    )
+)
 def split(node: fx.Node) -> OpShardingRule:
     """Return the rule of a split: equal pieces may be split inside, unequal ones stay unsharded."""
     source = operands_of(node)[0]
@@ -306,10 +323,95 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
     )
 
 
-@spec((aten.cumsum.default, aten.sort.default, aten.topk.default))
+@spec(
+    (
+        aten.cumsum.default,
+        aten.cumprod.default,
+        aten.logcumsumexp.default,
+        aten.cummax.default,
+        aten.cummin.default,
+        aten.sort.default,
+        aten.sort.stable,
+        aten.argsort.default,
+        aten.argsort.stable,
+        aten.topk.default,
+    )
+)
 def along(node: fx.Node) -> OpShardingRule:
     """Return the rule of an op that runs along one dim, which stays unsharded."""
     return unsharded_dim(node, bound(node)["dim"], linear=node.target is aten.cumsum.default)
+
+
+@spec(aten.glu.default)
+def glu(node: fx.Node) -> OpShardingRule:
+    """Return the rule "(halves x) -> x" of a gated linear unit: an axis may split x."""
+    source = operands_of(node)[0]
+    assert source is not None
+    dim = bound(node)["dim"]
+    sizes, joined, single = pieces(source, dim, 2, shape_of(value_of(node))[dim])
+    return OpShardingRule((joined,), (single,), sizes, whole=frozenset({"pieces"}))
+
+
+@spec((aten.repeat.default, aten.tile.default))
+def repeat(node: fx.Node) -> OpShardingRule:
+    """Return the rule "x -> (r x)" of a repeated tensor: copies may be split as well as entries."""
+    source = operands_of(node)[0]
+    assert source is not None
+    shape, result = operand_shape(source), shape_of(value_of(node))
+    if 0 in result:
+        return unsplit(node, found="rule")
+    sizes: dict[str, int] = {}
+    dims = named(shape, sizes)
+    new = len(result) - len(shape)
+    results: list[tuple[str, ...]] = []
+    for i, size in enumerate(result):
+        own = () if i < new else dims[i - new]
+        sizes[f"r{i}"] = size // (1 if i < new else shape[i - new])
+        results.append((f"r{i}", *own))
+    return OpShardingRule((tuple(dims),), (tuple(results),), sizes, linear=(frozenset({0}),))
+
+
+@spec(aten.repeat_interleave.self_int)
+def repeat_interleave(node: fx.Node) -> OpShardingRule:
+    """Return the rule "x -> (x r)": copies may be split as well as entries. Without a dim it is
+    "x y -> (x y r)".
+    """
+    source = operands_of(node)[0]
+    assert source is not None
+    values = bound(node)
+    sizes: dict[str, int] = {}
+    dims = named(operand_shape(source), sizes)
+    sizes["r"] = values["repeats"]
+    if 0 in sizes.values():
+        return unsplit(node, found="rule")
+    if values["dim"] is None:
+        result: tuple[tuple[str, ...], ...] = ((*(name for (name,) in dims), "r"),)
+    else:
+        dim = values["dim"] % len(dims)
+        result = tuple((*d, "r") if i == dim else d for i, d in enumerate(dims))
+    return OpShardingRule((tuple(dims),), (result,), sizes, linear=(frozenset({0}),))
+
+
+@spec((aten.tril.default, aten.triu.default))
+def triangle(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a triangle of the last two dims, which stay unsharded."""
+    dims = len(shape_of(value_of(node)))
+    return unsharded_dims(node, {dims - 2, dims - 1})
+
+
+@spec((aten.view_as_real.default, aten.view_as_complex.default))
+def parts_of_complex(node: fx.Node) -> OpShardingRule:
+    """Return the rule "... -> ... 2" of the parts of complex numbers, or that backwards."""
+    source = operands_of(node)[0]
+    assert source is not None
+    shape, result = operand_shape(source), shape_of(value_of(node))
+    sizes: dict[str, int] = {}
+    dims = tuple(named(min(shape, result, key=len), sizes))
+    sizes["parts"] = 2
+    before, after = (dims, (*dims, ("parts",)))
+    if len(shape) > len(result):
+        before, after = after, before
+    return OpShardingRule((before,), (after,), sizes, whole=frozenset({"parts"}))
 
 
 @spec(aten.diff.default)

@@ -21,7 +21,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -39,6 +39,7 @@ _ROUNDING = 1e-12  # rounding of float64
 _NARROW_ROUNDING = 1e-5  # rounding of an op that computes in float32 inside
 
 Cuts = tuple[int | None, ...]  # the dim on which each operand (or result) is cut; None: not cut
+Factor = tuple[Cuts, Cuts]  # the dim of each operand and of each result that a factor is
 Call = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -52,6 +53,16 @@ class Outcome(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         return [*self.results, *(g for g in self.gradients if g is not None)]
+
+
+class TrialResult(NamedTuple):
+    """What a trial found: the factors, the shapes of the results, and whether the backward is not
+    linear in its incoming gradient.
+    """
+
+    factors: list[Factor]
+    results: list[tuple[int, ...]]
+    nonlinear: bool
 
 
 class Trial(NamedTuple):
@@ -108,6 +119,59 @@ def rule_by_trial(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None
 
     `values` give shapes and dtypes, and may be fake. `call` must be the same function at each call.
     """
+    found = find_factors(call, values)
+    if found is None or not found.factors:
+        return None
+    shapes = [shape_of(value) for value in values]
+    return rule_of_factors(shapes, found.results, found.factors, found.nonlinear)
+
+
+def find_factors(call: Call, values: Sequence[Tensor]) -> TrialResult | None:
+    """Return the dims of a function of tensors that commute with slicing; None where it cannot be
+    tried.
+    """
+    with _trial_settings():
+        try:
+            return _find_factors(call, values)
+        except Exception:  # a function that does not run on plain tensors cannot be tried
+            return None
+
+
+def is_cut_alike(
+    call: Call, values: Sequence[Tensor], results: Sequence[tuple[int, ...]], factor: Factor
+) -> bool:
+    """Whether the function, on tensors without storage, gives results of these shapes, and results
+    cut on the dims of a factor where the operands are. Nothing is computed.
+    """
+    operand_cuts, result_cuts = factor
+    shapes = [shape_of(value) for value in values]
+    size = next(s[dim] for s, dim in zip(shapes, operand_cuts, strict=True) if dim is not None)
+    prime = next((p for p in _PRIMES if size % p == 0), None)
+    if prime is None:
+        return False
+
+    def cut(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+        return tuple(s // prime if d == dim else s for d, s in enumerate(shape))
+
+    own = [torch.empty(0, dtype=_wide_dtype(value.dtype)) for value in values]
+    with _trial_settings():
+        mode = strict_fake_mode()
+        op = TrialOp(call, (False,) * len(values))
+        whole = op.imagine(mode, own, shapes)
+        parts = op.imagine(
+            mode, own, [cut(s, dim) for s, dim in zip(shapes, operand_cuts, strict=True)]
+        )
+    if whole is None or parts is None:
+        return False
+    cut_results = [cut(s, dim) for s, dim in zip(results, result_cuts, strict=True)]
+    return [shape_of(r) for r in whole.results] == list(results) and [
+        shape_of(r) for r in parts.results
+    ] == cut_results
+
+
+@contextmanager
+def _trial_settings() -> Iterator[None]:
+    """Gradients on, and no trace of the trial: no random state, warning or log."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -115,10 +179,7 @@ def rule_by_trial(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None
         warnings.catch_warnings(action="ignore"),
         _without_logging(),
     ):
-        try:
-            return _find_rule(call, values)
-        except Exception:  # a function that does not run on plain tensors cannot be tried
-            return None
+        yield
 
 
 @contextmanager
@@ -132,7 +193,7 @@ def _without_logging() -> Iterator[None]:
         logging.disable(level)
 
 
-def _find_rule(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
+def _find_factors(call: Call, values: Sequence[Tensor]) -> TrialResult | None:
     shapes, mode = [shape_of(v) for v in values], strict_fake_mode()
     samples = [_sample(v, i, positive=False) for i, v in enumerate(values)]
     op = TrialOp(call, _takes_gradients(call, mode, samples))
@@ -141,10 +202,8 @@ def _find_rule(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None:
         return None
     trials = _run_trials(op, values, imagined)
     factors = list(_factors(op, mode, trials, shapes)) if trials else []
-    if not factors:
-        return None
-    rule = _rule_of_factors(shapes, [shape_of(r) for r in imagined.results], factors)
-    return replace(rule, nonlinear=not all(gradients_add_up(op, trial) for trial in trials))
+    nonlinear = bool(factors) and not all(gradients_add_up(op, trial) for trial in trials)
+    return TrialResult(factors, [shape_of(r) for r in imagined.results], nonlinear)
 
 
 def differing_results(call: Call, values: Sequence[Tensor]) -> list[int]:
@@ -200,6 +259,13 @@ def _run_trials(op: TrialOp, values: Sequence[Tensor], imagined: Outcome) -> lis
         if not any(bool(t.isnan().any()) for t in uncut.tensors):  # nan is nan: proves nothing
             trials.append(Trial(samples, cotangents, uncut))
     return trials
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a sample of an operand of this dtype is drawn."""
+    if dtype.is_floating_point:
+        return torch.float64
+    return torch.complex128 if dtype.is_complex else dtype
 
 
 def _sample(value: Tensor, seed: int, positive: bool) -> Tensor:
@@ -259,7 +325,7 @@ def gradients_add_up(op: TrialOp, trial: Trial) -> bool:
 # -- factors ---------------------------------------------------------------------------------------
 def _factors(
     op: TrialOp, mode: FakeTensorMode, trials: Sequence[Trial], shapes: Sequence[tuple[int, ...]]
-) -> Iterator[tuple[Cuts, Cuts]]:
+) -> Iterator[Factor]:
     """Yield (dim of each operand, dim of each result) of every factor; no dim belongs to two."""
     used: set[tuple[str, int, int]] = set()
     for size in sorted({s for shape in shapes for s in shape if s > 1}):
@@ -372,10 +438,11 @@ def _cut_dims(
     return tuple(dims)
 
 
-def _rule_of_factors(
+def rule_of_factors(
     shapes: Sequence[tuple[int, ...]],
     results: Sequence[tuple[int, ...]],
-    found: Sequence[tuple[Cuts, Cuts]],
+    found: Sequence[Factor],
+    nonlinear: bool,
 ) -> OpShardingRule:
     """Return the rule with factors d0, d1, …; every other dim is an unsharded factor of its own."""
     sizes: dict[str, int] = {}
@@ -389,4 +456,6 @@ def _rule_of_factors(
     operands = tuple(dims("w", i, shape, 0) for i, shape in enumerate(shapes))
     outputs = tuple(dims("v", i, shape, 1) for i, shape in enumerate(results))
     unsharded = frozenset(name for name in sizes if not name.startswith("d"))
-    return OpShardingRule(operands, outputs, sizes, whole=unsharded, found="probe")
+    return OpShardingRule(
+        operands, outputs, sizes, whole=unsharded, nonlinear=nonlinear, found="probe"
+    )

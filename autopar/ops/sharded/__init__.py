@@ -30,7 +30,7 @@ from autopar.ops.sharded.attention import attention
 from autopar.ops.sharded.dropout import dropout
 from autopar.ops.sharded.matmul import linear, summa_linear
 from autopar.ops.sharded.norms import layer_norm, log_softmax, rms_norm, softmax
-from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding
+from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding, nll_loss
 
 __all__ = [
     "HAVE_INNER_COLLECTIVES",
@@ -46,6 +46,7 @@ __all__ = [
     "linear",
     "log_softmax",
     "moving",
+    "nll_loss",
     "rms_norm",
     "softmax",
     "summa_linear",
@@ -145,5 +146,6 @@ _INNER_COLLECTIVES: dict[Any, Callable[[Layout], list[InnerCollective]]] = {
     aten.log_softmax.int: _softmax_all_reduces,
     aten._log_softmax.default: _softmax_all_reduces,
     aten.cross_entropy_loss.default: _cross_entropy,
+    aten.nll_loss_nd.default: _cross_entropy,
 }
 HAVE_INNER_COLLECTIVES = frozenset(_INNER_COLLECTIVES)

@@ -135,6 +135,33 @@ def cross_entropy(
     return _reduce_loss(loss, token_weight, counts, reduction, token_axes, mesh).to(logits.dtype)
 
 
+def nll_loss(
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: Literal["mean", "sum", "none"],
+    ignore_index: int,
+    token_axes: Sequence[str],
+    mesh: str,
+) -> Tensor:
+    """Return torch's nll_loss on a rank's slice of the tokens, which are split over `token_axes`.
+
+    log_probabilities: (N, C) or (N, C, d1, ...) with all classes; target: class indices without the
+    class dim; weight: (C). Over the token axes the result is I for "mean" (over the GLOBAL weight
+    of the tokens that count), P for "sum" and S for "none".
+    """
+    counts = target != ignore_index
+    loss = functional.nll_loss(
+        log_probabilities, target, weight, reduction="none", ignore_index=ignore_index
+    )
+    if weight is None:
+        token_weight = torch.ones_like(loss)
+    else:
+        token_weight = weight[torch.where(counts, target, 0)]
+    reduced = _reduce_loss(widen(loss), widen(token_weight), counts, reduction, token_axes, mesh)
+    return reduced.to(log_probabilities.dtype)
+
+
 def _unsharded_token_loss(
     logits: Tensor,
     target: Tensor,

@@ -42,6 +42,7 @@ from autopar.ops.devices import home_of, of_inputs
 from autopar.passes.trace.autocast import cast_in_composites
 from autopar.passes.trace.model_state import Watch, refuse_registered, snapshot
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
+from autopar.passes.trace.torch_branches import BRANCHLESS, branching_function
 
 DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
@@ -185,6 +186,7 @@ class _DetachWithoutGrad(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == DATA:  # export would make it a constant
             return args[0].detach()
+        func = BRANCHLESS.get(func, func)
         if torch.is_grad_enabled():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -356,6 +358,14 @@ def explained(model: nn.Module, error: Exception) -> TraceError:
     """Return a TraceError for an error of export or of the model itself, with the user's line."""
     if any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutputShape")):
         reason, advice = "a branch or a shape depends on the values of a tensor", DATA_ADVICE
+        torch_branch = branching_function(error)
+        if torch_branch is not None:
+            owner, instead = torch_branch
+            reason = f"inside {owner}, torch's own code, {reason}"
+            advice = instead or (
+                f"Write what {owner} computes without the branch, or compute it outside of the "
+                "model."
+            )
     else:
         message = (str(error).strip() or "no message").splitlines()[0]
         reason = f"{type(error).__name__}: {message}"

@@ -240,17 +240,19 @@ def _dropout(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
     return dropout
 
 
+_SPARSE = ("sparse", "sparse_grad")
+
+
 def _dense_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Make an embedding give the gradient of its table as a dense tensor, which collectives can
-    sum: `sparse=True` changes the form of the gradient, not its value.
+    """Make an embedding or a gather give its gradient as a dense tensor, which collectives can sum:
+    `sparse=True` changes the form of the gradient, not its value.
     """
     op: Any = node.target
     names = [argument.name for argument in op._schema.arguments]
     node.args = tuple(
-        False if name == "sparse" else value
-        for name, value in zip(names, _args(node), strict=False)
+        False if name in _SPARSE else value for name, value in zip(names, _args(node), strict=False)
     )
-    node.kwargs = {name: value for name, value in node.kwargs.items() if name != "sparse"}
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name not in _SPARSE}
     return node
 
 
@@ -286,6 +288,7 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten.new_ones.default: _full(1),
     aten.embedding.default: _dense_gradient,
     aten.embedding_bag.padding_idx: _dense_gradient,
+    aten.gather.default: _dense_gradient,
     operator.getitem: _item,
 }
 

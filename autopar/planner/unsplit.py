@@ -1,0 +1,217 @@
+"""Says what a plan does not split, and why: matmuls that an axis replicates, and sizes of weights
+that no axis divides.
+
+Example: a vocabulary of 50,257 rows on an axis of 4 ranks makes the head split its summed dim, so
+that the logits of all classes are sent; `uneven_notes` names the vocabulary and the next multiple,
+50,260. An annotated program and its plan enter, sentences leave. Called by exact_search.py,
+deep_models.py, planner.py and why.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import chain_name, module_path, producer, where
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.plan import Choice, Plan
+from autopar.ir.program import Program
+from autopar.ir.sharding_rule import operands_of
+from autopar.ir.strategy import IDLE
+
+aten = torch.ops.aten
+
+_LARGE = 1000  # entries from which a size is worth a note
+
+
+# -- matmuls on axes that replicate them -----------------------------------------------------------
+@dataclass(frozen=True)
+class Replicated:
+    """A matmul that an axis replicates. `divides`: the axis divides one of the matmul's dims, and
+    the layout splits none of them.
+    """
+
+    node: fx.Node
+    axis: Axis
+    sizes: str
+    divides: bool
+
+    def __str__(self) -> str:
+        reason = f"may split none of {self.sizes} here"
+        if not self.divides:
+            reason = f"divides none of {self.sizes}"
+        return f"{where(self.node)}: axis {self.axis.name} of {self.axis.size} {reason}"
+
+
+def replicated(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> list[Replicated]:
+    """Return the matmuls that axes replicate, one entry for each matmul and axis."""
+    notes = program.annotations
+    assert notes is not None
+    found: list[Replicated] = []
+    for node in program.module.graph.nodes:
+        spec = notes.specs.get(node.name)
+        if node.name not in choices or spec is None or spec.product is None:
+            continue
+        factors = notes.factors[node.name]
+        splittable = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
+        sizes = ", ".join(
+            f"{f} = {' × '.join(str(a.size) for a in atoms)}" for f, atoms in splittable.items()
+        )
+        for axis, split in zip(mesh.axes, choices[node.name].splits, strict=True):
+            divides = any(a.size % axis.size == 0 for atoms in splittable.values() for a in atoms)
+            if split in IDLE:
+                found.append(Replicated(node, axis, sizes, divides))
+    return found
+
+
+def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:
+    """Return one sentence for each matmul and mesh axis on which the matmul is replicated."""
+    return tuple(dict.fromkeys(str(each) for each in replicated(program, mesh, choices)))
+
+
+def idle_note(
+    program: Program, plan: Plan, found: Sequence[Replicated], seconds: Mapping[str, float]
+) -> str:
+    """Return the sentence of a plan that "auto" chose, in which axes replicate matmuls that they
+    could split: how many, and what splitting them could save at most. `found`: those matmuls;
+    `seconds`: of every node's computation on a rank.
+    """
+    notes = program.annotations
+    assert notes is not None
+    count = sum(
+        1 for name in plan.choices if name in notes.specs and notes.specs[name].product is not None
+    )
+    sizes: dict[str, int] = {}
+    for each in found:
+        sizes[each.node.name] = sizes.get(each.node.name, 1) * each.axis.size
+    saved = sum(seconds.get(name, 0.0) * (1 - 1 / size) for name, size in sizes.items())
+    axes = ", ".join(dict.fromkeys(f"{each.axis.name} of {each.axis.size}" for each in found))
+    gain = (
+        "fewer ranks would be as fast" if len(sizes) == count else "more ranks gain nothing there"
+    )
+    return (
+        f"{len(sizes)} of {count} products run whole on all ranks of axis {axes}: to split them "
+        f"would save {saved * 1e3:.3g} ms of a step at most, and what ranks would then send and "
+        f"start takes longer; {gain}"
+    )
+
+
+# -- sizes of weights that no axis divides ---------------------------------------------------------
+@dataclass(frozen=True)
+class Uneven:
+    """A large dim of weights that an axis does not divide, though the nodes of these weights do not
+    split the batch there.
+    """
+
+    size: int
+    axis: Axis
+    vocabulary: bool
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def multiple(self) -> int:
+        """The next size that the axis divides."""
+        return math.ceil(self.size / self.axis.size) * self.axis.size
+
+    def sentence(self, sent_bytes: float) -> str:
+        """Return what the size costs and what to do about it."""
+        what = "the vocabulary" if self.vocabulary else "the features"
+        names = list(dict.fromkeys(module_path(n) or n.name for n in self.nodes))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return (
+            f"axis {self.axis.name} of {self.axis.size} does not divide {self.size:,}, {what} of "
+            f"{', '.join(names[:3])}{more}, and cannot split it: a rank sends "
+            f"{sent_bytes / 1e6:,.2f} MB in a step around these modules; pad it to the next "
+            f"multiple, {self.multiple:,}"
+        )
+
+
+def uneven(program: Program, plan: Plan) -> list[Uneven]:
+    """Return the large dims of weights that an axis does not divide, where it splits no batch."""
+    notes = program.annotations
+    assert notes is not None
+    nodes_of: dict[tuple[int, Axis], list[fx.Node]] = {}
+    vocabulary: set[int] = set()
+    for node in program.module.graph.nodes:
+        vocabulary |= {size for size in _class_sizes(program, node) if size >= _LARGE}
+        if node.name not in plan.choices:
+            continue
+        for factor in _weight_factors(program, node):
+            size = notes.specs[node.name].sizes[factor]
+            for axis, split in zip(plan.mesh.axes, plan.choices[node.name].splits, strict=True):
+                if size % axis.size and size >= _LARGE and not _splits_rows(program, node, split):
+                    nodes_of.setdefault((size, axis), []).append(node)
+    return [
+        Uneven(size, axis, size in vocabulary, tuple(nodes))
+        for (size, axis), nodes in nodes_of.items()
+    ]
+
+
+def uneven_notes(program: Program, plan: Plan) -> tuple[str, ...]:
+    """Return one sentence for each size and axis of `uneven` that makes ranks send something."""
+    return tuple(note for _, note in _notes_by_nodes(program, plan))
+
+
+def uneven_notes_at(program: Program, plan: Plan, names: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the sentences that are about one of these nodes."""
+    return tuple(
+        note
+        for each, note in _notes_by_nodes(program, plan)
+        if any(node.name in names for node in each.nodes)
+    )
+
+
+def _notes_by_nodes(program: Program, plan: Plan) -> Iterator[tuple[Uneven, str]]:
+    for each in uneven(program, plan):
+        readers = (user for node in each.nodes for user in node.users)
+        chains = {chain_name(node) for node in (*each.nodes, *readers) if node.op != "output"}
+        sent = sum(
+            collective.bytes
+            for collective in plan.collectives
+            if collective.chain in chains and each.axis.name in collective.axes
+        )
+        if sent:
+            yield each, each.sentence(sent)
+
+
+def _class_sizes(program: Program, node: fx.Node) -> Iterator[int]:
+    """Yield the number of rows of an embedding, and of classes of a cross entropy."""
+    assert program.annotations is not None
+    if node.target is aten.embedding.default:
+        dims = program.annotations.specs[node.name].operands[0]
+        if dims:
+            yield program.annotations.specs[node.name].sizes[dims[0][0]]
+    elif node.target is aten.cross_entropy_loss.default:
+        source = operands_of(node)[0]
+        if source is not None:
+            shape = source.meta["val"].shape
+            yield int(shape[1 if len(shape) > 1 else 0])
+
+
+def _weight_factors(program: Program, node: fx.Node) -> Iterator[str]:
+    """Yield the factors of the weights of a matmul or an embedding that an axis might split."""
+    notes = program.annotations
+    assert notes is not None
+    spec = notes.specs.get(node.name)
+    if spec is None or not (spec.product or node.target is aten.embedding.default):
+        return
+    weights = {
+        factor
+        for operand, dims in zip(operands_of(node), spec.operands, strict=False)
+        if operand is not None and dims is not None and producer(operand) in notes.weights
+        for dim in dims
+        for factor in dim
+    }
+    yield from (f for f in spec.sizes if f in weights and spec.splittable(f))
+
+
+def _splits_rows(program: Program, node: fx.Node, split: str) -> bool:
+    """Whether a node splits a dim of its batch there, which no weight has."""
+    notes = program.annotations
+    assert notes is not None
+    spec = notes.specs[node.name]
+    return split in spec.sizes and split not in set(_weight_factors(program, node))

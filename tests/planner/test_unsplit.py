@@ -1,0 +1,136 @@
+"""What a plan says of matmuls that it does not split, and of sizes that no axis divides."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.ir.strategy import IDLE
+
+
+class Words(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, 64), nn.Linear(64, vocabulary, bias=False)
+        self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def plan_words(vocabulary: int, layout: str) -> autopar.Plan:
+    with torch.device("meta"):
+        ids = torch.empty(4, 12, dtype=torch.int64)
+        return autopar.plan(Words(vocabulary), 4, (ids, ids), layout=layout)
+
+
+def printed(value: object) -> str:
+    console = Console(file=io.StringIO(), width=400)
+    console.print(value)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_vocabulary_that_no_axis_divides_is_named_with_the_next_multiple() -> None:
+    uneven, even = plan_words(50257, "megatron"), plan_words(50260, "megatron")
+    (note,) = [note for note in uneven.notes if "50,257" in note]
+    assert "the vocabulary of embed, head" in note and "50,260" in note
+    assert uneven.comm_bytes > 100 * even.comm_bytes and not even.notes
+    megabytes = float(note.split("sends ")[1].split(" MB")[0].replace(",", ""))
+    assert megabytes == pytest.approx(uneven.comm_bytes / 1e6, rel=0.05)
+    assert "50,260" in printed(uneven.why("head")) and "50,260" in printed(uneven.table())
+    assert "50,260" not in printed(uneven.why("up"))
+
+
+def test_a_vocabulary_is_not_named_where_the_batch_is_split() -> None:
+    assert not plan_words(50257, "fsdp").notes
+
+
+class Wave(nn.Module):
+    """Ten small convolutions, which cost less than the messages of any split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, 16, 1), nn.Conv1d(16, 32, 1)
+        self.middle = nn.ModuleList(nn.Conv1d(16, 16, 3, padding=1) for _ in range(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for conv in self.middle:
+            x = x + conv(x).tanh()
+        return F.cross_entropy(self.last(x.relu()), y)
+
+
+def test_auto_says_that_fewer_ranks_would_be_as_fast_where_it_splits_nothing() -> None:
+    inputs = torch.randn(8, 1, 64), torch.randint(32, (8, 64))
+    plan = autopar.plan(Wave(), 4, inputs)
+    assert plan.smaller is not None and plan.smaller[0] == 1
+    assert not plan.unsplit
+    (note,) = plan.notes
+    assert note.startswith("10 of 10 products run whole on all ranks of axis ")
+    assert note.endswith("fewer ranks would be as fast")
+
+
+# -- images at the sizes that people train ---------------------------------------------------------
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+        self.block = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU())
+        self.up, self.head = nn.ConvTranspose2d(64, 64, 2, 2), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.interpolate(self.up(self.block(self.stem(x))), scale_factor=0.5, mode="bilinear")
+        x = F.pad(x, (1, 1, 1, 1), mode="reflect").roll((1, 2), (2, 3))
+        return F.cross_entropy(self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)), y)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "megatron", "auto"])
+def test_large_images_leave_nothing_whole(layout: str) -> None:
+    with torch.device("meta"):
+        model, inputs = Images(), (torch.empty(32, 3, 224, 224), torch.zeros(32, dtype=torch.long))
+    plan = autopar.plan(model, 4, inputs, layout=layout, smaller=False)
+    assert not plan.unsplit
+    windows = ("conv", "max_pool", "group_norm", "upsample", "roll", "pad", "adaptive")
+    choices = {n: c.splits for n, c in plan.choices.items() if n.startswith(windows)}
+    assert len(choices) >= 9
+    whole = [n for n, splits in choices.items() if all(split in IDLE for split in splits)]
+    assert not whole or layout == "megatron"
+
+
+def test_a_head_of_ten_classes_does_not_refuse_megatron_to_a_convolutional_net() -> None:
+    model, inputs = Images(), (torch.randn(4, 3, 32, 32), torch.randint(10, (4,)))
+    report = autopar.verify(model, 4, inputs, layout="megatron")
+    assert report is not None
+
+
+class Product(nn.Module):
+    """An einsum with its weight first or second."""
+
+    def __init__(self, equation: str, first: bool) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(12, 8))
+        self.equation, self.first = equation, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        operands = (self.weight, x) if self.first else (x, self.weight)
+        return torch.einsum(self.equation, *operands).square().mean()
+
+
+@pytest.mark.parametrize(("equation", "first"), [("oi,bi->bo", True), ("bi,oi->bo", False)])
+def test_an_einsum_splits_its_batch_wherever_its_weight_stands(equation: str, first: bool) -> None:
+    model, inputs = Product(equation, first), (torch.randn(8, 8),)
+    plan = autopar.plan(model, 4, inputs, layout="ddp", smaller=False)
+    assert plan.choices["einsum"].splits == ("b",) and not plan.unsplit
+    autopar.verify(model, 4, inputs, layout="megatron")
