@@ -305,7 +305,7 @@ def test_below_autograd_nothing_is_recorded() -> None:
     assert (x * 2).requires_grad
 
 
-@covers("put_local", "fit_spec", "storage_key")
+@covers("put_local", "fit_spec", "storage_key", "placings_of")
 def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
     x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
     own = torch.zeros(4)
@@ -314,6 +314,7 @@ def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
     assert _compat.storage_key(own[1:]) == _compat.storage_key(own)
     assert _compat.storage_key(own.clone()) != _compat.storage_key(own)
     placing = _compat.placing_of(x)
+    assert _compat.placings_of([x, own]) == [placing, None]
     assert _compat.fit_spec(placing, torch.float32) is placing
     fitted = _compat.fit_spec(placing, torch.bool)
     assert _compat.from_part(own > 0, fitted).dtype == torch.bool

@@ -303,6 +303,11 @@ def placing_of(x: DTensor) -> DTensorSpec:
     return x._spec
 
 
+def placings_of(xs: Sequence[torch.Tensor]) -> list[DTensorSpec | None]:
+    """The placing of each DTensor, None for a plain tensor."""
+    return [getattr(x, "_spec", None) for x in xs]
+
+
 def from_part(part: torch.Tensor, placing: DTensorSpec) -> DTensor:
     """A DTensor that lies so, with this own part; without an autograd function."""
     return DTensor(part, copy.copy(placing), requires_grad=False)
@@ -402,6 +407,7 @@ __all__ = [
     "not_compiled",
     "partition",
     "placing_of",
+    "placings_of",
     "process_group",
     "put_local",
     "pytree",

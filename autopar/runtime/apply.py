@@ -295,8 +295,10 @@ def local_parts(xs: Sequence[DTensor]) -> list[torch.Tensor]:
     """
     if torch.compiler.is_compiling():
         return [x.to_local(grad_placements=x.placements) for x in xs]
-    trained = [x for x in xs if x.requires_grad]
-    parts = iter(_LocalParts.apply(xs, *trained)) if trained else iter(())
+    trained = [x for x in xs if x.requires_grad] if torch.is_grad_enabled() else []
+    if not trained:
+        return [local_of(x) for x in xs]
+    parts = iter(_LocalParts.apply(xs, *trained))
     return [next(parts) if x.requires_grad else local_of(x) for x in xs]
 
 
@@ -308,7 +310,7 @@ class _LocalParts(Function):
         ctx.placings = [placing_of(x) for x in xs]
         parts = [local_of(x) for x in xs]
         # autograd marks the tensors that a forward returns
-        return tuple(part.view_as(part) for part in parts)
+        return tuple(part.detach() for part in parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -74,6 +74,7 @@ class ParallelState:
     def _begin(self, module: nn.Module, name: str) -> None:
         """Start what no copy of a module shares."""
         self._modules = dict(module.named_modules(remove_duplicate=False))
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}  # registries and names of tensors
         self.watch, self.copies = InputsWatch(name), itertools.count()
         self.clock, self.no_sync = StepClock(), NoSync(module)
 
@@ -94,16 +95,30 @@ class ParallelState:
     # -- what graphs read --------------------------------------------------------------------------
     def tensor(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer of this name; functional_call puts others there."""
-        path, _, last = name.rpartition(".")
-        module = self._modules[path]
-        registry: dict[str, Any] = module._parameters
-        found = registry[last] if last in registry else module._buffers.get(last)
+        if name not in self._places:
+            path, _, last = name.rpartition(".")
+            module = self._modules[path]
+            registry: dict[str, Any] = module._parameters
+            self._places[name] = (registry if last in registry else module._buffers), last
+        registry, last = self._places[name]
+        found = registry.get(last)
         if not isinstance(found, torch.Tensor):
             raise InputError(
                 f"{name} was taken from the model since it was parallelized: parallelize the "
                 "changed model"
             )
         return found
+
+    def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the parameters or buffers of these names."""
+        try:
+            found = [self._places[name] for name in names]
+        except KeyError:
+            return [self.tensor(name) for name in names]
+        tensors = [registry.get(last) for registry, last in found]
+        if any(x is None for x in tensors):
+            return [self.tensor(name) for name in names]
+        return cast(list[torch.Tensor], tensors)
 
     def attribute(self, name: str) -> Any:
         """Return the plain attribute of a module, None where there is none of this name."""

@@ -124,9 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     Console().print(table)
     met = facts["call_s"] <= WANTED_S and share <= WANTED_SHARE
-    print(
-        f"wanted: at most {WANTED_S * 1e3:g} ms and {WANTED_SHARE:.0%}: {'met' if met else 'missed'}"
-    )
+    verdict = "met" if met else "missed"
+    print(f"wanted: at most {WANTED_S * 1e3:g} ms and {WANTED_SHARE:.0%}: {verdict}")
     return 0
 
 

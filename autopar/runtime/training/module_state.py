@@ -49,12 +49,14 @@ Path = tuple[str, str]  # the names of a module and of its attribute
 
 
 class _Attributes(NamedTuple):
-    """Attributes of one module: its dict, their names, and the values that were compared last."""
+    """Attributes of one module: its dict, their names, and where the values that were compared last
+    stand among those of all modules.
+    """
 
     module: str
     held: dict[str, Any]
     names: list[str]
-    values: list[Any]
+    first: int
 
 
 class ModuleState:
@@ -67,19 +69,32 @@ class ModuleState:
     ) -> None:
         self._reads, self._fed = frozenset(reads), frozenset(fed)
         modules = dict(root.named_modules(remove_duplicate=False))
-        self._modules = [*modules.values()]
-        self._names = [*modules]
-        self._structure = [tuple(m._modules.values()) for m in self._modules]
-        self._hooks = [_hooks_of(m) for m in self._modules]
-        self._registries = [(tuple(m._parameters), tuple(m._buffers)) for m in self._modules]
-        self._unset = [*_unset(self._modules)]
+        self._modules = modules
+        self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values()]
+        self._children = [(now, children) for now, children in self._children if children]
+        hooks = [getattr(m, kind) for name, m in modules.items() if name for kind in _HOOKS]
+        self._no_hooks = [hook for hook in hooks if not hook]
+        self._hooks = [(hook, tuple(hook.values())) for hook in hooks if hook]
+        self._registries = [r for m in modules.values() for r in (m._parameters, m._buffers)]
+        self._counts = [*map(len, self._registries)]
+        self._unset = [(r, name) for r in self._registries for name, x in r.items() if x is None]
         self._classes = _class_states(modules, self._reads)
-        self._attributes = [*_grouped(modules, self._reads)]
+        self._attributes: list[_Attributes] = []
+        self._getters: list[Any] = []
+        self._keys: list[str] = []
+        self._values: list[Any] = []  # that were compared last
         self._contents: dict[Path, list[tuple[Any, list[Any]]]] = {}
         self._leaves: dict[Path, Leaves] = {}
-        for group in self._attributes:
-            for name, value in zip(group.names, group.values, strict=True):
-                self._describe((group.module, name), value)
+        for where, names in _names_by_module(modules, self._reads).items():
+            held = modules[where].__dict__
+            self._attributes.append(_Attributes(where, held, names, len(self._keys)))
+            for name in names:
+                value = held.get(name, _ABSENT)
+                self._getters.append(held.get)
+                self._keys.append(name)
+                self._values.append(value)
+                self._describe((where, name), value)
+        self._absent = [_ABSENT] * len(self._keys)
 
     def of(self, root: nn.Module) -> ModuleState:
         """Return the state of a copy of the module: it holds where the copy is what the original
@@ -87,17 +102,19 @@ class ModuleState:
         """
         twin = ModuleState(root, self._reads, self._fed)
         twin._leaves = dict(self._leaves)
-        for group, own in zip(self._attributes, twin._attributes, strict=True):
-            for place, value in enumerate(group.values):
-                compared = value is _ABSENT or isinstance(value, _VALUES)
-                own.values[place] = value if compared else object()  # at the first call, by value
+        for place, value in enumerate(self._values):
+            compared = value is _ABSENT or isinstance(value, _VALUES)
+            twin._values[place] = value if compared else object()  # at the first call, by value
         return twin
 
     def holds(self) -> bool:
-        """Whether the module is what it was. Raises nothing for what was replaced or hooked: see
-        `tampered`.
-        """
-        return next(self.changed(), None) is None and self._classes_hold()
+        """Whether the attributes are what they were. What was replaced or hooked is `tampered`."""
+        now = map(operator.call, self._getters, self._keys, self._absent)
+        same = all(map(operator.is_, now, self._values))
+        same = same and all(map(_same_contents, self._contents.values()))
+        if not same and next(self.changed(), None) is not None:
+            return False
+        return all(map(_same_class, self._classes))
 
     def changes(self) -> list[str]:
         """Return what is other than it was, a phrase for each attribute, alike on all ranks."""
@@ -121,30 +138,39 @@ class ModuleState:
 
     def tampered(self) -> str:
         """Return what of the module's structure is not what it was, "" where all is: a submodule
-        that was replaced, a hook that was added or taken away.
+        that was replaced, a hook that was added or taken away, a parameter that came or went.
         """
-        for name, module, children, hooks in zip(
-            self._names, self._modules, self._structure, self._hooks, strict=True
-        ):
-            now = module._modules
+        for now, children in self._children:
             if len(now) != len(children) or not all(map(operator.is_, now.values(), children)):
-                return f"the submodules of {_module_name(name, module)} were replaced"
-            if name and _hooks_of(module) != hooks:
-                return f"a hook of {_module_name(name, module)} was added or taken away"
-        for name, module, names in zip(self._names, self._modules, self._registries, strict=True):
-            if tuple(module._parameters) != names[0] or tuple(module._buffers) != names[1]:
-                return f"the parameters or buffers of {_module_name(name, module)} are others"
+                return f"the submodules of {self._owner_of(now)} were replaced"
+        if any(self._no_hooks):
+            added = next(hooks for hooks in self._no_hooks if hooks)
+            return f"a hook of {self._owner_of(added)} was added or taken away"
+        for now, hooks in self._hooks:
+            if len(now) != len(hooks) or not all(map(operator.is_, now.values(), hooks)):
+                return f"a hook of {self._owner_of(now)} was added or taken away"
+        if [*map(len, self._registries)] != self._counts:
+            pairs = zip(self._registries, self._counts, strict=True)
+            other = next(registry for registry, count in pairs if len(registry) != count)
+            return f"the parameters or buffers of {self._owner_of(other)} are others"
         for registry, name in self._unset:
-            if registry[name] is not None:
-                return f"{name}, which was None, has become a tensor"
+            if registry.get(name) is not None:
+                return f"{name} of {self._owner_of(registry)}, which was None, was set to a tensor"
         return ""
+
+    def _owner_of(self, registry: Any) -> str:
+        """Return the name of the module that has this dict."""
+        for name, module in self._modules.items():
+            if any(value is registry for value in module.__dict__.values()):
+                return f"{name} ({type(module).__name__})" if name else type(module).__name__
+        return "a module"
 
     def changed(self) -> Iterator[tuple[Path, Any, Any]]:
         """Yield each attribute that is other than it was, with its value and its value then."""
         absent = _ABSENT
         for group in self._attributes:
-            held, values = group.held, group.values
-            for place, name in enumerate(group.names):
+            held, values = group.held, self._values
+            for place, name in enumerate(group.names, group.first):
                 now, before = held.get(name, absent), values[place]
                 if now is not before or (
                     (group.module, name) in self._contents
@@ -190,9 +216,6 @@ class ModuleState:
             state.leaves[_joined(path)] = ("tensor", id(value), version_of(value))
         return state
 
-    def _classes_hold(self) -> bool:
-        return all(map(_same_class, self._classes))
-
     def _changed_classes(self) -> list[str]:
         return [state.owner.__name__ for state in self._classes if not _same_class(state)]
 
@@ -202,43 +225,33 @@ class ModuleState:
         """
         found = []
         for group in self._attributes:
-            for name, value in zip(group.names, group.values, strict=True):
+            for place, name in enumerate(group.names, group.first):
+                value = self._values[place]
                 if _is_opaque(value):
                     kind = f"{type(value).__module__}.{type(value).__qualname__}"
                     found.append(f"{_joined((group.module, name))} ({kind})")
         return found
 
 
-def _grouped(modules: Mapping[str, nn.Module], reads: Iterable[Path]) -> Iterator[_Attributes]:
-    """Yield the attributes that were read, by module, but for tensors and submodules in registries
+def _names_by_module(
+    modules: Mapping[str, nn.Module], reads: Iterable[Path]
+) -> dict[str, list[str]]:
+    """Return the attributes that were read, by module, but for tensors and submodules in registries
     and what nn.Module itself defines.
     """
-    names: dict[str, set[str]] = {}
+    read: dict[str, set[str]] = {}
     for where, name in reads:
-        names.setdefault(where, set()).add(name)
-    for where, wanted in names.items():
-        module = modules.get(where)
-        if module is None:
-            continue
-        held = module.__dict__
+        if where in modules:
+            read.setdefault(where, set()).add(name)
+    names: dict[str, list[str]] = {}
+    for where, wanted in read.items():
+        module = modules[where]
         if ALL in wanted:
-            wanted |= set(held) - INTERNAL
+            wanted |= set(module.__dict__) - INTERNAL
         registered = {*module._parameters, *module._buffers, *module._modules}
         skipped = registered | _OWN_ATTRIBUTES | {ALL} | ({"forward"} if not where else set())
-        own = sorted((wanted - skipped) | ({"training"} & wanted))
-        yield _Attributes(where, held, own, [held.get(name, _ABSENT) for name in own])
-
-
-def _hooks_of(module: nn.Module) -> tuple[int, ...]:
-    return tuple(id(hook) for kind in _HOOKS for hook in getattr(module, kind).values())
-
-
-def _unset(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the parameters and buffers that are None, each by its registry and name."""
-    for module in modules:
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for registry in registries:
-            yield from ((registry, name) for name, value in registry.items() if value is None)
+        names[where] = sorted((wanted - skipped) | ({"training"} & wanted))
+    return names
 
 
 class _Class(NamedTuple):
@@ -304,10 +317,6 @@ def _is_opaque(value: Any) -> bool:
 
 def _joined(path: Path) -> str:
     return f"{path[0]}.{path[1]}" if path[0] else path[1]
-
-
-def _module_name(name: str, module: nn.Module) -> str:
-    return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree, version_of, without_modes
+from autopar._compat import placings_of, pytree, version_of, without_modes
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.program import (
@@ -120,6 +121,9 @@ class Owner(Protocol):
     def tensor(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer of this name."""
 
+    def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return the parameters or buffers of these names."""
+
     def attribute(self, name: str) -> Any:
         """Return the plain attribute of this name."""
 
@@ -152,10 +156,13 @@ class StepGraph:
         self.user_inputs = [e for e in program.signature.inputs if e.kind == "user"]
         self.draws = any(entry.kind == "seed" for entry in program.signature.inputs)
         self.parameters = [e for e in program.signature.inputs if e.kind == "parameter"]
+        self._names = [entry.target for entry in self.parameters]
+        self._trained = [entry.trainable for entry in self.parameters]
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
         # the rank's coordinates and the constants of the graph, and which attribute each has been
         self._own: dict[str, torch.Tensor] = {}
         self._fed_from: dict[str, tuple[Any, int]] = {}
+        self._placings: list[Any] = []  # of parameters that were compared with the plan
         for entry in program.signature.inputs:
             if entry.kind == "coordinate":
                 self._own[entry.node] = filled((1,), coordinate[entry.target], device)
@@ -206,11 +213,10 @@ class StepGraph:
         if not all(self._fits(entry, leaves[entry.position or 0]) for entry in self.user_inputs):
             return None
         # on one rank gradients are summed over nothing, and autograd follows whatever is trained
-        trains = recorded and self.coordinate
-        if trains and any(
-            owner.tensor(e.target).requires_grad != e.trainable for e in self.parameters
-        ):
-            return None
+        if recorded and self.coordinate:
+            trained = [parameter.requires_grad for parameter in owner.tensors(self._names)]
+            if trained != self._trained:
+                return None
         return leaves
 
     def _under_planned_autocast(self) -> bool:
@@ -233,18 +239,27 @@ class StepGraph:
         """Return the values of the graph's placeholders: the rank's own part of everything. Raises
         InputError for an input or a gradient that was not planned.
         """
-        values = [self._feed(entry, leaves, owner) for entry in self.signature.inputs]
+        parameters = iter(self._parameters_of(owner))
+        values = [
+            next(parameters) if entry.kind == "parameter" else self._feed(entry, leaves, owner)
+            for entry in self.signature.inputs
+        ]
         for _ in range(getattr(self.run, "count", 1) - 1):  # every micro-batch drops others
             seeds = (e for e in self.signature.inputs if e.kind == "seed")
             values += [self._feed(entry, leaves, owner) for entry in seeds]
         return to_local(values)
 
+    def _parameters_of(self, owner: Owner) -> list[torch.Tensor]:
+        """Return the parameters of the owner, as they are planned; else raise InputError."""
+        parameters = owner.tensors(self._names)
+        placings = placings_of(parameters)
+        if not self._placings or not all(map(operator.is_, placings, self._placings)):
+            for entry, parameter in zip(self.parameters, parameters, strict=True):
+                self._refuse_other_parameter(entry, parameter)
+            self._placings = placings  # those of the same tensors stay the same objects
+        return parameters
+
     def _feed(self, entry: Input, leaves: list[Any], owner: Owner) -> Any:
-        if entry.kind == "parameter":
-            parameter = owner.tensor(entry.target)
-            self._refuse_other_parameter(entry, parameter)
-            self._refuse_gradient(f"parameter {entry.target}", parameter, entry)
-            return parameter
         if entry.kind == "user":
             assert entry.position is not None
             return self._own_part(entry, leaves[entry.position])
