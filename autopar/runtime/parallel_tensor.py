@@ -302,6 +302,8 @@ def _kind(func: Any) -> Kind:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return "draw"
     short = name.removeprefix("aten::")
+    if short.startswith("_amp_"):  # which DTensor knows
+        return "other"
     if short.startswith(("_foreach_", "_fused_")):
         return "other" if short.endswith(_REDUCING) else "foreach"
     is_out = any(argument.is_out for argument in func._schema.arguments)
@@ -411,10 +413,12 @@ def _redistribute_lists(func: OpOverload, args: Any, kwargs: Any) -> Any:
 # -- running them ----------------------------------------------------------------------------------
 def _by_dtensor(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op as torch runs it on DTensors. Raises InputError where a plain tensor takes part."""
-    swapped = [x for x in pytree.tree_leaves((args, kwargs)) if type(x) is ParallelTensor]
-    for x in swapped:
-        _refresh(x)
-        x.__class__ = DTensor  # type: ignore[assignment]
+    swapped = []
+    for x in pytree.tree_leaves((args, kwargs)):
+        if type(x) is ParallelTensor:  # one that is there twice is swapped once
+            _refresh(x)
+            x.__class__ = DTensor  # type: ignore[assignment]
+            swapped.append(x)
     try:
         result = func(*args, **kwargs)
     except RuntimeError as error:
@@ -543,8 +547,8 @@ def _run_unsharded(func: Any, args: Any, kwargs: Any, error: Exception | None = 
     result = func(*whole_args, **whole_kwargs)
     for x in written:
         _store(x, wholes[id(x)], *roots[id(x)])
-    if len(written) == 1 and func._schema.is_mutable:
-        return written[0]
+    if func._schema.is_mutable:
+        return written[0] if len(written) == 1 else args[0]
     like = tensors[0]
 
     def shard(x: torch.Tensor) -> torch.Tensor:

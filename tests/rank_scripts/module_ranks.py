@@ -305,21 +305,34 @@ def written() -> Facts:
     return facts
 
 
+def plain_average(model: nn.Module) -> float:
+    """The norm of an average that a script keeps in plain tensors."""
+    kept = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            assert kept[name].mul_(0.9).add_(p, alpha=0.1) is kept[name]
+            p.copy_(kept[name])
+    return norms(model)
+
+
 def read() -> Facts:
     """Numbers that are read off a sharded parameter are those of the whole."""
     one, par = pair(mlp(), inputs())
     reads: dict[str, Callable[[Tensor], Any]] = {
         "item of a sum": lambda w: w.abs().sum().item(),
         "float of a dot": lambda w: float(torch.dot(w.flatten()[::1], w.flatten()[::1])),
+        "dot with itself": lambda w: float(w.flatten().dot(w.flatten())) + float(w[0].dot(w[0])),
         "bool of any": lambda w: bool((w > 0.2).any()),
         "format": lambda w: f"{w.sum():.4f}",
         "equal": lambda w: torch.equal(w, w.clone()),
         "norm": lambda w: w.norm().item(),
     }
-    return {
+    facts = {
         name: [get(m.get_parameter("0.weight").detach()) for m in (par, one)]
         for name, get in reads.items()
     }
+    facts["an average in plain tensors"] = [plain_average(m) for m in (par, one)]
+    return facts
 
 
 # -- states ----------------------------------------------------------------------------------------

@@ -75,9 +75,15 @@ class ModuleState:
         hooks = [getattr(m, kind) for name, m in modules.items() if name for kind in _HOOKS]
         self._no_hooks = [hook for hook in hooks if not hook]
         self._hooks = [(hook, tuple(hook.values())) for hook in hooks if hook]
-        self._registries = [r for m in modules.values() for r in (m._parameters, m._buffers)]
+        self._registries = [m._parameters for m in modules.values()]
         self._counts = [*map(len, self._registries)]
-        self._unset = [(r, name) for r in self._registries for name, x in r.items() if x is None]
+        registries = [r for m in modules.values() for r in (m._parameters, m._buffers)]
+        self._unset = [(r, name) for r in registries for name, x in r.items() if x is None]
+        self._unset += [
+            (modules[where]._buffers, name)  # read, and not there
+            for where, name in self._reads
+            if where in modules and not hasattr(modules[where], name)
+        ]
         self._classes = _class_states(modules, self._reads)
         self._attributes: list[_Attributes] = []
         self._getters: list[Any] = []
@@ -152,7 +158,7 @@ class ModuleState:
         if [*map(len, self._registries)] != self._counts:
             pairs = zip(self._registries, self._counts, strict=True)
             other = next(registry for registry, count in pairs if len(registry) != count)
-            return f"the parameters or buffers of {self._owner_of(other)} are others"
+            return f"the parameters of {self._owner_of(other)} are others"
         for registry, name in self._unset:
             if registry.get(name) is not None:
                 return f"{name} of {self._owner_of(registry)}, which was None, was set to a tensor"
