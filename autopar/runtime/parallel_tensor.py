@@ -244,7 +244,7 @@ def own_shards() -> Iterator[None]:
 
     Such a file is read by the same rank of a run with the same mesh, by
     `torch.load(path, weights_only=False)` and `par.load_state_dict`. `Checkpoints` has no such
-    limits.
+    limits. Raises nothing itself; without it, pickling a part raises InputError.
     """
     _SHARDS_ARE_MEANT.append(True)
     try:
