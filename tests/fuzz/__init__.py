@@ -7,3 +7,11 @@ In reading order: `table` (what an op kind is) and the ops_*.py that fill it, `c
 a description), `source` (a description becomes the text of a module), `reference` (what one device
 gives), `simulated` and `ranks` (what the parallel program gives), `shrink`, `workers`, `__main__`.
 """
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# `plans` of tests/support is found there, as by pytest.
+sys.path.append(str(Path(__file__).parents[1] / "support"))
