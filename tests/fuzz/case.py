@@ -123,7 +123,8 @@ def random_case(
 
 def _with_habits(case: Case, draw: random.Random) -> Case:
     """The case with one to four habits, and the ops that some of them need."""
-    kinds = [draw.choice([*HABITS]) for _ in range(draw.choice((1, 2, 2, 3, 4)))]
+    able = [*HABITS, "batch", "batch"]  # whose lines fit fewer modules than others
+    kinds = [draw.choice(able) for _ in range(draw.choice((1, 2, 2, 3, 4)))]
     steps = list(case.steps)[:2]  # each habit may need a graph of its own, which takes long
     for kind in dict.fromkeys(kinds):
         if kind in _NEEDED:

@@ -95,12 +95,17 @@ def number(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
 
 @habit
 def data(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
-    """A parameter's data is assigned: what was computed of it, or a tensor of its own."""
-    found, _ = _parameter(draw, model)
+    """A parameter's data is assigned: what was computed of it, a plain tensor, or the numbers of a
+    parameter of its shape, which may lie otherwise.
+    """
+    found, tensor = _parameter(draw, model)
     plain = (
         f"torch.randn(p.shape, generator=torch.Generator().manual_seed({draw.randrange(99)})) / 3"
     )
     options = ["p.data * 0.5", "p.data.clone() + 0.1", "p.detach().tanh()", plain, plain]
+    for name, other in model.named_parameters():
+        if other.shape == tensor.shape and other is not tensor:
+            options.append(f"model.get_parameter({name!r}).data * 0.9")
     return f"{found}; p.data = {draw.choice(options)}"
 
 

@@ -190,6 +190,19 @@ def test_a_failure_is_shrunk_to_what_makes_it_fail_and_printed_as_it_runs() -> N
     assert not run_built(run_text(source), "'ddp'", 2).failed
 
 
+def test_a_failure_is_shrunk_to_the_habit_that_makes_it_fail() -> None:
+    case = Case.parse(
+        "rows 4x8 | linear:1 gelu:5 | mean_square:0 return_loss:0 | | 2 | 'fsdp' | "
+        "data:1 mode:2 write:3 freeze:4"
+    )
+
+    def attempt(tried: Case) -> Result:
+        return Result("wrong" if "write" in {habit.op for habit in tried.habits} else "ok", "off")
+
+    small, _ = shrunk(case, attempt(case), attempt, 60.0, True)
+    assert str(small).endswith("| 2 | 'ddp' | write:3")
+
+
 def test_a_hang_and_a_process_that_dies_are_failures() -> None:
     made = Team()
     try:
