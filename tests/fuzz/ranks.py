@@ -55,7 +55,8 @@ def run_built(built: Built, layout: str, ranks: int) -> Result:
     except Exception as error:
         kind, said = "error", described(error)
         if refused(error):
-            kind, said = "refused", f"{type(error).__name__}: {error}"
+            notes = "".join(getattr(error, "__notes__", ()))
+            kind, said = "refused", f"{type(error).__name__}: {notes}{error}"
     return Result(kind, said, built.kinds)
 
 
@@ -66,7 +67,11 @@ def _compared(built: Built, layout: str, ranks: int) -> str:
         par = autopar.apply(built.model, given, inputs)
     else:
         par = autopar.parallelize(built.model, world, inputs, layout=given)
-    found, masks = _trained(par, inputs, [line for _, line in built.habits])
+    try:
+        found, masks = _trained(par, inputs, [line for _, line in built.habits])
+    except Exception as error:
+        error.add_note("of a call: ")  # one device took the call
+        raise
     tolerance = LOOSE if built.loose else TOLERANCE
 
     def differ(expected: Trained) -> str:
