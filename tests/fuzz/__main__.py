@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 
-from .case import Case, random_case, with_random_plan
+from .case import HABITS_SHARE, Case, random_case, with_random_plan
+from .habits import HABITS
 from .shrink import PLAIN_OPS, shrunk
 from .simulated import Result
-from .source import build
+from .source import Built, build
 from .table import TABLE
 from .workers import Task, Team
 
@@ -34,9 +35,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="an op kind that every case has, or its beginning"
     )
-    parser.add_argument("--without", default="", help="op kinds to leave out, with commas between")
+    parser.add_argument(
+        "--without", default="", help="op kinds and habits to leave out, with commas between"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
-    parser.add_argument("--gloo", action="store_true", help=f"on {REAL_RANKS} real ranks")
+    parser.add_argument(
+        "--gloo", type=int, nargs="?", const=REAL_RANKS, default=0,
+        help=f"on real ranks, {REAL_RANKS} or as many as are named",
+    )  # fmt: skip
+    parser.add_argument(
+        "--habits", type=float, default=HABITS_SHARE, help="the share of cases that have some"
+    )
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds; more is a hang")
     parser.add_argument("--case", default="", help="this one case, as a failure prints it")
     parser.add_argument("--list", action="store_true", help="the op kinds, and nothing else")
@@ -49,7 +58,7 @@ class Fuzzer:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked = asked
         first, _, last = asked.ranks.partition("-")
-        self.worlds = (REAL_RANKS,) * 2 if asked.gloo else (int(first), int(last or first))
+        self.worlds = (asked.gloo,) * 2 if asked.gloo else (int(first), int(last or first))
         self.base = int(time.time()) % 10_000_000 * 1000 if asked.seed is None else asked.seed
         self.started = self.said = time.monotonic()
         self.until = self.started + asked.seconds
@@ -70,7 +79,7 @@ class Fuzzer:
         return 1 if self.failures else 0
 
     def _job(self) -> None:
-        team = Team(REAL_RANKS if self.asked.gloo else 1, self.asked.gloo)
+        team = Team(self.asked.gloo or 1, bool(self.asked.gloo))
         try:
             while (seed := self._take()) is not None:
                 case = self._case(seed)
@@ -87,9 +96,11 @@ class Fuzzer:
         return result
 
     def _case(self, seed: int) -> Case:
-        case, without = random_case(seed, self.worlds, self.asked.only), self.asked.without
+        case = random_case(seed, self.worlds, self.asked.only, self.asked.habits)
+        without = self.asked.without
         steps = tuple(step for step in case.steps if step.op not in without.split(","))
-        return dataclasses.replace(case, steps=steps)
+        habits = tuple(habit for habit in case.habits if habit.op not in without.split(","))
+        return dataclasses.replace(case, steps=steps, habits=habits)
 
     def _take(self) -> int | None:
         with self.lock:
@@ -121,7 +132,7 @@ class Fuzzer:
         def attempt(simpler: Case) -> Result:
             return team.run(Task(simpler, seed), self.asked.timeout)
 
-        small, last = shrunk(case, result, attempt, _SHRINK_S, self.asked.gloo)
+        small, last = shrunk(case, result, attempt, _SHRINK_S, bool(self.asked.gloo))
         with self.lock:
             self.failures.append((result.kind, frozenset(last.used) - PLAIN_OPS, 1))
             print(report(len(self.failures), small, seed, last, self.asked.gloo), flush=True)
@@ -132,6 +143,9 @@ class Fuzzer:
 
     def _summary(self) -> None:
         print(f"\n{self._line()}; seeds from {self.base} on")
+        habits = {kind: self.drawn[kind] for kind in HABITS if self.drawn[kind]}
+        if habits:
+            print(f"  habits in {', '.join(f'{n} cases: {kind}' for kind, n in habits.items())}")
         for said, times in self.refusals.most_common(12):
             print(f"  refused {times} times: {said}")
         never = sorted(n for n in self.drawn if not self.passed[n] and self.drawn[n] > 1)
@@ -143,16 +157,25 @@ class Fuzzer:
 
 def report(number: int, case: Case, seed: int, result: Result, gloo: bool) -> str:
     """A failure as it is printed: what is wrong, the module, the layout, how to run it again."""
-    how = "--gloo " if gloo else ""
+    how = f"--gloo {case.ranks} " if gloo else ""
     lines = [f"\n-- failure {number}: {result.kind} " + "-" * 50, result.said, ""]
-    lines += [build(case, seed).text, f"layout {case.layout} on {case.ranks} ranks", ""]
+    built = build(case, seed)
+    lines += [built.text, *_habit_lines(built, gloo)]
+    lines += [f"layout {case.layout} on {case.ranks} ranks", ""]
     lines += [f'python -m tests.fuzz {how}--seed {seed} --case "{case}"']
     return "\n".join(lines)
 
 
+def _habit_lines(built: Built, gloo: bool) -> list[str]:
+    if not built.habits:
+        return []
+    when = "one before each further step" if gloo else "all before the first step"
+    return [f"# habits, {when}; rank is 0 for the plain module", *(h for _, h in built.habits), ""]
+
+
 def one_case(asked: argparse.Namespace) -> int:
     """Runs the one case of the command line."""
-    team, case, seed = Team(REAL_RANKS if asked.gloo else 1, asked.gloo), None, asked.seed or 0
+    team, case, seed = Team(asked.gloo or 1, bool(asked.gloo)), None, asked.seed or 0
     try:
         case = Case.parse(asked.case)
         result = team.run(Task(case, seed), asked.timeout)

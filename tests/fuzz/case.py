@@ -10,15 +10,22 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from . import ops_layers, ops_tricky, ops_values  # noqa: F401  (they fill the table)
+from .habits import HABITS
 from .table import FROM_IDS, LOSS, OP, RETURN, TABLE, names
 
 STARTS = {"rows": 2, "sequences": 3, "images": 4, "ids": 2}
 _NAMES = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "3d", "4d", "2.5d")
+HABITS_SHARE = 0.35  # of the cases
+_NEEDED = {
+    "mode": ("dropout_module", "batch_norm_eval", "batch_norm", "encoder_layer"),
+    "attribute": ("switched", "gain", "gain_exp", "dropout_module", "gain_by_int"),
+    "number": ("argument", "argument_branch", "argument_int"),
+}
 _MIXED = ("ddp", "fsdp", "megatron", "megatron-sp", "auto")
 
 
 class Step(NamedTuple):
-    """An op kind, and the seed of its draws."""
+    """A kind of op or habit, and the seed of its draws."""
 
     op: str
     draw: int
@@ -30,7 +37,8 @@ class Step(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     """`start`: what the first input is, of these `sizes`; `layout`: Python text, as it is given to
-    autopar, or `random_plan('x2.y2', 7)`; `changes`: what is done to the module, such as "eval".
+    autopar, or `random_plan('x2.y2', 7)`; `changes`: what is done to the module, such as "eval";
+    `habits`: what is done to it between steps, as `| mode:3 data:7` at the end of the line.
 
     >>> str(Case.parse("rows 4x6 | linear:1 | mean_square:2 return_loss:3 | | 2 | 'ddp'"))
     "rows 4x6 | linear:1 | mean_square:2 return_loss:3 | | 2 | 'ddp'"
@@ -43,17 +51,20 @@ class Case:
     changes: tuple[str, ...]
     ranks: int
     layout: str
+    habits: tuple[Step, ...] = ()
 
     def __str__(self) -> str:
         first = f"{self.start} {'x'.join(map(str, self.sizes))}"
         steps, ending = (" ".join(map(str, some)) for some in (self.steps, self.ending))
         changes = " ".join(self.changes)
-        parts = (first, steps, ending, changes, str(self.ranks), self.layout)
+        habits = [" ".join(map(str, self.habits))] if self.habits else []
+        parts = (first, steps, ending, changes, str(self.ranks), self.layout, *habits)
         return " | ".join(parts).replace("|  |", "| |")
 
     @staticmethod
     def parse(text: str) -> Case:
-        first, steps, ending, changes, ranks, layout = (p.strip() for p in text.split("|"))
+        parts = (p.strip() for p in text.split("|"))
+        first, steps, ending, changes, ranks, layout, *habits = parts
         start, sizes = first.split()
         return Case(
             start,
@@ -63,6 +74,7 @@ class Case:
             tuple(changes.split()),
             int(ranks),
             layout,
+            _steps(habits[0]) if habits else (),
         )
 
 
@@ -71,8 +83,12 @@ def _steps(text: str) -> tuple[Step, ...]:
     return tuple(Step(name, int(draw)) for name, draw in pairs)
 
 
-def random_case(seed: int, ranks: tuple[int, int] = (2, 16), only: str = "") -> Case:
-    """The case of a seed. `only`: an op kind (or the beginning of several) that it has for sure."""
+def random_case(
+    seed: int, ranks: tuple[int, int] = (2, 16), only: str = "", habits: float = HABITS_SHARE
+) -> Case:
+    """The case of a seed. `only`: an op kind (or the beginning of several) that it has for sure;
+    `habits`: how often it has some.
+    """
     draw = random.Random(seed)
     world = draw.randint(*ranks) if ranks[1] <= 4 or draw.random() < 0.15 else 0
     while not ranks[0] <= world <= ranks[1]:
@@ -101,7 +117,21 @@ def random_case(seed: int, ranks: tuple[int, int] = (2, 16), only: str = "") -> 
     rare = {"eval": 0.06, "freeze_first": 0.08, "input_gradient": 0.12, "no_bias_gradient": 0.04}
     changes = tuple(name for name, often in rare.items() if draw.random() < often)
     sizes = _sizes(draw, start, world)
-    return Case(start, sizes, tuple(steps), tuple(ending), changes, world, _layout(draw, world))
+    case = Case(start, sizes, tuple(steps), tuple(ending), changes, world, _layout(draw, world))
+    return _with_habits(case, draw) if draw.random() < habits else case
+
+
+def _with_habits(case: Case, draw: random.Random) -> Case:
+    """The case with one to four habits, and the ops that some of them need."""
+    able = [*HABITS, "batch", "batch"]  # whose lines fit fewer modules than others
+    kinds = [draw.choice(able) for _ in range(draw.choice((1, 2, 2, 3, 4)))]
+    steps = list(case.steps)[:2]  # each habit may need a graph of its own, which takes long
+    for kind in dict.fromkeys(kinds):
+        if kind in _NEEDED:
+            place = draw.randint(1, len(steps))
+            steps.insert(place, Step(draw.choice(_NEEDED[kind]), draw.randrange(1000)))
+    habits = tuple(Step(kind, draw.randrange(1000)) for kind in kinds)
+    return replace(case, steps=tuple(steps), habits=habits)
 
 
 def _drawn(draw: random.Random, kind: str) -> Step:

@@ -111,4 +111,7 @@ GLOO = (
     "sequences 4x3x8 | linear:1 | mse_of_transposed:0 return_loss:0 | | 4 | 'ddp'",
     "sequences 4x4x8 | dropout:1 swiglu:1 | mean_square:0 return_loss:0 | | 4 | 'fsdp'",
     "images 4x4x4x4 | conv2d:1 batch_norm_2d:1 | mean_square:0 return_loss:0 | | 4 | random_plan('w2.x2', 2)",
+    # all habits
+    "rows 8x8 | linear:1 switched:1 batch_norm:2 | mean_square:0 return_loss:0 | | 4 | 'megatron' | mode:1 attribute:1 batch:3 freeze:4 evaluate:5",
+    "rows 4x8 | mlp:1 dropout_module:1 argument:1 | cross_entropy:1 return_loss_and_value:0 | input_gradient | 4 | 'fsdp' | number:1 number:2 init:6 write:0 data:3 mode:7 attribute:2",
 )

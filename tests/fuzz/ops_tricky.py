@@ -87,6 +87,18 @@ op("attention_dropout", "q, k, v = (t.unflatten(-1, ({k}, -1)).transpose(1, 2) f
 op("dropout_of_weight", "F.linear({x}, F.dropout(self.{m}, 0.3))",
    init="self.{m} = nn.Parameter(torch.randn({o}, {h}) / 4)")  # fmt: skip
 
+# -- what habits change (habits.py) ----------------------------------------------------------------
+op("switched", "{x} + self.{m}({x}) if self.{m}_on else {x} * 2",
+   init="self.{m}, self.{m}_on = nn.Linear({h}, {h}), {flag}", weight=0.5)  # fmt: skip
+op("gain", "{x} * self.{m} + (1 - self.{m})", init="self.{m} = {pick(0.5, 1.0, 1.5)}", weight=0.5)
+op("gain_exp", "{x} * math.exp(-self.{m})", init="self.{m} = 0.5", weight=0.5,
+   define="import math\n")  # fmt: skip
+op("gain_by_int", "{x} / self.{m}", init="self.{m} = {pick(2, 3)}", weight=0.5)
+op("dropout_module", "self.{m}({x})", init="self.{m} = nn.Dropout({pick(0.2, 0.5)})", weight=0.5)
+op("argument", "(1 - {given('0.25')}) * {x} + {x}.tanh()", weight=0.5)
+op("argument_branch", "b = {given('0.25')}\n{x} * b if b > 0.2 else {x}", weight=0.5)
+op("argument_int", "{x} * {given('2')}", weight=0.5)
+
 # -- dtypes ----------------------------------------------------------------------------------------
 op("half_precision", "self.{m}({x}.float().double())", init="self.{m} = nn.Linear({h}, {o})",
    loose=True)  # fmt: skip

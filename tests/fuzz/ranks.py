@@ -5,29 +5,23 @@ from __future__ import annotations
 import copy
 import datetime
 import operator
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 import autopar
+from autopar.runtime.training.call_graphs import CallGraphs
+from autopar.runtime.training.step_graph import StepGraph
 
 from .case import Case
-from .reference import (
-    MOMENTUM,
-    RATE,
-    STEPS,
-    Trained,
-    agrees,
-    cotangents,
-    differences,
-    gradients,
-)
+from .habits import Session
+from .reference import Trained, agrees, differences, train
 from .simulated import LOOSE, TOLERANCE, Result, described, read_layout, refused
-from .source import Built, Unfit, build, run_text
+from .source import Built, Unfit, again, build
 
 _TIMEOUT_S = 60
 
@@ -53,15 +47,17 @@ def run(case: Case, seed: int = 0) -> Result:
 
 def run_built(built: Built, layout: str, ranks: int) -> Result:
     torch.set_default_dtype(torch.float64)  # of this process, which does nothing else
-    assert ranks == dist.get_world_size(), f"{ranks} ranks asked for, {dist.get_world_size()} run"
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    assert ranks == world, f"{ranks} ranks asked for, {world} run"
     try:
         differs = _compared(built, layout, ranks)
         kind, said = ("wrong", f"on gloo, {differs}") if differs else ("ok", "")
     except Exception as error:
         kind, said = "error", described(error)
         if refused(error):
-            kind, said = "refused", f"{type(error).__name__}: {error}"
-    return Result(kind, said, built.used)
+            notes = "".join(getattr(error, "__notes__", ()))
+            kind, said = "refused", f"{type(error).__name__}: {notes}{error}"
+    return Result(kind, said, built.kinds)
 
 
 def _compared(built: Built, layout: str, ranks: int) -> str:
@@ -71,39 +67,45 @@ def _compared(built: Built, layout: str, ranks: int) -> str:
         par = autopar.apply(built.model, given, inputs)
     else:
         par = autopar.parallelize(built.model, world, inputs, layout=given)
-    found, masks = _trained(par, inputs)
+    try:
+        found, masks = _trained(par, inputs, [line for _, line in built.habits])
+    except Exception as error:
+        error.add_note("of a call: ")  # one device took the call
+        raise
     tolerance = LOOSE if built.loose else TOLERANCE
 
     def differ(expected: Trained) -> str:
         return differences(found, expected, tolerance, lambda name, whole: whole)
 
-    return agrees(differ, lambda: run_text(built.text, built.used), masks)
+    return agrees(differ, lambda: again(built), masks)
 
 
-def _trained(par: nn.Module, inputs: tuple[Any, ...]) -> tuple[Trained, list[list[int]]]:
+def _trained(
+    par: Any, inputs: tuple[Any, ...], habits: list[str]
+) -> tuple[Trained, list[list[int]]]:
     """As `reference.trained`, with DTensors."""
-    found, masks = Trained(), []
-    parameters = [p for p in par.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, RATE, MOMENTUM) if parameters else None
-    for step in range(STEPS):
-        leaves = [_whole(x) for x in pytree.tree_leaves(par(*inputs))]
-        masks.append(_seeds(par))
-        found.outputs += [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        pairs = [(x, g) for x, g in zip(leaves, cotangents(leaves)) if g is not None]
-        if pairs:
-            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-        if step == 0:
-            named = gradients(par.named_parameters(), inputs)
-            found.gradients = {n: _whole(g) for n, g in named.items()}
-        if optimizer:
-            optimizer.step()
-            optimizer.zero_grad()
-    found.parameters = {n: _whole(p.detach()) for n, p in par.named_parameters()}
+    masks: list[list[int]] = []
+    called: list[StepGraph] = []
+    graph_for = CallGraphs.graph_for
+
+    def spy(graphs: CallGraphs, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
+        graph, leaves = graph_for(graphs, args, kwargs)
+        called.append(graph)
+        return graph, leaves
+
+    def call(act: Callable[[], list[Any]]) -> list[Any]:
+        called.clear()
+        with mock.patch.object(CallGraphs, "graph_for", spy):
+            leaves = act()
+        masks.append(_seeds(par, called[-1]) if called else [])
+        return leaves
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = train(Session(par, inputs, rank), habits, call, _whole)
+    own = _constants(par)
     found.buffers = {
-        n: _whole(b) for n, b in par.named_buffers() if not n.startswith("coordinate_")
+        n: b for n, b in found.buffers.items() if not n.startswith("coordinate_") and n not in own
     }
-    own = {n for n, _ in found.buffers.items() if n in _constants(par)}
-    found.buffers = {n: b for n, b in found.buffers.items() if n not in own}
     return found, masks
 
 
@@ -115,10 +117,9 @@ def _constants(par: Any) -> set[str]:
     return {e.node for e in par._autopar.first.program.signature.inputs if e.kind == "constant"}
 
 
-def _seeds(par: Any) -> list[int]:
-    """The seeds of the step that was run, in the order of the graph."""
-    graph = getattr(par, "graph", None)
-    placeholders = graph.graph.find_nodes(op="placeholder", target="seed") if graph else []
+def _seeds(par: Any, graph: StepGraph) -> list[int]:
+    """The seeds of the call that was run, in the order of its graph."""
+    placeholders = graph.program.module.graph.find_nodes(op="placeholder", target="seed")
     if not placeholders:
         return []
     added = [n.args[1] for n in placeholders[0].users if len(n.args) > 1]

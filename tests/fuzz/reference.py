@@ -12,25 +12,27 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from .habits import Session
 from .source import Built
 
 # the function of that name hides the module
 dropping = importlib.import_module("autopar.ops.sharded.dropout")
-STEPS, RATE, MOMENTUM = 2, 0.05, 0.9
+STEPS = 2  # without habits
 _PERMUTED = 3  # draws whose order is tried in every way
 
 
 @dataclass
 class Trained:
-    """What two steps of SGD leave: all outputs, the gradients of the first step, of parameters and
-    of inputs, the parameters and the buffers after the last.
+    """What two steps of SGD leave, or one before the first habit and one after each: all outputs,
+    the gradients of the first step (of all, where there are habits), of parameters and of inputs,
+    the parameters and the buffers after the last.
     """
 
     outputs: list[Any] = field(default_factory=list)
@@ -58,30 +60,53 @@ def cotangents(leaves: Sequence[Any]) -> list[Tensor | None]:
 
 
 def trained(built: Built, masks: Sequence[Sequence[int]] = ()) -> Trained:
-    """The module of this text, made anew, trained. `masks`: the seeds of dropout in every step."""
-    found, model = Trained(), built.model
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(parameters, RATE, MOMENTUM) if parameters else None
-    for step in range(STEPS):
-        with _replayed(masks[step] if masks else ()):
-            leaves = pytree.tree_leaves(model(*built.inputs))
-        found.outputs += [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+    """The module of this text, made anew, trained. `masks`: the seeds of dropout in every step,
+    and in every habit.
+    """
+    seeds = iter(masks)
+
+    def call(act: Callable[[], list[Any]]) -> list[Any]:
+        with _replayed(next(seeds, ())):
+            return act()
+
+    return train(Session(built.model, built.inputs), [line for _, line in built.habits], call)
+
+
+def train(
+    session: Session,
+    habits: Sequence[str],
+    call: Callable[[Callable[[], list[Any]]], list[Any]],
+    whole: Callable[[Any], Any] = lambda value: value,
+) -> Trained:
+    """Steps of SGD with a habit before each but the first. `call`: runs what may call the module;
+    `whole`: what a value is on one device.
+    """
+    found, model = Trained(), session.model
+    for step, line in enumerate(["", *habits] if habits else [""] * STEPS):
+        seen = call(partial(session.do, line)) if line else []
+        leaves = [whole(x) for x in call(session.call)]
+        results = [*map(whole, seen), *leaves]
+        found.outputs += [x.detach().clone() if isinstance(x, Tensor) else x for x in results]
         pairs = [(x, g) for x, g in zip(leaves, cotangents(leaves)) if g is not None]
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-        if step == 0:
-            found.gradients = gradients(model.named_parameters(), built.inputs)
-        if optimizer:
-            optimizer.step()
-            optimizer.zero_grad()
-    found.parameters = {n: p.detach() for n, p in model.named_parameters()}
-    found.buffers = {n: b.detach() for n, b in model.named_buffers()}
+        if step == 0 or habits:
+            named = gradients(model.named_parameters(), session.inputs)
+            where = f" of step {step}" if step else ""
+            found.gradients |= {f"{n}{where}": whole(g) for n, g in named.items()}
+        session.update()
+        for x in session.inputs:
+            if habits and isinstance(x, Tensor):
+                x.grad = None
+    found.parameters = {n: whole(p.detach()) for n, p in model.named_parameters()}
+    found.buffers = {n: whole(b.detach()) for n, b in model.named_buffers()}
     return found
 
 
 def gradients(named: Any, inputs: Sequence[Any]) -> dict[str, Tensor | None]:
     able = {n: p.grad for n, p in named if p.requires_grad}
-    able |= {f"inputs[{i}]": x.grad for i, x in enumerate(inputs) if x.requires_grad}
+    tensors = ((i, x) for i, x in enumerate(inputs) if isinstance(x, Tensor))
+    able |= {f"inputs[{i}]": x.grad for i, x in tensors if x.requires_grad}
     return {n: None if g is None else g.detach().clone() for n, g in able.items()}
 
 
@@ -117,10 +142,11 @@ def _replayed(seeds: Sequence[int]) -> AbstractContextManager[Any]:
 
 def orders(masks: list[list[int]]) -> list[list[list[int]]]:
     """The seeds of every step in every order that the module may drop in."""
-    if not masks or not masks[0] or len(masks[0]) > _PERMUTED:
+    most = max(map(len, masks), default=0)
+    if not 0 < most <= _PERMUTED:
         return [masks]
-    places = itertools.permutations(range(len(masks[0])))
-    return [[[seeds[i] for i in order] for seeds in masks] for order in places]
+    places = itertools.permutations(range(most))
+    return [[[seeds[i] for i in order if i < len(seeds)] for seeds in masks] for order in places]
 
 
 def agrees(

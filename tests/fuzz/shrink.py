@@ -53,6 +53,8 @@ def _simpler(case: Case, real: bool) -> Iterator[Case]:
             yield replace(case, steps=case.steps[: start + 1])
     for place in range(len(case.steps)):
         yield replace(case, steps=case.steps[:place] + case.steps[place + 1 :])
+    for place in range(len(case.habits)):
+        yield replace(case, habits=case.habits[:place] + case.habits[place + 1 :])
     if case.changes:
         yield replace(case, changes=())
     loss, returned = case.ending

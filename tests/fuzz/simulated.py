@@ -30,8 +30,9 @@ from autopar.world import World
 from plans import random_plan
 
 from .case import Case
-from .reference import MOMENTUM, RATE, STEPS, Trained, agrees, cotangents, differences, dropping
-from .source import Built, Unfit, build, run_text
+from .habits import MOMENTUM, RATE
+from .reference import STEPS, Trained, agrees, cotangents, differences, dropping
+from .source import Built, Unfit, build, run_text, with_habits_done
 
 _PLAN = re.compile(r"random_plan\('([^']+)', (\d+)\)")
 TOLERANCE, LOOSE = 1e-7, 2e-2
@@ -65,7 +66,7 @@ def run(case: Case, seed: int = 0) -> Result:
         built = build(case, seed)
     except Unfit as unfit:
         return Result("unfit", str(unfit))
-    return run_built(built, case.layout, case.ranks)
+    return run_built(with_habits_done(built), case.layout, case.ranks)
 
 
 def run_built(built: Built, layout: str, ranks: int) -> Result:
@@ -84,7 +85,7 @@ def _held_twice(built: Built, layout: str, ranks: int) -> Result:
                 kind, said = "wrong", f"{'verify passes; ' if kind == 'ok' else ''}{differs}"
     except Exception as error:
         kind, said = "error", described(error)
-    return Result(kind, said, built.used)
+    return Result(kind, said, built.kinds)
 
 
 def described(error: BaseException) -> str:

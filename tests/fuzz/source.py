@@ -6,7 +6,8 @@ import linecache
 import math
 import random
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from autopar.runtime.reference import double_by_default
 
 from .case import Case, Step
+from .habits import Session, lines_of
 from .table import FROM_IDS, LOSS, TABLE, Op
 
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -38,16 +40,24 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Built:
-    """A module and its inputs, with the text that makes them. `used`: the kinds that are in it."""
+    """A module and its inputs, with the text that makes them. `used`: the kinds that are in it;
+    `habits`: kinds and lines of what is done to it, one before each step but the first.
+    """
 
     text: str
     model: nn.Module
     inputs: tuple[Any, ...]
     used: tuple[str, ...]
+    habits: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of ops and of habits."""
+        return (*self.used, *(kind for kind, _ in self.habits))
 
     @property
     def loose(self) -> bool:
-        return any(TABLE[name].loose for name in self.used)
+        return any(TABLE[name].loose for name in self.used if name in TABLE)
 
     @property
     def dropping(self) -> bool:
@@ -256,7 +266,47 @@ def build(case: Case, seed: int = 0) -> Built:
         maker.inputs, maker.env["x"] = [("x", maker.inputs[0][1])], maker.env["in0"]
         maker.values = ["x"]
         _add_steps(maker)
-        return run_text(maker.text(), tuple(maker.used))
+        made = run_text(maker.text(), tuple(maker.used))
+        return replace(made, habits=_fitting(made, case)) if case.habits else made
+
+
+def _fitting(made: Built, case: Case) -> tuple[tuple[str, str], ...]:
+    """The habits of a case that fit its module: with which it trains, and its values stay small."""
+
+    def session() -> Session:
+        fresh = run_text(made.text)
+        return Session(fresh.model, fresh.inputs)
+
+    def trial(lines: Sequence[str]) -> bool:
+        now = session()
+        try:
+            for line in ("", *lines):
+                now.do(line)
+                leaves = [x for x in now.call() if isinstance(x, Tensor)]
+                if not all(x.isfinite().all() for x in leaves if x.is_floating_point()):
+                    return False
+                able = [x.square().mean() for x in leaves if x.requires_grad]
+                if able:
+                    sum(able).backward()  # type: ignore[union-attr]
+                now.update()
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ArithmeticError):
+            return False
+        return all(x.numel() == 0 or x.abs().max() < _LARGEST for x in leaves)
+
+    return tuple(lines_of(case.habits, session, trial))
+
+
+def with_habits_done(built: Built) -> Built:
+    """The module with all its habits done before its first step: their lines become its text's."""
+    if not built.habits:
+        return built
+    lines = ["rank = 0", *(line for _, line in built.habits)]
+    return run_text(built.text + "\n".join(lines) + "\n", built.kinds)
+
+
+def again(built: Built) -> Built:
+    """The same module made anew."""
+    return replace(run_text(built.text, built.used), habits=built.habits)
 
 
 def _add_steps(maker: _Maker) -> None:

@@ -10,12 +10,17 @@ from unittest import mock
 import pytest
 
 from autopar.runtime import lockstep
+from autopar.runtime.reference import double_by_default
+from autopar.runtime.training.module_state import ModuleState
+from autopar.runtime.training.step_graph import StepGraph
+from tests.fuzz import ranks as real
 from tests.fuzz.__main__ import report
 from tests.fuzz.case import Case, random_case
 from tests.fuzz.fixed import FIXED, GLOO, MENDED
+from tests.fuzz.habits import HABITS
 from tests.fuzz.shrink import shrunk
 from tests.fuzz.simulated import FAILURES, Result, run, run_built
-from tests.fuzz.source import Unfit, build, run_text
+from tests.fuzz.source import Unfit, build, run_text, with_habits_done
 from tests.fuzz.table import FROM_IDS, LOSS, OP, RETURN, TABLE
 from tests.fuzz.workers import Task, Team
 
@@ -96,6 +101,61 @@ def test_a_wrong_sum_is_found_by_both_comparisons() -> None:
     assert result.kind == "wrong" and "on rank 0 of mesh data2" in result.said
 
 
+def test_every_habit_is_drawn_and_becomes_a_line_that_acts_on_the_module() -> None:
+    drawn = [random_case(seed, (2, 2)) for seed in range(1000)]
+    assert sum(len(case.habits) for case in drawn) > 500
+    assert {habit.op for case in drawn for habit in case.habits} == set(HABITS)
+    assert not set(HABITS) & set(TABLE)
+    for kind, op in {**dict.fromkeys(HABITS, "linear"), **NEEDED}.items():
+        case = Case.parse(f"rows 4x8 | mlp:1 {op}:1 | mean_square:0 return_loss:0 | | 1 | 'ddp'")
+        wanted = Case.parse(f"{case} | {kind}:3")
+        built = build(wanted, 1)
+        assert str(wanted) == f"{case} | {kind}:3" and built.kinds == (*built.used, kind)
+        assert built.habits[0][1] in report(1, wanted, 1, Result("wrong"), True)
+
+
+NEEDED = {"mode": "dropout_module", "attribute": "switched", "number": "argument"}
+MISSED = {
+    "mode:1": "rows 4x8 | linear:1 batch_norm:2",
+    "attribute:1": "rows 4x8 | linear:1 switched:1",
+    "attribute:2": "rows 4x8 | linear:1 gain_exp:1",
+}
+
+
+@pytest.mark.parametrize("habit", MISSED)
+def test_a_stale_graph_is_found_by_a_habit(habit: str) -> None:
+    """On one real rank, where the module is the same but for what the habit changes."""
+    case = Case.parse(f"{MISSED[habit]} | mean_square:0 return_loss:0 | | 1 | 'ddp' | {habit}")
+    with double_by_default():
+        assert real.run(case, 1).kind == "ok"
+        with mock.patch.object(ModuleState, "holds", return_value=True):
+            assert real.run(case, 1).kind == "wrong"
+
+
+def test_simulated_ranks_have_the_habits_done_before_the_plan() -> None:
+    case = Case.parse(
+        "rows 4x8 | linear:1 batch_norm:2 | mean_square:0 return_loss:0 | | 2 | 'ddp' | "
+        "mode:1 init:4 freeze:2"
+    )
+    built = build(case, 1)
+    text = with_habits_done(built).text
+    assert len(built.habits) == 3 and all(line in text for _, line in built.habits)
+    result = run(case, 1)
+    assert result.kind == "ok" and set(result.used) > {"mode", "init", "freeze"}
+
+
+def test_a_number_that_is_not_fed_is_found_by_a_habit() -> None:
+    case = Case.parse(
+        "rows 4x8 | linear:1 argument:1 | mean_square:0 return_loss:0 | | 1 | 'ddp' | "
+        "number:1 number:2"
+    )
+    number = StepGraph._number
+    with double_by_default():
+        assert real.run(case, 1).kind == "ok"
+        with mock.patch.object(StepGraph, "_number", lambda g, value, e: number(g, 0.25, e)):
+            assert real.run(case, 1).kind == "wrong"
+
+
 def test_a_false_alarm_and_an_error_are_failures_and_a_refusal_is_none() -> None:
     from autopar.errors import VerificationError
 
@@ -128,6 +188,19 @@ def test_a_failure_is_shrunk_to_what_makes_it_fail_and_printed_as_it_runs() -> N
     assert Case.parse(line).layout == "'ddp'"
     source = printed[printed.index("import autopar") : printed.index("\nlayout 'ddp'")]
     assert not run_built(run_text(source), "'ddp'", 2).failed
+
+
+def test_a_failure_is_shrunk_to_the_habit_that_makes_it_fail() -> None:
+    case = Case.parse(
+        "rows 4x8 | linear:1 gelu:5 | mean_square:0 return_loss:0 | | 2 | 'fsdp' | "
+        "data:1 mode:2 write:3 freeze:4"
+    )
+
+    def attempt(tried: Case) -> Result:
+        return Result("wrong" if "write" in {habit.op for habit in tried.habits} else "ok", "off")
+
+    small, _ = shrunk(case, attempt(case), attempt, 60.0, True)
+    assert str(small).endswith("| 2 | 'ddp' | write:3")
 
 
 def test_a_hang_and_a_process_that_dies_are_failures() -> None:
