@@ -130,10 +130,10 @@ class ParallelTensor(DTensor):
         """Return the tensor with other placements, as DTensor does. Collective."""
         return become_parallel(super().redistribute(*args, **kwargs))
 
-    def __format__(self, format_spec: str) -> str:
+    def __format__(self, pattern: str) -> str:
         if self.dim():
-            return super().__format__(format_spec)
-        return format(self.item(), format_spec)
+            return super().__format__(pattern)
+        return format(self.item(), pattern)
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the numbers as an array of numpy where this rank holds all of them; else raise
