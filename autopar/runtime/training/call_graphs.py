@@ -125,10 +125,10 @@ class CallGraphs:
         kind = CallKind.of(self._module.training, device, args, kwargs, changes)
         self.watch.agree(f"a call in {kind}")
         started = time.perf_counter()
-        numbers, traced = self._numbers(args, kwargs)
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
+            numbers, traced = self._numbers(kind, args, kwargs)
             context = self._planned(kind, args, kwargs, traced)
         context = context.on_device(device)
         device_mesh, run = build_runner(context, device.type, self._backend, self._overlap)
@@ -151,7 +151,9 @@ class CallGraphs:
         fed = {path for path in reads if ".".join(filter(None, path)) in constants}
         return ModuleState(self._module, reads, fed)
 
-    def _numbers(self, args: Any, kwargs: Any) -> tuple[list[Number], Program | None]:
+    def _numbers(
+        self, kind: CallKind, args: Any, kwargs: Any
+    ) -> tuple[list[Number], Program | None]:
         """Return the numbers that tell this call from one that has a graph, and the trace that has
         them as inputs; none where forward does more than compute with them. Collective.
         """
@@ -162,7 +164,6 @@ class CallGraphs:
             if not names:
                 continue
             numbers = [*self._inputs_of[graph], *(n for n in changed if n.name in names)]
-            kind = CallKind.of(self._module.training, self.first.device, args, kwargs)
             call = self._example_call(kind, *planned)
             with self._as_written(kind) as model, _silent():
                 traced = ranks.together(
