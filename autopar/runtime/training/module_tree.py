@@ -166,11 +166,14 @@ def as_written(
     The module is then what it was, whatever was done to it.
     """
 
+    # functional_call puts tensors that are no Parameters in their places
+    parameters = {id(p) for module in tree.modules() for p in module._parameters.values()}
+
     def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
         empty = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
         )
-        if isinstance(tensor, nn.Parameter):
+        if id(tensor) in parameters or isinstance(tensor, nn.Parameter):
             return nn.Parameter(empty, requires_grad=trains(tensor))
         return empty.requires_grad_(tensor.requires_grad)
 
