@@ -87,13 +87,14 @@ class RunnerUp(_Output):
 
 
 class WhyFacts(_Output):
-    """The answer to --why: the choice, and the runners-up."""
+    """The answer to --why: the choice, the runners-up, and sizes that no axis divides."""
 
     pattern: str
     chosen: str
     seconds: float
     peak_bytes: float
     runners: list[RunnerUp]
+    notes: list[str]
 
 
 class PlanOutput(PlanFacts):
