@@ -440,7 +440,7 @@ def numbers() -> Facts:
 def frozen() -> Facts:
     facts: Facts = {}
     x = inputs()
-    for layout in ("fsdp",):
+    for layout in ("fsdp", "megatron"):
         for first_frozen in (False, True):
             one = mlp()
             one[0].requires_grad_(not first_frozen)
