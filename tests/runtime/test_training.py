@@ -33,7 +33,7 @@ def one_layout(facts: dict[str, Any], where: str) -> None:
         assert facts[what], f"{where}{what}"
     found, expected = facts["names"]
     assert sorted(found) == sorted(expected), where
-    assert facts["stored as"] == ["DTensor"], where
+    assert facts["stored as"] == ["ParallelTensor"], where
 
 
 def test_compiled_gradients_equal_one_device(tmp_path: Path) -> None:
