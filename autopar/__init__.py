@@ -25,6 +25,7 @@ try:
     from autopar.runtime.parallel_tensor import own_shards
     from autopar.runtime.training.adapters import fabric_strategy, prepare
     from autopar.runtime.training.checkpoint import Checkpoints
+    from autopar.runtime.training.trainer import ParallelTrainer
     from autopar.runtime.verify import Check
     from autopar.world import Device, Level, World
 finally:
@@ -48,6 +49,7 @@ __all__ = [
     "LayoutError",
     "Level",
     "ParallelModule",
+    "ParallelTrainer",
     "Plan",
     "PlanError",
     "RankError",

@@ -44,6 +44,7 @@ from autopar.runtime.training.pretrained import load_weights, save_pretrained
 from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.runtime.training.step_stats import StepClock
 from autopar.runtime.training.stored import StoredTensors, cut_state, own_tensors
+from autopar.runtime.training.unshard import unsharded
 from autopar.world import ranks
 from autopar.world.world import say_once
 
@@ -238,7 +239,9 @@ class ParallelModule(Inspection, nn.Module):
         prefix = getattr(self, "base_model_prefix", "")
         load_weights(path, self._autopar.stored, prefix if isinstance(prefix, str) else "")
 
-    def save_pretrained(self, folder: str | os.PathLike[str], file_bytes: float = 5e9) -> None:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], file_bytes: float = 5e9, **others: Any
+    ) -> None:
         """Write the weights as transformers does, safetensors under the names of the original with
         its config, in files of at most `file_bytes`. A rank holds one file at a time. Collective.
 
@@ -247,10 +250,40 @@ class ParallelModule(Inspection, nn.Module):
         >>> par.save_pretrained(folder := tempfile.mkdtemp())
         >>> os.listdir(folder)
         ['model.safetensors']
+
+        Raises InputError for other options of transformers' own.
         """
+        if others:
+            raise InputError(
+                f"save_pretrained of a parallel model has no {', '.join(others)}: every rank calls "
+                "it, with a folder and file_bytes. Under transformers' Trainer, make yours of "
+                "autopar.ParallelTrainer, which does so"
+            )
         save_pretrained(
             folder, self._autopar.stored.each(), getattr(self, "config", None), file_bytes
         )
+
+    def unshard(
+        self, rank: int | None = None, device: torch.device | str | None = None
+    ) -> nn.Module | None:
+        """Return an ordinary module of the user's class, with the numbers that the parallel one has
+        now: for `generate`, export, and whatever else wants a model on one device. Collective.
+
+        - `rank`: the only rank that gets it; the others get None and hold one whole tensor at a
+          time. None: every rank gets one.
+        - `device`: where its tensors are, None for the rank's own device.
+
+        The two share nothing. Raises InputError where a tensor has no numbers yet.
+
+        >>> import autopar
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
+        >>> model = par.unshard()
+        >>> type(model).__name__, type(model.weight).__name__
+        ('Linear', 'Parameter')
+        """
+        self._autopar.stored.has_numbers()
+        place = self._autopar.device if device is None else torch.device(device)
+        return unsharded(self, self._autopar.root, rank, place)
 
     @property
     def seed(self) -> int:
@@ -412,6 +445,16 @@ class ParallelModule(Inspection, nn.Module):
         if graph is state.first and torch.is_grad_enabled():
             state.clock.count()
         return graph, values
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Raise InputError: DistributedDataParallel asks for this while it wraps a model."""
+        raise InputError(
+            "a parallel model was given to DistributedDataParallel, which would sum its gradients "
+            "once more: train it as it is. Under transformers' Trainer, make yours of "
+            "autopar.ParallelTrainer; under Accelerate, call autopar.prepare in the place of "
+            "accelerator.prepare"
+        )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Raise InputError: a plan is for training steps, all of one shape."""

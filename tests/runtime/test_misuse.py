@@ -225,7 +225,7 @@ def test_a_transformers_model_is_planned_without_its_cache() -> None:
         warnings.simplefilter("error")
         autopar.parallelize(model, 1, inputs)  # said once
     for one in (par, autopar.parallelize(model, 1)):
-        assert "load its state_dict into the original" in said(one.generate, InputError)
+        assert "take par.unshard()" in said(one.generate, InputError)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])

@@ -28,7 +28,7 @@ from autopar.ir.containers import register
 
 NO_GENERATION = (
     "generate is not for a parallel model, whose graph is a step of training without a cache that "
-    "grows: load its state_dict into the original model and generate with that"
+    "grows: take par.unshard(), or par.unshard(rank=0) on all ranks, and generate with that"
 )
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

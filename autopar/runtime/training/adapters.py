@@ -108,10 +108,10 @@ def _strategy_class(fabric: ModuleType) -> type:
             self._backward_sync_control = None  # a graph's sums are not left out: Fabric says so
 
         def setup_module(self, module: nn.Module) -> nn.Module:
-            return _require_parallel(module, "fabric.setup")
+            return require_parallel(module, "fabric.setup")
 
         def module_to_device(self, module: nn.Module) -> None:
-            _require_parallel(module, "fabric.setup")  # its parts are on this rank's device
+            require_parallel(module, "fabric.setup")  # its parts are on this rank's device
 
         def save_checkpoint(
             self, path: Path, state: State, storage_options: Any = None, filter: Any = None
@@ -170,7 +170,8 @@ def _checkpoints(path: Path, state: Mapping[str, Any], values: Mapping[str, Valu
     return Checkpoints(path, model=models[0], optimizer=next(iter(optimizers), None), **others)
 
 
-def _require_parallel(module: nn.Module, call: str) -> nn.Module:
+def require_parallel(module: nn.Module, call: str) -> nn.Module:
+    """Return a parallel model; raise InputError for another one."""
     if not isinstance(module, ParallelModule):
         raise InputError(
             f"{call} has a {type(module).__name__}, which is not parallel: call "
@@ -204,7 +205,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 
 def _prepare(accelerator: Any, entry: Any) -> Any:
     if isinstance(entry, nn.Module):
-        _require_parallel(entry, "autopar.prepare")
+        require_parallel(entry, "autopar.prepare")
         # "evaluation" leaves out DistributedDataParallel; the graph reduces the gradients
         return accelerator.prepare_model(entry, device_placement=False, evaluation_mode=True)
     if isinstance(entry, torch.optim.Optimizer):

@@ -123,9 +123,13 @@ class ModuleState:
         return all(map(_same_class, self._classes))
 
     def changes(self) -> list[str]:
-        """Return what is other than it was, a phrase for each attribute, alike on all ranks."""
-        phrases = []
+        """Return what is other than it was, a phrase for each attribute, alike on all ranks. A
+        module that is in the mode of the root is none: the mode of a call is said once.
+        """
+        phrases, mode = [], self._modules[""].training
         for path, now, before in self.changed():
+            if path[1] == "training" and now is mode:
+                continue
             inner = self._changed_leaves(path, now)
             phrases += inner or [f"{_joined(path)} is {_text(now)}, was {_text(before)}"]
         classes = (f"an attribute of the class {name} changed" for name in self._changed_classes())

@@ -72,12 +72,19 @@ def _copied_by_attribute(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 # -- the root's class ------------------------------------------------------------------------------
 def parallel_class(face: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """Return a class for the root of a parallel model whose class was `own`: a subclass of `face`,
-    which is ParallelModule, and of `own`, with the name of the latter.
+    which is ParallelModule, and of `own`, with the name and the signature of the latter.
     """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return face.forward(self, *args, **kwargs)
+
+    forward.__doc__ = own.forward.__doc__
+    forward.__wrapped__ = own.forward  # type: ignore[attr-defined]  # whose signature it has
     names = {
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
         "__doc__": own.__doc__,
+        "forward": forward,
     }
     return types.new_class(own.__name__, (face, own), exec_body=lambda space: space.update(names))
 
