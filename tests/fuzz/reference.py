@@ -132,7 +132,7 @@ class _Replay(TorchFunctionMode):
         seed = self.seeds[self.used % len(self.seeds)] if self.seeds else 0
         self.used += 1
         index = torch.arange(x.numel()).view(x.shape)
-        kept = dropping._hash(index, dropping._keys(torch.tensor(seed))) >= round(p * 2**32)
+        kept = dropping.hash_of(index, dropping.keys_of(torch.tensor(seed))) >= round(p * 2**32)
         return torch.where(kept, x / (1 - p), 0)
 
 

@@ -169,7 +169,7 @@ def _simulated(program: Program, built: Built) -> str:
 @contextlib.contextmanager
 def _seen_seeds(masks: list[list[int]]) -> Iterator[None]:
     """Enters the seeds of dropout, as they are drawn, into the list that is the last not empty."""
-    plain = dropping._keys
+    plain = dropping.keys_of
 
     def spy(seed: Tensor) -> tuple[Tensor, Tensor]:
         number = int(seed)
@@ -178,7 +178,7 @@ def _seen_seeds(masks: list[list[int]]) -> Iterator[None]:
             masks[step].append(number)
         return plain(seed)
 
-    with mock.patch.object(dropping, "_keys", spy):
+    with mock.patch.object(dropping, "keys_of", spy):
         yield
 
 
