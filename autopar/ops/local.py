@@ -450,7 +450,11 @@ def _dropout(call: Call) -> fx.Node:
     )
 
 
-_KINDS = {aten.rand.default: "uniform", aten.randn.default: "normal", aten.randint.low: "integers"}
+_KINDS: dict[Any, str] = {
+    aten.rand.default: "uniform",
+    aten.randn.default: "normal",
+    aten.randint.low: "integers",
+}
 
 
 @_emits(*DRAWS)

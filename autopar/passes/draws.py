@@ -7,7 +7,7 @@ layout.
     multinomial(p, 2)           topk(p / exponential, 2)
     lstm(…, layers=2, p=0.1)    lstm, dropout, lstm
 
-DRAWS (ops/rules/draws.py) are `rand`, `randn` and `randint`, which hang on no other value: each
+DRAWS (ops/rules/shapes.py) are `rand`, `randn` and `randint`, which hang on no other value: each
 rank makes the shard that it needs (ops/sharded/draws.py). What is made of them is split as any
 other op. `annotate` refuses the draws that no entry of MADE_OF describes.
 
@@ -29,6 +29,7 @@ from autopar._compat import LazyGraphModule
 from autopar.ir.graph import computed, copied, made
 from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
 from autopar.ir.sharding_rule import bound
+from autopar.ops.rules.shapes import DRAWS
 
 aten = torch.ops.aten
 
@@ -72,16 +73,14 @@ def check(program: Program) -> None:
 
 
 def _is_rewritten(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in MADE_OF and _draws(node)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a node draws: rrelu and recurrent layers do so in training alone, and the latter
-    between two layers.
+    """Whether a node draws other numbers than DRAWS, which are real. rrelu and recurrent layers do
+    so in training alone, and the latter between two layers.
     """
-    arguments = bound(node)
-    if arguments.get("generator") is not None:
+    if node.op != "call_function" or node.target not in MADE_OF:
         return False
+    if node.target in DRAWS:
+        return bool(node.meta["val"].is_complex())
+    arguments = bound(node)
     training = arguments.get("training", arguments.get("train", True))
     return bool(training) and arguments.get("dropout") != 0 and arguments.get("num_layers") != 1
 
@@ -181,9 +180,7 @@ def _normal(draw: _Draw) -> None:
 
 
 def _log_normal(draw: _Draw) -> None:
-    draw.replace(
-        draw.call(aten.exp.default, draw.spread(draw.normal(), draw["std"], draw["mean"]))
-    )
+    draw.replace(draw.call(aten.exp.default, draw.spread(draw.normal(), draw["std"], draw["mean"])))
 
 
 def _integers(draw: _Draw) -> None:
@@ -215,9 +212,7 @@ def _rrelu(draw: _Draw) -> None:
     x, low, high = draw["self"], draw["lower"], draw["upper"]
     slope = draw.spread(draw.uniform(), high - low, low)
     negative = draw.call(aten.lt.Scalar, x, 0)
-    draw.replace(
-        draw.call(aten.where.self, negative, draw.call(aten.mul.Tensor, x, slope), x)
-    )
+    draw.replace(draw.call(aten.where.self, negative, draw.call(aten.mul.Tensor, x, slope), x))
 
 
 def _permutation(draw: _Draw) -> None:
@@ -251,13 +246,13 @@ def _recurrent(draw: _Draw) -> None:
     target: Any = draw.node.target
     states = draw["hx"] if isinstance(draw["hx"], list | tuple) else [draw["hx"]]
     directions = 2 if draw["bidirectional"] else 1
-    each, width = len(draw["params"]) // draw["num_layers"], directions
+    each = len(draw["params"]) // draw["num_layers"]
     x, last = draw["input"], []
     for layer in range(draw["num_layers"]):
         if layer:
             x = draw.call(aten.dropout.default, x, draw["dropout"], True)
         first = [
-            draw.call(aten.slice.Tensor, state, 0, layer * width, (layer + 1) * width)
+            draw.call(aten.slice.Tensor, state, 0, layer * directions, (layer + 1) * directions)
             for state in states
         ]
         results = draw.call(
@@ -276,13 +271,16 @@ def _recurrent(draw: _Draw) -> None:
         last.append(ends)
     joined = [draw.call(aten.cat.default, list(ends)) for ends in zip(*last, strict=True)]
     for item in list(draw.node.users):
-        item.replace_all_uses_with([x, *joined][item.args[1]])
+        index: Any = item.args[1]
+        item.replace_all_uses_with([x, *joined][index])
         draw.graph.erase_node(item)
 
 
 MADE_OF: dict[Any, Callable[[_Draw], None]] = {
+    aten.rand.default: _uniform,
     aten.rand_like.default: _uniform,
     aten.uniform.default: _uniform,
+    aten.randn.default: _normal,
     aten.randn_like.default: _normal,
     aten.normal.float_float: _normal,
     aten.normal.Tensor_float: _normal,

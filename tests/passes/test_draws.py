@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.errors import PlanError
+from autopar._compat import pytree
+from autopar.errors import PlanError, TraceError
 from autopar.ops import sharded
 from autopar.passes.draws import draws
 from autopar.passes.trace import bind
@@ -245,6 +246,21 @@ def test_no_gradient_goes_through_a_draw() -> None:
     assert torch.equal(found, torch.ones(4))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x, drawn: x + torch.rand(4, generator=drawn),
+        lambda x, drawn: x + torch.empty(4).normal_(generator=drawn),
+        lambda x, drawn: x + torch.bernoulli(x, generator=drawn),
+    ],
+    ids=["rand", "normal_", "bernoulli"],
+)
+def test_a_generator_of_the_model_is_refused_with_a_remedy(draw: Any) -> None:
+    drawn = torch.Generator()
+    with pytest.raises(TraceError, match=r"(?s)torch\.Generator of its own.*Leave generator= out"):
+        trace_model(Drawing(lambda x: draw(x, drawn)), (torch.ones(4),))
+
+
 # -- recurrent layers ------------------------------------------------------------------------------
 RECURRENT: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: nn.LSTM(16, 16, 3, dropout=0.2, batch_first=True, bidirectional=True),
@@ -275,7 +291,7 @@ def test_recurrent_layers_drop_between_them(name: str) -> None:
     program.module.recompile()
     model.layers.dropout = 0.0
     values = bind(program, (x,))
-    flat = [value for value in torch.utils._pytree.tree_leaves(model(x))]
+    flat = pytree.tree_leaves(model(x))
     for found, wanted in zip(program.module(*values), flat, strict=True):
         torch.testing.assert_close(found, wanted)
     model.layers.dropout = 0.2

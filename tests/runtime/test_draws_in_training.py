@@ -70,5 +70,6 @@ def test_parts_of_a_step_draw_other_numbers() -> None:
     alone: Any = autopar.parallelize(half, 1, (rows,))
     for par in (whole, parts, alone):
         par.seed = 5
-    found, *others = (float(par(x).detach()) for par, x in ((parts, *inputs), (whole, *inputs), (alone, rows)))
+    calls = (parts, *inputs), (whole, *inputs), (alone, rows)
+    found, *others = (float(par(x).detach()) for par, x in calls)
     assert found not in others
