@@ -191,7 +191,7 @@ def _traced(
 
 
 def analyse(manager: PassManager, program: Program, request: PlanRequest | None = None) -> Program:
-    """Return the program with its random draws as ones that no layout changes, its annotations (sharding rules,
+    """Return the program with random draws that no layout changes, its annotations (sharding rules,
     dims, factors, and what the request asks of parameters and outputs) and its chains.
     """
     request = request or PlanRequest()

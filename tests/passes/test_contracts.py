@@ -24,10 +24,10 @@ from autopar.ops.collectives import set_hierarchy
 from autopar.passes import (
     PIPELINE,
     annotate,
+    draws,
     finalize,
     hierarchy,
     kernel_choice,
-    draws,
     recompute,
     rewrite,
     summa,
