@@ -94,7 +94,8 @@ op("timestep", "t = torch.randint(0, 5, ({b},))\n"
    "{x} + self.{m}(t).reshape({b}, *[1] * ({n} - 2), -1)",
    when="n >= 2", init="self.{m} = nn.Embedding(5, {h})")  # fmt: skip
 op("noise_by_timestep", "t = torch.randint(1, 9, {x}.shape[:1])\n"
-   "t = t.reshape(-1, *[1] * ({n} - 1)) / 10\nt.sqrt() * {x} + (1 - t).sqrt() * torch.randn_like({x})", when="n >= 1")  # fmt: skip
+   "t = t.reshape(-1, *[1] * ({n} - 1)) / 10\n"
+   "t.sqrt() * {x} + (1 - t).sqrt() * torch.randn_like({x})", when="n >= 1")  # fmt: skip
 
 # -- what habits change (habits.py) ----------------------------------------------------------------
 op("switched", "{x} + self.{m}({x}) if self.{m}_on else {x} * 2",
