@@ -12,11 +12,18 @@ from torch.nn import functional as F
 
 import autopar
 from autopar._compat import pytree
-from autopar.errors import PlanError, TraceError
+from autopar.errors import PlanError, TraceError, VerificationError
 from autopar.ops import sharded
 from autopar.passes.draws import draws
+from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace import bind
+from autopar.planner import planner
 from autopar.planner.planner import trace_model
+from autopar.planner.request import PlanRequest
+from autopar.runtime.verify import compare
+from autopar.world import World
+from mutations import CHANGES, Mutation, broken
+from plans import subject
 
 KEEP = 0.75
 
@@ -169,6 +176,21 @@ def test_noise_is_split_as_what_it_is_added_to() -> None:
     graph = plan.context.program.module.graph
     (noise,) = graph.find_nodes(op="call_function", target=sharded.draw)
     assert noise.args[2] == [8, 8] and noise.args[-1] == [8, 32]
+
+
+@pytest.mark.parametrize("mutation", CHANGES[sharded.draw], ids=lambda change: change.__name__)
+def test_verify_notices_other_numbers(mutation: Mutation) -> None:
+    known = subject(Model(reparametrised), inputs())
+    world, request = World.of(2), PlanRequest("fsdp")
+    chosen = planner.choose_plan(PassManager(), known.program, world, request)
+    program = planner.rewrite_for_ranks(PassManager(), chosen, world)
+    leaves = list(known.inputs)
+    assert compare(program, known.single, leaves, 1e-9).ranks == 2
+    (noise,) = program.module.graph.find_nodes(op="call_function", target=sharded.draw)
+    wrong = broken(program, noise.name, mutation)
+    assert wrong is not None
+    with pytest.raises(VerificationError):
+        compare(wrong, known.single, leaves, 1e-9)
 
 
 # -- each draw against torch's ---------------------------------------------------------------------

@@ -5,7 +5,8 @@ of its own two rows, from a hash of the seed, the number of the draw and the ele
 indices (index_hash.py). They are what one device gives, and a backward that runs a block again
 gives them again.
 
-Numbers are computed in float64 of two words of 32 random bits for each element, then rounded.
+Numbers are computed in float64, of two words of 32 random bits for each element (one where the
+dtype has no room for more), then rounded.
 ops/local.py emits `draw` for the draws of passes/draws.py.
 """
 
@@ -34,7 +35,8 @@ from autopar.ops.sharded.index_hash import (
 from autopar.ops.sharded.vocabulary import Digit
 
 Kind = Literal["uniform", "normal", "integers"]
-_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}  # of a number below 1
+# So many bits of a number below 1 are not rounded up to 1.
+_BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}
 
 
 def draw(
@@ -68,16 +70,18 @@ class _DrawArguments(NamedTuple):
 
     def numbers(self, index: Tensor, seed: Tensor) -> Tensor:
         """Return the random numbers of the elements with these global indices."""
-        first, second = hash_of(index, keys_of(seed)), hash_of(index, second_keys(seed))
+        first, exact = hash_of(index, keys_of(seed)), _BITS.get(self.dtype, 53)
+        if self.kind == "uniform" and exact <= 32:
+            return ((first >> (32 - exact)) * 2.0**-exact).to(self.dtype)
+        second = hash_of(index, second_keys(seed))
+        if self.kind == "uniform":
+            return ((first << 21 | second >> 11) * 2.0**-53).to(self.dtype)
         if self.kind == "normal":  # Box and Muller
             radius = ((first + 0.5) * 2.0**-32).log().mul(-2).sqrt()
             return (radius * (second * (math.tau * 2.0**-32)).cos()).to(self.dtype)
-        bits = ((first & 0x7FFFFFFF) << 32) | second
-        if self.kind == "integers":
-            low, high = self.limits
-            return (bits % (high - low) + low).to(self.dtype)
-        exact = _BITS.get(self.dtype, 53)  # so many bits are not rounded up to 1
-        return ((bits >> (63 - exact)) * 2.0**-exact).to(self.dtype)
+        low, high = self.limits
+        bits = (first & 0x7FFFFFFF) << 32 | second
+        return (bits % (high - low) + low).to(self.dtype)
 
 
 @torch.library.custom_op("autopar::draw", mutates_args=())

@@ -37,13 +37,13 @@ def next_seed(seed: int) -> int:
     """Return the seed of the next call of a model.
 
     Raises InputError where `torch.utils.checkpoint` calls the model again in a backward, which
-    would drop other elements than the forward did.
+    would draw other numbers than the forward did.
     """
     if in_backward():
         raise InputError(
-            "a model with dropout that autopar parallelized is run again within a backward (by "
-            "torch.utils.checkpoint around it?), where it would drop other elements than before: "
-            'checkpoint its parts inside of the model, or ask for recompute="full"'
+            "a model with dropout or random draws that autopar parallelized is run again within a "
+            "backward (by torch.utils.checkpoint around it?), where it would draw others than "
+            'before: checkpoint its parts inside of the model, or ask for recompute="full"'
         )
     return seed + 1
 
