@@ -239,6 +239,17 @@ def test_numbers_are_distributed_as_torch_s(name: str) -> None:
         assert torch.equal(found.sort().values, torch.arange(N))
 
 
+def test_draws_of_one_graph_differ_and_so_do_calls() -> None:
+    def both(x: Tensor) -> Tensor:
+        return torch.stack((torch.randn(100), torch.randn(100))) + x
+
+    par: Any = autopar.parallelize(Drawing(both), 1, (torch.zeros(()),))
+    first, second = par(torch.zeros(())), par(torch.zeros(()))
+    one, other, *later = (*first, *second)
+    assert len({tuple(x.tolist()) for x in (one, other, *later)}) == 4
+    assert float((one * other).mean()) < 0.5
+
+
 def distance(found: Tensor, wanted: Tensor) -> float:
     """The largest difference of the two samples' shares of numbers up to any one."""
     found, wanted = found.double().sort().values, wanted.double().sort().values
@@ -301,23 +312,24 @@ def test_recurrent_layers_drop_between_them(name: str) -> None:
             super().__init__()
             self.layers, self.up = RECURRENT[name](), nn.Linear(16, 16)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-            return self.layers(self.up(x))
+        def forward(self, x: Tensor, start: Any = None) -> tuple[Tensor, Any]:
+            return self.layers(self.up(x), start)
 
     model, x = Recurrent(), torch.randn(4, 4, 16)
-    program = draws(trace_model(model, (x,)))
+    call = x, pytree.tree_map(torch.randn_like, model(x)[1])
+    program = draws(trace_model(model, call))
     rates = [n for n in program.module.graph.nodes if n.target is torch.ops.aten.dropout.default]
     assert len(rates) == model.layers.num_layers - 1
     for node in rates:
         node.update_arg(1, 0.0)
     program.module.recompile()
     model.layers.dropout = 0.0
-    values = bind(program, (x,))
-    flat = pytree.tree_leaves(model(x))
+    values = bind(program, call)
+    flat = pytree.tree_leaves(model(*call))
     for found, wanted in zip(program.module(*values), flat, strict=True):
         torch.testing.assert_close(found, wanted)
     model.layers.dropout = 0.2
-    autopar.verify(model, 2, (x,), layout="ddp")
+    autopar.verify(model, 2, call, layout="ddp")
 
 
 def test_recurrent_layers_that_drop_nothing_stay() -> None:
