@@ -22,7 +22,7 @@ from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of,
 from autopar.ops import sharded
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
 from autopar.ops.rules.reductions import bag_length
-from autopar.ops.rules.shapes import FILLS, NEW_FILLS, slice_extent
+from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS, slice_extent
 
 aten = torch.ops.aten
 
@@ -443,6 +443,31 @@ def _dropout(call: Call) -> fx.Node:
         sharded.dropout,
         call.operands[0],
         values["p"],
+        call.seed(),
+        coordinates,
+        digits,
+        list(layout.shape),
+    )
+
+
+_KINDS: dict[Any, str] = {
+    aten.rand.default: "uniform",
+    aten.randn.default: "normal",
+    aten.randint.low: "integers",
+}
+
+
+@_emits(*DRAWS)
+def _draw(call: Call) -> fx.Node:
+    """Emit the numbers of the rank's shard, on its device."""
+    values, layout = call.values(), call.results[0]
+    coordinates, digits = _all_digits(call, layout, len(layout.shape))
+    return call.emit(
+        sharded.draw,
+        _KINDS[call.node.target],
+        [values.get("low", 0), values.get("high", 1)],
+        list(layout.local_shape),
+        values["dtype"] or value_of(call.node).dtype,
         call.seed(),
         coordinates,
         digits,

@@ -28,9 +28,11 @@ from autopar.ir.sharding_rule import Dims, OpShardingRule, bound, operands_of, r
 from autopar.ops.custom_functions import is_custom
 from autopar.ops.rules import unsplit
 from autopar.ops.rules.probe import function_rule, probe, rule_of, unrepeatable
+from autopar.ops.rules.shapes import DRAWS
 
 aten = torch.ops.aten
 _RANDOM = {
+    *DRAWS,
     aten.dropout.default,
     aten.scaled_dot_product_attention.default,
 }  # random ops that draw the same numbers in every layout
@@ -40,7 +42,7 @@ def annotate(program: Program) -> Program:
     """Return the program with `Annotations`: the rules, the atoms, and which values depend on
     parameters and carry gradients.
 
-    Raises PlanError where the model draws random numbers other than dropout's.
+    Raises PlanError where the model draws random numbers in a way that no layout repeats.
     """
     graph = program.module.graph
     _refuse_random(graph)
@@ -121,15 +123,16 @@ def check(program: Program) -> None:
 
 
 def _refuse_random(graph: fx.Graph) -> None:
-    """Raise PlanError for random numbers, but dropout's, that every rank would draw for itself."""
+    """Raise PlanError for random numbers that every rank would draw for itself."""
     random_nodes = [node for node in graph.nodes if _draws(node) or _is_unrepeatable(node)]
     if random_nodes:
         listed = "\n".join(f"  {node.target} {where(node)}" for node in random_nodes)
         raise PlanError(
             "the model draws random numbers, which would differ between ranks that must "
             f"agree:\n{listed}\n"
-            "draw them outside of the model and pass them as inputs, or use dropout (an op of your "
-            "own counts if it gives other results when it runs again on the same operands)"
+            "draw them outside of the model and pass them as inputs, or make them of torch.rand, "
+            "randn, randint or dropout (an op of your own counts if it gives other results when it "
+            "runs again on the same operands)"
         )
 
 

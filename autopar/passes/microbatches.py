@@ -40,7 +40,7 @@ from autopar.ir.program import (
 )
 from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
-from autopar.ops.rules.shapes import FILLS, NEW_FILLS
+from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS
 from autopar.passes.part_numbers import COUNTS, MOVES, take_numbers
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ _TOKEN_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 _MEAN_LOSSES = (*ENTRYWISE_LOSSES, *ROW_LOSSES, aten.cross_entropy_loss.default)
 _MEAN, _SUM = 1, 2  # aten's numbers of reductions
 _ADDS = (aten.add.Tensor, aten.sub.Tensor)
-_SPREADS = (*FILLS, *NEW_FILLS, aten.expand.default, aten.full_like.default)
+_SPREADS = (*FILLS, *NEW_FILLS, *DRAWS, aten.expand.default, aten.full_like.default)
 
 
 @dataclass(frozen=True)
@@ -364,6 +364,9 @@ class _Division:
             if node in needed:
                 twins[node] = graph.node_copy(node, lambda n: twins[n])
         graph.output(tuple(twins[share] for share in shares))
+        for node in needed:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                raise self._refusal(node, "draws random numbers that a sum over all parts needs")
         for node in reads:
             if positions.get(node.name) is None:
                 raise self._refusal(node, "is a buffer that a sum over all parts needs")

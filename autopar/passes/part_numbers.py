@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autopar.ops.rules.shapes import FILLS, NEW_FILLS
+from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS
 
 aten = torch.ops.aten
 
@@ -27,6 +27,7 @@ _SHAPED = frozenset(  # their arguments are shapes and places
     {
         *FILLS,
         *NEW_FILLS,
+        *DRAWS,
         *COUNTS,
         *MOVES,
         aten._unsafe_view.default,
@@ -51,8 +52,8 @@ def take_numbers(node: fx.Node, whole: fx.Node) -> bool:
     for place, (own, other) in enumerate(zip(node.args, whole.args, strict=True)):
         if isinstance(own, fx.Node) or str(own) == str(other):
             continue
-        fills = node.target in (*FILLS, *NEW_FILLS) and not isinstance(own, list | tuple)
-        if node.target in _VALUED or fills:
+        fills = node.target in (*FILLS, *NEW_FILLS, *DRAWS)  # of a shape, and numbers
+        if node.target in _VALUED or (fills and not isinstance(own, list | tuple)):
             node.update_arg(place, other)
         elif node.target not in _SHAPED:
             return False

@@ -1,6 +1,6 @@
 """From a model and a request to a plan, in reading order.
 
-`trace_model` → `analyse` (random_masks, annotate, chains) → `choose_plan` → `fit_to_memory`
+`trace_model` → `analyse` (draws, annotate, chains) → `choose_plan` → `fit_to_memory`
 (rewrite, hierarchical collectives, SUMMA, matmul kernels, finalize, recompute) → `finish_plan` (the
 figures).
 What `choose_plan` runs is `search_plan`: candidates, bounds and exact search (mesh_search.py), then
@@ -38,7 +38,8 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import shape_of
 from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
-from autopar.passes import PIPELINE, annotate, random_masks, trace
+from autopar.ops.sharded import draw
+from autopar.passes import PIPELINE, annotate, draws, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.microbatches import Parts
 from autopar.passes.pass_manager import PassManager
@@ -190,11 +191,11 @@ def _traced(
 
 
 def analyse(manager: PassManager, program: Program, request: PlanRequest | None = None) -> Program:
-    """Return the program with dropout in place of random masks, its annotations (sharding rules,
+    """Return the program with random draws that no layout changes, its annotations (sharding rules,
     dims, factors, and what the request asks of parameters and outputs) and its chains.
     """
     request = request or PlanRequest()
-    program = manager.run("random_masks", program, random_masks.random_masks, random_masks.check)
+    program = manager.run("draws", program, draws.draws, draws.check)
     program = manager.run("annotate", program, annotate.annotate, annotate.check)
     program = annotate.reduced_in(program, request.reduce_dtype)
     replicated_outputs = request.outputs == "replicated"
@@ -350,9 +351,12 @@ def _overlapped_timeline(program: Program, world: World) -> Timeline | None:
 
 
 def _keep_traced_on_one_rank(source: Program, program: Program) -> Program:
-    """Return the program with the graph as it was traced where the world has one rank."""
+    """Return the program with the graph as it was traced where the world has one rank, unless it
+    draws random numbers: they are the same on any number of ranks.
+    """
     assert program.plan is not None
-    if program.plan.mesh.axes:
+    draws = program.module.graph.find_nodes(op="call_function", target=draw)
+    if program.plan.mesh.axes or draws:
         return program
     layouts = {
         n.name: Layout(Mesh(), shape_of(v), ())

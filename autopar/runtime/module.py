@@ -287,8 +287,8 @@ class ParallelModule(Inspection, nn.Module):
 
     @property
     def seed(self) -> int:
-        """The seed of the next dropout, the same on all ranks. It moves on with every call that
-        drops something, and starts anew after torch.manual_seed, from rank 0's seed.
+        """The seed of the next random numbers, the same on all ranks. It moves on with every call
+        that draws or drops something, and starts anew after torch.manual_seed, from rank 0's seed.
 
         >>> import autopar
         >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))

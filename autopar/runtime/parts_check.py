@@ -1,8 +1,8 @@
 """Compares a step in micro-batches with that of the whole batch, both on one device, in float64.
 
 `verify` holds the ranks against the program of one part; here all parts together are held against
-the graph of the whole batch: every result and every gradient. Dropout is left out on both sides, as
-each part drops other elements. api.py calls `compare_parts`.
+the graph of the whole batch: every result and every gradient. Random numbers are left out on both
+sides, as each part draws others. api.py calls `compare_parts`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from autopar.errors import VerificationError
 from autopar.ir.graph import copied
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import arguments_of
+from autopar.ops.rules.shapes import DRAWS
 from autopar.passes.microbatches import Parts
 from autopar.runtime.reference import double_by_default, tensor_to_float64, to_float64
 
+aten = torch.ops.aten
 _DROPS = ("dropout_p", "p")
 _LEAST = 1e-6  # of the largest gradient: what is smaller may be zero but for rounding
 
@@ -93,7 +95,7 @@ def _step(
         _in_float64(leaves[entry.position or 0]) if entry.kind == "user" else own[entry.target]
         for entry in program.signature.inputs
     ]
-    results = list(_without_dropout(program.module)(*values))
+    results = list(_without_draws(program.module)(*values))
     loss = next(x for x in results if isinstance(x, Tensor) and not x.dim() and x.requires_grad)
     trained = {name: x for name, x in own.items() if x.requires_grad}
     found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
@@ -108,11 +110,21 @@ def _in_float64(leaf: Any) -> Any:
     return tensor_to_float64(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def _without_dropout(module: fx.GraphModule) -> fx.GraphModule:
-    """Return the module with every rate of dropout zero."""
+def _without_draws(module: fx.GraphModule) -> fx.GraphModule:
+    """Return the module with every rate of dropout zero, and one number in the place of random
+    ones.
+    """
     graph = copied(module.graph)
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+            continue
+        if node.target in DRAWS:
+            *limits, size = node.args
+            number = sum(limits) // 2 if limits else 0.5
+            with graph.inserting_before(node):
+                full = graph.call_function(aten.full.default, (size, number), node.kwargs)
+            node.replace_all_uses_with(full)
+            graph.erase_node(node)
             continue
         for place, argument in enumerate(arguments_of(node)):
             if argument.name in _DROPS and place < len(node.args):

@@ -86,6 +86,16 @@ op("attention_dropout", "q, k, v = (t.unflatten(-1, ({k}, -1)).transpose(1, 2) f
 )  # fmt: skip
 op("dropout_of_weight", "F.linear({x}, F.dropout(self.{m}, 0.3))",
    init="self.{m} = nn.Parameter(torch.randn({o}, {h}) / 4)")  # fmt: skip
+op("noise", "{x} + 0.3 * torch.randn_like({x})", weight=2)
+op("reparametrised", "mean, spread = self.{m}({x}).chunk(2, -1)\n"
+   "mean + (0.1 * spread).exp() * torch.randn_like(mean)",
+   init="self.{m} = nn.Linear({h}, 2 * {o})")  # fmt: skip
+op("timestep", "t = torch.randint(0, 5, ({b},))\n"
+   "{x} + self.{m}(t).reshape({b}, *[1] * ({n} - 2), -1)",
+   when="n >= 2", init="self.{m} = nn.Embedding(5, {h})")  # fmt: skip
+op("noise_by_timestep", "t = torch.randint(1, 9, {x}.shape[:1])\n"
+   "t = t.reshape(-1, *[1] * ({n} - 1)) / 10\n"
+   "t.sqrt() * {x} + (1 - t).sqrt() * torch.randn_like({x})", when="n >= 1")  # fmt: skip
 
 # -- what habits change (habits.py) ----------------------------------------------------------------
 op("switched", "{x} + self.{m}({x}) if self.{m}_on else {x} * 2",

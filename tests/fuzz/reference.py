@@ -1,8 +1,8 @@
 """What the module itself gives on one device in plain eager PyTorch, and how it is compared.
 
-Nothing here knows of autopar's trace. Dropout alone is replayed: a mask is a hash of a seed and of
-the global index, so the seeds that the parallel program drew are given to the module, in the order
-in which it drops.
+Nothing here knows of autopar's trace. Random numbers alone are replayed: they are a hash of a seed
+and of the global index, so the seeds that the parallel program drew are given to the module, in the
+order in which it draws.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from autopar.ops import sharded
 
 from .habits import Session
 from .source import Built
@@ -110,8 +112,10 @@ def gradients(named: Any, inputs: Sequence[Any]) -> dict[str, Tensor | None]:
     return {n: None if g is None else g.detach().clone() for n, g in able.items()}
 
 
-# -- dropout ---------------------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 class _Replay(TorchFunctionMode):
+    """Drops and draws what the ranks do by these seeds."""
+
     def __init__(self, seeds: Sequence[int]) -> None:
         self.seeds, self.used = list(seeds), 0
 
@@ -126,14 +130,25 @@ class _Replay(TorchFunctionMode):
             q, k, v = args[:3]
             scores = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
             return self._dropped(scores, kwargs["dropout_p"]) @ v
+        if name == "randn_like":
+            return self._drawn("normal", (0, 1), args[0].shape, args[0].dtype)
+        if name == "randint":
+            return self._drawn("integers", args[:2], args[2], torch.int64)
         return func(*args, **kwargs)
 
-    def _dropped(self, x: Tensor, p: float) -> Tensor:
+    def _seed(self) -> Tensor:
         seed = self.seeds[self.used % len(self.seeds)] if self.seeds else 0
         self.used += 1
+        return torch.tensor(seed)
+
+    def _dropped(self, x: Tensor, p: float) -> Tensor:
         index = torch.arange(x.numel()).view(x.shape)
-        kept = dropping._hash(index, dropping._keys(torch.tensor(seed))) >= round(p * 2**32)
+        kept = dropping.hash_of(index, dropping.keys_of(self._seed())) >= round(p * 2**32)
         return torch.where(kept, x / (1 - p), 0)
+
+    def _drawn(self, kind: Any, limits: Any, shape: Any, dtype: torch.dtype) -> Tensor:
+        digits: list[Any] = [()] * len(shape)
+        return sharded.draw(kind, limits, shape, dtype, self._seed(), [], digits, shape)
 
 
 def _replayed(seeds: Sequence[int]) -> AbstractContextManager[Any]:

@@ -21,6 +21,7 @@ import autopar
 from autopar import api, errors
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
+from autopar.ops.sharded import draws
 from autopar.passes.pass_manager import PassManager
 from autopar.planner import planner
 from autopar.planner.planner import fingerprint
@@ -168,8 +169,10 @@ def _simulated(program: Program, built: Built) -> str:
 
 @contextlib.contextmanager
 def _seen_seeds(masks: list[list[int]]) -> Iterator[None]:
-    """Enters the seeds of dropout, as they are drawn, into the list that is the last not empty."""
-    plain = dropping._keys
+    """Enters the seeds of random numbers, as they are drawn, into the list that is the last not
+    empty.
+    """
+    plain = dropping.keys_of
 
     def spy(seed: Tensor) -> tuple[Tensor, Tensor]:
         number = int(seed)
@@ -178,7 +181,7 @@ def _seen_seeds(masks: list[list[int]]) -> Iterator[None]:
             masks[step].append(number)
         return plain(seed)
 
-    with mock.patch.object(dropping, "_keys", spy):
+    with mock.patch.object(dropping, "keys_of", spy), mock.patch.object(draws, "keys_of", spy):
         yield
 
 

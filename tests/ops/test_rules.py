@@ -250,7 +250,7 @@ def test_a_wish_is_pushed_back_to_the_operands(case: Case) -> None:
         compare(f"{wanted} reached as", reached, parts, results[index], 1e-4)
 
 
-@pytest.mark.parametrize("case", GENERATED[:6], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", GENERATED[:9], ids=lambda case: case.name)
 def test_constants_are_made_in_slices(case: Case) -> None:
     wanted = Layout(Mesh.parse("x2.y3"), (6, 12), (S(0, 3), S(1, 4)))
     assert made_where_wanted(trace(case), wanted, 0)[0] == wanted

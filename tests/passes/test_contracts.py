@@ -24,10 +24,10 @@ from autopar.ops.collectives import set_hierarchy
 from autopar.passes import (
     PIPELINE,
     annotate,
+    draws,
     finalize,
     hierarchy,
     kernel_choice,
-    random_masks,
     recompute,
     rewrite,
     summa,
@@ -40,7 +40,7 @@ from autopar.world import World
 aten = torch.ops.aten
 CHECKS = {
     "trace": trace.check,
-    "random_masks": random_masks.check,
+    "draws": draws.check,
     "annotate": annotate.check,
     "chains": annotate.check_chains,
     "choose": mesh_search.check_choices,
@@ -59,8 +59,8 @@ def programs() -> dict[str, Program]:
     model, args, _ = models.gpt()
     world = World.of(4)
     made = {"trace": trace.trace(model, args)}
-    made["random_masks"] = random_masks.random_masks(made["trace"])
-    made["annotate"] = annotate.annotate(made["random_masks"])
+    made["draws"] = draws.draws(made["trace"])
+    made["annotate"] = annotate.annotate(made["draws"])
     made["chains"] = annotate.chains(made["annotate"])
     request = PlanRequest(autopar.Grid25D(q=2, d=1))
     made["choose"] = mesh_search.search_meshes(made["chains"], world, request)
@@ -255,8 +255,8 @@ BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("trace", one_input_less, "placeholders and signature differ"),
     ("trace", output_dropped, "outputs and signature differ"),
     ("trace", value_forgotten, "gelu has no value"),
-    ("random_masks", one_input_less, "placeholders and signature differ"),
-    ("random_masks", mask_drawn, r"random_masks left \['bernoulli"),
+    ("draws", one_input_less, "placeholders and signature differ"),
+    ("draws", mask_drawn, r"draws left \['bernoulli"),
     ("annotate", not_annotated, "annotate left no annotations"),
     ("annotate", rule_forgotten, "gelu has no rule"),
     ("annotate", rule_of_two_results, "the rule of gelu has 2 results, not 1"),
@@ -297,7 +297,7 @@ def test_a_broken_contract_is_noticed(
     "name",
     [
         "trace",
-        "random_masks",
+        "draws",
         "rewrite",
         "hierarchy",
         "summa",
@@ -326,7 +326,7 @@ def test_the_runner_checks_what_every_pass_makes(
 
     spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
     own = {"annotate": annotate, "chains": annotate, "recompute": recompute}
-    module = {**own, "random_masks": random_masks}.get(name, planner)
+    module = {**own, "draws": draws}.get(name, planner)
     function = name if module is not planner else "search_plan"
     listed_pass = next((step for step in PIPELINE if step.name == name), None)
     honest = listed_pass.run if listed_pass is not None else getattr(module, function)
@@ -355,7 +355,7 @@ def test_every_graph_is_kept_and_prints() -> None:
 def test_passes_do_not_change_what_they_are_given() -> None:
     made = programs()
     before = [str(program.module.graph) for program in made.values()]
-    annotate.annotate(random_masks.random_masks(made["trace"]))
+    annotate.annotate(draws.draws(made["trace"]))
     annotate.chains(made["annotate"])
     rewrite.rewrite(made["choose"], World.of(4))
     world = World.of(4)

@@ -50,11 +50,9 @@ def test_an_op_that_no_rule_and_no_trial_can_split_is_listed_once() -> None:
 
 
 RANDOM = {
-    "rand_like": lambda model, x: model.up(x) + torch.rand_like(model.up(x)),
-    "bernoulli": lambda model, x: model.up(x) * torch.bernoulli(torch.full((48,), 0.5)),
-    "rrelu": lambda model, x: F.rrelu(model.up(x), training=True),
-    "gumbel": lambda model, x: F.gumbel_softmax(model.up(x)),
-    "randperm": lambda model, x: model.up(x)[torch.randperm(12)],
+    "poisson": lambda model, x: model.up(x) + torch.poisson(model.up(x).relu()),
+    "binomial": lambda model, x: model.up(x) * torch.binomial(torch.ones(48), torch.rand(48)),
+    "cauchy": lambda model, x: model.up(x) + torch.empty(48).cauchy_(),
 }
 
 

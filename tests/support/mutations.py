@@ -253,6 +253,7 @@ CHANGES: dict[Any, tuple[Mutation, ...]] = {
     sharded.layer_norm: (not_summed, local_size),
     sharded.softmax: (not_summed,),
     sharded.dropout: (restrided, misplaced, reseeded, local_shape),
+    sharded.draw: (restrided, misplaced, reseeded, local_shape),
     sharded.attention: (restrided, misplaced, reseeded),
     aten.mul.Tensor: (undivided, another_divisor),
     aten.add.Scalar: (offset_seed,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,13 @@ def same(*targets: Any, args: tuple[Any, ...] = (), **kwargs: Any) -> list[Case]
 
 def dropped(x: Tensor) -> Tensor:
     return sharded.dropout(x, 0.4, torch.tensor(SEED), [], [()] * x.dim(), list(x.shape))
+
+
+def drawn(kind: Any, low: int, high: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    size, digits = (6, 12), ((), ())
+    return lambda: sharded.draw(
+        kind, (low, high), size, dtype, torch.tensor(SEED), [], digits, size
+    )
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -377,6 +385,26 @@ GENERATED = [
         for f in (aten.new_zeros.default, aten.new_ones.default)
     ),
     call(aten.new_full.default, real(3), [6, 12], 7.0),
+    call(
+        aten.rand.default,
+        [6, 12],
+        dtype=torch.float64,
+        reference=drawn("uniform", 0, 1, torch.float64),
+    ),
+    call(
+        aten.randn.default,
+        [6, 12],
+        dtype=torch.float64,
+        reference=drawn("normal", 0, 1, torch.float64),
+    ),
+    call(
+        aten.randint.low,
+        -3,
+        9,
+        [6, 12],
+        dtype=torch.int64,
+        reference=drawn("integers", -3, 9, torch.int64),
+    ),
     call(aten.arange.default, 12),
     call(aten.arange.start, 3, 15),
     call(aten.arange.start_step, 3, 27, 2),

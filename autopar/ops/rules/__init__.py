@@ -87,6 +87,7 @@ def floating(value: Any) -> bool:
 
 
 __all__ = [
+    "DRAWS",
     "FILLS",
     "NEW_FILLS",
     "losses",

@@ -87,6 +87,9 @@ def expand(node: fx.Node) -> OpShardingRule:
 
 FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
 
+# The random draws that a planned graph has: passes/draws.py makes all others of these.
+DRAWS = (aten.rand.default, aten.randn.default, aten.randint.low)
+
 
 MADE = (
     aten.arange.default,
@@ -101,9 +104,9 @@ MADE = (
 NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 
 
-@spec(FILLS)
+@spec((*FILLS, *DRAWS))
 def fill(node: fx.Node) -> OpShardingRule:
-    """Return the rule of a tensor of one number: each dim may be split."""
+    """Return the rule of a tensor of one number, or of random ones: each dim may be split."""
     sizes: dict[str, int] = {}
     return OpShardingRule((), (tuple(named(shape_of(value_of(node)), sizes)),), sizes)
 

@@ -27,6 +27,7 @@ import torch
 
 from autopar.ir.layout import Layout, Traffic
 from autopar.ops.sharded.attention import attention
+from autopar.ops.sharded.draws import draw
 from autopar.ops.sharded.dropout import dropout
 from autopar.ops.sharded.matmul import linear, summa_linear
 from autopar.ops.sharded.norms import layer_norm, log_softmax, rms_norm, softmax
@@ -39,6 +40,7 @@ __all__ = [
     "Part",
     "attention",
     "cross_entropy",
+    "draw",
     "dropout",
     "embedding",
     "inner_collectives",

@@ -1,9 +1,7 @@
 """Dropout whose mask does not depend on the layout.
 
-Whether an element is kept is a hash of the seed and of its GLOBAL index. So every layout drops
-exactly what one device would drop, ranks that hold the same element agree, ranks that hold
-different ones are independent, and nothing is stored or communicated: the backward computes the
-mask again.
+Whether an element is kept is a hash of the seed and of its GLOBAL index (index_hash.py). So every
+layout drops exactly what one device would drop, and the backward computes the mask again.
 
 ops/local.py emits `dropout`, attention.py calls it for its weights, and the runtime calls
 `next_seed` for each call of a model.
@@ -15,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,24 +20,30 @@ from torch import Tensor
 
 from autopar._compat import compiled_for, in_backward
 from autopar.errors import InputError
-from autopar.ops.sharded.vocabulary import Digit, globalize
-
-_WORD = 0xFFFFFFFF
-_ROUNDS = (15, 0x7FEB352D), (16, 0x45D9F3B)  # of `_mix`: shift and multiplier
-_BLOCK = 1 << 15  # elements that a CPU hashes at a time, so that its cache holds them
+from autopar.ops.sharded.index_hash import (
+    BLOCK,
+    Shard,
+    all_indices,
+    hash_of,
+    hash_words,
+    in_rows,
+    keys_of,
+    signed,
+)
+from autopar.ops.sharded.vocabulary import Digit
 
 
 def next_seed(seed: int) -> int:
     """Return the seed of the next call of a model.
 
     Raises InputError where `torch.utils.checkpoint` calls the model again in a backward, which
-    would drop other elements than the forward did.
+    would draw other numbers than the forward did.
     """
     if in_backward():
         raise InputError(
-            "a model with dropout that autopar parallelized is run again within a backward (by "
-            "torch.utils.checkpoint around it?), where it would drop other elements than before: "
-            'checkpoint its parts inside of the model, or ask for recompute="full"'
+            "a model with dropout or random draws that autopar parallelized is run again within a "
+            "backward (by torch.utils.checkpoint around it?), where it would draw others than "
+            'before: checkpoint its parts inside of the model, or ask for recompute="full"'
         )
     return seed + 1
 
@@ -63,18 +66,15 @@ def dropout(
         return x
     if p == 1:
         return x * 0
-    counts = [len(digits) for digits in digits_by_dim]
-    facts = [number for digits in digits_by_dim for _, *pair in digits for number in pair]
-    return _drop(x, p, seed, list(coordinates), counts, facts, list(shape))
+    shard = Shard.of(digits_by_dim, shape)
+    return _drop(x, p, seed, list(coordinates), *map(list, shard))
 
 
 class _DropoutArguments(NamedTuple):
     """The arguments of a dropout that are no tensors: see `_drop`."""
 
     p: float
-    counts: tuple[int, ...]
-    facts: tuple[int, ...]
-    shape: tuple[int, ...]
+    shard: Shard
 
 
 # Dropout is one op in a graph: its mask takes some hundred ops, too many to read or to launch.
@@ -88,10 +88,8 @@ def _drop(
     facts: Sequence[int],
     shape: Sequence[int],
 ) -> Tensor:
-    """Return x with elements dropped; `counts` has the number of digits of each dim, `facts`
-    (stride, size) of each digit in turn.
-    """
-    how = _DropoutArguments(p, tuple(counts), tuple(facts), tuple(shape))
+    """Return x with elements dropped; `counts`, `facts` and `shape` are those of its Shard."""
+    how = _DropoutArguments(p, Shard(tuple(counts), tuple(facts), tuple(shape)))
     if x.device.type == "cpu":
         return _in_blocks(x, seed, coordinates, how)
     return _compile_formula(how)(x, seed, *coordinates)
@@ -131,11 +129,9 @@ def _compile_formula(how: _DropoutArguments) -> Callable[..., Tensor]:
 
 def _whole(x: Tensor, seed: Tensor, *coordinates: Tensor, how: _DropoutArguments) -> Tensor:
     """Return x with elements dropped, by the formula over all elements at once."""
-    tables = _index_tables(x, coordinates, how)
-    index = torch.zeros((), dtype=torch.int64, device=x.device)
-    for dim, table in enumerate(tables):
-        index = index + table.view(-1, *[1] * (x.dim() - dim - 1))
-    keep_mask = _hash(index.expand(x.shape), _keys(seed)) >= round(how.p * 2**32)
+    tables = how.shard.index_tables(x.shape, coordinates, x.device)
+    index = all_indices(tables, x.device).expand(x.shape)
+    keep_mask = hash_of(index, keys_of(seed)) >= round(how.p * 2**32)
     return torch.where(keep_mask, x / (1 - how.p), 0).contiguous()
 
 
@@ -148,9 +144,8 @@ def _formula(
     facts: Sequence[int],
     shape: Sequence[int],
 ) -> Tensor:
-    return _whole(
-        x, seed, *coordinates, how=_DropoutArguments(p, tuple(counts), tuple(facts), tuple(shape))
-    )
+    shard = Shard(tuple(counts), tuple(facts), tuple(shape))
+    return _whole(x, seed, *coordinates, how=_DropoutArguments(p, shard))
 
 
 # The formula that a compiler gets in place of the op, to fuse it with its neighbours.
@@ -165,100 +160,16 @@ def _in_blocks(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not y.numel():
         return y
-    tables = _index_tables(x, coordinates, how)
-    split_dim, inner = len(tables), 1
-    while split_dim > 0 and inner * x.shape[split_dim - 1] <= _BLOCK:
-        split_dim -= 1
-        inner *= x.shape[split_dim]
-    narrow, keys = math.prod(how.shape) <= 2**31, _keys(seed)
-    rows, row = _outer_sums(tables[:split_dim], x.device), _outer_sums(tables[split_dim:], x.device)
+    rows, row = in_rows(how.shard.index_tables(x.shape, coordinates, x.device), x.device)
+    narrow, keys = math.prod(how.shard.shape) <= 2**31, keys_of(seed)
     if narrow:
-        rows, row, keys = rows.int(), row.int(), (_signed(keys[0]), _signed(keys[1]))
-    hashed, threshold = (_hash_words, -(2**31)) if narrow else (_hash, 0)
+        rows, row, keys = rows.int(), row.int(), (signed(keys[0]), signed(keys[1]))
+    hashed, threshold = (hash_words, -(2**31)) if narrow else (hash_of, 0)
     threshold += round(how.p * 2**32)
-    source, target = x.reshape(-1, inner), y.view(-1, inner)
-    count = max(1, _BLOCK // inner)
+    source, target = x.reshape(-1, len(row)), y.view(-1, len(row))
+    count = max(1, BLOCK // len(row))
     for first in range(0, len(rows), count):
         part = slice(first, first + count)
         dropped = hashed(rows[part, None] + row, keys) < threshold
         torch.div(source[part], 1 - how.p, out=target[part]).masked_fill_(dropped, 0)
     return y
-
-
-def _outer_sums(tables: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a flat tensor of the sum of one entry of each table, in every combination, the last
-    table fastest.
-    """
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    for table in tables:
-        sums = (sums[:, None] + table).flatten()
-    return sums
-
-
-# -- the hash --------------------------------------------------------------------------------------
-def _index_tables(x: Tensor, coordinates: Sequence[Tensor], how: _DropoutArguments) -> list[Tensor]:
-    """Return for every dim of x what each position on it adds to the row-major index in the global
-    tensor, int64.
-    """
-    digits: list[Digit] = [
-        ("", stride, size) for stride, size in zip(how.facts[::2], how.facts[1::2])
-    ]
-    ends = (0, *accumulate(how.counts))
-    tables = []
-    for dim, (first, last) in enumerate(pairwise(ends)):
-        local = torch.arange(x.shape[dim], device=x.device)
-        index = globalize(local, coordinates[first:last], digits[first:last])
-        tables.append(index * math.prod(how.shape[dim + 1 :]))
-    return tables
-
-
-Keys = tuple[Tensor, Tensor]
-
-
-def _keys(seed: Tensor) -> Keys:
-    """Return two 32-bit words of a seed; both words of the seed go in, mixed in between."""
-    seed = seed.reshape(())
-    key = _mix((_mix(seed & _WORD) + ((seed >> 32) & _WORD) + 0x3C6EF372) & _WORD)
-    return key, _mix((key + 0x1E3779B9) & _WORD)
-
-
-def _hash(index: Tensor, keys: Keys) -> Tensor:
-    """Return 32 random bits for every index, in int64 from 0 to 2^32 - 1; both words of the index
-    go in.
-
-    Keys enter twice, or masks of two seeds would be shifted copies of each other.
-    """
-    return _mix(((_mix((index & _WORD) ^ keys[0]) + (index >> 32)) ^ keys[1]) & _WORD)
-
-
-def _mix(word: Tensor) -> Tensor:
-    """Return a bijection of 32-bit words in which every bit of the input changes every bit of the
-    output about half the time.
-
-    It multiplies and xor-shifts (the form of MurmurHash3's finalizer; multipliers below 2^31, so
-    that int64 products never overflow).
-    """
-    word = word ^ (word >> 16)
-    for shift, factor in _ROUNDS:
-        word = word.mul_(factor).bitwise_and_(_WORD)  # in place: allocation dominates here
-        word = word.bitwise_xor_(word >> shift)
-    return word
-
-
-def _hash_words(index: Tensor, keys: Keys) -> Tensor:
-    """Return `_hash` of indices below 2^31, less 2^31, all in int32."""
-    return _mix_words(_mix_words(index ^ keys[0]) ^ keys[1]).bitwise_xor_(-(2**31))
-
-
-def _mix_words(word: Tensor) -> Tensor:
-    """Return `_mix` of words whose bits an int32 holds; multiplied unsigned, they wrap around."""
-    word = word.bitwise_xor_((word >> 16).bitwise_and_(0xFFFF))
-    for shift, factor in _ROUNDS:
-        word.view(torch.uint32).mul_(factor)
-        word = word.bitwise_xor_((word >> shift).bitwise_and_(_WORD >> shift))
-    return word
-
-
-def _signed(word: Tensor) -> Tensor:
-    """Return the int32 of the same 32 bits."""
-    return ((word ^ 2**31) - 2**31).int()

@@ -53,6 +53,10 @@ KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant",
 }
+GENERATOR_ADVICE = (
+    "Leave generator= out: every layout then draws the same numbers, which torch.manual_seed "
+    "starts. Or draw outside of the model and pass the numbers as an input."
+)
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -250,6 +254,9 @@ def _held_inputs(
     first_node: dict[int, fx.Node] = {}
     entries: dict[fx.Node, Input] = {}
     for node, spec in pairs:
+        if _is_generator(node):
+            reason = "forward draws from a torch.Generator of its own"
+            raise refusal(model, reason, place(next(iter(node.users), node)), GENERATOR_ADVICE)
         if spec.kind not in KINDS or spec.target not in values:
             reason = f"{spec.target!r} is a {spec.kind.name.lower()}, not a tensor"
             raise refusal(model, reason, "", "Turn it into a tensor or a Python number.")
@@ -265,6 +272,11 @@ def _held_inputs(
         )  # fmt: skip
         tensors[aliases[0]] = value
     return entries
+
+
+def _is_generator(node: fx.Node) -> bool:
+    """Whether a placeholder stands for the generator of random numbers that its users draw from."""
+    return bool(node.users) and all(user.kwargs.get("generator") is node for user in node.users)
 
 
 def _read_outputs(exported: ExportedProgram) -> list[Output]:
