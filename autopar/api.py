@@ -47,7 +47,7 @@ from autopar.runtime.apply import (
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, ParallelModule, parallel_module
-from autopar.runtime.original import compare_original
+from autopar.passes.trace.original import compare_original
 from autopar.runtime.parts_check import compare_parts
 from autopar.runtime.reference import to_float64
 from autopar.runtime.training.deferred import Deferred

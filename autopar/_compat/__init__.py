@@ -262,6 +262,13 @@ def masks_as_given() -> Iterator[None]:
         transformer._detect_is_causal_mask = detect
 
 
+def differentiating() -> bool:
+    """Whether this runs within a function that torch.func differentiates (grad, vjp, jvp)."""
+    kinds = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
+
+
 def next_autograd_step() -> int:
     """The number that the next function gets that autograd records."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -385,6 +392,7 @@ __all__ = [
     "compiled_for",
     "constant_result",
     "default_store",
+    "differentiating",
     "derive",
     "dynamo_sources",
     "explain_autograd_steps",

@@ -25,7 +25,7 @@ from autopar.planner.planner import (
     trace_model,
 )
 from autopar.planner.request import PlanRequest
-from autopar.runtime.original import compare_original
+from autopar.passes.trace.original import compare_original
 from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import compare
 from autopar.world import World

@@ -42,10 +42,12 @@ from autopar.ir.program import (
 )
 from autopar.ops.devices import take_numbers_off
 from autopar.passes.trace.attribute_reads import AttributeReads
+from autopar.passes.trace.derivatives import DerivativeCalls
 from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
+from autopar.passes.trace.original import refuse_difference
 from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
-from autopar.passes.trace.signature import check_call, signature_of
+from autopar.passes.trace.signature import bind, check_call, signature_of
 from autopar.passes.trace.simplify import detached, simplify
 
 KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
@@ -80,9 +82,9 @@ def trace(
     known = traced_before(model, args, kwargs)
     if known is not None:
         return known
-    record, reads = Record(model), AttributeReads(model)
-    written = refuse_side_effects(model, args, kwargs, (record, reads))
-    exported, originals = capture(model, args, kwargs)
+    record, reads, derivatives = Record(model), AttributeReads(model), DerivativeCalls()
+    written = refuse_side_effects(model, args, kwargs, (record, reads, derivatives))
+    exported, originals = capture(model, args, kwargs, derivatives.found)
     graph = exported.graph_module.graph
     _give_lasting_names(graph)
     results = _read_outputs(exported)
@@ -108,6 +110,8 @@ def trace(
         reads=frozenset(reads.found),
     )
     program = Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
+    if derivatives.found:
+        refuse_difference(model, program, (args, kwargs))
     keep(model, args, kwargs, record, program)
     return program
 
@@ -123,37 +127,6 @@ def _refuse_lost_writes(model: nn.Module, written: set[str], kept: set[str]) -> 
         reason = f"forward writes into the buffer {lost[0]} by an op whose result nothing uses"
         advice = "Return or use what that module computes, or leave the module out."
         raise refusal(model, reason, "", advice)
-
-
-def bind(
-    program: Program,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    """Return the tensor of every Input of the program, in order. `tensors` replaces values of
-    parameters, buffers and constants by their target.
-
-    Raises InputError if the inputs are not structured as those that were traced, or if one that is
-    no tensor has another value.
-    """
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    if spec != program.signature.in_spec:
-        raise InputError(
-            f"the inputs have another structure than the traced ones:\n  {spec}\n"
-            f"where {program.signature.in_spec} was traced"
-        )
-    for position, value in program.signature.fixed:
-        if leaves[position] != value:
-            raise InputError(
-                f"input {position} is {leaves[position]!r}, but {value!r} was traced and is part "
-                "of the graph: trace the model again for another value"
-            )
-    tensors_by_name = {**program.tensors, **(tensors or {})}
-    return [
-        tensors_by_name[entry.target] if entry.position is None else leaves[entry.position]
-        for entry in program.signature.inputs
-    ]
 
 
 # What feeds the graph and what it returns.
