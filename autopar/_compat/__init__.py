@@ -269,6 +269,14 @@ def differentiating() -> bool:
     return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
 
 
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """The tensor within what torch.func's transforms hand to a function; others as they are."""
+    functions = torch._C._functorch
+    while functions.is_functorch_wrapped_tensor(x):
+        x = functions.get_unwrapped(x)
+    return x
+
+
 def next_autograd_step() -> int:
     """The number that the next function gets that autograd records."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -432,6 +440,7 @@ __all__ = [
     "timeout_of",
     "torch_versions",
     "unregister_process_group",
+    "unwrapped",
     "version_of",
     "without_modes",
     "without_torch_functions",

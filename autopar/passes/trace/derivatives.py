@@ -18,7 +18,7 @@ original.py compares the results and gradients of every such trace with the mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ def graph_below_autograd(
     facts: dict[str, Any] = {}
 
     def run(*_: torch.Tensor) -> list[torch.Tensor]:
-        with _MarkDetaches(), modes(), _module_stacks(model), sdpa_kernel(SDPBackend.MATH):
+        with _MarkDetaches(), modes(), _module_stacks(model), twice_differentiable():
             leaves, facts["spec"] = pytree.tree_flatten(model(*args, **kwargs))
         now = dict(model.named_buffers())
         facts["assigned"] = [n for n, x in now.items() if n in held and x is not held[n]]
@@ -113,6 +113,13 @@ def graph_below_autograd(
     _join_saved(module.graph)
     module.recompile()
     return BelowAutograd(module, list(held), **facts)
+
+
+def twice_differentiable() -> AbstractContextManager[None]:
+    """Let attention run as matrix products and a softmax: its fused kernels have a backward that
+    has no derivative.
+    """
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,6 +24,7 @@ from autopar._compat import FakeTensor, TorchDispatchMode, pytree, without_modes
 from autopar.errors import VerificationError
 from autopar.ir.program import Program, without_autocast
 from autopar.ops.devices import CPU, home_of, of_inputs, on_device
+from autopar.passes.trace.derivatives import twice_differentiable
 from autopar.passes.trace.export import borrowed, refusal, trail
 from autopar.passes.trace.signature import bind
 
@@ -93,6 +94,7 @@ def refuse_difference(model: nn.Module, program: Program, inputs: Inputs) -> Non
         try:
             with (
                 warnings.catch_warnings(), redirect_stdout(io.StringIO()), without_modes(),
+                twice_differentiable(),
             ):  # fmt: skip
                 warnings.simplefilter("ignore")
                 difference = _difference(model, program, inputs, values.copy, finite=True)
