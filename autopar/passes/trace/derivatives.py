@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch._decomp import get_decompositions
 from torch.fx import traceback as node_meta
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import OpOverload, differentiating, pytree
+from autopar._compat import differentiating, pytree
+from autopar.passes.trace.derivative_ops import written_with_others
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ def graph_below_autograd(
         return [*tensors, *(now[name] for name in facts["assigned"])]
 
     with node_meta.preserve_node_meta():
-        record = make_fx(run, decomposition_table=_DECOMPOSED, record_stack_traces=True)
+        record = make_fx(run, record_stack_traces=True)
         module = record(*held.values(), *inputs)
     _join_saved(module.graph)
     module.recompile()
@@ -159,7 +159,11 @@ def _join_saved(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-_DECOMPOSED: dict[OpOverload, Callable[..., Any]] = get_decompositions([])
+class _Replay(fx.Interpreter):
+    """Runs a graph with operators that rules of sharding know."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return written_with_others(target)(*args, **kwargs)
 
 
 @contextmanager
@@ -172,7 +176,7 @@ def forward_replaced(model: nn.Module, below: BelowAutograd) -> Iterator[None]:
         held = dict(_held(model))
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         with node_meta.preserve_node_meta():
-            results = iter(fx.Interpreter(below.module).run(
+            results = iter(_Replay(below.module).run(
                 *(held[name] for name in below.names), *inputs
             ))  # fmt: skip
         leaves = [next(results) if leaf is None else leaf for leaf in below.leaves]

@@ -92,10 +92,7 @@ def refuse_difference(model: nn.Module, program: Program, inputs: Inputs) -> Non
     for own in (False, True):
         values = _Values(home_of(model, *inputs), constants, own)
         try:
-            with (
-                warnings.catch_warnings(), redirect_stdout(io.StringIO()), without_modes(),
-                twice_differentiable(),
-            ):  # fmt: skip
+            with warnings.catch_warnings(), redirect_stdout(io.StringIO()), without_modes():
                 warnings.simplefilter("ignore")
                 difference = _difference(model, program, inputs, values.copy, finite=True)
         except Exception as error:
@@ -186,11 +183,11 @@ def _difference(
     roundings = [_ROUNDINGS * torch.finfo(x.dtype).eps for x in floats]
     tolerance = min(_MOST, max(roundings, default=0.0))
     for alike in (False, True):
-        with _fixed_draws(tensors, alike) as model_draws:
+        with _fixed_draws(tensors, alike) as model_draws, twice_differentiable():
             expected = _of_model(model, inputs, copy)
         if finite and not all(x.isfinite().all() for x in expected.gradients.values()):
             raise ValueError("its gradients are not finite")
-        with _fixed_draws(tensors, alike) as draws:
+        with _fixed_draws(tensors, alike) as draws, twice_differentiable():
             actual = _of_program(program, inputs, copy)
         difference = _step_difference(actual, expected, tolerance)
         # export drops a dropout that nothing uses, and all behind it draw other numbers
