@@ -26,7 +26,7 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as node_meta
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import differentiating, pytree
