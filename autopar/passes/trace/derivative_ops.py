@@ -31,7 +31,7 @@ _TRANSPOSED: dict[int, Op] = {
     3: torch.conv_transpose3d,
 }
 _OTHERS = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
-    aten._safe_softmax.default)  # fmt: skip
+    aten._safe_softmax.default, aten.log_sigmoid_forward.default)  # fmt: skip
 
 
 def written_with_others(op: Any) -> Op:

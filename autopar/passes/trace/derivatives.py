@@ -35,6 +35,7 @@ from autopar.passes.trace.derivative_ops import written_with_others
 aten = torch.ops.aten
 
 _MARK = "autopar_detach"
+_TENSOR = object()
 _GRAD: Any = torch.autograd.grad
 _DETACHES = {torch.Tensor.detach, torch.detach, torch.tensor, torch.as_tensor,
     torch.Tensor.new_tensor}  # fmt: skip
@@ -83,9 +84,10 @@ class BelowAutograd(NamedTuple):
 
     module: fx.GraphModule
     names: list[str]
-    leaves: list[Any]  # of the result; None for a tensor
+    leaves: list[Any]  # of the result; _TENSOR in the place of each tensor
     spec: pytree.TreeSpec
     assigned: list[str]
+    fixed: dict[fx.Node, str]  # the placeholders of parameters and inputs, which stay as they are
 
 
 def graph_below_autograd(
@@ -103,7 +105,7 @@ def graph_below_autograd(
             leaves, facts["spec"] = pytree.tree_flatten(model(*args, **kwargs))
         now = dict(model.named_buffers())
         facts["assigned"] = [n for n, x in now.items() if n in held and x is not held[n]]
-        facts["leaves"] = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        facts["leaves"] = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         return [*tensors, *(now[name] for name in facts["assigned"])]
 
@@ -112,7 +114,11 @@ def graph_below_autograd(
         module = record(*held.values(), *inputs)
     _join_saved(module.graph)
     module.recompile()
-    return BelowAutograd(module, list(held), **facts)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    names = [*held, *(f"input {place}" for place in range(len(inputs)))]
+    buffers = dict(model.named_buffers())
+    fixed = {p: n for p, n in zip(placeholders, names, strict=True) if n not in buffers}
+    return BelowAutograd(module, list(held), **facts, fixed=fixed)
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
@@ -179,7 +185,7 @@ def forward_replaced(model: nn.Module, below: BelowAutograd) -> Iterator[None]:
             results = iter(_Replay(below.module).run(
                 *(held[name] for name in below.names), *inputs
             ))  # fmt: skip
-        leaves = [next(results) if leaf is None else leaf for leaf in below.leaves]
+        leaves = [next(results) if leaf is _TENSOR else leaf for leaf in below.leaves]
         for name, value in zip(below.assigned, results, strict=True):
             owner, _, buffer = name.rpartition(".")
             setattr(model.get_submodule(owner), buffer, value)

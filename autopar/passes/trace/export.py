@@ -95,6 +95,10 @@ def _export_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProgram:
             below = graph_below_autograd(model, fakes.args, fakes.kwargs, watched)
     finally:
         before.restore()
+    for node in below.module.graph.nodes:
+        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            if node.args[0] in below.fixed:
+                raise _write_error(model, below.fixed[node.args[0]], place(node))
     with forward_replaced(model, below):
         return torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
 
