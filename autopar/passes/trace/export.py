@@ -140,7 +140,10 @@ def stand_ins(
         _quiet(), torch.enable_grad(), masks_as_given(),
         borrowed(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip
-        yield StandIns(mode, args, kwargs, originals)
+        try:
+            yield StandIns(mode, args, kwargs, originals)
+        finally:
+            torch.clear_autocast_cache()  # casts of leaves that forward made, such as inputs
 
 
 @contextmanager
