@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 def mlp(*sizes: int, act: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), act()]
     return nn.Sequential(*layers[:-1])
 
@@ -91,7 +92,8 @@ def of_images(net: nn.Module, x: Tensor) -> Tensor:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.mlp = nn.LayerNorm(8), nn.Linear(8, 24), mlp(8, 16, 8, act=nn.GELU)
+        self.norm, self.qkv = nn.LayerNorm(8), nn.Linear(8, 24)
+        self.mlp = mlp(8, 16, 8, act=nn.GELU)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 4)).movedim(2, 0).transpose(2, 3)

@@ -5,10 +5,11 @@ scaled dot product attention, cross entropy) left intact, then simplified. What 
 silently lose is refused first: the model is called twice to find side effects.
 
 attribute_reads.py records what of its modules a forward reads,
-export.py calls torch.export and explains its failures, simplify.py removes ops that compute
-nothing, signature.py binds calls to the planned arguments, and side_effects.py and model_state.py
-find what a call of the model does besides computing its result. planner/planner.py and
-runtime/calibrate_on_ranks.py call `trace`; runtime/original.py calls `bind`.
+export.py calls torch.export and explains its failures, derivatives.py records forwards that take
+derivatives, simplify.py removes ops that compute nothing, signature.py binds calls to the planned
+arguments, original.py compares a trace with the model, and side_effects.py and model_state.py find
+what a call of the model does besides computing its result. planner/planner.py and
+runtime/calibrate_on_ranks.py call `trace`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from torch.export.graph_signature import (
 )
 
 from autopar._compat import pytree
-from autopar.errors import InputError
 from autopar.ir.program import (
     Input,
     Output,
@@ -47,7 +47,7 @@ from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
 from autopar.passes.trace.original import refuse_difference
 from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
-from autopar.passes.trace.signature import bind, check_call, signature_of
+from autopar.passes.trace.signature import check_call, signature_of
 from autopar.passes.trace.simplify import detached, simplify
 
 KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {

@@ -5,7 +5,7 @@ A model and the arguments of a call enter `capture`; the decomposed program leav
 own tensors. No memory is allocated for values, and the model is restored afterwards. What a graph
 could not repeat (writes into parameters, padded samples that are packed, gradients that get lost)
 raises a TraceError that names the line and a remedy. `trace` calls `capture`; side_effects.py runs
-the model on the same `stand_ins`, and runtime/original.py uses `borrowed`.
+the model on the same `stand_ins`, and original.py uses `borrowed`.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def _export_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProgram:
     finally:
         before.restore()
     for node in below.module.graph.nodes:
-        if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
-            if node.args[0] in below.fixed:
-                raise _write_error(model, below.fixed[node.args[0]], place(node))
+        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if writes and node.args[0] in below.fixed:
+            raise _write_error(model, below.fixed[node.args[0]], place(node))
     with forward_replaced(model, below):
         return torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-
 from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import FakeTensor, TorchDispatchMode, pytree, without_modes
@@ -88,7 +87,8 @@ def refuse_difference(model: nn.Module, program: Program, inputs: Inputs) -> Non
         raise refusal(model, reason, "", "Take the derivatives outside of the model, or plan it "
             "with a smaller batch.")  # fmt: skip
     failed: Exception | None = None
-    constants = {program.tensors[e.target] for e in program.signature.inputs if e.kind == "constant"}
+    entries = program.signature.inputs
+    constants = [program.tensors[e.target] for e in entries if e.kind == "constant"]
     for own in (False, True):
         values = _Values(home_of(model, *inputs), constants, own)
         try:
@@ -270,9 +270,7 @@ def _fixed_draws(tensors: list[Tensor], alike: bool) -> Iterator[_Draws]:
             yield draws
 
 
-def _of_model(
-    model: nn.Module, inputs: Inputs, copy: Callable[[Tensor], Tensor]
-) -> _StepResult:
+def _of_model(model: nn.Module, inputs: Inputs, copy: Callable[[Tensor], Tensor]) -> _StepResult:
     """Run the step of the model itself on copies of its tensors."""
     with borrowed(model, copy):
         args, kwargs = own = pytree.tree_map_only(Tensor, copy, inputs)
@@ -283,9 +281,7 @@ def _of_model(
         return _collect_step({**results, **buffers}, parameters, own)
 
 
-def _of_program(
-    program: Program, inputs: Inputs, copy: Callable[[Tensor], Tensor]
-) -> _StepResult:
+def _of_program(program: Program, inputs: Inputs, copy: Callable[[Tensor], Tensor]) -> _StepResult:
     """Run the step of the traced program on copies of its tensors."""
     args, kwargs = own = pytree.tree_map_only(Tensor, copy, inputs)
     tensors = {name: copy(tensor) for name, tensor in program.tensors.items()}
@@ -353,9 +349,7 @@ def _values_difference(actual: Values, expected: Values, least: float, tolerance
     errors = {n: _error(x, expected[n], least) for n, x in actual.items() if n in expected}
     worst = max(errors, key=lambda name: errors[name], default="")
     if worst and not errors[worst] <= tolerance:
-        return (
-            f"{worst} is off by {errors[worst]:.1e} of its largest entry, past {tolerance:.0e}"
-        )
+        return f"{worst} is off by {errors[worst]:.1e} of its largest entry, past {tolerance:.0e}"
     return ""
 
 
