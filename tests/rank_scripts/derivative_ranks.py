@@ -38,7 +38,7 @@ def task(name: str) -> Facts:
     model, inputs = made(name)  # the same weights and inputs on every rank
     before = [p.detach().clone() for p in model.parameters()]
     expected = steps(copy.deepcopy(model), inputs)
-    own = [expected[n] for n, _ in model.named_parameters()]
+    own = [expected[n].detach() for n, _ in model.named_parameters()]
     moved = max(float((a - b).abs().max()) for a, b in zip(own, before, strict=True))
     facts = {"moved": moved}
     for layout in ("fsdp", "megatron"):

@@ -44,7 +44,7 @@ def forces(net: nn.Module, x: Tensor, energies: Tensor, wanted: Tensor) -> Tenso
 def penalty(critic: nn.Module, real: Tensor, fake: Tensor, share: Tensor) -> Tensor:
     mixed = (share * real + (1 - share) * fake).requires_grad_()
     slope = derivative(critic(mixed), mixed).norm(2, dim=1)
-    return critic(fake).mean() - critic(real).mean() + 10 * (slope - 1).square().mean()
+    return critic(fake).mean() - critic(real).mean() + (slope - 1).square().mean()
 
 
 def burgers(net: nn.Module, points: Tensor) -> Tensor:
