@@ -22,6 +22,7 @@ from autopar.ir.progress import shown
 from autopar.ops import devices
 from autopar.passes.draws import draws
 from autopar.passes.pass_manager import PassManager, Progress
+from autopar.passes.trace.original import compare_original
 from autopar.planner import edit, mesh_search, world_size
 from autopar.planner.parts import trace_step
 from autopar.planner.parts_search import in_fastest_parts
@@ -48,7 +49,6 @@ from autopar.runtime.apply import (
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, ParallelModule, parallel_module
-from autopar.runtime.original import compare_original
 from autopar.runtime.parts_check import compare_parts
 from autopar.runtime.reference import to_float64
 from autopar.runtime.training.deferred import Deferred

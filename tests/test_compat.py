@@ -572,6 +572,26 @@ def test_an_op_may_record_gradients_within() -> None:
     assert torch.equal(slope(torch.ones(2, requires_grad=True)), torch.full((2,), 3.0))
 
 
+@covers("differentiating", "unwrapped")
+def test_a_function_knows_that_it_is_differentiated() -> None:
+    seen, x = [], torch.ones(3)
+
+    def square(point: torch.Tensor) -> torch.Tensor:
+        seen.append(_compat.differentiating())
+        inner = _compat.unwrapped(point)
+        assert not torch._C._functorch.is_functorch_wrapped_tensor(inner)
+        assert inner.shape == x.shape and inner.data_ptr() == x.data_ptr()
+        return (point**2).sum()
+
+    torch.func.vmap(square)(x)
+    torch.func.grad(square)(x)
+    torch.func.vmap(torch.func.grad(square))(x)
+    torch.func.jvp(square, (x,), (x,))
+    square(x)
+    assert seen == [False, True, True, True, False]
+    assert not _compat.differentiating()
+
+
 @covers("in_backward")
 def test_a_backward_knows_that_it_is_one() -> None:
     seen = []

@@ -262,6 +262,21 @@ def masks_as_given() -> Iterator[None]:
         transformer._detect_is_causal_mask = detect
 
 
+def differentiating() -> bool:
+    """Whether this runs within a function that torch.func differentiates (grad, vjp, jvp)."""
+    kinds = torch._C._functorch.TransformType
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
+
+
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """The tensor within what torch.func's transforms hand to a function; others as they are."""
+    functions = torch._C._functorch
+    while functions.is_functorch_wrapped_tensor(x):
+        x = functions.get_unwrapped(x)
+    return x
+
+
 def next_autograd_step() -> int:
     """The number that the next function gets that autograd records."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -386,6 +401,7 @@ __all__ = [
     "constant_result",
     "default_store",
     "derive",
+    "differentiating",
     "dynamo_sources",
     "explain_autograd_steps",
     "exporting",
@@ -424,6 +440,7 @@ __all__ = [
     "timeout_of",
     "torch_versions",
     "unregister_process_group",
+    "unwrapped",
     "version_of",
     "without_modes",
     "without_torch_functions",

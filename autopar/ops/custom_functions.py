@@ -284,12 +284,17 @@ class _Linked(Function):
 
     @staticmethod
     def forward(ctx: Any, op: OpOverload, *tensors: torch.Tensor) -> Any:
+        ctx.op = op.name().partition("::")[2].rpartition("_")[0]
         with below_autograd():
             return op(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError("a gradient through a custom function is asked for within the forward")
+        raise Refused(
+            f"forward takes a derivative through the custom autograd function {ctx.op}",
+            "",
+            "Write what is differentiated in forward with torch's own operations.",
+        )
 
 
 def _apply_function(signature: Signature, tensors: Sequence[torch.Tensor]) -> Any:

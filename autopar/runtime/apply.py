@@ -344,10 +344,10 @@ class _NoSecondOrder(Function):
     def backward(ctx: Any, *_: Any) -> Any:
         raise InputError(
             "a gradient of a gradient was asked for (create_graph=True) of what a parallel model "
-            "computes, and its backward is a graph that autograd cannot differentiate again. Write "
-            "the first derivative out in the model's forward, as ops of tensors, so that it is "
-            "planned and differentiated with the rest; or take this penalty of the original model, "
-            "before it is parallelized"
+            "computes, and its backward is a graph that autograd cannot differentiate again. Take "
+            "the first derivative in the model's forward, with torch.autograd.grad(…, "
+            "create_graph=True), so that it is planned and differentiated with the rest; or take "
+            "this penalty of the original model, before it is parallelized"
         )
 
 

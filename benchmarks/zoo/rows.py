@@ -16,6 +16,7 @@ from autopar.cost.memory import Budget
 from autopar.ir.program import Program
 from autopar.ir.strategy import Strategy
 from autopar.passes.pass_manager import PassManager
+from autopar.passes.trace.original import compare_original
 from autopar.planner import mesh_search
 from autopar.planner.planner import (
     analyse,
@@ -25,7 +26,6 @@ from autopar.planner.planner import (
     trace_model,
 )
 from autopar.planner.request import PlanRequest
-from autopar.runtime.original import compare_original
 from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import compare
 from autopar.world import World

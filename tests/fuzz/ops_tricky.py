@@ -48,6 +48,11 @@ for kind in ("True", "False"):
        define="import torch.utils.checkpoint\n")  # fmt: skip
 op("inner_gradient", "z = {x}.detach().requires_grad_()\n"
    "{x} - 0.1 * torch.autograd.grad((z ** 3).sum(), z)[0]", weight=0.3)  # fmt: skip
+op("force", "z = {x}.detach().requires_grad_()\n"
+   "{x} + torch.autograd.grad(self.{m}(z).tanh().sum(), z, create_graph=True)[0]", weight=0.3,
+   init="self.{m} = nn.Linear({h}, {o})")  # fmt: skip
+op("slopes", "{x} + torch.func.vmap(torch.func.grad(lambda row: self.{m}(row).tanh().sum()))({x})",
+   weight=0.3, init="self.{m} = nn.Linear({h}, {o})")  # fmt: skip
 op("vmap", "torch.func.vmap(lambda row: row * row.sum(-1, keepdim=True) / {h})({x})", weight=0.5)
 op("custom_op", "torch.ops.fuzz.mixing({x})", weight=0.7, define=(
     "if not hasattr(torch.ops.fuzz, 'mixing'):\n"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.passes.trace import trace
-from autopar.runtime.original import compare_original
+from autopar.passes.trace.original import compare_original
 
 aten = torch.ops.aten
 Forward = Callable[[Tensor, Tensor], Tensor]

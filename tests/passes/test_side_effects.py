@@ -252,8 +252,8 @@ def the_time_by_another_name(m: Any, x: Tensor) -> Tensor:
     return m.linear(x).sum() * torch.tensor(float(int(now()) // 100))
 
 
-# -- gradients taken in forward --------------------------------------------------------------------
-@wrong("torch.autograd.grad in forward uses a value that export cannot follow")
+# -- what is welcome -------------------------------------------------------------------------------
+@right
 def a_force(m: Any, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     energy = m.linear(x).tanh().sum()
@@ -261,9 +261,8 @@ def a_force(m: Any, x: Tensor) -> Tensor:
     return energy + force.square().sum()
 
 
-# -- what is welcome -------------------------------------------------------------------------------
 @right
-def a_gradient_that_export_follows(m: Any, x: Tensor) -> Tensor:
+def a_gradient_of_a_weight(m: Any, x: Tensor) -> Tensor:
     y = m.linear(x).square().sum()
     (gradient,) = torch.autograd.grad(y, m.linear.weight, create_graph=True)
     return y + gradient.square().sum()

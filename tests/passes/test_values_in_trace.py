@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import TraceError
 from autopar.ops import sharded
-from autopar.passes.trace import bind, trace
+from autopar.passes.trace import trace
+from autopar.passes.trace.signature import bind
 from traced import run
 
 

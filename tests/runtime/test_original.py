@@ -19,8 +19,8 @@ import models
 from autopar import VerificationError
 from autopar.ops import custom_functions
 from autopar.passes import trace
-from autopar.runtime import original
-from autopar.runtime.original import compare_original
+from autopar.passes.trace import original
+from autopar.passes.trace.original import compare_original
 
 
 def test_a_backward_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

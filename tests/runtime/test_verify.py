@@ -245,7 +245,7 @@ def test_a_parametrization_that_the_graph_has_otherwise_is_found(
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8)))
     nn.init.normal_(model[0].parametrizations.weight.original)  # whose norm is not estimated yet
-    original = importlib.import_module("autopar.runtime.original")
+    original = importlib.import_module("autopar.passes.trace.original")
     of_model = original._of_model
 
     def with_more_iterations(model: Any, inputs: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from autopar._compat import pytree
 from autopar.ir.program import Program
-from autopar.passes.trace import bind
+from autopar.passes.trace.signature import bind
 
 
 def run(

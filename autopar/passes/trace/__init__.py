@@ -5,10 +5,11 @@ scaled dot product attention, cross entropy) left intact, then simplified. What 
 silently lose is refused first: the model is called twice to find side effects.
 
 attribute_reads.py records what of its modules a forward reads,
-export.py calls torch.export and explains its failures, simplify.py removes ops that compute
-nothing, signature.py binds calls to the planned arguments, and side_effects.py and model_state.py
-find what a call of the model does besides computing its result. planner/planner.py and
-runtime/calibrate_on_ranks.py call `trace`; runtime/original.py calls `bind`.
+export.py calls torch.export and explains its failures, derivatives.py records forwards that take
+derivatives, simplify.py removes ops that compute nothing, signature.py binds calls to the planned
+arguments, original.py compares a trace with the model, and side_effects.py and model_state.py find
+what a call of the model does besides computing its result. planner/planner.py and
+runtime/calibrate_on_ranks.py call `trace`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from torch.export.graph_signature import (
 )
 
 from autopar._compat import pytree
-from autopar.errors import InputError
 from autopar.ir.program import (
     Input,
     Output,
@@ -42,7 +42,9 @@ from autopar.ir.program import (
 )
 from autopar.ops.devices import take_numbers_off
 from autopar.passes.trace.attribute_reads import AttributeReads
+from autopar.passes.trace.derivatives import DerivativeCalls
 from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
+from autopar.passes.trace.original import refuse_difference
 from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
 from autopar.passes.trace.signature import check_call, signature_of
@@ -84,9 +86,9 @@ def trace(
     known = traced_before(model, args, kwargs)
     if known is not None:
         return known
-    record, reads = Record(model), AttributeReads(model)
-    written = refuse_side_effects(model, args, kwargs, (record, reads))
-    exported, originals = capture(model, args, kwargs)
+    record, reads, derivatives = Record(model), AttributeReads(model), DerivativeCalls()
+    written = refuse_side_effects(model, args, kwargs, (record, reads, derivatives))
+    exported, originals = capture(model, args, kwargs, derivatives.found)
     graph = exported.graph_module.graph
     _give_lasting_names(graph)
     results = _read_outputs(exported)
@@ -112,6 +114,8 @@ def trace(
         reads=frozenset(reads.found),
     )
     program = Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
+    if derivatives.found:
+        refuse_difference(model, program, (args, kwargs))
     keep(model, args, kwargs, record, program)
     return program
 
@@ -127,37 +131,6 @@ def _refuse_lost_writes(model: nn.Module, written: set[str], kept: set[str]) -> 
         reason = f"forward writes into the buffer {lost[0]} by an op whose result nothing uses"
         advice = "Return or use what that module computes, or leave the module out."
         raise refusal(model, reason, "", advice)
-
-
-def bind(
-    program: Program,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
-    """Return the tensor of every Input of the program, in order. `tensors` replaces values of
-    parameters, buffers and constants by their target.
-
-    Raises InputError if the inputs are not structured as those that were traced, or if one that is
-    no tensor has another value.
-    """
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    if spec != program.signature.in_spec:
-        raise InputError(
-            f"the inputs have another structure than the traced ones:\n  {spec}\n"
-            f"where {program.signature.in_spec} was traced"
-        )
-    for position, value in program.signature.fixed:
-        if leaves[position] != value:
-            raise InputError(
-                f"input {position} is {leaves[position]!r}, but {value!r} was traced and is part "
-                "of the graph: trace the model again for another value"
-            )
-    tensors_by_name = {**program.tensors, **(tensors or {})}
-    return [
-        tensors_by_name[entry.target] if entry.position is None else leaves[entry.position]
-        for entry in program.signature.inputs
-    ]
 
 
 # What feeds the graph and what it returns.

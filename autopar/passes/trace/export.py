@@ -5,7 +5,7 @@ A model and the arguments of a call enter `capture`; the decomposed program leav
 own tensors. No memory is allocated for values, and the model is restored afterwards. What a graph
 could not repeat (writes into parameters, padded samples that are packed, gradients that get lost)
 raises a TraceError that names the line and a remedy. `trace` calls `capture`; side_effects.py runs
-the model on the same `stand_ins`, and runtime/original.py uses `borrowed`.
+the model on the same `stand_ins`, and original.py uses `borrowed`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import (
     FakeTensor,
     FakeTensorMode,
+    exporting,
     fake_mode,
     masks_as_given,
     pytree,
@@ -40,6 +41,7 @@ from autopar.ir.containers import register
 from autopar.ops.custom_functions import Refused, honoured
 from autopar.ops.devices import home_of, of_inputs
 from autopar.passes.trace.autocast import cast_in_composites
+from autopar.passes.trace.derivatives import forward_replaced, graph_below_autograd
 from autopar.passes.trace.model_state import Watch, refuse_registered, snapshot
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
 from autopar.passes.trace.torch_branches import BRANCHLESS, branching_function
@@ -52,10 +54,10 @@ DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], derivatives: bool = False
 ) -> tuple[ExportedProgram, dict[int, torch.Tensor]]:
     """Return the decomposed program, and the model's own tensors by the id of the fake that
-    replaced them.
+    replaced them. `derivatives`: forward takes derivatives, which are written out first.
 
     No size and no device is too large for fake tensors, and the model is left as it was, also when
     this fails. Raises TraceError.
@@ -63,9 +65,8 @@ def capture(
     # Hooks are looked for on the model's own tensors, before others stand in for them.
     with _name_model_in_refusals(model), honoured(model), stand_ins(model, args, kwargs) as fakes:
         try:
-            watch = Watch(model)
-            with watch.saved(), _DetachWithoutGrad(), _no_packing(model), watch:
-                exported = torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
+            export = _export_derivatives if derivatives else _export
+            exported = export(model, fakes)
             inline_no_grad(exported.graph_module)
             cast_in_composites(exported.graph_module)
             _refuse_writes(model, exported)
@@ -78,6 +79,36 @@ def capture(
             raise explained(model, error) from error
     _refuse_mutations(model, decomposed)
     return decomposed, fakes.originals
+
+
+def _export(model: nn.Module, fakes: StandIns) -> ExportedProgram:
+    with _watched(model):
+        return torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
+
+
+def _export_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProgram:
+    """Export the graph that the model is below autograd, where derivatives are operators."""
+    before = snapshot(model)
+    try:
+        with fakes.mode, exporting():
+            watched = partial(_watched, model)
+            below = graph_below_autograd(model, fakes.args, fakes.kwargs, watched)
+    finally:
+        before.restore()
+    for node in below.module.graph.nodes:
+        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if writes and node.args[0] in below.fixed:
+            raise _write_error(model, below.fixed[node.args[0]], place(node))
+    with forward_replaced(model, below):
+        return torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """Record a forward's regions without gradients, and refuse the hooks that it registers."""
+    watch = Watch(model)
+    with watch.saved(), _DetachWithoutGrad(), _no_packing(model), watch:
+        yield
 
 
 class StandIns(NamedTuple):
@@ -109,7 +140,10 @@ def stand_ins(
         _quiet(), torch.enable_grad(), masks_as_given(),
         borrowed(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip
-        yield StandIns(mode, args, kwargs, originals)
+        try:
+            yield StandIns(mode, args, kwargs, originals)
+        finally:
+            torch.clear_autocast_cache()  # casts of leaves that forward made, such as inputs
 
 
 @contextmanager

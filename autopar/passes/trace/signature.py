@@ -25,6 +25,7 @@ from torch import nn
 from autopar._compat import pytree
 from autopar.errors import InputError
 from autopar.ir.containers import register
+from autopar.ir.program import Program
 
 NO_GENERATION = (
     "generate is not for a parallel model, whose graph is a step of training without a cache that "
@@ -82,6 +83,37 @@ def as_planned_call(
     by_position = tuple(values[name] for name in names)
     by_name = {name: values[name] for name in planned_kwargs}
     return list(pytree.tree_leaves((by_position, by_name)))
+
+
+def bind(
+    program: Program,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Return the tensor of every Input of the program, in order. `tensors` replaces values of
+    parameters, buffers and constants by their target.
+
+    Raises InputError if the inputs are not structured as those that were traced, or if one that is
+    no tensor has another value.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    if spec != program.signature.in_spec:
+        raise InputError(
+            f"the inputs have another structure than the traced ones:\n  {spec}\n"
+            f"where {program.signature.in_spec} was traced"
+        )
+    for position, value in program.signature.fixed:
+        if leaves[position] != value:
+            raise InputError(
+                f"input {position} is {leaves[position]!r}, but {value!r} was traced and is part "
+                "of the graph: trace the model again for another value"
+            )
+    tensors_by_name = {**program.tensors, **(tensors or {})}
+    return [
+        tensors_by_name[entry.target] if entry.position is None else leaves[entry.position]
+        for entry in program.signature.inputs
+    ]
 
 
 class _Leaf:

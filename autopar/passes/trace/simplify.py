@@ -256,6 +256,12 @@ def _dense_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return node
 
 
+def _twice_transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Return what is transposed twice."""
+    source = _args(node)[0]
+    return _args(source)[0] if source.target is aten.t.default else node
+
+
 REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten._assert_tensor_metadata.default: _remove,
     aten._assert_scalar.default: _remove,
@@ -289,6 +295,7 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten.embedding.default: _dense_gradient,
     aten.embedding_bag.padding_idx: _dense_gradient,
     aten.gather.default: _dense_gradient,
+    aten.t.default: _twice_transposed,
     operator.getitem: _item,
 }
 

@@ -2,27 +2,35 @@
 
 `verify` compares the ranks with the traced graph, so what tracing lost is lost to both. Where one
 device can, the model itself runs, too: its results, every gradient and every buffer must equal the
-graph's. `api.verify` calls `compare_original`.
+graph's. `api.verify` calls `compare_original`. A model that takes derivatives in its forward is
+compared whenever it is traced, on random values: `trace` calls `refuse_difference`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import io
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import flop_registry
 
-from autopar._compat import FakeTensor, TorchDispatchMode, pytree
+from autopar._compat import FakeTensor, TorchDispatchMode, pytree, without_modes
 from autopar.errors import VerificationError
 from autopar.ir.program import Program, without_autocast
-from autopar.ops.devices import CPU, of_inputs, on_device
-from autopar.passes.trace import bind
-from autopar.passes.trace.export import borrowed
+from autopar.ops.devices import CPU, home_of, of_inputs, on_device
+from autopar.passes.trace.derivatives import twice_differentiable
+from autopar.passes.trace.export import borrowed, refusal, trail
+from autopar.passes.trace.signature import bind
 
 FLOPS = 1e11  # a model whose step takes more is not run on one device
+# A model that takes derivatives in its forward is refused where its step takes more than this, or
+# where it holds more numbers: nothing else would tell whether its trace is right.
+_DERIVATIVE_FLOPS, _DERIVATIVE_NUMBERS = 1e12, 2e9
 _SEED = 40_009
 _LEAST = 1e-3  # of the model's largest gradient: a smaller one may be zero but for rounding
 # The tolerance is so many roundings of the dtype, at most _MOST.
@@ -53,30 +61,146 @@ def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: 
         return False
     device = of_inputs(model)
     inputs = pytree.tree_map_only(Tensor, lambda x: x.to(device or x.device), inputs)
+    difference = _difference(model, program, inputs, _copy)
+    if difference:
+        raise VerificationError(
+            f"the graph that was traced is not what {type(model).__name__} computes on one device: "
+            f"{difference}. Something of the model is not in the graph, such as state that it "
+            "changes or random numbers of its own: no layout of it can be right"
+        )
+    return True
+
+
+def refuse_difference(model: nn.Module, program: Program, inputs: Inputs) -> None:
+    """Raise TraceError where the trace of a model that takes derivatives in its forward has other
+    results or gradients than the model: on random values, so that no gradient is zero by chance
+    or by an initialisation, and where those give no finite gradients, on the model's own.
+    """
+    flops = 3 * _flops(program)
+    numbers = sum(x.numel() for x in program.tensors.values())
+    if flops > _DERIVATIVE_FLOPS or numbers > _DERIVATIVE_NUMBERS:
+        reason = (
+            "forward takes derivatives, and is too large for its graph to be compared with it: "
+            f"a step takes {flops:.1e} FLOPs, at most {_DERIVATIVE_FLOPS:.0e}; it holds "
+            f"{numbers:.1e} numbers, at most {_DERIVATIVE_NUMBERS:.0e}"
+        )
+        raise refusal(model, reason, "", "Take the derivatives outside of the model, or plan it "
+            "with a smaller batch.")  # fmt: skip
+    failed: Exception | None = None
+    entries = program.signature.inputs
+    constants = [program.tensors[e.target] for e in entries if e.kind == "constant"]
+    for own in (False, True):
+        values = _Values(home_of(model, *inputs), constants, own)
+        try:
+            with warnings.catch_warnings(), redirect_stdout(io.StringIO()), without_modes():
+                warnings.simplefilter("ignore")
+                difference = _difference(model, program, inputs, values.copy, finite=True)
+        except Exception as error:
+            failed = failed or error
+        else:
+            if not difference:
+                return
+            reason = (
+                "forward takes derivatives, and the graph that was traced is not what the model "
+                f"computes: {difference}"
+            )
+            raise refusal(model, reason, "", DERIVATIVE_ADVICE)
+    assert failed is not None
+    message = (str(failed).strip() or type(failed).__name__).splitlines()[0]
+    reason = f"forward takes derivatives, and its graph cannot be compared with it: {message}"
+    raise refusal(model, reason, trail(failed), DERIVATIVE_ADVICE) from failed
+
+
+DERIVATIVE_ADVICE = (
+    "Check that a step of the model runs on one device; if so, take the derivative outside of the "
+    "model, or write it out in forward."
+)
+
+
+class _Values:
+    """Real tensors in the place of a model's and its inputs': random ones, or their `own` values
+    where they have some. Constants, whole numbers and truth values keep their values, or are zero.
+    """
+
+    def __init__(self, home: torch.device, constants: Collection[Tensor], own: bool) -> None:
+        self.home, self.own, self.constants = home, own, {id(x) for x in constants}
+        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # with what was replaced, so that it lives
+
+    def copy(self, value: Tensor) -> Tensor:
+        """Return a fresh copy of the tensor in the place of this one."""
+        if id(value) not in self.made:
+            self.made[id(value)] = value, self._make(value)
+        copy = self.made[id(value)][1].detach().clone()
+        if isinstance(value, nn.Parameter):
+            return nn.Parameter(copy, requires_grad=value.requires_grad)
+        return copy.requires_grad_(value.requires_grad)
+
+    def _make(self, value: Tensor) -> Tensor:
+        empty = value.is_meta or isinstance(value, FakeTensor)
+        if not empty and (self.own or id(value) in self.constants or not _continuous(value)):
+            return value.detach()
+        device = self.home if value.is_meta else value.device
+        if not _continuous(value):
+            return torch.zeros(value.shape, dtype=value.dtype, device=device)
+        if isinstance(value, nn.Parameter) and value.dim() > 1:
+            noise = torch.randn(value.shape, dtype=value.dtype, device=device)
+            return noise / max(value[0].numel(), 1) ** 0.5
+        noise = torch.rand(value.shape, dtype=value.dtype, device=device)
+        if empty or isinstance(value, nn.Parameter):
+            return noise + 0.5  # as of scales and variances
+        return value.detach() + 0.1 * noise
+
+
+def _continuous(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _flops(program: Program) -> float:
+    """Return the FLOPs of the program's matrix products and convolutions."""
+    total = 0.0
+    for node in program.module.graph.nodes:
+        count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+        if count is not None:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            total += count(*args, **kwargs, out_val=node.meta["val"])
+    return total
+
+
+def _difference(
+    model: nn.Module,
+    program: Program,
+    inputs: Inputs,
+    copy: Callable[[Tensor], Tensor],
+    finite: bool = False,
+) -> str:
+    """Return which result or gradient of the program is off by how much; "" where none is. Both run
+    on what `copy` gives. Raises ValueError where the model's gradients are to be `finite` and are
+    not: they would hide a difference.
+    """
+    tensors = [*program.tensors.values(), *pytree.tree_leaves(inputs)]
+    tensors = [x for x in tensors if isinstance(x, Tensor)]
     floats = [x for x in tensors if x.is_floating_point()]
     roundings = [_ROUNDINGS * torch.finfo(x.dtype).eps for x in floats]
     tolerance = min(_MOST, max(roundings, default=0.0))
     for alike in (False, True):
-        with _fixed_draws(tensors, alike) as model_draws:
-            expected = _of_model(model, inputs)
-        with _fixed_draws(tensors, alike) as draws:
-            actual = _of_program(program, inputs)
-        try:
-            _check_step(model, actual, expected, tolerance)
-            break
-        except VerificationError:
-            # export drops a dropout that nothing uses, and all behind it draw other numbers
-            if alike or draws.count == model_draws.count:
-                raise
-    return True
+        with _fixed_draws(tensors, alike) as model_draws, twice_differentiable():
+            expected = _of_model(model, inputs, copy)
+        if finite and not all(x.isfinite().all() for x in expected.gradients.values()):
+            raise ValueError("its gradients are not finite")
+        with _fixed_draws(tensors, alike) as draws, twice_differentiable():
+            actual = _of_program(program, inputs, copy)
+        difference = _step_difference(actual, expected, tolerance)
+        # export drops a dropout that nothing uses, and all behind it draw other numbers
+        if not difference or alike or draws.count == model_draws.count:
+            return difference
+    return ""
 
 
-def _check_step(
-    model: nn.Module, actual: _StepResult, expected: _StepResult, tolerance: float
-) -> None:
+def _step_difference(actual: _StepResult, expected: _StepResult, tolerance: float) -> str:
     largest = max((_largest(x) for x in expected.gradients.values()), default=0.0)
-    _check_values(model, actual.results, expected.results, 0.0, tolerance)
-    _check_values(model, actual.gradients, expected.gradients, _LEAST * largest, tolerance)
+    return _values_difference(
+        actual.results, expected.results, 0.0, tolerance
+    ) or _values_difference(actual.gradients, expected.gradients, _LEAST * largest, tolerance)
 
 
 class _Draws(TorchDispatchMode):
@@ -146,10 +270,10 @@ def _fixed_draws(tensors: list[Tensor], alike: bool) -> Iterator[_Draws]:
             yield draws
 
 
-def _of_model(model: nn.Module, inputs: Inputs) -> _StepResult:
+def _of_model(model: nn.Module, inputs: Inputs, copy: Callable[[Tensor], Tensor]) -> _StepResult:
     """Run the step of the model itself on copies of its tensors."""
-    with borrowed(model, _copy):
-        args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
+    with borrowed(model, copy):
+        args, kwargs = own = pytree.tree_map_only(Tensor, copy, inputs)
         results = _named_tensors(model(*args, **kwargs), "result ")
         _backward(results)
         buffers = {f"buffer {n}": b for n, b in model.named_buffers(remove_duplicate=False)}
@@ -157,10 +281,10 @@ def _of_model(model: nn.Module, inputs: Inputs) -> _StepResult:
         return _collect_step({**results, **buffers}, parameters, own)
 
 
-def _of_program(program: Program, inputs: Inputs) -> _StepResult:
+def _of_program(program: Program, inputs: Inputs, copy: Callable[[Tensor], Tensor]) -> _StepResult:
     """Run the step of the traced program on copies of its tensors."""
-    args, kwargs = own = pytree.tree_map_only(Tensor, _copy, inputs)
-    tensors = {name: _copy(tensor) for name, tensor in program.tensors.items()}
+    args, kwargs = own = pytree.tree_map_only(Tensor, copy, inputs)
+    tensors = {name: copy(tensor) for name, tensor in program.tensors.items()}
     values = bind(program, args, kwargs, tensors)
     device = next((x.device for x in values if isinstance(x, Tensor)), CPU)
     with without_autocast(program.signature.autocast):  # the casts are nodes of the graph
@@ -221,18 +345,12 @@ def _gradient(x: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _check_values(
-    model: nn.Module, actual: Values, expected: Values, least: float, tolerance: float
-) -> None:
+def _values_difference(actual: Values, expected: Values, least: float, tolerance: float) -> str:
     errors = {n: _error(x, expected[n], least) for n, x in actual.items() if n in expected}
     worst = max(errors, key=lambda name: errors[name], default="")
     if worst and not errors[worst] <= tolerance:
-        raise VerificationError(
-            f"the graph that was traced is not what {type(model).__name__} computes on one device: "
-            f"{worst} is off by {errors[worst]:.1e} of its largest entry, past {tolerance:.0e}. "
-            "Something of the model is not in the graph, such as state that it changes or random "
-            "numbers of its own: no layout of it can be right"
-        )
+        return f"{worst} is off by {errors[worst]:.1e} of its largest entry, past {tolerance:.0e}"
+    return ""
 
 
 def _error(actual: Tensor, expected: Tensor, least: float) -> float:

@@ -1,0 +1,54 @@
+"""What test_derivative_ranks.py starts, as on_ranks.py says: trains models that take derivatives in
+their forward on real ranks and on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import autopar
+from derivative_models import MODELS, made
+from on_ranks import Facts, everywhere, run_tasks
+
+
+def steps(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Parameters and buffers after three steps, and the losses."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with sdpa_kernel(SDPBackend.MATH):  # eager has no second derivative of another kernel
+            loss = module(*inputs)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in held.items()}
+    return {**whole, "losses": torch.stack(losses)}
+
+
+def task(name: str) -> Facts:
+    """By layout: the largest difference of any value on any rank, and how far one device moved."""
+    model, inputs = made(name)  # the same weights and inputs on every rank
+    before = [p.detach().clone() for p in model.parameters()]
+    expected = steps(copy.deepcopy(model), inputs)
+    own = [expected[n].detach() for n, _ in model.named_parameters()]
+    moved = max(float((a - b).abs().max()) for a, b in zip(own, before, strict=True))
+    facts = {"moved": moved}
+    for layout in ("fsdp", "megatron"):
+        par = autopar.parallelize(copy.deepcopy(model), None, inputs, layout=layout)
+        found = steps(par, inputs)
+        assert expected.keys() <= found.keys(), expected.keys() - found.keys()
+        errors = [float((found[n] - expected[n]).abs().max()) for n in expected]
+        facts[layout] = max(everywhere(max(errors)))
+    return facts
+
+
+if __name__ == "__main__":
+    run_tasks({name: functools.partial(task, name) for name in MODELS})
