@@ -125,7 +125,7 @@ class _Replay(TorchFunctionMode):
         if name == "dropout":
             x, p = args[0], args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             rest = args[2] if len(args) > 2 else kwargs.get("training", True)
-            return self._dropped(x, p) if rest else x
+            return self._dropped(x, p) if rest and p else x  # none is drawn where p is 0
         if name == "scaled_dot_product_attention" and kwargs.get("dropout_p"):
             q, k, v = args[:3]
             scores = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
