@@ -126,16 +126,16 @@ class _Draw:
         self, dtype: torch.dtype | None = None, size: Sequence[int] | None = None
     ) -> fx.Node:
         """Add numbers from 0 to below 1, of the draw's dtype and size or of others."""
-        return self._complex_of(aten.rand.default, dtype, size)
+        return self._real_or_complex(aten.rand.default, dtype, size)
 
     def normal(self) -> fx.Node:
         """Add numbers of mean 0 and variance 1; those of complex ones have half of it."""
-        drawn = self._complex_of(aten.randn.default, None, None)
+        drawn = self._real_or_complex(aten.randn.default, None, None)
         if self.value.dtype.is_complex:
             return self.call(aten.mul.Tensor, drawn, math.sqrt(0.5))
         return drawn
 
-    def _complex_of(
+    def _real_or_complex(
         self, target: Any, dtype: torch.dtype | None, size: Sequence[int] | None
     ) -> fx.Node:
         dtype, size = dtype or self.value.dtype, list(self.size if size is None else size)

@@ -16,7 +16,7 @@ from autopar.errors import PlanError, TraceError, VerificationError
 from autopar.ops import sharded
 from autopar.passes.draws import draws
 from autopar.passes.pass_manager import PassManager
-from autopar.passes.trace import bind
+from autopar.passes.trace.signature import bind
 from autopar.planner import planner
 from autopar.planner.planner import trace_model
 from autopar.planner.request import PlanRequest
