@@ -109,7 +109,8 @@ def graph_below_autograd(
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         return [*tensors, *(now[name] for name in facts["assigned"])]
 
-    with node_meta.preserve_node_meta():
+    # cuDNN's norms and recurrent layers are operators of their own, without second derivatives.
+    with node_meta.preserve_node_meta(), torch.backends.cudnn.flags(enabled=False):
         record = make_fx(run, record_stack_traces=True)
         module = record(*held.values(), *inputs)
     _join_saved(module.graph)
