@@ -42,7 +42,11 @@ from autopar.ops.devices import home_of, of_inputs
 from autopar.passes.trace.autocast import cast_in_composites
 from autopar.passes.trace.model_state import Watch, refuse_registered, snapshot
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
-from autopar.passes.trace.torch_branches import BRANCHLESS, branching_function
+from autopar.passes.trace.torch_branches import (
+    BRANCHLESS,
+    branching_function,
+    unchecked_distributions,
+)
 
 DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
@@ -106,7 +110,7 @@ def stand_ins(
         torch.Tensor, lambda value: _fake(mode, value, home, own), (args, kwargs)
     )
     with (
-        _quiet(), torch.enable_grad(), masks_as_given(),
+        unchecked_distributions(model), _quiet(), torch.enable_grad(), masks_as_given(),
         borrowed(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip
         yield StandIns(mode, args, kwargs, originals)
