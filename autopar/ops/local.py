@@ -316,6 +316,29 @@ def _rms_norm(call: Call) -> fx.Node:
     )
 
 
+@_emits(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
+def _batch_norm(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    dims = [dim for dim in range(len(layout.shape)) if dim != 1]
+    axes = tuple(axis for dim in dims for axis in _axes_of_dim(layout, dim))
+    if not axes:
+        return call.again(values)
+    running = "running_mean" in values
+    return call.emit(
+        sharded.batch_norm,
+        values["input"],
+        values["weight"],
+        values["bias"],
+        (values["running_mean"], values["running_var"]) if running else None,
+        values["momentum"],
+        values["eps"],
+        math.prod(layout.shape[dim] for dim in dims),
+        axes,
+        str(layout.mesh),
+    )
+
+
 @_emits(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
 def _softmax(call: Call) -> fx.Node:
     layout, values = call.operand_layouts[0], call.values()

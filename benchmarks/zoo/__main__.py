@@ -2,6 +2,9 @@
 
 Every model runs in a process of its own, so one that crashes costs only its row. A row is saved as
 soon as it is there. Without names, the models that have no row yet are run; `--again` runs all.
+
+`python -m benchmarks.zoo --real` plans models at the sizes of their papers on the meta device, and
+needs torchvision and timm: `pip install -e '.[zoo]'`.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ import argparse
 import json
 import multiprocessing
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo import catalog, page, rows
+from benchmarks.zoo import catalog, page, real_models, real_rows, rows
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
@@ -69,6 +75,38 @@ def save(table: dict[str, rows.Row], path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def load_real(path: Path) -> dict[str, rows.Row]:
+    """Return the rows at real sizes, in the order of the models; none where there is no file."""
+    saved = json.loads(path.read_text()) if path.is_file() else {}
+    return {name: saved[name] for name in real_models.FACTORIES if name in saved}
+
+
+def run_real(
+    names: Sequence[str], layouts: Sequence[str], again: bool, jobs: int, path: Path
+) -> None:
+    """Plan the models at real sizes, `jobs` at a time, and save every row as it comes. A row keeps
+    the layouts that it has, but for `again`.
+    """
+    table = load_real(path)
+
+    def row(name: str) -> rows.Row:
+        known = {} if again else {k: v for k, v in table.get(name, {}).items() if k != "reason"}
+        if all(layout in known for layout in layouts):
+            return known
+        measure = partial(
+            real_rows.measure, real_models.FACTORIES[name], known, layouts, real_rows.CPU_SECONDS
+        )
+        return {**known, **real_rows.apart(measure, real_rows.CPU_SECONDS)}
+
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {pool.submit(row, name): name for name in names}
+        for done in as_completed(waiting):
+            table[waiting[done]] = done.result()
+            ordered = {n: table[n] for n in real_models.FACTORIES if n in table}
+            path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+            print(f"{waiting[done]}: {json.dumps(done.result())}", flush=True)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the models that are asked for, and write the page. The exit code says whether all fit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -77,9 +115,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="of a model, in seconds")
     parser.add_argument("--json", type=Path, default=DOCS / "models.json", metavar="FILE")
     parser.add_argument("--docs", type=Path, default=DOCS / "models.md", metavar="PAGE")
+    parser.add_argument("--real", action="store_true", help="plan models at the sizes of papers")
+    parser.add_argument("--real-json", type=Path, default=DOCS / "real_models.json", metavar="FILE")
+    parser.add_argument("--layouts", default=",".join(real_rows.LAYOUTS), help="of --real")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time, of --real")
     options = parser.parse_args(arguments)
-    if unknown := sorted(set(options.names) - set(catalog.FACTORIES)):
-        parser.error(f"no model is called {unknown[0]!r}: {', '.join(catalog.FACTORIES)}")
+    models = real_models.FACTORIES if options.real else catalog.FACTORIES
+    if unknown := sorted(set(options.names) - set(models)):
+        parser.error(f"no model is called {unknown[0]!r}: {', '.join(models)}")
+    if options.real:
+        layouts = (real_rows.ALONE, *options.layouts.split(","))
+        names = options.names or list(models)
+        run_real(names, layouts, options.again, options.jobs, options.real_json)
+        write_page(options)
+        return 0
     table = load(options.json)
     for name in options.names or catalog.FACTORIES:
         if options.names or options.again or name not in table:
@@ -87,8 +136,14 @@ def main(arguments: list[str] | None = None) -> int:
             save({n: table[n] for n in catalog.FACTORIES if n in table}, options.json)
             print(f"{name}: {page.verdict(table[name])}", flush=True)
     table = load(options.json)
-    page.write(json.loads(options.json.read_text()), options.docs)
+    write_page(options)
     return int(not all(page.at_parity(row) for row in table.values()))
+
+
+def write_page(options: argparse.Namespace) -> None:
+    """Write the page of both tables."""
+    results = json.loads(options.json.read_text())
+    page.write(results, load_real(options.real_json), options.docs)
 
 
 if __name__ == "__main__":

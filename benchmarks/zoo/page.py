@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.zoo import real_rows
 from benchmarks.zoo.catalog import FAMILY_OF
 from benchmarks.zoo.rows import LAYOUTS, Row
 
@@ -35,6 +36,22 @@ unsharded on every rank, and its computation takes the part of the modelled step
 it. Numbers in brackets lead to reasons below a table.
 """
 
+REAL = """\
+## Real sizes
+
+Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) from
+`docs/real_models.json`; what has no row or no cell yet is run, `--again` runs all.
+
+The models of papers at the sizes of papers, on the meta device, in float32 (GPT-2 XL, Llama-3,
+Mistral and Gemma-2 in bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW. Every plan
+is made in a process of its own that may take 120 CPU seconds. `whole` is the share of the model's
+FLOPs in products, convolutions and attention that several ranks run whole; with a `*` it is
+`auto`'s choice, as splitting them would take longer, and behind a `+` stand the ops without a rule,
+which every rank runs whole. `step` is the modelled step beside that of one rank (of any memory),
+`peak` a rank's memory beside that of one rank that holds all, `CPU` the seconds that planning took.
+Cells that are empty have not been run.
+"""
+
 
 def at_parity(row: Row) -> bool:
     """Whether auto is proven, and every other layout is proven or does not apply."""
@@ -53,12 +70,12 @@ def verdict(row: Row) -> str:
     return f"{'parity' if at_parity(row) else 'FAILS'}, {row.get('cpu_s')} s: {'; '.join(cells)}"
 
 
-def write(results: dict[str, Any], path: Path) -> None:
-    """Write the page: what is at parity, then a table a family."""
-    path.write_text("\n".join(page_lines(results)) + "\n", encoding="utf-8")
+def write(results: dict[str, Any], real: dict[str, Row], path: Path) -> None:
+    """Write the page: what is at parity, a table a family, and the models at real sizes."""
+    path.write_text("\n".join(page_lines(results, real)) + "\n", encoding="utf-8")
 
 
-def page_lines(results: dict[str, Any]) -> list[str]:
+def page_lines(results: dict[str, Any], real: dict[str, Row]) -> list[str]:
     """Return the lines of the page."""
     rows, versions = results["rows"], results["versions"]
     proven = sum(at_parity(row) for row in rows.values())
@@ -66,7 +83,43 @@ def page_lines(results: dict[str, Any]) -> list[str]:
     lines = [PREFACE, f"**{proven} of {len(rows)} models are at parity** ({text})."]
     for family, names in groupby(rows, key=lambda name: FAMILY_OF[name]):
         lines += ["", f"## {family.capitalize()}", "", *table_lines({n: rows[n] for n in names})]
-    return lines
+    return [*lines, "", *real_lines(real)]
+
+
+def real_lines(rows: dict[str, Row]) -> list[str]:
+    """Return the section of the models at real sizes: four columns a layout."""
+    columns = [f"{layout} {what}" for layout in real_rows.LAYOUTS
+               for what in ("whole", "step", "peak", "CPU")]  # fmt: skip
+    headings = ("model", "parameters", "one rank", *columns)
+    reasons: list[str] = []
+    lines = [REAL, "| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    for name, row in rows.items():
+        alone = row.get(real_rows.ALONE, {})
+        numbers = f"{row['parameters'] / 1e6:,.1f} M" if "parameters" in row else ""
+        cells = [name, numbers, _alone(alone)]
+        for layout in real_rows.LAYOUTS:
+            cells += _real_cells(row.get(layout, row), alone, reasons)
+        lines.append("| " + " | ".join(cells) + " |")
+    return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
+
+
+def _alone(entry: Row) -> str:
+    if "seconds" not in entry:
+        return ""
+    return f"{entry['seconds'] * 1e3:,.0f} ms, {entry['peak_bytes'] / 1e9:,.1f} GB"
+
+
+def _real_cells(entry: Row, alone: Row, reasons: list[str]) -> list[str]:
+    """Return the four cells of a plan; where there is none, the number of the reason."""
+    if "seconds" not in entry:
+        return [_reference(entry["reason"], reasons) if "reason" in entry else "", "", "", ""]
+    mark = "*" if entry["cheapest"] and entry["whole"] else ""
+    ratios = [
+        f"{entry[key] / alone[key]:.2f}" if key in alone else ""
+        for key in ("seconds", "peak_bytes")
+    ]
+    no_rule = "".join(f" + `{op_name(op)}`" for op in entry["no_rule"])
+    return [f"{entry['whole']:.1%}{mark}{no_rule}", *ratios, f"{entry['plan_s']:.0f}"]
 
 
 def table_lines(rows: dict[str, Row]) -> list[str]:
@@ -100,7 +153,12 @@ def cell(row: Row, layout: str, reasons: list[str]) -> str:
         return ""
     if "error" in entry:
         return f"{entry['error']:.0e}"
-    text = " ".join(entry["reason"].replace("|", "\\|").replace("<", "&lt;").split())
+    return _reference(entry["reason"], reasons)
+
+
+def _reference(reason: str, reasons: list[str]) -> str:
+    """Return the number of a reason in brackets; the reason joins `reasons`."""
+    text = " ".join(reason.replace("|", "\\|").replace("<", "&lt;").split())
     if text not in reasons:
         reasons.append(text)
     return f"[{reasons.index(text) + 1}]"

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.zoo import __main__ as zoo
-from benchmarks.zoo import catalog, page, rows
+from benchmarks.zoo import catalog, page, real_models, real_rows, rows
+from benchmarks.zoo.torch_models import Classifier
 
 RESULTS = json.loads((zoo.DOCS / "models.json").read_text())
+REAL = zoo.load_real(zoo.DOCS / "real_models.json")
 PROVEN = {layout: {"error": 1e-14, "nodes": 3} for layout in rows.LAYOUTS}
 
 
@@ -28,7 +32,7 @@ def test_every_model_has_a_row_with_parity_or_a_reason():
 
 
 def test_the_page_is_what_the_rows_say():
-    assert (zoo.DOCS / "models.md").read_text() == "\n".join(page.page_lines(RESULTS)) + "\n"
+    assert (zoo.DOCS / "models.md").read_text() == "\n".join(page.page_lines(RESULTS, REAL)) + "\n"
 
 
 def test_enough_models_are_at_parity():
@@ -72,3 +76,42 @@ def test_a_model_that_ends_its_process_costs_only_its_row(monkeypatch):
 def test_an_unknown_name_is_refused():
     with pytest.raises(SystemExit):
         zoo.main(["no such model"])
+
+
+# -- real sizes ------------------------------------------------------------------------------------
+def tiny():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 8))
+    return Classifier(net), (torch.empty(32, 3, 8, 8), torch.empty(32, dtype=torch.int64))
+
+
+def test_a_model_at_real_size_is_planned_under_each_layout(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(real_models, "FACTORIES", {"tiny": tiny, "absent": lambda: exit(3)})
+    saved = tmp_path / "real.json"
+    files = [f"--real-json={saved}", f"--docs={tmp_path / 'models.md'}"]
+    assert zoo.main(["--real", "--layouts=fsdp", *files]) == 0
+    assert zoo.main(["--real", "--layouts=fsdp,auto", "tiny", *files]) == 0
+    assert capsys.readouterr().out.count("tiny: ") == 2
+    rows = json.loads(saved.read_text())
+    assert rows["tiny"]["fsdp"]["whole"] == 0 and not rows["tiny"]["fsdp"]["no_rule"]
+    assert rows["tiny"]["one rank"]["mesh"] == "one rank" and rows["tiny"]["auto"]["plan_s"] >= 0
+    assert "the process ended with exit code" in rows["absent"]["reason"]
+    text = (tmp_path / "models.md").read_text()
+    assert "| tiny |" in text and "| absent |" in text and "1. the process ended" in text
+
+
+def test_a_plan_that_takes_too_long_costs_only_its_cells():
+    def forever():
+        while True:
+            pass
+
+    assert real_rows.apart(forever, 1) == {"reason": "not done after 1 CPU seconds"}
+
+
+def test_thirty_models_at_real_sizes():
+    assert len(real_models.FACTORIES) >= 30 and real_models.GLOBAL_BATCH >= 4 * real_rows.RANKS
+
+
+def test_what_has_rules_runs_less_than_a_hundredth_of_its_flops_whole_under_fsdp():
+    entries = {n: row["fsdp"] for n, row in REAL.items() if "whole" in row.get("fsdp", {})}
+    shares = {n: entry["whole"] for n, entry in entries.items() if not entry["no_rule"]}
+    assert shares and all(share < 0.01 for share in shares.values()), shares

@@ -124,8 +124,6 @@ ATEN = [
     (call(aten.rot90.default, real(4, 6, 9), 2, [1, 2]), "a _ _ -> a _ _"),
     (call(aten.nanmedian.dim, real(4, 6), 1), "a _ -> a, a"),
     (call(aten.trapezoid.dx, real(4, 6)), "a _ -> a"),
-    (call(aten.index_copy.default, real(4, 6), 0, whole_numbers(4, 2), real(2, 6)),
-     "_ a, _, _ a -> _ a"),
     (call(aten.index_fill.int_Scalar, real(4, 6), 1, whole_numbers(6, 4), 0.0), "a _, _ -> a _"),
     (call(aten.isin.Tensor_Tensor, whole_numbers(5, 4, 6), whole_numbers(5, 9)),
      "a b, _ -> a b"),

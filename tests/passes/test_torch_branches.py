@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributions, nn
+from torch.distributions import SigmoidTransform
 from torch.nn import functional as F
 
 import autopar
@@ -96,3 +98,55 @@ def test_a_gaussian_loss_without_its_check_is_the_same(variance: str, reduction:
 def test_a_model_with_a_gaussian_loss_is_planned() -> None:
     loss = Calls(lambda x: F.gaussian_nll_loss(x, torch.zeros_like(x), x.exp()))
     autopar.verify(loss, 4, (torch.randn(8, 4),), layout="fsdp")
+
+
+def normal(x: Tensor, **options: bool) -> Tensor:
+    return -distributions.Normal(x, x.exp(), **options).log_prob(x.detach()).mean()
+
+
+def mixture(x: Tensor) -> Tensor:
+    scale = torch.tril(x[:, :, None] * x[:, None], -1) + torch.diag_embed(x.exp())
+    gaussian = distributions.MultivariateNormal(x, scale_tril=scale)
+    squashed = distributions.TransformedDistribution(
+        distributions.Independent(distributions.Normal(x, x.exp()), 1), [SigmoidTransform()]
+    )
+    prior = distributions.kl_divergence(
+        distributions.Categorical(logits=x), distributions.Categorical(torch.ones(4))
+    )
+    coin = distributions.Bernoulli(logits=x).log_prob((x > 0).float())
+    likely = gaussian.log_prob(x * 0) + squashed.log_prob(x.sigmoid()) - prior
+    return (likely + coin.sum(-1)).mean()
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "megatron"])
+@pytest.mark.parametrize("loss", [normal, mixture])
+def test_distributions_are_traced_without_their_checks(
+    loss: Callable[[Tensor], Tensor], layout: str
+) -> None:
+    model, x = Calls(loss), torch.randn(8, 4)
+    with pytest.warns(UserWarning, match="Calls has torch.distributions") as warned:
+        autopar.verify(model, 4, (x,), layout=layout)
+    assert len(warned) == 1
+    assert distributions.Distribution._validate_args is True, "that is the user's"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace(model, (torch.ones(4, 4),))  # has been said of this model
+
+
+def test_whoever_has_turned_the_checks_off_is_told_nothing() -> None:
+    distributions.Distribution.set_default_validate_args(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trace(Calls(normal), (torch.ones(8, 4),))
+        assert distributions.Distribution._validate_args is False
+    finally:
+        distributions.Distribution.set_default_validate_args(True)
+
+
+def test_a_distribution_that_is_told_to_check_is_refused_by_name() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(Calls(lambda x: normal(x, validate_args=True)), (torch.ones(8, 4),))
+    message = str(caught.value)
+    assert "inside torch.distributions.Normal, torch's own code" in message
+    assert "Leave out validate_args=True" in message and __file__ in message

@@ -54,6 +54,21 @@ def test_a_vocabulary_is_not_named_where_the_batch_is_split() -> None:
     assert not plan_words(50257, "fsdp").notes
 
 
+def test_batch_norms_send_sums_of_channels_and_no_images() -> None:
+    """An image net of this size once gathered every activation around its batch norms."""
+    with torch.device("meta"):
+        blocks = [
+            layer
+            for channels in (3, 64, 64)
+            for layer in (nn.Conv2d(channels, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU())
+        ]
+        net = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+        plan = autopar.plan(net, 4, (torch.empty(32, 3, 112, 112),), layout="fsdp")
+    weights = sum(p.numel() for p in net.parameters()) * 4
+    assert not plan.unsplit
+    assert plan.comm_bytes < 4 * weights < 4 * 64 * 112 * 112
+
+
 class Wave(nn.Module):
     """Ten small convolutions, which cost less than the messages of any split."""
 

@@ -267,6 +267,25 @@ def complex_numbers() -> Example:
 
 
 @odd
+def complex_slices_written() -> Example:
+    """Fourier layers write the lowest and the highest modes into zeros."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        z = torch.fft.rfft2(m.up(x))
+        modes = torch.zeros_like(z)
+        modes[:, :2, :8] = torch.einsum("bsi,io->bso", z[:, :2, :8], m.modes)
+        modes[:, -2:, :8] = z[:, -2:, :8].conj()
+        modes[:, 0] += z[:, 1]
+        modes[..., ::2] *= 2j
+        torch.view_as_real(modes)[..., 1].mul_(2)
+        return m.down(torch.fft.irfft2(modes, s=(x.shape[1], 48))).square().mean()
+
+    model = Simple(body)
+    model.modes = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat) / 8)
+    return model, (sequences(),), {}
+
+
+@odd
 def recurrent() -> Example:
     def body(m: Any, x: Tensor) -> Tensor:
         state = x.new_zeros(x.shape[0], HIDDEN)

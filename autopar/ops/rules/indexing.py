@@ -1,5 +1,5 @@
 """Op sharding rules of ops that read or write entries by index: index_select, gather, scatter,
-advanced indexing, one-hot codes and searches in sorted rows.
+slices that are written, advanced indexing, one-hot codes and searches in sorted rows.
 
 Example: index_select of rows of (v, d) by n indices is "v d, n -> n d": the indices and the width
 may be split, the rows that are read may not. A scatter_add adds its source to its first operand, so
@@ -163,6 +163,33 @@ def index_add(node: fx.Node) -> OpShardingRule:
         added=frozenset({0}),
         linear=(frozenset({0, 2}),),
         index=frozenset({1}),
+    )
+
+
+@spec((aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default))
+def placed(node: fx.Node) -> OpShardingRule:
+    """Return the rule "... v ..., ... n ... -> ... v ..." of x[..., a:b] = y, of x[..., i] = y,
+    where y has no n, and of index_copy: the dim that is written stays unsharded.
+    """
+    operands = [n for n in operands_of(node) if n is not None]
+    shapes = [operand_shape(n) for n in operands]
+    if not shapes[0]:
+        return unsplit(node, found="rule")
+    sizes: dict[str, int] = {}
+    dims = named(shapes[0], sizes)
+    dim = bound(node)["dim"] % len(dims)
+    written: tuple[tuple[str, ...], ...] = ()
+    if len(shapes[-1]) == len(dims):
+        sizes["n"], written = shapes[-1][dim], (("n",),)
+    source = (*dims[:dim], *written, *dims[dim + 1 :])
+    index = ((("n",),) if shapes[1] else (),) if len(operands) == 3 else ()
+    return OpShardingRule(
+        (tuple(dims), *index, source),
+        (tuple(dims),),
+        sizes,
+        whole=frozenset({f"d{dim}"} | ({"n"} if written else set())),
+        linear=(frozenset({0, len(operands) - 1}),),
+        index=frozenset({1}) if index else frozenset(),
     )
 
 

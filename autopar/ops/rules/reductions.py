@@ -188,7 +188,7 @@ def instance_norm(node: fx.Node) -> OpShardingRule:
 )
 def batch_norm(node: fx.Node) -> OpShardingRule:
     """Return the rule "b c ..., then c each -> b c ..., then c each": in training the statistics
-    run over all dims but the channels, so these dims are unsharded.
+    run over all dims but the channels, and are reduced over the axes that split these dims.
     """
     source, *affine = operands_of(node)
     assert source is not None
@@ -206,8 +206,8 @@ def batch_norm(node: fx.Node) -> OpShardingRule:
         (tuple(dims), *(None if n is None else channels for n in affine)),
         tuple(results),
         sizes,
-        shared=frozenset() if training else others | {"d1"},
-        whole=others if training else frozenset({"none"}),
+        shared=others if training else others | {"d1"},
+        whole=frozenset() if training else frozenset({"none"}),
     )
 
 

@@ -30,7 +30,7 @@ from autopar.ops.sharded.attention import attention
 from autopar.ops.sharded.draws import draw
 from autopar.ops.sharded.dropout import dropout
 from autopar.ops.sharded.matmul import linear, summa_linear
-from autopar.ops.sharded.norms import layer_norm, log_softmax, rms_norm, softmax
+from autopar.ops.sharded.norms import batch_norm, layer_norm, log_softmax, rms_norm, softmax
 from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding, nll_loss
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "InnerCollective",
     "Part",
     "attention",
+    "batch_norm",
     "cross_entropy",
     "draw",
     "dropout",
@@ -126,6 +127,19 @@ def _row_all_reduces(
     )
 
 
+def _batch_norm(layout: Layout) -> list[InnerCollective]:
+    """Return the all-reduces of two numbers a channel in each direction."""
+    axes = tuple(
+        digit.axis for dim in range(len(layout.shape)) if dim != 1 for digit in layout.digits(dim)
+    )
+    if not axes:
+        return []
+    sums = ((1, False), (1, False), (2, True))
+    return [
+        moving("all_reduce", Part(0, layout, (1,), numbers), axes, late) for numbers, late in sums
+    ]
+
+
 def _cross_entropy(layout: Layout) -> list[InnerCollective]:
     """Return the all-reduces over the class axes, and that of the mean over the token axes."""
     class_dim = 1 if len(layout.shape) > 1 else 0
@@ -142,6 +156,8 @@ def _softmax_all_reduces(layout: Layout) -> list[InnerCollective]:
 
 _INNER_COLLECTIVES: dict[Any, Callable[[Layout], list[InnerCollective]]] = {
     aten.layer_norm.default: lambda layout: _row_all_reduces(layout, -1, (1, 1), (2,)),
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
     aten.rms_norm.default: lambda layout: _row_all_reduces(layout, -1, (1,), (1,)),
     aten.softmax.int: _softmax_all_reduces,
     aten._softmax.default: _softmax_all_reduces,

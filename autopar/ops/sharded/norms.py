@@ -1,8 +1,9 @@
-"""Layer norm, RMS norm, softmax and log-softmax over a dim that is split.
+"""Layer norm, RMS norm, batch norm, softmax and log-softmax over dims that are split.
 
 Each rank reduces its slice of the dim, and the ranks of the axes add up (or take the maximum of)
-these partial results by all-reduces. The norms are exact: layer norm takes two all-reduces forward,
-mean first and then the centred variance, as one step of sums and squares would cancel. The backward
+these partial results by all-reduces. The norms are exact: layer norm and batch norm take two
+all-reduces forward, mean first and then the centred variance, as one step of sums and squares would
+cancel. The backward
 of a norm takes one all-reduce of the row sums that torch's own kernel has. Softmax reduces the
 maximum and the sum of exponentials forward, and one row sum backward.
 
@@ -58,6 +59,84 @@ def rms_norm(
     """
     eps = torch.finfo(reckoning(x.dtype)).eps if eps is None else eps
     return _RMSNorm.apply(x, weight, eps, size, tuple(axes), mesh)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float,
+    eps: float,
+    size: int,
+    axes: Sequence[str],
+    mesh: str,
+) -> tuple[Tensor, ...]:
+    """Return x (b, c, ...) less each channel's mean and by its deviation in the batch, that mean,
+    one by that deviation, and the `running` mean and variance moved by `momentum`, if they are
+    given. `size` numbers a channel has in all, split over `axes`.
+    """
+    y, mean, variance = _BatchNorm.apply(x, weight, bias, eps, size, tuple(axes), mesh)
+    results = (y, mean, torch.rsqrt(variance + eps))
+    if running is None:
+        return results
+    unbiased = variance * (size / (size - 1))
+    moved = (old.lerp(new.to(old.dtype), momentum) for old, new in zip(running, (mean, unbiased)))
+    return (*results, *moved)
+
+
+class _BatchNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        size: int,
+        axes: tuple[str, ...],
+        mesh: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = widen(x)
+        mean = total(_channel_sum(wide), axes, mesh) / size
+        centred = wide - _of_channels(mean, x)
+        variance = total(_channel_sum(centred * centred), axes, mesh) / size
+        scale = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.facts = size, axes, mesh
+        ctx.mark_non_differentiable(mean, variance)
+        y = centred * _of_channels(scale if weight is None else scale * widen(weight), x)
+        y = y if bias is None else y + _of_channels(widen(bias), x)
+        return y.to(x.dtype), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        size, axes, mesh = ctx.facts
+        grad = widen(grad)
+        normal = (widen(x) - _of_channels(mean, x)) * _of_channels(scale, x)
+        own = torch.stack([_channel_sum(grad), _channel_sum(grad * normal)])
+        mean_grad, mean_product = (total(own, axes, mesh) / size).unbind(0)
+        grad_x = grad - _of_channels(mean_grad, x) - normal * _of_channels(mean_product, x)
+        grad_x = grad_x * _of_channels(scale if weight is None else scale * widen(weight), x)
+        dtype = x.dtype if weight is None else weight.dtype
+        grad_bias, grad_weight = own.to(dtype).unbind(0)
+        needs = ctx.needs_input_grad
+        return (
+            grad_x.to(x.dtype), grad_weight if needs[1] else None, grad_bias if needs[2] else None,
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _channel_sum(x: Tensor) -> Tensor:
+    """Return the sum of x (b, c, ...) over all dims but the channels."""
+    return x.transpose(0, 1).flatten(1).sum(1)
+
+
+def _of_channels(numbers: Tensor, x: Tensor) -> Tensor:
+    """Return one number for each channel (c) so that it broadcasts to x (b, c, ...)."""
+    return numbers.view(-1, *(1,) * (x.dim() - 2))
 
 
 class _LayerNorm(Function):

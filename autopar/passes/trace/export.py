@@ -44,7 +44,11 @@ from autopar.passes.trace.autocast import cast_in_composites
 from autopar.passes.trace.derivatives import forward_replaced, graph_below_autograd
 from autopar.passes.trace.model_state import Watch, refuse_registered, snapshot
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
-from autopar.passes.trace.torch_branches import BRANCHLESS, branching_function
+from autopar.passes.trace.torch_branches import (
+    BRANCHLESS,
+    branching_function,
+    unchecked_distributions,
+)
 
 DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
@@ -137,7 +141,7 @@ def stand_ins(
         torch.Tensor, lambda value: _fake(mode, value, home, own), (args, kwargs)
     )
     with (
-        _quiet(), torch.enable_grad(), masks_as_given(),
+        unchecked_distributions(model), _quiet(), torch.enable_grad(), masks_as_given(),
         borrowed(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip
         try:

@@ -18,6 +18,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from autopar._compat import OpOverload, pytree, strict_fake_mode, version_of
+from autopar.ir.sharding_rule import bound
 
 aten = torch.ops.aten
 GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -240,6 +241,30 @@ def _dropout(graph: fx.Graph, node: fx.Node, result: fx.Node) -> fx.Node:
     return dropout
 
 
+def _place_complex(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Turn a write into a slice of complex numbers, which torch does not differentiate as
+    slice_scatter and select_scatter, into `index_copy`, which it does.
+    """
+    result, given = node.meta["val"], bound(node)
+    if not result.is_complex():
+        return node
+    value, source, dim = given["self"], given["src"], given["dim"]
+    rows = range(result.shape[dim])
+    if node.target is aten.select_scatter.default:
+        rows = rows[given["index"] :][:1]
+        added = graph.call_function(aten.unsqueeze.default, (source, dim))
+        added.meta = {**node.meta, "val": source.meta["val"].unsqueeze(dim)}
+        source = added
+    else:
+        rows = rows[given["start"] : given["end"] : given["step"]]
+    options = {"device": result.device, "pin_memory": False}
+    index = graph.call_function(aten.arange.start_step, (rows.start, rows.stop, rows.step), options)
+    index.meta = {**node.meta, "val": result.new_empty(len(rows), dtype=torch.int64)}
+    placed = graph.call_function(aten.index_copy.default, (value, dim, index, source))
+    placed.meta = dict(node.meta)
+    return placed
+
+
 _SPARSE = ("sparse", "sparse_grad")
 
 
@@ -278,6 +303,8 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten.reshape.default: _same,
     aten.expand.default: _same,
     aten.cat.default: _cat,
+    aten.slice_scatter.default: _place_complex,
+    aten.select_scatter.default: _place_complex,
     aten.slice.Tensor: _same,
     aten._to_copy.default: _same,
     aten.type_as.default: _type_as,

@@ -1,0 +1,106 @@
+"""One row of the table of real sizes: a model on the meta device, planned for eight H100 under each
+layout, every plan in a process of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.ir.strategy import IDLE
+from autopar.planner.planner import trace_model
+from benchmarks.zoo.rows import Row, reason
+from benchmarks.zoo.sizes import Factory
+
+RANKS, CPU_SECONDS = 8, 120
+ALONE, LAYOUTS = "one rank", ("fsdp", "megatron", "auto")
+ENOUGH = 1e14  # bytes: how much one rank would hold is asked, not whether it can
+
+
+def apart(function: Callable[[], Row], cpu_seconds: int) -> Row:
+    """Return what a function returns in a forked process with a limit of CPU seconds, or the
+    reason why it did not.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(function, sender, cpu_seconds))
+    process.start()
+    sender.close()
+    try:
+        row: Row = receiver.recv()
+        return row
+    except EOFError:
+        process.join()
+        if process.exitcode == -signal.SIGXCPU:
+            return {"reason": f"not done after {cpu_seconds} CPU seconds"}
+        return {"reason": f"the process ended with exit code {process.exitcode}"}
+    finally:
+        process.join()
+
+
+def _send(function: Callable[[], Row], sender: Connection, cpu_seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
+    try:
+        sender.send(function())
+    except Exception as error:
+        sender.send(reason(error))
+
+
+def measure(factory: Factory, known: Row, layouts: Sequence[str], cpu_seconds: int) -> Row:
+    """Return the row of a model: its trace, and its plan on one rank and under each of these
+    layouts that the row does not have yet.
+    """
+    warnings.simplefilter("ignore")
+    started = time.process_time()
+    with torch.device("meta"):
+        model, inputs = factory()
+    trace_model(model, inputs)
+    numbers = sum(p.numel() for p in model.parameters())
+    row: Row = {**known, "parameters": numbers}
+    row["trace_s"] = round(time.process_time() - started, 1)
+    for layout in layouts:
+        if layout not in known:
+            row[layout] = apart(partial(planned, model, inputs, layout), cpu_seconds)
+    return row
+
+
+def planned(model: torch.nn.Module, inputs: Any, layout: str) -> Row:
+    """Return the figures of a plan for eight ranks in this layout, or for one rank."""
+    started = time.process_time()
+    if layout == ALONE:
+        world = autopar.World.preset("dgx-h100", ranks=1)
+        plan = autopar.plan(model, world, inputs, "ddp", memory=ENOUGH, recompute="none")
+    else:
+        world = autopar.World.preset("dgx-h100", ranks=RANKS)
+        plan = autopar.plan(model, world, inputs, layout)
+    return {
+        "mesh": str(plan.mesh) or ALONE,
+        "seconds": float(f"{plan.step_seconds:.4g}"),
+        "peak_bytes": round(plan.peak_bytes),
+        "whole": float(f"{whole_share(plan):.3g}"),
+        "unsplit": list(plan.unsplit[:5]),
+        "no_rule": list(plan.context.source.annotations.unknown),
+        "cheapest": any("run whole on all ranks" in note for note in plan.notes),
+        "plan_s": round(time.process_time() - started, 1),
+    }
+
+
+def whole_share(plan: autopar.Plan) -> float:
+    """Return the fraction of the model's FLOPs in nodes that several ranks run whole: an axis of
+    the mesh splits nothing there.
+    """
+    assert plan.context is not None and plan.context.source.annotations is not None
+    specs = plan.context.source.annotations.specs
+    flops = {name: specs[name].flops for name in plan.choices if name in specs}
+    whole = sum(flops[n] for n in flops if any(s in IDLE for s in plan.choices[n].splits))
+    return whole / max(sum(flops.values()), 1.0)
