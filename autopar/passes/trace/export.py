@@ -38,6 +38,7 @@ from autopar._compat import (
 )
 from autopar.errors import TraceError
 from autopar.ir.containers import register
+from autopar.ir.program import under_autocast, without_autocast
 from autopar.ops.custom_functions import Refused, honoured
 from autopar.ops.devices import home_of, of_inputs
 from autopar.passes.trace.autocast import cast_in_composites
@@ -103,7 +104,10 @@ def _export_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProgram:
         writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
         if writes and node.args[0] in below.fixed:
             raise _write_error(model, below.fixed[node.args[0]], place(node))
-    with forward_replaced(model, below):
+    kinds = {x.device.type for x in pytree.tree_leaves((fakes.args, *model.parameters()))
+        if isinstance(x, torch.Tensor)}  # fmt: skip
+    # The casts of autocast are in the graph.
+    with forward_replaced(model, below), without_autocast(under_autocast(kinds)):
         return torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
 
 
