@@ -121,20 +121,24 @@ def loop_dim_atoms(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...
 
 
 def dim_kinds(program: Program) -> Kinds:
-    """Return which atoms are batch (the outermost atom of the first input's first dim), sequence
+    """Return which atoms are batch (the outermost atom of the first input's first dim, and that of
+    every other input whose first dim is as large, as of images beside their captions), sequence
     (the second dim of token ids) and residual stream (every second width in the chain of matmuls).
     """
     notes = program.annotations
     assert notes is not None
+    batch = set() if notes.batch is None else {notes.batch.number}
     sequence: set[int] = set()
     for entry in program.signature.inputs:
         dims = notes.dims.get((entry.node, 0), ())
         node = next(n for n in program.module.graph.nodes if n.name == entry.node)
         if entry.kind == "user" and len(dims) > 1 and not node.meta["val"].dtype.is_floating_point:
             sequence |= {atom.number for atom in dims[1]}
-    batch = frozenset() if notes.batch is None else frozenset({notes.batch.number})
+        if entry.kind == "user" and notes.batch is not None and dims and dims[0]:
+            samples = dims[0][0]
+            batch |= {samples.number} if samples.size == notes.batch.size else set()
     residual = _residual_atoms(program)
-    return Kinds(batch, frozenset(sequence) - residual, residual)
+    return Kinds(frozenset(batch), frozenset(sequence) - residual, residual)
 
 
 def _residual_atoms(program: Program) -> frozenset[int]:

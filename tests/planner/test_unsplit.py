@@ -69,6 +69,47 @@ def test_batch_norms_send_sums_of_channels_and_no_images() -> None:
     assert plan.comm_bytes < 4 * weights < 4 * 64 * 112 * 112
 
 
+class Towers(nn.Module):
+    """Captions beside images, compared with one another: the batch of each is a dim of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.words = nn.Embedding(64, 32), nn.Linear(32, 32)
+        self.pixels = nn.Sequential(nn.Linear(48, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+        words = F.normalize(self.words(self.embed(ids).mean(1)), dim=-1)
+        scores = words @ F.normalize(self.pixels(images), dim=-1).t()
+        return sum(F.cross_entropy(x, torch.arange(len(x))) for x in (scores, scores.t()))
+
+
+class Letters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(64, 64)
+        self.rnn = nn.LSTM(32, 32, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.rnn(self.embed(ids))[0]).mT, labels)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [Towers, Letters])
+def test_the_batches_of_all_inputs_and_of_recurrent_layers_are_split(
+    kind: type[nn.Module], layout: str
+) -> None:
+    torch.manual_seed(0)
+    model, ids = kind(), torch.randint(64, (8, 6))
+    inputs = ids, torch.randn(8, 48) if kind is Towers else ids
+    plan = autopar.plan(model, 4, inputs, layout=layout)
+    weights = sum(p.numel() for p in model.parameters()) * 4
+    assert not plan.unsplit and plan.comm_bytes < 4 * weights
+    heavy = {n: c.splits for n, c in plan.choices.items() if n.startswith(("linear", "lstm"))}
+    assert len(heavy) >= 2
+    assert not any(all(split in IDLE for split in splits) for splits in heavy.values()), heavy
+    autopar.verify(model, 4, inputs, layout=layout)
+
+
 class Wave(nn.Module):
     """Ten small convolutions, which cost less than the messages of any split."""
 

@@ -12,6 +12,7 @@ from argument_cases import ARGUMENTS, MADE_AS
 from autopar.ops import sharded
 from index_cases import ALONG, INDEX_DIGITS, INDEXED, OTHER_PRODUCTS
 from loss_cases import LOSS_CASES, LOSS_DIGITS
+from recurrent_cases import RECURRENT
 from shards import SEED, Case, call, flags, real, whole_numbers
 from window_cases import GROUPS, WINDOW_DIGITS, WINDOWS
 
@@ -372,6 +373,7 @@ KINDS = (
     ALONG,
     OTHER_PRODUCTS,
     LOSS_CASES,
+    RECURRENT,
 )
 CASES = [case for kind in KINDS for case in kind]
 

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 import autopar.ops.rules.indexing  # this and the next five fill TABLE
 import autopar.ops.rules.losses
 import autopar.ops.rules.matmul
+import autopar.ops.rules.recurrent
 import autopar.ops.rules.reductions
 import autopar.ops.rules.shapes
 import autopar.ops.rules.windows  # noqa: F401
