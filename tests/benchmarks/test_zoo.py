@@ -111,7 +111,6 @@ def test_thirty_models_at_real_sizes():
     assert len(real_models.FACTORIES) >= 30 and real_models.GLOBAL_BATCH >= 4 * real_rows.RANKS
 
 
-def test_who_runs_more_than_a_hundredth_of_its_flops_whole_under_fsdp_is_known():
-    """CLIP's image tower and what an LSTM gives: known misses, which leave this set once mended."""
+def test_no_model_at_real_size_runs_a_hundredth_of_its_flops_whole_under_fsdp():
     shares = {n: r["fsdp"]["whole"] for n, r in REAL.items() if "whole" in r.get("fsdp", {})}
-    assert {n for n, share in shares.items() if share >= 0.01} == {"CLIP-L/14", "LSTM LM"}
+    assert len(shares) > 20 and not {n for n, share in shares.items() if share >= 0.01}
