@@ -121,8 +121,10 @@ def mixture(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", ["fsdp", "megatron"])
 @pytest.mark.parametrize("loss", [normal, mixture])
 def test_distributions_are_traced_without_their_checks(
-    loss: Callable[[Tensor], Tensor], layout: str
+    monkeypatch: pytest.MonkeyPatch, loss: Callable[[Tensor], Tensor], layout: str
 ) -> None:
+    # dynamo turns the checks off for good where anything was compiled before
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
     model, x = Calls(loss), torch.randn(8, 4)
     with pytest.warns(UserWarning, match="Calls has torch.distributions") as warned:
         autopar.verify(model, 4, (x,), layout=layout)

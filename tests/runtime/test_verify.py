@@ -248,9 +248,9 @@ def test_a_parametrization_that_the_graph_has_otherwise_is_found(
     original = importlib.import_module("autopar.passes.trace.original")
     of_model = original._of_model
 
-    def with_more_iterations(model: Any, inputs: Any) -> Any:
+    def with_more_iterations(model: Any, *inputs: Any) -> Any:
         model[0].parametrizations.weight[0].n_power_iterations = 2
-        return of_model(model, inputs)
+        return of_model(model, *inputs)
 
     monkeypatch.setattr(original, "_of_model", with_more_iterations)
     with pytest.raises(VerificationError, match=r"is off by"):

@@ -92,13 +92,13 @@ def unchecked_distributions(model: nn.Module) -> Iterator[None]:
 
     A distribution that is made with `validate_args=True` still checks.
     """
-    checks, unchecked = Distribution._validate_args, _Unchecked()
+    checks, unchecked = vars(Distribution)["_validate_args"], _Unchecked()
     Distribution._validate_args = unchecked  # type: ignore[assignment]
     try:
         yield
     finally:
         Distribution._validate_args = checks
-    if checks and unchecked.asked and model not in _TOLD:
+    if checks is True and unchecked.asked and model not in _TOLD:
         _TOLD.add(model)
         warnings.warn(
             f"{type(model).__name__} has torch.distributions: the parallel model does not check "
