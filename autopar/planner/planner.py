@@ -355,8 +355,8 @@ def _keep_traced_on_one_rank(source: Program, program: Program) -> Program:
     draws random numbers: they are the same on any number of ranks.
     """
     assert program.plan is not None
-    draws = program.module.graph.find_nodes(op="call_function", target=draw)
-    if program.plan.mesh.axes or draws:
+    drawn = program.module.graph.find_nodes(op="call_function", target=draw)
+    if program.plan.mesh.axes or drawn:
         return program
     layouts = {
         n.name: Layout(Mesh(), shape_of(v), ())

@@ -532,6 +532,10 @@ def copies() -> Facts:
             for a, b in zip(expected.parameters(), twice.parameters(), strict=True):
                 a.lerp_(b, 0.25)
     facts["between layouts"] = [norms(teacher), norms(expected)]
+    with torch.no_grad():
+        for p in teacher.unshard().parameters():  # each rank has all of the teacher
+            p.zero_()
+    facts["what an ordinary module shares"] = [norms(teacher), norms(expected)]
     par.load_state_dict(student.state_dict())
     facts["a state of another layout"] = [norms(par), norms(twice)]
     return facts

@@ -3,9 +3,8 @@
 Each rank reduces its slice of the dim, and the ranks of the axes add up (or take the maximum of)
 these partial results by all-reduces. The norms are exact: layer norm and batch norm take two
 all-reduces forward, mean first and then the centred variance, as one step of sums and squares would
-cancel. The backward
-of a norm takes one all-reduce of the row sums that torch's own kernel has. Softmax reduces the
-maximum and the sum of exponentials forward, and one row sum backward.
+cancel. The backward of a norm takes one all-reduce of the sums that torch's own kernel has. Softmax
+reduces the maximum and the sum of exponentials forward, and one row sum backward.
 
 float16 and bfloat16 are computed in float32, as in torch's own kernels. ops/local.py emits these
 functions; vocabulary.py uses `widen`.

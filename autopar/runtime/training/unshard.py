@@ -36,9 +36,9 @@ def unsharded(
     own: dict[int, torch.Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         value = tensor.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
         if keeps:
-            value = value.to(device)
+            value = value.to(device, copy=True)  # of a replicated DTensor it is the rank's own
             if isinstance(tensor, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=tensor.requires_grad)
             own[id(tensor)] = value
