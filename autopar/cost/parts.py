@@ -98,7 +98,7 @@ def unreduced_bytes(program: Program) -> float:
     """Return the bytes that a rank holds of gradients between the parts of a step: of all weights,
     and of those whose sum is deferred what is not summed yet.
     """
-    if _count(program) == 1:
+    if part_count(program) == 1:
         return 0.0
     assert program.plan is not None
     once = program.plan.microbatches > 1 and program.plan.sums_once
@@ -114,19 +114,19 @@ def unreduced_bytes(program: Program) -> float:
     )
 
 
-def _count(program: Program) -> int:
+def part_count(program: Program) -> int:
     """Return the parts of a step; a search knows them before its plan does."""
     assert program.plan is not None and program.annotations is not None
     return max(program.plan.microbatches, program.annotations.parts)
 
 
-def memory_of_parts(program: Program, part: Memory) -> Memory:
-    """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
-    of results that have rows those of all parts.
+def memory_of_parts(program: Program, part: Memory, held: float | None = None) -> Memory:
+    """Return the memory of a step, of that of one part: between parts a rank holds gradients
+    (`held` bytes; None: those of this program), and of results that have rows those of all parts.
     """
     results = _results_between(program)
     part = replace(part, transient=part.transient + results, peak=part.peak + results)
-    held = unreduced_bytes(program)
+    held = unreduced_bytes(program) if held is None else held
     return with_gradients(program, part, held, held) if held else part
 
 
@@ -144,7 +144,7 @@ def with_gradients(program: Program, part: Memory, more: float, total: float) ->
 
 def _results_between(program: Program) -> float:
     """Return the bytes of the other parts' results."""
-    others = _count(program) - 1
+    others = part_count(program) - 1
     return others * _results_bytes(program) if others else 0.0
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar._compat import TorchDispatchMode, pytree
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
@@ -79,6 +79,14 @@ class Lives(TorchDispatchMode):
     def _end(self, key: int) -> None:
         self.current.pop(key).died = self.moment + 1
 
+    def run_forward(self, module: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+        """Return what the module gives for these arguments."""
+        return module(*arguments)
+
+    def run_backward(self, outputs: Sequence[Any]) -> None:
+        """Run the backward of these outputs."""
+        _backward(outputs)
+
 
 class _Shapes:
     """A communication simulator for one rank alone: its collectives return results of the right
@@ -127,6 +135,12 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
         return memory_of_parts(program, _Step(program, optimizer, on_gpu).run())
 
 
+def run_step(program: Program, optimizer: Optimizer, world: World, lives: Lives) -> None:
+    """Run the step that `peak` runs, and let `lives` record it."""
+    with _use_simulator(_Shapes(world.backend)):
+        _Step(program, optimizer, world.device.name != "cpu", lives).run()
+
+
 class Moment(NamedTuple):
     """What a rank holds after `op` ops of a step, in bytes by kind."""
 
@@ -164,9 +178,11 @@ def _use_simulator(simulator: comm.Simulator) -> Iterator[None]:
 class _Step:
     """One training step on tensors without storage."""
 
-    def __init__(self, program: Program, optimizer: Optimizer, on_gpu: bool) -> None:
+    def __init__(
+        self, program: Program, optimizer: Optimizer, on_gpu: bool, lives: Lives | None = None
+    ) -> None:
         self.program, self.optimizer, self.on_gpu = program, optimizer, on_gpu
-        self.lives = Lives()
+        self.lives = Lives() if lives is None else lives
         self.moments: list[Moment] = []
 
     def run(self, most: int = 0) -> Memory:
@@ -179,11 +195,12 @@ class _Step:
             if name not in stored_names:
                 self.lives.note(tensor)
         with self.lives:
-            outputs = run_on_meta(self.program.module, self.on_gpu)(
-                *(self._graph_argument(e, tensors) for e in entries)
+            outputs = self.lives.run_forward(
+                run_on_meta(self.program.module, self.on_gpu),
+                [self._graph_argument(e, tensors) for e in entries],
             )
             forward_end = self.lives.moment
-            _backward(outputs)
+            self.lives.run_backward(outputs)
         gradients = [self.lives.note(t.grad) for t in tensors.values() if t.grad is not None]
         self._kinds = {id(x): "parameters" for x in parameters}
         self._forward_end = forward_end

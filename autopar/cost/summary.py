@@ -23,7 +23,7 @@ from autopar.cost.communication import collective_cost, sent_collectives
 from autopar.cost.compute import node_seconds
 from autopar.cost.parts import optimizer_step, times
 from autopar.cost.simulator import Timeline
-from autopar.ir.graph import every_node
+from autopar.ir.graph import block_name, every_node, numbered_block
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Collective, Row
 from autopar.ir.program import Program
@@ -97,6 +97,17 @@ def rematerialization_seconds(
         if sent.again
     )
     return communication + sum(_again_seconds(program, world).values())
+
+
+def rematerialization_seconds_by_block(program: Program, world: World) -> dict[str, float]:
+    """Return what `rematerialization_seconds` adds up, by the repeated block where it is spent."""
+    total: dict[str, float] = defaultdict(float)
+    each = zip(sent_collectives(program), collectives(program, world), strict=True)
+    spent = [(sent.chain, collective.seconds) for sent, collective in each if sent.again]
+    for chain, seconds in (*spent, *_again_seconds(program, world).items()):
+        block = numbered_block(chain)
+        total["" if block is None else block_name(block)] += seconds
+    return total
 
 
 def collectives(program: Program, world: World) -> tuple[Collective, ...]:

@@ -18,19 +18,19 @@ import bisect
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from autopar.cost.memory import Budget, refusal
+from autopar.cost.block_memory import Rise, levels_of, peak_of
+from autopar.cost.memory import Budget, optimizer_bytes, refusal, step_bytes
+from autopar.cost.parts import memory_of_parts, part_count, unreduced_bytes
 from autopar.cost.peak import peak
-from autopar.cost.summary import rematerialization_seconds
-from autopar.ir.graph import blocks
+from autopar.cost.summary import rematerialization_seconds, rematerialization_seconds_by_block
+from autopar.ir.graph import block_name, blocks
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
+from autopar.ir.sharding_rule import value_of
 from autopar.passes import emit_program, recompute
 from autopar.planner.deep_models import DeepModel
 from autopar.planner.ladders import Ladder, Names, Rematerialized, ladders
@@ -218,80 +218,162 @@ class RematerializationSteps(RematerializationSearch):
         return self._made[rung]
 
 
+class Way(NamedTuple):
+    """What one block does again in the backward: all of it, gathers of its weights, cheap ops."""
+
+    recompute: bool = False
+    regather: bool = False
+    rerun: bool = False
+
+
+WAYS = (
+    Way(),
+    Way(regather=True),
+    Way(rerun=True),
+    Way(regather=True, rerun=True),
+    Way(recompute=True),
+)
+
+
 class Estimated(RematerializationSearch):
-    """The rungs of a deep program, estimated on straight lines between a few corners: the plan as
-    it is, every weight gathered again, all cheap ops run again, both, and every block recomputed.
-    The corners are computed on shorter programs.
+    """The rungs of a deep program, put together from what a block holds and takes in each way.
+
+    A shorter program runs once, in which each of five equal blocks goes another way; where a model
+    has fewer of a kind, a few times (cost/block_memory.py).
     """
 
     def __init__(self, deep: DeepModel, world: World, budget: Budget) -> None:
         chosen = deep.program
         assert chosen.plan is not None
         self.deep, self.world = deep, world
-        self._rungs: dict[int, RematerializationSteps] = {}
-        self._corners: dict[tuple[str, str], NDArray[np.float64]] = {}
-        self.budget = budget
+        several = DeepModel(chosen, deep, more=len(WAYS))
+        self._short = RematerializationSteps(
+            emit_program(several.longer, world), world, budget
+        )
+        self._kinds: dict[str, str] = {}  # of every block: a name that equal blocks share
+        measured: dict[str, tuple[str, ...]] = {}  # by kind: the blocks that go each another way
+        self._middle: dict[str, tuple[str, ...]] = {}  # by block: those left out that follow it
+        for run in several.runs:
+            run_names = tuple(block_name(block) for block in run)
+            self._kinds |= dict.fromkeys(run_names, run_names[0])
+            measured[run_names[0]] = run_names[1 : 1 + len(WAYS)]
+            self._middle[run_names[len(WAYS)]] = run_names[1 + len(WAYS) : -1]
+        for name in self._short.names:
+            measured.setdefault(self._kinds.setdefault(name, name), (name,))
         names = blocks(chosen.module.graph.nodes)
-        short = self._of(deep.shorter())
         fetching, cheap = (
-            tuple(name for name in names if deep.stand_in(name) in found)
-            for found in (short.fetching, short.cheap)
+            tuple(name for name in names if measured[self._kinds[name]][0] in found)
+            for found in (self._short.fetching, self._short.cheap)
         )
         super().__init__(names, fetching, cheap, chosen.plan, budget)
+        self._rises: dict[tuple[str, Way], Rise] = {}
+        self._seconds: dict[tuple[str, Way], float] = {}
+        self._segments: tuple[str, ...] = ()
+        self._measure(measured)
+        self._base = self._stored_bytes()
+
+    def _measure(self, measured: Mapping[str, Sequence[str]]) -> None:
+        """Run the shorter program until each kind of block has gone every way."""
+        runs = max(math.ceil(len(WAYS) / len(of_kind)) for of_kind in measured.values())
+        for number in range(runs):
+            ways = {
+                name: WAYS[(number * len(of_kind) + place) % len(WAYS)]
+                for of_kind in measured.values()
+                for place, name in enumerate(of_kind)
+            }
+            made = self._short.made(self._rung(ways))
+            levels = levels_of(made, self.budget.optimizer, self.world)
+            seconds = rematerialization_seconds_by_block(made, self.world)
+            for name, way in ways.items():
+                key = self._kinds[name], way
+                self._rises.setdefault(key, levels.rises.get(name, Rise()))
+                self._seconds.setdefault(key, seconds.get(name, 0.0))
+            for name in levels.rises.keys() - self._kinds.keys():
+                self._rises.setdefault((name, Way()), levels.rises[name])
+            self._start, self._segments = levels.start, tuple(levels.rises)
+
+    def _rung(self, ways: Mapping[str, Way]) -> Rematerialized:
+        """Return the rung on which these blocks of the shorter program go these ways, as far as
+        they can.
+        """
+        of_way = (
+            tuple(n for n in self._short.names if n in able and n in ways and getattr(ways[n], way))
+            for way, able in (
+                ("recompute", self._short.names),
+                ("regather", self._short.fetching),
+                ("rerun", self._short.cheap),
+            )
+        )
+        return Rematerialized(*of_way)
+
+    def _stored_bytes(self) -> tuple[float, float, float, float]:
+        """Return the bytes of stored tensors, of trained ones among them, of the optimizer's
+        states, and of what its step allocates for a moment.
+        """
+        plan, sizes, states, stored = self.deep.program.plan, list[float](), 0.0, 0.0
+        assert plan is not None
+        nodes = {n.name: n for n in self.deep.program.module.graph.nodes if n.op == "placeholder"}
+        short = {entry.node for entry in self._short.program.signature.inputs}
+        for entry in self.deep.program.signature.inputs:
+            if not entry.stored:
+                continue
+            value, layout = value_of(nodes[entry.node]), plan.stored.get(entry.node)
+            count = value.numel() if layout is None else layout.local_size
+            size = float(count * value.dtype.itemsize)
+            stored += size
+            if entry.node not in short:
+                self._start += size
+            if entry.kind == "parameter" and entry.trainable:
+                assert layout is not None
+                states += optimizer_bytes(layout, value.dtype.itemsize, self.budget.optimizer)
+                sizes.append(size)
+        on_gpu = self.world.device.name != "cpu"
+        step = step_bytes(sizes, self.budget.optimizer, on_gpu)
+        return stored, sum(sizes), states, step
 
     def seconds_of(self, rung: Rematerialized) -> float:
         """Return the estimated seconds of what runs twice on this rung."""
-        return float(self._figures(rung, "seconds")[0])
+        ways = self._ways(rung)
+        return sum(self._seconds[self._kinds[name], ways[name]] for name in self.names)
 
     def memory_of(self, rung: Rematerialized) -> Memory:
         """Return the estimated memory at the peak on this rung."""
-        return Memory(*(float(size) for size in self._figures(rung, "memory")))
-
-    def _figures(self, rung: Rematerialized, kind: str) -> NDArray[np.float64]:
-        """Return the rung's "memory", field by field, or its "seconds" of what runs twice."""
-        start = self._corner("planned", kind)
-        if rung == self.start:
-            return start
-        both = {*rung.regather} & {*rung.rerun}
-        shares = {
-            "recompute": len(rung.recompute) / max(1, len(self.names)),
-            "regather": (len(rung.regather) - len(both)) / max(1, len(self.fetching)),
-            "rerun": (len(rung.rerun) - len(both)) / max(1, len(self.cheap)),
-            "both": len(both) / max(1, len({*self.fetching} & {*self.cheap})),
-        }
-        parts = [
-            share * (self._corner(name, kind) - start) for name, share in shares.items() if share
+        ways = self._ways(rung)
+        rises = [
+            self._rises[self._kinds.get(name, name), ways.get(name, Way())]
+            for segment in self._segments
+            for name in (segment, *self._middle.get(segment, ()))
         ]
-        return start + np.sum(parts, axis=0) if parts else start
+        stored, trained, states, step = self._base
+        step_peak = peak_of(self._start, rises)
+        most = max(step_peak.most, step_peak.end + step)
+        memory = Memory(
+            parameters=stored,
+            gradients=trained,
+            optimizer=states,
+            activations=min(step_peak.saved, max(0.0, most - stored - trained)),
+            transient=max(0.0, most - stored - trained - step_peak.saved),
+            peak=most + states,
+        )
+        return self._in_parts(memory)
 
-    def _corner(self, name: str, kind: str) -> NDArray[np.float64]:
-        if (name, kind) not in self._corners:
-            weighted = [
-                weight * np.array(self._at(short, name, kind))
-                for weight, short in self.deep.samples()
-            ]
-            self._corners[name, kind] = np.sum(weighted, axis=0)
-        return self._corners[name, kind]
+    def _ways(self, rung: Rematerialized) -> dict[str, Way]:
+        recompute, regather, rerun = map(frozenset, rung)
+        return {
+            name: Way(True)
+            if name in recompute
+            else Way(False, name in regather, name in rerun)
+            for name in self.names
+        }
 
-    def _at(self, short: Program, name: str, kind: str) -> tuple[float, ...]:
-        rungs = self._of(short)
-        rung = {
-            "planned": rungs.start,
-            "recompute": Rematerialized(rungs.names, ()),
-            "regather": Rematerialized((), rungs.fetching),
-            "rerun": Rematerialized((), (), rungs.cheap),
-            "both": Rematerialized((), rungs.fetching, rungs.cheap),
-        }[name]
-        if kind == "seconds":
-            return (rungs.seconds_of(rung),)
-        return dataclasses.astuple(rungs.tried(rung).memory)
-
-    def _of(self, short: Program) -> RematerializationSteps:
-        if id(short) not in self._rungs:
-            self._rungs[id(short)] = RematerializationSteps(
-                emit_program(short, self.world), self.world, self.budget
-            )
-        return self._rungs[id(short)]
+    def _in_parts(self, memory: Memory) -> Memory:
+        """Return the memory of a step in micro-batches, of that of one."""
+        short = self._short.program
+        held = sum(
+            weight * unreduced_bytes(emit_program(sample, self.world))
+            for weight, sample in (self.deep.samples() if part_count(short) > 1 else ())
+        )
+        return memory_of_parts(short, memory, held)
 
 
 def rematerialize_to_fit(
