@@ -170,8 +170,7 @@ class _Meter(Lives):
                 self._enter(place, 0)
 
         self._start = self._held
-        outputs = _Announced(module, begin).run(*arguments)
-        return outputs
+        return _Announced(module, begin).run(*arguments)
 
     def run_backward(self, outputs: Sequence[Any]) -> None:
         """Run the backward, from the last segment to the first."""
