@@ -157,9 +157,12 @@ def _named_layout_plans(free: LimitedSearch, best: _Tried) -> Iterator[_Tried]:
             fitted.append((_promised(tried, free.aim), under, chosen))
             best = _best([best, tried], free.aim)
             yield best
-    close = _CLOSE * _promised(best, free.aim)
-    for promised, under, chosen in sorted(fitted, key=lambda each: each[0])[:_NAMED]:
-        if free.aim.fits(best.memory) and could_win(chosen) and promised <= close:
+    fitted.sort(key=lambda each: each[0])
+    if free.model.deep.runs:  # of many equal blocks some do more again, so prices add little
+        close = _CLOSE * _promised(best, free.aim) if free.aim.fits(best.memory) else 0.0
+        fitted = [each for each in fitted[:_NAMED] if each[0] <= close]
+    for _, under, chosen in fitted:
+        if could_win(chosen):
             best = _best([best, under.best(chosen)], free.aim)
             yield best
 
