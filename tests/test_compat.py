@@ -42,6 +42,14 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+@covers("AdaptiveOutput")
+def test_what_an_adaptive_softmax_returns() -> None:
+    softmax = torch.nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2])
+    found = softmax(torch.ones(3, 4), torch.arange(3))
+    assert type(found) is _compat.AdaptiveOutput
+    assert found._fields == ("output", "loss")
+
+
 @covers("torch_versions")
 def test_a_torch_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As 2.14 is: it loses the backward of custom functions in silence."""

@@ -34,6 +34,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.modules import transformer
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.modules.adaptive import _ASMoutput as AdaptiveOutput
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -399,6 +400,7 @@ def recording_again() -> Iterator[None]:
 
 
 __all__ = [
+    "AdaptiveOutput",
     "BackwardHookFunction",
     "BoxedCodeGen",
     "FakeTensor",

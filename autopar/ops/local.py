@@ -21,7 +21,7 @@ from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import sharded
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
-from autopar.ops.rules.reductions import bag_length
+from autopar.ops.rules.reductions import bag_length, reduced_dims
 from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS, slice_extent
 
 aten = torch.ops.aten
@@ -246,8 +246,35 @@ def _transposed_convolution(call: Call) -> fx.Node:
 def _group_norm(call: Call) -> fx.Node:
     values, layout = call.values(), call.operand_layouts[0]
     assert layout is not None
+    if values["num_groups"] == 1:
+        return _normalised_from(call, 1)
     values["num_groups"] = values["num_groups"] * layout.local_shape[1] // layout.shape[1]
     return call.again(values)
+
+
+@_emits(aten.instance_norm.default)
+def _instance_norm(call: Call) -> fx.Node:
+    return _normalised_from(call, 2)
+
+
+def _normalised_from(call: Call, first: int) -> fx.Node:
+    """Emit the norm over all dims from this one on."""
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    axes = tuple(a for dim in range(first, len(layout.shape)) for a in _axes_of_dim(layout, dim))
+    if not axes:
+        return call.again(values)
+    return call.emit(
+        sharded.group_norm,
+        values["input"],
+        values["weight"],
+        values["bias"],
+        first,
+        values["eps"],
+        math.prod(layout.shape[first:]),
+        axes,
+        str(layout.mesh),
+    )
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -334,6 +361,28 @@ def _batch_norm(call: Call) -> fx.Node:
         values["momentum"],
         values["eps"],
         math.prod(layout.shape[dim] for dim in dims),
+        axes,
+        str(layout.mesh),
+    )
+
+
+@_emits(aten.linalg_vector_norm.default)
+def _vector_norm(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    dims = sorted(reduced_dims(call.node))
+    axes = tuple(axis for dim in dims for axis in _axes_of_dim(layout, dim))
+    if not axes:
+        return call.again(values)
+    source, dtype = values["self"], values["dtype"]
+    if dtype is not None:
+        source = call.emit(aten._to_copy.default, source, dtype=dtype)
+    return call.emit(
+        sharded.vector_norm,
+        source,
+        float(values["ord"]),
+        dims,
+        values["keepdim"],
         axes,
         str(layout.mesh),
     )

@@ -372,7 +372,8 @@ def _gradient_error(
         return float("inf") if wrong else 0.0
     difference = differences(layout.join(parts), expected)
     error = difference / expected.abs().clamp(min=least).nan_to_num(nan=1.0, posinf=1.0)
-    return max([float(error.max()), *_copy_errors(layout, parts, least)])
+    largest = float(error.max()) if error.numel() else 0.0
+    return max([largest, *_copy_errors(layout, parts, least)])
 
 
 def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:

@@ -50,7 +50,7 @@ from autopar.passes.trace.simplify import inline_no_grad, secretly_written
 from autopar.passes.trace.torch_branches import (
     BRANCHLESS,
     branching_function,
-    unchecked_distributions,
+    unbranched,
 )
 
 DATA_ADVICE = (
@@ -165,7 +165,7 @@ def stand_ins(
         torch.Tensor, lambda value: _fake(mode, value, home, own), (args, kwargs)
     )
     with (
-        unchecked_distributions(model), _quiet(), torch.enable_grad(), masks_as_given(),
+        unbranched(model), _quiet(), torch.enable_grad(), masks_as_given(),
         graphs_not_written_out(),
         borrowed(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip

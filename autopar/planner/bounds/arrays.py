@@ -313,7 +313,7 @@ class NodeCosts:
             stub = _stub_layout(
                 shape_of(value_of(source)), [dims[i] for i in places], self.meshes.sizes
             )
-            for collective in inner_collectives(node.target, [stub]):
+            for collective in inner_collectives(node, [stub]):
                 if gradient or not collective.backward:
                     sent_bytes = np.asarray(
                         collective.traffic.elements * collective.element_bytes, dtype=np.float64
