@@ -50,6 +50,7 @@ from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import check_choices, exact, search_meshes
 from autopar.planner.overlap_search import plans_by_step
+from autopar.planner.padding import search_with_padding, with_padding_of
 from autopar.planner.part_plans import in_turns, leanest, plan_of_part, sums_once
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.rematerialize import rematerialize_to_fit
@@ -211,6 +212,7 @@ def choose_plan(
     (plan_cache.py).
     """
     search = partial(search_plan, world=world, request=request)
+    search = partial(search_with_padding, search, world=world, request=request)
 
     def choose(program: Program) -> Program:
         name, count = fingerprint(program), request.microbatches
@@ -229,9 +231,10 @@ def choose_on_stored(manager: PassManager, program: Program, world: World, plan:
     """
 
     def choose(program: Program) -> Program:
+        program = with_padding_of(program, plan)
         constraint = Constraint(plan.layout, stored=plan.stored)
         best, bound = exact(frame(program), plan.mesh, constraint, world, thorough=False)
-        return dataclasses.replace(program, plan=dataclasses.replace(best, bound=bound))
+        return dataclasses.replace(program, plan=dataclasses.replace(best, bound=bound, padding=plan.padding))
 
     return manager.run("choose", program, choose, check_choices)
 

@@ -31,7 +31,13 @@ from autopar.ops.sharded.draws import draw
 from autopar.ops.sharded.dropout import dropout
 from autopar.ops.sharded.matmul import linear, summa_linear
 from autopar.ops.sharded.norms import batch_norm, layer_norm, log_softmax, rms_norm, softmax
-from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding, nll_loss
+from autopar.ops.sharded.vocabulary import (
+    Digit,
+    cross_entropy,
+    embedding,
+    mask_padding,
+    nll_loss,
+)
 
 __all__ = [
     "HAVE_INNER_COLLECTIVES",
@@ -48,6 +54,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "log_softmax",
+    "mask_padding",
     "moving",
     "nll_loss",
     "rms_norm",
