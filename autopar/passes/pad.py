@@ -35,13 +35,13 @@ from autopar.ops.local import UNPADDED
 aten = torch.ops.aten
 
 # Ops that only move numbers, and those of them that have the sizes of their result as an argument.
-_SIZES = {
-    aten.view.default: "size",
-    aten.reshape.default: "shape",
-    aten._unsafe_view.default: "size",
-    aten.expand.default: "size",
-}
-_PIECES = {aten.split.Tensor: "split_size", aten.unsafe_split.Tensor: "split_size"}
+_SIZES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+)
+_PIECES = (aten.split.Tensor, aten.unsafe_split.Tensor)
 _MOVES = {
     *_SIZES,
     *_PIECES,
@@ -128,6 +128,18 @@ def check(program: Program) -> None:
         assert (name, 0) not in program.padding, f"output {name} is padded"
 
 
+def weights_of(program: Program) -> set[Value]:
+    """Return the values that depend on parameters and nothing else, trained or not."""
+    stored = {e.node for e in program.signature.inputs if e.kind == "parameter"}
+    weights: set[Value] = set()
+    for node in program.module.graph.nodes:
+        sources = node.all_input_nodes
+        if node.name in stored or (sources and all(producer(n) in weights for n in sources)):
+            if node.op != "output" and node.target is not operator.getitem:
+                weights.update((node.name, index) for index in range(len(results_of(node))))
+    return weights
+
+
 class _Spread:
     """How far padding spreads from the weights. `padded`: the values that have it; `zeros`: those
     whose padding is zero, not only finite.
@@ -138,6 +150,7 @@ class _Spread:
         self.program, self.notes, self.sizes = program, program.annotations, sizes
         self.padded: set[Value] = set()
         self.zeros: set[Value] = set()
+        self.weights = weights_of(program)
         self._pads: dict[Value, tuple[Pad, ...]] = {}
 
     def run(self) -> set[int]:
@@ -153,7 +166,7 @@ class _Spread:
                 if self.begins(node) and not takes_plain(node):
                     wrong = self.unsound(node)
                     refused |= wrong
-                    inner |= self._inner(node)
+                    inner |= self.inner(node)
                     if not wrong:
                         self.spread(node)
         return refused or inner
@@ -183,7 +196,7 @@ class _Spread:
         pads = self.pads((node.name, 0))
         is_stored = (
             bool(pads)
-            and (node.name, 0) in self.notes.weights
+            and (node.name, 0) in self.weights
             and all(p.outer == 1 and p.inner == 1 for p in pads)
         )
         if is_stored:
@@ -197,7 +210,7 @@ class _Spread:
         """
         values = [producer(n) for n in node.all_input_nodes]
         return any(
-            value in self.padded or value in self.notes.weights
+            value in self.padded or value in self.weights
             for value in values
             if self.pads(value)
         )
@@ -229,7 +242,7 @@ class _Spread:
                 wrong.add(atom)
         return wrong
 
-    def _inner(self, node: fx.Node) -> set[int]:
+    def inner(self, node: fx.Node) -> set[int]:
         """Return the padded atoms of a node that lie inside another one in a dim."""
         return {
             pad.atom
@@ -257,8 +270,6 @@ class _Spread:
         if target in (*_SOFTMAXES, aten.cross_entropy_loss.default):
             return self._masks(node, spec, padded)
         if target is aten.embedding.default:
-            rows = spec.operands[0]
-            assert rows is not None
             return not bound(node)["scale_grad_by_freq"] and all(spec.splittable(f) for f in padded)
         if target is aten.scaled_dot_product_attention.default:
             return self._attends(node, spec, padded)
@@ -324,7 +335,8 @@ class _Spread:
         assert first is not None and dims is not None
         reduced = set(dims[_masked_dim(node)])
         if node.target is aten.cross_entropy_loss.default:
-            indices = not operands_of(node)[1].meta["val"].is_floating_point()
+            target = operands_of(node)[1]
+            indices = target is not None and not target.meta["val"].is_floating_point()
             return indices and padded <= reduced and all(f in spec.shared for f in padded)
         return all(f in reduced or self._is_kept(spec, f) for f in padded)
 
@@ -432,10 +444,10 @@ class _Padding:
                 node.replace_input_with(operand, self._without_padding(operand, node))
 
     def _call(self, node: fx.Node) -> None:
-        if not self.spread.begins(node) or takes_plain(node):
+        plain = not self.spread.begins(node) or takes_plain(node)
+        if plain or self.spread.unsound(node) or self.spread.inner(node):
             self._take_plain(node)
             return
-        assert not self.spread.unsound(node) and not self.spread._inner(node), node.format_node()
         self.spread.spread(node)
         for operand in node.all_input_nodes:
             value = producer(operand)

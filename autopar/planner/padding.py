@@ -31,7 +31,7 @@ from autopar.ir.plan import Padding, Plan
 from autopar.ir.program import Program, Value
 from autopar.ir.sharding_rule import operands_of
 from autopar.passes import annotate, emit_program
-from autopar.passes.pad import pad, paddable
+from autopar.passes.pad import check, pad, paddable, weights_of
 from autopar.planner.named_layouts import roles_of
 from autopar.planner.request import PlanRequest
 from autopar.world import World
@@ -82,13 +82,20 @@ def with_padding_of(program: Program, plan: Plan) -> Program:
     for each in plan.padding:
         dims = notes.dims.get((each.node, 0), ())
         atoms = dims[each.dim] if each.dim < len(dims) else ()
-        if each.place >= len(atoms) or atoms[each.place].size != each.size:
+        if each.place < len(atoms) and atoms[each.place].size == each.size:
+            sizes[atoms[each.place].number] = each.padded
+        elif _is_stored_padded(plan, each):
             raise PlanError(
                 f"the plan pads factor {each.place} of dim {each.dim} of {each.node} from "
                 f"{each.size} to {each.padded}, and the graph has no such factor: plan again"
             )
-        sizes[atoms[each.place].number] = each.padded
     return _annotated(program, sizes)
+
+
+def _is_stored_padded(plan: Plan, each: Padding) -> bool:
+    """Whether the plan stores parts of a parameter with this padding."""
+    stored = plan.stored.get(each.node)
+    return stored is not None and stored.shape[each.dim] == each.padded
 
 
 # -- what to pad -----------------------------------------------------------------------------------
@@ -101,12 +108,16 @@ def _wanted(program: Program, world: World, request: PlanRequest) -> Sizes:
         return {}
     notes = program.annotations
     assert notes is not None
+    uneven = [(number, size) for number, size in _weight_atoms(program) if size % ranks]
+    if not uneven:
+        return {}
     kinds = dim_kinds(program)
     sizes: Sizes = {}
-    for number, size in _weight_atoms(program):
-        if size % ranks and number not in kinds.batch | kinds.sequence:
-            padded = [_multiple(size, n) for n in range(2, ranks + 1) if ranks % n == 0]
-            sizes[number] = max((n for n in padded if n <= _MOST * size), default=size)
+    for number, size in uneven:
+        padded = [_multiple(size, n) for n in range(2, ranks + 1) if ranks % n == 0]
+        wanted = max((n for n in padded if n <= _MOST * size), default=size)
+        if wanted > size and number not in kinds.batch | kinds.sequence:
+            sizes[number] = wanted
     return paddable(program, sizes)
 
 
@@ -138,7 +149,7 @@ def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:
     """Yield (number, size) of each atom of the weights of matmuls and embeddings."""
     notes = program.annotations
     assert notes is not None
-    seen: set[int] = set()
+    weights, seen = weights_of(program), set[int]()
     for node in program.module.graph.nodes:
         spec = notes.specs.get(node.name)
         if spec is None or not (
@@ -146,7 +157,7 @@ def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:
         ):
             continue
         for operand in operands_of(node):
-            if operand is None or producer(operand) not in notes.weights:
+            if operand is None or producer(operand) not in weights:
                 continue
             for atom in (a for atoms in notes.dims[producer(operand)] for a in atoms):
                 if atom.number not in seen and not atom.opaque:
@@ -178,7 +189,9 @@ def _annotated(program: Program, sizes: Sizes) -> Program:
     """Return the padded program, annotated as the unpadded one is."""
     before = program.annotations
     assert before is not None
-    padded = annotate.annotate(pad(program, sizes))
+    padded = pad(program, sizes)
+    check(padded)
+    padded = annotate.annotate(padded)
     assert padded.annotations is not None
     notes = dataclasses.replace(
         padded.annotations,
@@ -210,7 +223,8 @@ def _fitted(padded: Program, found: Program) -> Sizes:
         if split > most.get(each.atom, 1):
             most[each.atom] = split
             sizes[each.atom] = _multiple(each.size, split)
-    return sizes
+    unpadded = {each.atom: each.size for each in ranks}
+    return {atom: size for atom, size in sizes.items() if size > unpadded[atom]}
 
 
 def _layouts(found: Program, value: Value) -> Iterable[Layout]:

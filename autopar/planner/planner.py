@@ -55,7 +55,7 @@ from autopar.planner.part_plans import in_turns, leanest, plan_of_part, sums_onc
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.rematerialize import rematerialize_to_fit
 from autopar.planner.request import Layouts, PlanRequest
-from autopar.planner.unsplit import idle_note, replicated, uneven_notes
+from autopar.planner.unsplit import idle_note, padding_notes, replicated, uneven_notes
 from autopar.planner.why import Why, why
 from autopar.planner.world_size import larger_world
 from autopar.world import World
@@ -121,7 +121,7 @@ class PlanContext:
         )
         signature = dataclasses.replace(self.program.signature, inputs=user_inputs)
         traced = dataclasses.replace(
-            self.program, module=self.graphs["annotate"], signature=signature
+            self.program, module=self.source.module, signature=signature
         )
         return formula(traced, self.program, pattern)
 
@@ -319,11 +319,12 @@ def finish_plan(
 def _with_reasons(
     plan: Plan, chosen: Program, program: Program, world: World, request: PlanRequest
 ) -> Plan:
-    """Return the plan with notes on sizes that no axis divides and, where "auto" replicates matmuls
+    """Return the plan with notes on sizes that no axis divides, padded or not, and, where "auto" replicates matmuls
     that an axis could split, one sentence for all of them: it had the choice, so no layout is the
     reason.
     """
-    notes, sentences = (*plan.notes, *uneven_notes(chosen, plan)), plan.unsplit
+    notes = (*plan.notes, *padding_notes(chosen, plan), *uneven_notes(chosen, plan))
+    sentences = plan.unsplit
     if request.layout == "auto":
         idle = [each for each in replicated(chosen, plan.mesh, plan.choices) if each.divides]
         if idle:
