@@ -97,8 +97,8 @@ _NORMS = {aten.layer_norm.default, aten.rms_norm.default}
 
 
 def pad(program: Program, sizes: Mapping[int, int]) -> Program:
-    """Return the traced program with these atoms of the annotated `program` padded: `sizes` maps the
-    number of an atom to its padded size. They are some of `paddable`.
+    """Return the traced program with these atoms of the annotated `program` padded: `sizes` maps
+    the number of an atom to its padded size. They are some of `paddable`.
     """
     return _Padding(program, sizes).run()
 
@@ -134,9 +134,10 @@ def weights_of(program: Program) -> set[Value]:
     weights: set[Value] = set()
     for node in program.module.graph.nodes:
         sources = node.all_input_nodes
+        if node.op == "output" or node.target is operator.getitem:
+            continue
         if node.name in stored or (sources and all(producer(n) in weights for n in sources)):
-            if node.op != "output" and node.target is not operator.getitem:
-                weights.update((node.name, index) for index in range(len(results_of(node))))
+            weights.update((node.name, index) for index in range(len(results_of(node))))
     return weights
 
 
@@ -162,13 +163,14 @@ class _Spread:
         for node in self.program.module.graph.nodes:
             if node.op == "placeholder":
                 self.stored(node)
-            elif node.op == "call_function" and node.target is not operator.getitem:
-                if self.begins(node) and not takes_plain(node):
-                    wrong = self.unsound(node)
-                    refused |= wrong
-                    inner |= self.inner(node)
-                    if not wrong:
-                        self.spread(node)
+            elif node.op != "call_function" or node.target is operator.getitem:
+                continue
+            elif self.begins(node) and not takes_plain(node):
+                wrong = self.unsound(node)
+                refused |= wrong
+                inner |= self.inner(node)
+                if not wrong:
+                    self.spread(node)
         return refused or inner
 
     def pads(self, value: Value) -> tuple[Pad, ...]:
@@ -210,9 +212,7 @@ class _Spread:
         """
         values = [producer(n) for n in node.all_input_nodes]
         return any(
-            value in self.padded or value in self.weights
-            for value in values
-            if self.pads(value)
+            value in self.padded or value in self.weights for value in values if self.pads(value)
         )
 
     def spread(self, node: fx.Node) -> None:
@@ -319,7 +319,9 @@ class _Spread:
         """
         mask = operands_of(node)[3]
         own_masks = mask is not None and bool(self.pads(producer(mask)))
-        if own_masks and (mask.meta["val"].dtype is torch.bool or producer(mask) not in self.padded):
+        if own_masks and (
+            mask.meta["val"].dtype is torch.bool or producer(mask) not in self.padded
+        ):
             return False
         heads = {"g", "r"} & spec.sizes.keys()
         return not bound(node)["dropout_p"] and all(
@@ -327,8 +329,8 @@ class _Spread:
         )
 
     def _masks(self, node: fx.Node, spec: OpShardingRule, padded: set[str]) -> bool:
-        """Whether a softmax or a cross entropy is padded in the dim that it reduces, which it masks,
-        or else in dims that it carries.
+        """Whether a softmax or a cross entropy is padded in the dim that it reduces, which it
+        masks, or else in dims that it carries.
         """
         first = operands_of(node)[0]
         dims = spec.operands[0]
@@ -403,7 +405,9 @@ class _Padding:
                 dim, around = pad.dim, (shape[: pad.dim], shape[pad.dim + 1 :])
                 if cut:
                     digits = [pad.outer, pad.size if add else pad.padded, pad.inner]
-                    node = self._new(before, aten.reshape.default, node, [*around[0], *digits, *around[1]])
+                    node = self._new(
+                        before, aten.reshape.default, node, [*around[0], *digits, *around[1]]
+                    )
                     dim += 1
                 if add:
                     behind = len(node.meta["val"].shape) - 1 - dim
@@ -413,7 +417,9 @@ class _Padding:
                     node = self._new(before, aten.slice.Tensor, node, dim, 0, pad.size)
                 if cut:
                     size = pad.outer * (pad.padded if add else pad.size) * pad.inner
-                    node = self._new(before, aten.reshape.default, node, [*around[0], size, *around[1]])
+                    node = self._new(
+                        before, aten.reshape.default, node, [*around[0], size, *around[1]]
+                    )
         return node
 
     def _new(self, beside: fx.Node, target: Any, *arguments: Any) -> fx.Node:
@@ -480,8 +486,9 @@ class _Padding:
         for result, shape in zip(made, shapes, strict=True):
             assert list(shape_of(result)) == shape, (node.format_node(), shape_of(result), shape)
 
+
 def takes_plain(node: fx.Node) -> bool:
-    """Whether a node takes values without their padding in any case, though more may move for it."""
+    """Whether a node always takes values without their padding, though more may move for it."""
     return node.op == "output" or node.target is aten.nll_loss_nd.default
 
 

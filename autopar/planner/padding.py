@@ -7,7 +7,8 @@ splits the batch alone, nothing is padded.
 Three searches at most: one without padding; one with every dim padded to a multiple of the ranks of
 a node, which shows the axes that split it; and, where those have other sizes, one with each dim
 padded to a multiple of its own axes, as small as can be, so that plain Shards hold its parameters.
-The plan with padding is taken where its step is shorter. A model whose dims divide is searched once.
+The plan with padding is taken where its step is shorter. A model whose dims divide is searched
+once.
 
 An annotated program, a world, a request and the search enter; the program with its plan leaves,
 padded or as it was. `with_padding_of` pads a program again as a plan says. Called by planner.py.
@@ -127,8 +128,8 @@ def _multiple(size: int, of: int) -> int:
 
 
 def _ranks_together(world: World) -> int:
-    """Return how many ranks may split one dim: those of the innermost levels, up to eight or a whole
-    level, as axes of matmuls lie on fast links.
+    """Return how many ranks may split one dim: those of the innermost levels, up to eight or a
+    whole level, as axes of matmuls lie on fast links.
     """
     ranks = 1
     for level in world.levels:
@@ -152,9 +153,7 @@ def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:
     weights, seen = weights_of(program), set[int]()
     for node in program.module.graph.nodes:
         spec = notes.specs.get(node.name)
-        if spec is None or not (
-            spec.product or node.target is torch.ops.aten.embedding.default
-        ):
+        if spec is None or not (spec.product or node.target is torch.ops.aten.embedding.default):
             continue
         for operand in operands_of(node):
             if operand is None or producer(operand) not in weights:

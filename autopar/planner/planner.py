@@ -120,9 +120,7 @@ class PlanContext:
             e for e in self.program.signature.inputs if e.kind not in ("coordinate", "seed")
         )
         signature = dataclasses.replace(self.program.signature, inputs=user_inputs)
-        traced = dataclasses.replace(
-            self.program, module=self.source.module, signature=signature
-        )
+        traced = dataclasses.replace(self.program, module=self.source.module, signature=signature)
         return formula(traced, self.program, pattern)
 
 
@@ -234,7 +232,9 @@ def choose_on_stored(manager: PassManager, program: Program, world: World, plan:
         program = with_padding_of(program, plan)
         constraint = Constraint(plan.layout, stored=plan.stored)
         best, bound = exact(frame(program), plan.mesh, constraint, world, thorough=False)
-        return dataclasses.replace(program, plan=dataclasses.replace(best, bound=bound, padding=plan.padding))
+        return dataclasses.replace(
+            program, plan=dataclasses.replace(best, bound=bound, padding=plan.padding)
+        )
 
     return manager.run("choose", program, choose, check_choices)
 
@@ -319,9 +319,9 @@ def finish_plan(
 def _with_reasons(
     plan: Plan, chosen: Program, program: Program, world: World, request: PlanRequest
 ) -> Plan:
-    """Return the plan with notes on sizes that no axis divides, padded or not, and, where "auto" replicates matmuls
-    that an axis could split, one sentence for all of them: it had the choice, so no layout is the
-    reason.
+    """Return the plan with notes on sizes that no axis divides, padded or not, and, where "auto"
+    replicates matmuls that an axis could split, one sentence for all of them: it had the choice, so
+    no layout is the reason.
     """
     notes = (*plan.notes, *padding_notes(chosen, plan), *uneven_notes(chosen, plan))
     sentences = plan.unsplit

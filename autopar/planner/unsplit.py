@@ -3,8 +3,9 @@ that no axis divides.
 
 Example: a vocabulary of 50,257 rows on an axis of 4 ranks is padded to 50,260 (padding.py), which
 `padding_notes` says. Where an op cannot take the padding, the head splits its summed dim, so that
-the logits of all classes are sent; `uneven_notes` names the vocabulary and the next multiple. An annotated program and its plan enter, sentences leave. Called by exact_search.py,
-deep_models.py, planner.py and why.py.
+the logits of all classes are sent; `uneven_notes` names the vocabulary and the next multiple.
+An annotated program and its plan enter, sentences leave. Called by exact_search.py, deep_models.py,
+planner.py and why.py.
 """
 
 from __future__ import annotations

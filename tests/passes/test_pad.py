@@ -65,8 +65,12 @@ def test_two_axes_on_a_padded_dim_are_no_plain_shards() -> None:
     assert plain_shards(layout, ()) and not plain_shards(layout, (Pad(0, 1, 5, 8, 1),))
 
 
-@given(outer=st.integers(1, 3), size=st.integers(1, 5), more=st.integers(0, 3), inner=st.integers(1, 3))
-def test_an_inner_factor_loses_its_own_padding(outer: int, size: int, more: int, inner: int) -> None:
+@given(
+    outer=st.integers(1, 3), size=st.integers(1, 5), more=st.integers(0, 3), inner=st.integers(1, 3)
+)
+def test_an_inner_factor_loses_its_own_padding(
+    outer: int, size: int, more: int, inner: int
+) -> None:
     whole = torch.randn(2, outer * size * inner)
     pads = (Pad(1, outer, size, size + more, inner),)
     blocks = F.pad(whole.unflatten(1, (outer, size, inner)), (0, 0, 0, more))
@@ -142,7 +146,7 @@ def run(program: Any, padded: bool, ids: Tensor) -> tuple[list[Tensor], dict[str
         node = next(n for n in program.module.graph.nodes if n.name == entry.node)
         values.append(filled_up(leaf, tuple(node.meta["val"].shape)) if padded else leaf)
     outputs = program.module(*values)
-    torch.autograd.backward([o for o in outputs], [torch.ones_like(o) for o in outputs])
+    torch.autograd.backward(list(outputs), [torch.ones_like(o) for o in outputs])
     return list(outputs), {name: leaf.grad for name, leaf in leaves.items()}
 
 

@@ -70,9 +70,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("layout", ["megatron", "auto"])
 @pytest.mark.parametrize("apart", [False, True], ids=["tied", "apart"])
-def test_a_vocabulary_of_50257_moves_what_50304_moves(
-    ranks: int, layout: str, apart: bool
-) -> None:
+def test_a_vocabulary_of_50257_moves_what_50304_moves(ranks: int, layout: str, apart: bool) -> None:
     with torch.device("meta"):
         ids = torch.empty(8, 64, dtype=torch.int64)
         uneven, even = (
@@ -83,9 +81,7 @@ def test_a_vocabulary_of_50257_moves_what_50304_moves(
     assert uneven.step_seconds == pytest.approx(even.step_seconds, rel=0.01)
     assert not even.padding
     if layout == "megatron":
-        assert {(x.size, x.padded) for x in uneven.padding} == {
-            (50257, -(-50257 // ranks) * ranks)
-        }
+        assert {(x.size, x.padded) for x in uneven.padding} == {(50257, -(-50257 // ranks) * ranks)}
 
 
 def test_sizes_that_divide_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:

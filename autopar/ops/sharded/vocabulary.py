@@ -78,7 +78,8 @@ def mask_padding(
     x: Tensor, dim: int, size: int, coordinates: Sequence[Tensor], digits: Sequence[Digit]
 ) -> Tensor:
     """Return x with a number too small to count in the entries of `dim` whose global index is
-    `size` or more: the padding of a dim that no axis divides (passes/pad.py). A softmax gives them 0.
+    `size` or more: the padding of a dim that no axis divides (passes/pad.py). A softmax gives
+    them 0.
     """
     own = _within(x, dim, size, coordinates, digits)
     return x.masked_fill(~own, torch.finfo(x.dtype).min / 2)
@@ -133,9 +134,9 @@ def cross_entropy(
 
     logits: (C), (N, C) or (N, C, d1, ...) with C the local part of the `classes`, split by
     `digits`; target: global class indices without the class dim; weight: (C), split like the
-    classes. Where the ranks' parts together are more than the classes, the last ones are padding and
-    count for nothing. Tokens are split over `token_axes`. Over the vocabulary axes the result is I. Over the
-    token axes it is I for "mean" (over the GLOBAL weight of the tokens that count), P for "sum" and
+    classes. Where the ranks' parts together are more than the classes, the last ones are padding
+    and count for nothing. Tokens are split over `token_axes`. Over the vocabulary axes the result
+    is I. Over the token axes it is I for "mean" (over the GLOBAL weight of the tokens that count), P for "sum" and
     S for "none". Raises LayoutError for class probabilities as targets.
     """
     if target.is_floating_point():
