@@ -1,8 +1,8 @@
 """Dims that are padded with zeros so that mesh axes divide them, and what a rank holds of them.
 
 Example: a vocabulary of 10 on four ranks is padded to 12. Ranks 0, 1 and 2 hold three rows, and the
-last one holds one row, which its graph gets with two rows of zeros below it. So does a plain `Shard`
-of DTensor divide 10 rows: parameters, checkpoints and state dicts have no padding.
+last one holds one row, which its graph gets with two rows of zeros below it. A plain `Shard` of
+DTensor divides 10 rows like that: parameters, checkpoints and state dicts have no padding.
 
 passes/pad.py pads a traced program and notes the `Pad`s of every value in `Program.padding`. The
 runtime cuts, joins and fills parameters with the functions of this file.

@@ -136,7 +136,8 @@ def cross_entropy(
     `digits`; target: global class indices without the class dim; weight: (C), split like the
     classes. Where the ranks' parts together are more than the classes, the last ones are padding
     and count for nothing. Tokens are split over `token_axes`. Over the vocabulary axes the result
-    is I. Over the token axes it is I for "mean" (over the GLOBAL weight of the tokens that count), P for "sum" and
+    is I. Over the token axes it is I for "mean" (over the GLOBAL weight of the tokens that count),
+    P for "sum" and
     S for "none". Raises LayoutError for class probabilities as targets.
     """
     if target.is_floating_point():
