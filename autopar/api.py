@@ -24,6 +24,7 @@ from autopar.passes.draws import draws
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.passes.trace.original import compare_original
 from autopar.planner import edit, mesh_search, world_size
+from autopar.planner.padding import with_padding_of
 from autopar.planner.parts import trace_step
 from autopar.planner.parts_search import in_fastest_parts
 from autopar.planner.planner import (
@@ -374,11 +375,12 @@ def verify(
     flops = sum(spec.flops for spec in program.annotations.specs.values())
     if isinstance(layout, Plan):
         require_same_graph(layout, source)
-        program = dataclasses.replace(program, plan=edit.check_edits(program, layout))
+        padded = with_padding_of(program, layout)
+        chosen = dataclasses.replace(padded, plan=edit.check_edits(padded, layout))
     else:
-        program = choose_plan(pipeline, program, machines, request)
-    program = to_float64(program)
-    on_ranks = rewrite_for_ranks(pipeline, program, machines)
+        chosen = choose_plan(pipeline, program, machines, request)
+    chosen, program = to_float64(chosen), to_float64(program)
+    on_ranks = rewrite_for_ranks(pipeline, chosen, machines)
     pipeline.progress("compare")
     single = mesh_search.search_meshes(program, World.of(1), PlanRequest())
     on_one = rewrite_for_ranks(PassManager(), single, machines)

@@ -26,6 +26,10 @@ from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS, slice_extent
 
 aten = torch.ops.aten
 
+# In the meta of a softmax or a cross entropy whose dim is padded: the size of that dim without its
+# padding, which must not count (passes/pad.py).
+UNPADDED = "unpadded"
+
 
 @dataclass
 class Call:
@@ -391,8 +395,14 @@ def _vector_norm(call: Call) -> fx.Node:
 @_emits(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
 def _softmax(call: Call) -> fx.Node:
     layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
     axes = _axes_of_dim(layout, values["dim"])
-    if not axes or layout is None:
+    if (size := call.node.meta.get(UNPADDED)) is not None:
+        coordinates, digits = call.digits(layout, values["dim"])
+        name = next(iter(values))
+        where = [values["dim"], size, coordinates, [tuple(d) for d in digits]]
+        values[name] = call.emit(sharded.mask_padding, values[name], *where)
+    if not axes:
         return call.again(values)
     log = call.node.target in (aten.log_softmax.int, aten._log_softmax.default)
     source = next(iter(values.values()))
@@ -452,6 +462,11 @@ def _cross_entropy(call: Call) -> fx.Node:
     class_dim = 1 if len(layout.shape) > 1 else 0
     coordinates, digits = call.digits(layout, class_dim)
     tokens = tuple(axis for axis in layout.axes_of("S") if axis not in {d.axis for d in digits})
+    classes = call.node.meta.get(UNPADDED, layout.shape[class_dim])
+    if not digits and classes < layout.shape[class_dim]:
+        for name, dim in (("self", class_dim), ("weight", 0)):
+            if values[name] is not None:
+                values[name] = call.emit(aten.slice.Tensor, values[name], dim, 0, classes)
     if not digits and not tokens:
         return call.again(values)
     return call.emit(
@@ -462,7 +477,7 @@ def _cross_entropy(call: Call) -> fx.Node:
         _REDUCTIONS[values["reduction"]],
         values["ignore_index"],
         values["label_smoothing"],
-        layout.shape[class_dim],
+        classes,
         coordinates,
         [tuple(d) for d in digits],
         tokens,

@@ -81,6 +81,17 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         raise refused if layout == grid else LayoutError(f"no grid of {layout!r} fits: {refused}")
 
 
+def roles_of(layout: Layouts) -> Iterator[Role | None]:
+    """Yield the roles of a layout's axes; None for axes that may split anything."""
+    if isinstance(layout, Mapping):
+        for each in layout.values():
+            yield from roles_of(each)
+    elif isinstance(layout, str) and layout in _ONE_AXIS:
+        yield _ONE_AXIS[layout][1]
+    else:
+        yield None
+
+
 def _summa_axes(grid: str | Grid) -> tuple[str, ...]:
     """Return SUMMA's axes, where a layout has them."""
     return ("row", "col") if isinstance(grid, Grid25D) and grid.panels and grid.q > 1 else ()

@@ -42,7 +42,13 @@ from autopar.ops.sharded.norms import (
     softmax,
     vector_norm,
 )
-from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding, nll_loss
+from autopar.ops.sharded.vocabulary import (
+    Digit,
+    cross_entropy,
+    embedding,
+    mask_padding,
+    nll_loss,
+)
 
 __all__ = [
     "HAVE_INNER_COLLECTIVES",
@@ -60,6 +66,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "log_softmax",
+    "mask_padding",
     "moving",
     "nll_loss",
     "rms_norm",
