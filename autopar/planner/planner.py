@@ -43,6 +43,7 @@ from autopar.passes import PIPELINE, annotate, draws, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.microbatches import Parts
 from autopar.passes.pass_manager import PassManager
+from autopar.passes.trace.experts import one_op_of_experts
 from autopar.passes.trace.signature import without_cache
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.constraint import Constraint
@@ -178,7 +179,7 @@ def call_arguments(inputs: Inputs) -> Call:
 def trace_model(model: nn.Module, inputs: Inputs, manager: PassManager | None = None) -> Program:
     """Return the program that exporting and simplifying the model on these inputs gives."""
     args, kwargs = call_arguments(inputs)
-    with without_cache(model, kwargs):
+    with without_cache(model, kwargs), one_op_of_experts(model):
         return _traced(model, args, kwargs, manager)
 
 

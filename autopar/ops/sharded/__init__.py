@@ -29,6 +29,7 @@ from autopar.ir.layout import Layout, Traffic
 from autopar.ops.sharded.attention import attention
 from autopar.ops.sharded.draws import draw
 from autopar.ops.sharded.dropout import dropout
+from autopar.ops.sharded.experts import experts
 from autopar.ops.sharded.matmul import linear, summa_linear
 from autopar.ops.sharded.norms import batch_norm, layer_norm, log_softmax, rms_norm, softmax
 from autopar.ops.sharded.vocabulary import Digit, cross_entropy, embedding, nll_loss
@@ -44,6 +45,7 @@ __all__ = [
     "draw",
     "dropout",
     "embedding",
+    "experts",
     "inner_collectives",
     "layer_norm",
     "linear",
