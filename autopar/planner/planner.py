@@ -48,6 +48,7 @@ from autopar.passes.trace.signature import without_cache
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.constraint import Constraint
 from autopar.planner.deep_models import ShortenedModel
+from autopar.planner.expert_notes import expert_notes
 from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import check_choices, exact, search_meshes
 from autopar.planner.overlap_search import plans_by_step
@@ -317,11 +318,12 @@ def finish_plan(
 def _with_reasons(
     plan: Plan, chosen: Program, program: Program, world: World, request: PlanRequest
 ) -> Plan:
-    """Return the plan with notes on sizes that no axis divides and, where "auto" replicates matmuls
+    """Return the plan with notes on sizes that no axis divides, on tokens of experts and, where "auto" replicates matmuls
     that an axis could split, one sentence for all of them: it had the choice, so no layout is the
     reason.
     """
-    notes, sentences = (*plan.notes, *uneven_notes(chosen, plan)), plan.unsplit
+    notes = (*plan.notes, *uneven_notes(chosen, plan), *expert_notes(chosen, plan))
+    sentences = plan.unsplit
     if request.layout == "auto":
         idle = [each for each in replicated(chosen, plan.mesh, plan.choices) if each.divides]
         if idle:

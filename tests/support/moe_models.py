@@ -51,6 +51,16 @@ def qwen3_moe() -> Example:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**moe_config(**changes))).train(), (), inputs()
 
 
+def olmoe() -> Example:
+    """With the router's auxiliary loss, which counts tokens."""
+    from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
+
+    torch.manual_seed(0)
+    changes = {"num_experts": EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    return OlmoeForCausalLM(OlmoeConfig(**moe_config(**changes))).train(), (), inputs()
+
+
 def gpt_oss() -> Example:
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
@@ -77,6 +87,7 @@ def deepseek_v3() -> Example:
 MOE = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
 }

@@ -8,10 +8,12 @@ planner/planner.py traces under this context.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +29,16 @@ _PLAIN = (bool, int, float, str, type(None))
 def one_op_of_experts(model: nn.Module) -> Iterator[None]:
     """Let each experts module of a transformers model be one op, for the time of this context."""
     interface: Any = sys.modules.get("transformers.integrations.moe")
-    modules = {m: _body_name(m) for m in model.modules() if _is_decorated(m)} if interface else {}
-    configs = {id(m.config): cast(Any, m.config) for m, name in modules.items() if name}
-    plain = {id(m.config) for m, name in modules.items() if not name}
-    configs = {key: config for key, config in configs.items() if key not in plain}
+    modules: list[Any] = [m for m in model.modules() if _is_decorated(m)] if interface else []
+    names = {id(module): _enter_body(module) for module in modules}
+    as_they_are = {id(m.config) for m in modules if names[id(m)] is None}
+    configs = {id(m.config): m.config for m in modules if id(m.config) not in as_they_are}
     if not configs:
         yield
         return
-    interface.ALL_EXPERTS_FUNCTIONS.register(_NAME, _layer)
-    before = [(config, getattr(config, _SETTING, None)) for config in configs.values()]
-    for config in configs.values():
+    interface.ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_layer, names))
+    before = [(config, getattr(config, _SETTING)) for config in configs.values()]
+    for config, _ in before:
         setattr(config, _SETTING, _NAME)
     try:
         yield
@@ -53,47 +55,58 @@ def _is_decorated(module: nn.Module) -> bool:
     )
 
 
-def _layer(module: Any, tokens: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+def _layer(
+    names: dict[int, str], module: Any, tokens: Tensor, index: Tensor, scores: Tensor
+) -> Tensor:
     """Compute an experts module by the op; transformers calls it in place of its forward."""
     kind = "gate_up_proj" if module.has_gate else "up_proj"
-    norm = module.post_expert_norm.weight if _norm(module) is not None else None
-    biases = [
+    up_bias, down_bias = (
         getattr(module, f"{name}_bias") if module.has_bias else None for name in (kind, "down_proj")
-    ]
-    weights = getattr(module, kind), biases[0], module.down_proj, biases[1], norm
-    name = _body_name(module)
-    assert name is not None
-    result: Tensor = experts_op(tokens, index, scores, *weights, name, module.down_proj.shape[0])
+    )
+    norm = _norm(module)
+    weights = getattr(module, kind), up_bias, module.down_proj, down_bias
+    of_norm = None if norm is None else norm.weight
+    count = module.down_proj.shape[0]
+    result: Tensor = experts_op(tokens, index, scores, *weights, of_norm, names[id(module)], count)
     return result
 
 
 # -- bodies ----------------------------------------------------------------------------------------
-def _body_name(module: Any) -> str | None:
-    """Return the name of a module's body, which it enters in BODIES; None where it is none.
+def _enter_body(module: Any) -> str | None:
+    """Enter a module's body in BODIES and return its name; None where it is no body.
 
-    The name is the same in every process: that of the class, with the numbers that the module and
-    its activation hold.
+    The name is the same in every process: that of the class, and a digest of the numbers that the
+    module and its activation hold. A body that differs from one of the same name gets another.
     """
     if getattr(module, "has_post_expert_norm", False) and _norm(module) is None:
         return None
     shell = _without_tensors(module)
-    name = _described(type(module), vars(shell), getattr(module, "act_fn", None))
-    if name in BODIES:
-        return name
     body = _body(module, shell)
-    if body is not None:
-        BODIES[name] = body
-    return name if body is not None else None
+    if body is None:
+        return None
+    text = f"{type(module).__module__} {_numbers(shell)} {_numbers(getattr(shell, 'act_fn', None))}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    name = first = f"{type(module).__qualname__}-{digest}"
+    copies = 1
+    while name in BODIES and not _same_gate(BODIES[name], body):
+        copies += 1
+        name = f"{first}-{copies}"
+    BODIES.setdefault(name, body)
+    return name
 
 
-def _described(kind: type, attributes: dict[str, Any], activation: Any) -> str:
-    """Return the name of a body: its class, its plain attributes, and those of its activation."""
-    plain = {k: v for k, v in sorted(attributes.items()) if type(v) in _PLAIN and k != "training"}
-    own = getattr(activation, "__dict__", {})
-    numbers = {k: v for k, v in sorted(own.items()) if type(v) in _PLAIN and k != "training"}
-    functions = [getattr(v, "__qualname__", "") for _, v in sorted(own.items()) if callable(v)]
-    act = getattr(activation, "__qualname__", type(activation).__qualname__)
-    return f"{kind.__module__}.{kind.__qualname__} {plain} {act} {numbers} {functions}"
+def _same_gate(left: Body, right: Body) -> bool:
+    """Whether the gates of two bodies give the same on a few numbers."""
+    rows = _trial_rows(left.gated)
+    with _on_numbers():
+        return left.gated == right.gated and torch.equal(left.gate(rows), right.gate(rows))
+
+
+def _numbers(holder: Any) -> str:
+    """Return the kind of a module or function and the numbers that it holds, as text."""
+    own = sorted(getattr(holder, "__dict__", {}).items())
+    plain = {k: v for k, v in own if type(v) in _PLAIN and k[0] != "_" and k != "training"}
+    return f"{getattr(holder, '__qualname__', type(holder).__qualname__)} {plain}"
 
 
 def _without_tensors(module: nn.Module) -> Any:
@@ -155,20 +168,41 @@ def _gate_facts(
     """Return whether a gate maps each row by itself to the inner width, and whether it commutes
     with slicing that width; by trial on a few numbers.
     """
-    inner = 4
-    with without_modes(), torch.no_grad(), torch.device("cpu"):
-        rows = torch.linspace(-9, 9, 3 * 2 * inner, dtype=torch.float64).view(3, -1)
-        rows = rows if gated else rows[:, :inner].contiguous()
+    rows, inner = _trial_rows(gated), _INNER
+    with _on_numbers():
         try:
             results = gate(rows)
-            per_row = results.shape == (3, inner) and torch.equal(gate(rows[1:2]), results[1:2])
+            per_row = results.shape == (len(rows), inner)
+            per_row = per_row and _near(gate(rows[1:2]), results[1:2])
             if not gated:
-                half = rows[:, 2:]
+                half = rows[:, inner // 2 :]
             elif concatenated:
-                half = rows.unflatten(1, (2, inner))[:, :, 2:].flatten(1)
+                half = rows.unflatten(1, (2, inner))[:, :, inner // 2 :].flatten(1)
             else:
-                half = rows.unflatten(1, (inner, 2))[:, 2:].flatten(1)
+                half = rows.unflatten(1, (inner, 2))[:, inner // 2 :].flatten(1)
             sliced = gate(half)
         except Exception:  # whatever a gate of the user's raises, the module stays as it is
             return False, False
-    return per_row, sliced.shape == (3, 2) and torch.equal(sliced, results[:, 2:])
+    return per_row, _near(sliced, results[:, inner // 2 :])
+
+
+_INNER = 4  # the inner width that gates are tried with
+
+
+def _trial_rows(gated: bool) -> Tensor:
+    """Return a few rows of numbers for a gate: (3, two f), or (3, f)."""
+    with _on_numbers():
+        rows = torch.linspace(-9, 9, 3 * 2 * _INNER, dtype=torch.float64).view(3, -1)
+        return rows if gated else rows[:, :_INNER].contiguous()
+
+
+@contextmanager
+def _on_numbers() -> Iterator[None]:
+    """Compute with numbers on the CPU, whatever mode or default device is on."""
+    with without_modes(), torch.no_grad(), torch.device("cpu"):
+        yield
+
+
+def _near(left: Tensor, right: Tensor) -> bool:
+    """Whether two results are equal but for rounding: kernels round the last of a row otherwise."""
+    return left.shape == right.shape and torch.allclose(left, right, 1e-12, 1e-12)
