@@ -23,6 +23,8 @@ from autopar.ops.experts import BODIES, Body, experts_op
 
 _NAME, _SETTING = "autopar", "_experts_implementation_internal"
 _PLAIN = (bool, int, float, str, type(None))
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+_TENSORS = {*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS), "post_expert_norm.weight"}
 
 
 @contextmanager
@@ -49,7 +51,7 @@ def one_op_of_experts(model: nn.Module) -> Iterator[None]:
 
 def _is_decorated(module: nn.Module) -> bool:
     """Whether transformers' `use_experts_implementation` decorates the module's class."""
-    names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")
+    names = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
     return hasattr(getattr(module, "config", None), _SETTING) and all(
         hasattr(module, name) for name in names
     )
@@ -78,13 +80,15 @@ def _enter_body(module: Any) -> str | None:
     The name is the same in every process: that of the class, and a digest of the numbers that the
     module and its activation hold. A body that differs from one of the same name gets another.
     """
-    if getattr(module, "has_post_expert_norm", False) and _norm(module) is None:
-        return None
+    held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if not held <= _TENSORS or (module.has_post_expert_norm and _norm(module) is None):
+        return None  # as an activation that is trained
     shell = _without_tensors(module)
     body = _body(module, shell)
     if body is None:
         return None
-    text = f"{type(module).__module__} {_numbers(shell)} {_numbers(getattr(shell, 'act_fn', None))}"
+    inner = (getattr(shell, "act_fn", None), _norm(module))
+    text = f"{type(module).__module__} {' '.join(map(_numbers, (shell, *inner)))}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     name = first = f"{type(module).__qualname__}-{digest}"
     copies = 1
