@@ -295,8 +295,8 @@ def _layout_text(program: Program, chain: str) -> str:
 
 
 def letter_of(program: Program, name: str, split: str) -> str:
-    """Return the name of a factor for people: "e" for experts, its role in a matmul, the dim of the result that it
-    is, or the state that all of the node shares.
+    """Return the name of a factor for people: "e" for experts, its role in a matmul, the dim of the
+    result that it is, or the state that all of the node shares.
     """
     assert program.annotations is not None
     rule = program.annotations.specs[name]

@@ -149,9 +149,9 @@ def dim_kinds(program: Program) -> Kinds:
 
 
 def expert_atoms(program: Program) -> tuple[Atom, ...]:
-    """Return the atoms that number a model's experts, in the order of the graph: those of a layer of
-    experts that is one op, and those that an einsum keeps of a weight of three dims or more and of
-    its other operand, as e of "ecd,edf->ecf".
+    """Return the atoms that number a model's experts, in the order of the graph: those of a layer
+    of experts that is one op, and those that an einsum keeps of a weight and of its other operand,
+    as e of "ecd,edf->ecf".
     """
     notes = program.annotations
     assert notes is not None

@@ -68,8 +68,8 @@ def table(plan: Plan) -> PrintedTable:
         lines.add_row(*_cells(plan, summed_rows(plan.rows)))
     experts = "e experts, " if any(_splits_experts(row.layout) for row in plan.rows) else ""
     legend = (
-        f"axis→loop dim of Y(m,n) = X(m,k)·W(k,n), {experts}dim of another result, or state where none is "
-        "split: I equal on all ranks, R so but for partial gradients, P parts of a sum\n"
+        f"axis→loop dim of Y(m,n) = X(m,k)·W(k,n), {experts}dim of another result, or state where "
+        "none is split: I equal on all ranks, R so but for partial gradients, P parts of a sum\n"
         "AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
     )
     lines.caption = "\n".join(

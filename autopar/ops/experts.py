@@ -1,7 +1,7 @@
 """The layer of a mixture of experts as one operator: tokens, the experts that a router chose for
 each, and the experts' weights enter; the weighted sum of the chosen experts' results leaves.
 
-    up = "e (two f) d", down = "e d f":  y[t] = Σ_k scores[t,k] · down[index[t,k]] · gate(up[index[t,k]] · x[t])
+    y[t] = Σ_k scores[t,k] · down[e] · gate(up[e] · x[t])        e = index[t,k]
 
 Rows are sorted by expert, so that every product is one grouped matmul with static shapes, and no
 token is dropped. `autopar::experts` is what a traced graph shows. It is composite: autograd and
@@ -202,9 +202,7 @@ def _grouped_mm_fake(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int
 
 
 @_weight_gradient.register_fake
-def _weight_gradient_fake(
-    rows: Tensor, gradient: Tensor, offsets: Tensor, experts: int
-) -> Tensor:
+def _weight_gradient_fake(rows: Tensor, gradient: Tensor, offsets: Tensor, experts: int) -> Tensor:
     return rows.new_empty(offsets.shape[0], rows.shape[1], gradient.shape[1])
 
 

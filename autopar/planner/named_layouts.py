@@ -315,8 +315,8 @@ def _check_experts(
     atoms = expert_atoms(program) if isinstance(layout, GridEP) else ()
     if isinstance(layout, GridEP) and not atoms:
         raise LayoutError(
-            f"layout {layout!r} is for a mixture of experts, and the model has none that are one op "
-            "or an einsum over a weight of theirs, (experts, …): use another layout, or 'auto'"
+            f"layout {layout!r} is for a mixture of experts, and the model has none that are one "
+            "op or an einsum over a weight of theirs, (experts, …): use another layout, or 'auto'"
         )
     for axis in (axis for axis, role in zip(mesh.axes, roles, strict=True) if role.experts):
         uneven = [atom.size for atom in atoms if atom.size % axis.size]

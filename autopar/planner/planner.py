@@ -318,9 +318,9 @@ def finish_plan(
 def _with_reasons(
     plan: Plan, chosen: Program, program: Program, world: World, request: PlanRequest
 ) -> Plan:
-    """Return the plan with notes on sizes that no axis divides, on tokens of experts and, where "auto" replicates matmuls
-    that an axis could split, one sentence for all of them: it had the choice, so no layout is the
-    reason.
+    """Return the plan with notes on sizes that no axis divides, on tokens of experts and, where
+    "auto" replicates matmuls that an axis could split, one sentence for all of them: it had the
+    choice, so no layout is the reason.
     """
     notes = (*plan.notes, *uneven_notes(chosen, plan), *expert_notes(chosen, plan))
     sentences = plan.unsplit

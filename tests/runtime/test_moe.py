@@ -91,12 +91,15 @@ def test_two_parts_of_a_step_give_the_same() -> None:
 # -- refusals --------------------------------------------------------------------------------------
 def refused(error: type[Exception], *words: str, **options: Any) -> None:
     model, args, inputs = options.pop("model", mixtral)()
-    with pytest.raises(error, match=".*".join(map(re.escape, words))):
+    with pytest.raises(error, match="(?s)" + ".*".join(map(re.escape, words))):
         autopar.plan(model, options.pop("ranks", 8), inputs or args, **options)
 
 
 def test_an_expert_axis_larger_than_the_experts_is_refused() -> None:
-    words = (f"axis expert of 8 ranks on a layer of {EXPERTS} experts", "use expert=4 and more data")
+    words = (
+        f"axis expert of 8 ranks on a layer of {EXPERTS} experts",
+        "use expert=4 and more data",
+    )
     refused(autopar.LayoutError, *words, layout=GridEP(expert=8))
 
 
@@ -109,10 +112,7 @@ def test_a_model_without_experts_is_refused() -> None:
 
 def test_a_loop_over_experts_is_refused_with_the_remedy() -> None:
     words = ("A loop over experts", "einsum", "use_experts_implementation")
-    with pytest.raises(autopar.TraceError) as caught:
-        model, args, _ = looped()
-        autopar.plan(model, 2, args)
-    assert all(word in str(caught.value) for word in words)
+    refused(autopar.TraceError, *words, model=looped)
 
 
 def test_an_auxiliary_loss_in_parts_is_refused_with_the_reason() -> None:

@@ -1,4 +1,4 @@
-"""Tiny models with a mixture of experts, from transformers and plain ones, as (model, args, kwargs)."""
+"""Tiny models with a mixture of experts, of transformers and plain: (model, args, kwargs)."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def looped() -> Example:
 
 
 class _Balanced(nn.Module):
-    """A Switch-like layer with its auxiliary loss: the tokens of each expert times its mean gate."""
+    """A router with Switch's auxiliary loss: the tokens of each expert times its mean gate."""
 
     def __init__(self) -> None:
         super().__init__()

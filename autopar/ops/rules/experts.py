@@ -7,8 +7,6 @@ file enters the rule in the table.
 
 from __future__ import annotations
 
-import math
-
 from torch import fx
 
 from autopar.ir.sharding_rule import Dims, OpShardingRule, bound, operands_of, shape_of, value_of

@@ -1,7 +1,7 @@
 """Records the experts of a transformers model as one op each, in the time of a trace.
 
 A decorated experts module asks its config which function computes it. Within `one_op_of_experts`
-that is `_layer`, which calls `autopar::experts` (ops/experts.py); the config is put back at the end.
+that is `_layer`, which calls `autopar::experts` (ops/experts.py); the config is then put back.
 Modules whose gate is no function of one row alone keep the implementation that they have.
 planner/planner.py traces under this context.
 """

@@ -56,10 +56,10 @@ DATA_ADVICE = (
     "outside of the model and pass it as a Python number."
 )
 EXPERTS_ADVICE = (
-    "A loop over experts takes as many tokens for each as the data has. Compute all experts at once: "
-    "multiply a one-hot dispatch, the tokens and a weight of shape (experts, …) by einsum, as GShard "
-    "does, or make it an experts module of transformers (use_experts_implementation), which autopar "
-    "takes as one op."
+    "A loop over experts takes as many tokens for each as the data has. Compute all experts at "
+    "once: multiply a one-hot dispatch, the tokens and a weight of shape (experts, …) by einsum, "
+    "as GShard does, or make it an experts module of transformers (use_experts_implementation), "
+    "which autopar takes as one op."
 )
 DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
