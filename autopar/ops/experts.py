@@ -154,7 +154,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> T
 
 @torch.library.custom_op("autopar::grouped_mm_weight", mutates_args=())
 def _weight_gradient(rows: Tensor, gradient: Tensor, offsets: Tensor, experts: int) -> Tensor:
-    """Return (e, i, o): for each expert its rows (r, i), transposed, times their gradient (r, o)."""
+    """Return (e, i, o): every expert's rows (r, i), transposed, times their gradient (r, o)."""
     shape = (offsets.shape[0], rows.shape[1], gradient.shape[1])
     if _fused(rows, gradient):
         return torch._grouped_mm(rows.t(), gradient, offs=offsets)
