@@ -295,11 +295,13 @@ def _layout_text(program: Program, chain: str) -> str:
 
 
 def letter_of(program: Program, name: str, split: str) -> str:
-    """Return the name of a factor for people: its role in a matmul, the dim of the result that it
-    is, or the state that all of the node shares.
+    """Return the name of a factor for people: "e" for experts, its role in a matmul, the dim of the
+    result that it is, or the state that all of the node shares.
     """
     assert program.annotations is not None
     rule = program.annotations.specs[name]
+    if split in rule.uneven:
+        return "e"
     if rule.product is not None:
         for letter, role in zip("mnk", rule.product, strict=True):
             if split in role:

@@ -132,6 +132,9 @@ def rule_look(spec: OpShardingRule, factors: Atoms) -> Hashable:
         spec.flops,
         spec.attends,
         spec.nonlinear,
+        spec.uneven,
+        spec.skew,
+        spec.inside,
         atoms,
     )
 

@@ -20,6 +20,7 @@ from torch import fx
 from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import sharded
+from autopar.ops.experts import expert_layer, experts_op
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
 from autopar.ops.rules.reductions import bag_length, reduced_dims
 from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS, slice_extent
@@ -429,6 +430,16 @@ def _embedding(call: Call) -> fx.Node:
         [tuple(d) for d in digits],
         padding if padding is not None and padding >= 0 else None,
     )
+
+
+@_emits(experts_op)
+def _experts(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[3], call.values()
+    assert layout is not None
+    coordinates, digits = call.digits(layout, 0)
+    if not digits:
+        return call.emit(expert_layer, *values.values())
+    return call.emit(sharded.experts, *values.values(), coordinates, [tuple(d) for d in digits])
 
 
 @_emits(aten.embedding_bag.padding_idx)

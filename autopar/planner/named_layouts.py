@@ -17,6 +17,7 @@ from autopar.errors import LayoutError
 from autopar.ir.dim_roles import (
     Kinds,
     dim_kinds,
+    expert_atoms,
     loop_dim_atoms,
     parameter_loop_dims,
     parameter_products,
@@ -26,11 +27,12 @@ from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
 from autopar.planner.constraint import Constraint, Role, fits
-from autopar.planner.request import Grid, Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, Layouts
+from autopar.planner.request import Grid, Grid2D, Grid3D, Grid4D, Grid25D, GridEP, GridHSDP, Layouts
 
 _DATA = Role("m", "batch", stored="whole")
 _SHARDED_DATA = Role("m", "batch", stored="split")
 _EVERY_SHARDED = Role("m", "batch", stored="every")
+_EXPERT = Role("m", "batch", stored="every", experts=True)
 _TENSOR = Role("nk", "inner")
 _SEQUENCE = Role("nk", "inner", elsewhere="sequence")
 _INNER = Role("nk", "inner", spread=True, apart=True)
@@ -48,7 +50,7 @@ _ONE_AXIS = {
     "megatron": ("tp", _TENSOR),
     "megatron-sp": ("tp", _SEQUENCE),
 }
-NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
+NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d", "ep")
 
 
 # -- from a layout to meshes -----------------------------------------------------------------------
@@ -70,6 +72,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
     for grid in _grids(layout, ranks):
         try:
             mesh, roles = _mesh(grid, ranks)
+            _check_experts(grid, mesh, roles, program)
             _check_batch(grid, mesh, roles, program)
             _check_products(grid, mesh, roles, weight_products, with_convolutions)
         except LayoutError as error:
@@ -124,6 +127,9 @@ def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
             grids = [Grid4D(*sizes) for sizes in _factorings(ranks, 4)]
         case "2.5d":
             grids = [*_tesseracts(ranks)]
+        case "ep":
+            grids = [GridEP(data, size) for data, size in _factorings(ranks, 2) if size > 1]
+            grids = grids or [GridEP(expert=ranks)]
         case _:
             raise LayoutError(
                 f"unknown layout {layout!r}; known ones: {', '.join(NAMES)}, a Grid…, or a dict "
@@ -196,6 +202,9 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
                 ("replicate", layout.replicate, _DATA),
                 ("shard", layout.shard, _EVERY_SHARDED),
             ]
+            return [*outer, ("tensor", layout.tensor, _SEQUENCE if layout.sequence else _TENSOR)]
+        case GridEP():
+            outer = [("data", layout.data, _EVERY_SHARDED), ("expert", layout.expert, _EXPERT)]
             return [*outer, ("tensor", layout.tensor, _SEQUENCE if layout.sequence else _TENSOR)]
         case Grid25D():
             _check_depth(layout, ranks)
@@ -306,6 +315,30 @@ def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], progra
             f"{size}: use a batch that {ranks} "
             f"divides, fewer ranks, or layout 'auto'"
         )
+
+
+def _check_experts(
+    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], program: Program
+) -> None:
+    """Check that the model has experts, where an axis is to split them, and that it divides them.
+    Raises LayoutError.
+    """
+    atoms = expert_atoms(program) if isinstance(layout, GridEP) else ()
+    if isinstance(layout, GridEP) and not atoms:
+        raise LayoutError(
+            f"layout {layout!r} is for a mixture of experts, and the model has none that are one "
+            "op or an einsum over a weight of theirs, (experts, …): use another layout, or 'auto'"
+        )
+    for axis in (axis for axis, role in zip(mesh.axes, roles, strict=True) if role.experts):
+        uneven = [atom.size for atom in atoms if atom.size % axis.size]
+        if uneven:
+            sizes = [n for n in range(2, axis.size + 1) if not any(a.size % n for a in atoms)]
+            remedy = f"expert={sizes[-1]} and more data" if sizes else "another layout"
+            raise LayoutError(
+                f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on a layer of "
+                f"{uneven[0]} experts, of which every rank would hold {uneven[0] / axis.size:.3g}: "
+                f"use {remedy}, or layout 'auto'"
+            )
 
 
 class _Products:

@@ -43,10 +43,12 @@ from autopar.passes import PIPELINE, annotate, draws, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.microbatches import Parts
 from autopar.passes.pass_manager import PassManager
+from autopar.passes.trace.experts import one_op_of_experts
 from autopar.passes.trace.signature import without_cache
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.constraint import Constraint
 from autopar.planner.deep_models import ShortenedModel
+from autopar.planner.expert_notes import expert_notes
 from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import check_choices, exact, search_meshes
 from autopar.planner.overlap_search import plans_by_step
@@ -177,7 +179,7 @@ def call_arguments(inputs: Inputs) -> Call:
 def trace_model(model: nn.Module, inputs: Inputs, manager: PassManager | None = None) -> Program:
     """Return the program that exporting and simplifying the model on these inputs gives."""
     args, kwargs = call_arguments(inputs)
-    with without_cache(model, kwargs):
+    with without_cache(model, kwargs), one_op_of_experts(model):
         return _traced(model, args, kwargs, manager)
 
 
@@ -319,11 +321,12 @@ def finish_plan(
 def _with_reasons(
     plan: Plan, chosen: Program, program: Program, world: World, request: PlanRequest
 ) -> Plan:
-    """Return the plan with notes on sizes that no axis divides, padded or not, and, where "auto"
-    replicates matmuls that an axis could split, one sentence for all of them: it had the choice, so
-    no layout is the reason.
+    """Return the plan with notes on sizes that no axis divides, padded or not, on tokens of experts
+    and, where "auto" replicates matmuls that an axis could split, one sentence for all of them: it
+    had the choice, so no layout is the reason.
     """
     notes = (*plan.notes, *padding_notes(chosen, plan), *uneven_notes(chosen, plan))
+    notes += expert_notes(chosen, plan)
     sentences = plan.unsplit
     if request.layout == "auto":
         idle = [each for each in replicated(chosen, plan.mesh, plan.choices) if each.divides]

@@ -86,6 +86,27 @@ def counted(node: fx.Node) -> OpShardingRule:
     return replace(_reduction(node, summed=True), linear=())
 
 
+@spec(aten.histc.default)
+def histogram(node: fx.Node) -> OpShardingRule:
+    """Return the rule "... -> n" of counts in n bins, as of a router's choices: sums over all
+    elements, where the bounds are given; else these depend on every element.
+    """
+    (source,) = operands_of(node)
+    assert source is not None
+    values, sizes = bound(node), dict[str, int]()
+    dims = tuple(named(operand_shape(source), sizes))
+    given = values["min"] != values["max"]
+    elements = frozenset(sizes)
+    sizes["n"] = values["bins"]
+    return OpShardingRule(
+        (dims,),
+        ((("n",),),),
+        sizes,
+        sum=elements if given else frozenset(),
+        whole=frozenset({"n"}) | (frozenset() if given else elements),
+    )
+
+
 @spec((aten.cosine_similarity.default, aten.pairwise_distance.default))
 def similarity(node: fx.Node) -> OpShardingRule:
     """Return the rule of a comparison of two broadcast tensors along one dim, which stays

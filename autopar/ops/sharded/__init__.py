@@ -32,6 +32,7 @@ from autopar.ops.rules.reductions import reduced_dims
 from autopar.ops.sharded.attention import attention
 from autopar.ops.sharded.draws import draw
 from autopar.ops.sharded.dropout import dropout
+from autopar.ops.sharded.experts import experts
 from autopar.ops.sharded.matmul import linear, summa_linear
 from autopar.ops.sharded.norms import (
     batch_norm,
@@ -61,6 +62,7 @@ __all__ = [
     "draw",
     "dropout",
     "embedding",
+    "experts",
     "group_norm",
     "inner_collectives",
     "layer_norm",

@@ -42,7 +42,7 @@ from autopar.ir.program import (
 from autopar.ops.devices import take_numbers_off
 from autopar.passes.trace.attribute_reads import AttributeReads
 from autopar.passes.trace.derivatives import DerivativeCalls
-from autopar.passes.trace.export import DATA_ADVICE, Captured, capture, place, refusal
+from autopar.passes.trace.export import Captured, capture, data_advice, place, refusal
 from autopar.passes.trace.original import refuse_difference
 from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
@@ -317,7 +317,8 @@ def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:
             sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
             if any(isinstance(size, SYMBOLS) for size in sizes):
                 reason = f"{node.target} gives a shape or a number that depends on the data"
-                raise refusal(model, reason, place(node), DATA_ADVICE)
+                code = f"{node.meta.get('stack_trace')} {node.meta.get('nn_module_stack')}"
+                raise refusal(model, reason, place(node), data_advice(code))
 
 
 def _refuse_strides(model: nn.Module, graph: fx.Graph) -> None:

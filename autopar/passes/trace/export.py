@@ -57,6 +57,12 @@ DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
     "outside of the model and pass it as a Python number."
 )
+EXPERTS_ADVICE = (
+    "A loop over experts takes as many tokens for each as the data has. Compute all experts at "
+    "once: multiply a one-hot dispatch, the tokens and a weight of shape (experts, …) by einsum, "
+    "as GShard does, or make it an experts module of transformers (use_experts_implementation), "
+    "which autopar takes as one op."
+)
 DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -424,7 +430,8 @@ def _write_error(model: nn.Module, name: str, where: str) -> TraceError:
 def explained(model: nn.Module, error: Exception) -> TraceError:
     """Return a TraceError for an error of export or of the model itself, with the user's line."""
     if any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutputShape")):
-        reason, advice = "a branch or a shape depends on the values of a tensor", DATA_ADVICE
+        reason = "a branch or a shape depends on the values of a tensor"
+        advice = data_advice("".join(traceback.format_tb(error.__traceback__)))
         torch_branch = branching_function(error)
         if torch_branch is not None:
             owner, instead = torch_branch
@@ -438,6 +445,12 @@ def explained(model: nn.Module, error: Exception) -> TraceError:
         reason = f"{type(error).__name__}: {message}"
         advice = "Check that the model runs on these inputs; if so, torch.export cannot follow it."
     return refusal(model, reason, trail(error), advice)
+
+
+def data_advice(code: str) -> str:
+    """Return what to do about values that decide a shape, by the lines of code that led there."""
+    loops = re.search(r"expert|moe", code, re.IGNORECASE)
+    return EXPERTS_ADVICE if loops else DATA_ADVICE
 
 
 def trail(error: Exception) -> str:

@@ -315,6 +315,8 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten.zeros.default: _full(0),
     aten.zeros_like.default: _full(0),
     aten.new_zeros.default: _full(0),
+    aten.new_empty.default: _full(0),  # what is read of it is written first
+    aten.empty_like.default: _full(0),
     aten.ones.default: _full(1),
     aten.ones_like.default: _full(1),
     aten.new_ones.default: _full(1),
