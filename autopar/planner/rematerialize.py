@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.cost.block_memory import Rise, levels_of, peak_of
+from autopar.cost.block_memory import Rise, peak_of, segments_of
 from autopar.cost.memory import Budget, optimizer_bytes, refusal, step_bytes
 from autopar.cost.parts import memory_of_parts, part_count, unreduced_bytes
 from autopar.cost.peak import peak
@@ -222,7 +222,7 @@ class RematerializationSteps(RematerializationSearch):
         return self._made[rung]
 
 
-class Way(NamedTuple):
+class BlockRung(NamedTuple):
     """What one block does again in the backward: all of it, gathers of its weights, cheap ops."""
 
     recompute: bool = False
@@ -230,12 +230,12 @@ class Way(NamedTuple):
     rerun: bool = False
 
 
-WAYS = (
-    Way(),
-    Way(regather=True),
-    Way(rerun=True),
-    Way(regather=True, rerun=True),
-    Way(recompute=True),
+BLOCK_RUNGS = (
+    BlockRung(),
+    BlockRung(regather=True),
+    BlockRung(rerun=True),
+    BlockRung(regather=True, rerun=True),
+    BlockRung(recompute=True),
 )
 
 
@@ -251,7 +251,7 @@ class Estimated(RematerializationSearch):
         chosen = deep.program
         assert chosen.plan is not None
         self.deep, self.world = deep, world
-        several = DeepModel(chosen, deep, more=len(WAYS))
+        several = DeepModel(chosen, deep, more=len(BLOCK_RUNGS))
         self._short = RematerializationSteps(emit_program(several.longer, world), world, budget)
         self._kinds: dict[str, str] = {}  # of every block: a name that equal blocks share
         self._middle: dict[str, tuple[str, ...]] = {}  # by block: those left out that follow it
@@ -259,8 +259,8 @@ class Estimated(RematerializationSearch):
         for run in several.runs:
             run_names = tuple(block_name(block) for block in run)
             self._kinds |= dict.fromkeys(run_names, run_names[0])
-            several_ways[run_names[0]] = run_names[1 : 1 + len(WAYS)]
-            self._middle[run_names[len(WAYS)]] = run_names[1 + len(WAYS) : -1]
+            several_ways[run_names[0]] = run_names[1 : 1 + len(BLOCK_RUNGS)]
+            self._middle[run_names[len(BLOCK_RUNGS)]] = run_names[1 + len(BLOCK_RUNGS) : -1]
         self._like: dict[str, str] = {}  # of a block outside of the runs: the kind of a run beside
         beside = {kind.rpartition(".")[0]: kind for kind in several_ways}
         for name in self._short.names:
@@ -277,32 +277,32 @@ class Estimated(RematerializationSearch):
             for found in (self._short.fetching, self._short.cheap)
         )
         super().__init__(names, fetching, cheap, chosen.plan, budget)
-        self._rises: dict[tuple[str, Way], Rise] = {}
-        self._seconds: dict[tuple[str, Way], float] = {}
+        self._rises: dict[tuple[str, BlockRung], Rise] = {}
+        self._seconds: dict[tuple[str, BlockRung], float] = {}
         self._segments: tuple[str, ...] = ()
         self._measure(several_ways)
         self._base = self._stored_bytes()
 
     def _measure(self, several_ways: Mapping[str, Sequence[str]]) -> None:
         """Run the shorter program until each kind of block has gone every way."""
-        runs = max(math.ceil(len(WAYS) / len(of_kind)) for of_kind in several_ways.values())
+        runs = max(math.ceil(len(BLOCK_RUNGS) / len(of_kind)) for of_kind in several_ways.values())
         for number in range(runs):
-            ways = dict.fromkeys(self._like, Way())
+            ways = dict.fromkeys(self._like, BlockRung())
             for of_kind in several_ways.values():
                 for place, name in enumerate(of_kind):
-                    ways[name] = WAYS[(number * len(of_kind) + place) % len(WAYS)]
+                    ways[name] = BLOCK_RUNGS[(number * len(of_kind) + place) % len(BLOCK_RUNGS)]
             made = self._short.made(self._rung(ways))
-            levels = levels_of(made, self.budget.optimizer, self.world)
+            segments = segments_of(made, self.budget.optimizer, self.world)
             seconds = rematerialization_seconds_by_block(made, self.world)
             for name, way in ways.items():
                 key = self._kinds[name], way
-                self._rises.setdefault(key, levels.rises.get(name, Rise()))
+                self._rises.setdefault(key, segments.rises.get(name, Rise()))
                 self._seconds.setdefault(key, seconds.get(name, 0.0))
-            for name in levels.rises.keys() - self._kinds.keys():
-                self._rises.setdefault((name, Way()), levels.rises[name])
-            self._start, self._segments = levels.start, tuple(levels.rises)
+            for name in segments.rises.keys() - self._kinds.keys():
+                self._rises.setdefault((name, BlockRung()), segments.rises[name])
+            self._start, self._segments = segments.start, tuple(segments.rises)
 
-    def _rise(self, segment: str, way: Way) -> Rise:
+    def _rise(self, segment: str, way: BlockRung) -> Rise:
         """Return how the bytes change over a segment. A block that differs from the run beside it
         changes as much from one way to another as a block of that run.
         """
@@ -310,13 +310,13 @@ class Estimated(RematerializationSearch):
         if (kind, way) in self._rises:
             return self._rises[kind, way]
         own, other, usual = (
-            self._rises[kind, Way()],
+            self._rises[kind, BlockRung()],
             self._rises[self._like[kind], way],
-            self._rises[self._like[kind], Way()],
+            self._rises[self._like[kind], BlockRung()],
         )
         return Rise(*(o + x - u for o, x, u in zip(own, other, usual, strict=True)))
 
-    def _rung(self, ways: Mapping[str, Way]) -> Rematerialized:
+    def _rung(self, ways: Mapping[str, BlockRung]) -> Rematerialized:
         """Return the rung on which these blocks of the shorter program go these ways, as far as
         they can.
         """
@@ -365,7 +365,7 @@ class Estimated(RematerializationSearch):
         """Return the estimated memory at the peak on this rung."""
         ways = self._ways(rung)
         rises = [
-            self._rise(name, ways.get(name, Way()))
+            self._rise(name, ways.get(name, BlockRung()))
             for segment in self._segments
             for name in (segment, *self._middle.get(segment, ()))
         ]
@@ -382,10 +382,12 @@ class Estimated(RematerializationSearch):
         )
         return self._in_parts(memory)
 
-    def _ways(self, rung: Rematerialized) -> dict[str, Way]:
+    def _ways(self, rung: Rematerialized) -> dict[str, BlockRung]:
         recompute, regather, rerun = map(frozenset, rung)
         return {
-            name: Way(True) if name in recompute else Way(False, name in regather, name in rerun)
+            name: BlockRung(True)
+            if name in recompute
+            else BlockRung(False, name in regather, name in rerun)
             for name in self.names
         }
 

@@ -108,8 +108,9 @@ def _key(node: fx.Node) -> Any:
     def of(value: Any) -> Any:
         if isinstance(value, fx.Node):
             x = value.meta.get("val")
-            plain = isinstance(x, FakeTensor) and x.layout == torch.strided
-            if not plain or x.is_conj() or x.is_neg():
+            if not isinstance(x, FakeTensor) or x.layout != torch.strided:
+                raise _NotAlone
+            if x.is_conj() or x.is_neg():
                 raise _NotAlone
             return "tensor", places[value], tuple(x.shape), x.stride(), x.dtype, x.device
         if isinstance(value, list | tuple):
@@ -154,7 +155,7 @@ def _decompose(calls: list[fx.Node]) -> list[_Decomposed]:
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
         raise _NotAlone
     placeholders = iter(program.graph.find_nodes(op="placeholder"))
-    results = iter(program.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = iter(program.graph.output_node().args[0])
     found = []
     for node in calls:
         operands = [next(placeholders) for _ in node.all_input_nodes]
