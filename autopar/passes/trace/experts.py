@@ -58,7 +58,7 @@ def _is_decorated(module: nn.Module) -> bool:
 
 
 def _layer(
-    names: dict[int, str], module: Any, tokens: Tensor, index: Tensor, scores: Tensor
+    names: dict[int, str | None], module: Any, tokens: Tensor, index: Tensor, scores: Tensor
 ) -> Tensor:
     """Compute an experts module by the op; transformers calls it in place of its forward."""
     kind = "gate_up_proj" if module.has_gate else "up_proj"
@@ -68,8 +68,9 @@ def _layer(
     norm = _norm(module)
     weights = getattr(module, kind), up_bias, module.down_proj, down_bias
     of_norm = None if norm is None else norm.weight
-    count = module.down_proj.shape[0]
-    result: Tensor = experts_op(tokens, index, scores, *weights, of_norm, names[id(module)], count)
+    count, name = module.down_proj.shape[0], names[id(module)]
+    assert name is not None, module
+    result: Tensor = experts_op(tokens, index, scores, *weights, of_norm, name, count)
     return result
 
 
@@ -123,9 +124,10 @@ def _without_tensors(module: nn.Module) -> Any:
 
 def _norm(module: Any) -> nn.Module | None:
     """Return the norm of each expert's results, where there is one of a single weight."""
-    norm = getattr(module, "post_expert_norm", None)
-    has = getattr(module, "has_post_expert_norm", False) and norm is not None
-    return norm if has and [name for name, _ in norm.named_parameters()] == ["weight"] else None
+    norm: nn.Module | None = getattr(module, "post_expert_norm", None)
+    if norm is None or not module.has_post_expert_norm:
+        return None
+    return norm if [name for name, _ in norm.named_parameters()] == ["weight"] else None
 
 
 def _body(module: Any, shell: Any) -> Body | None:
