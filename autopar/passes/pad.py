@@ -318,11 +318,10 @@ class _Spread:
         own for each head.
         """
         mask = operands_of(node)[3]
-        own_masks = mask is not None and bool(self.pads(producer(mask)))
-        if own_masks and (
-            mask.meta["val"].dtype is torch.bool or producer(mask) not in self.padded
-        ):
-            return False
+        if mask is not None and self.pads(producer(mask)):
+            made_of_weights = producer(mask) in self.padded
+            if mask.meta["val"].dtype is torch.bool or not made_of_weights:
+                return False
         heads = {"g", "r"} & spec.sizes.keys()
         return not bound(node)["dropout_p"] and all(
             f in heads and self._is_kept(spec, f) for f in padded
@@ -481,6 +480,7 @@ class _Padding:
                 if pad.dim == dim:
                     node.meta[UNPADDED] = pad.size
         given = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        assert callable(node.target)
         node.meta["val"] = node.target(*given[0], **given[1])
         made = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         for result, shape in zip(made, shapes, strict=True):

@@ -29,7 +29,8 @@ def test_ranks_compute_what_one_does(name: str, layout: str, ranks: int) -> None
     sizes = {(x.size, x.padded) for x in plan.padding}
     if layout == "megatron":
         assert (WORDS, -(-WORDS // ranks) * ranks) in sizes
-        assert (HEADS, 8) in sizes or name == "llama"
+        assert name not in ("gpt2", "bert") or (HEADS, 8) in sizes
+        assert name != "llama" or ranks != 4 or (HEADS // 2, 4) in sizes
     if layout in ("ddp", "fsdp"):
         assert not sizes
     autopar.verify(model, None, inputs, layout=plan)
