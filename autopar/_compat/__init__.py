@@ -233,7 +233,7 @@ def graphs_not_written_out() -> AbstractContextManager[None]:
     """Modules of graphs that torch traces write their graph out as Python when they are called, not
     whenever it changes: `torch.export` changes it a dozen times, and calls it never.
     """
-    return _use_lazy_graph_module(True)  # type: ignore[no-any-return]
+    return _use_lazy_graph_module(True)
 
 
 def taken_apart(op: OpOverload) -> Callable[..., Any]:

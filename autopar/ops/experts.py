@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
@@ -139,7 +140,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, experts: int) -> T
     offsets[j] (int32), and rows past the last offset give zeros. `experts` counts for FLOPs only.
     """
     if _fused(rows, weight):
-        results = torch._grouped_mm(rows, weight, offs=offsets)
+        results = F.grouped_mm(rows, weight, offs=offsets)
         places = torch.arange(rows.shape[0], device=rows.device)
         return torch.where((places < offsets[-1]).unsqueeze(-1), results, 0)  # written by no one
     results = rows.new_zeros(rows.shape[0], weight.shape[2])
@@ -157,7 +158,7 @@ def _weight_gradient(rows: Tensor, gradient: Tensor, offsets: Tensor, experts: i
     """Return (e, i, o): every expert's rows (r, i), transposed, times their gradient (r, o)."""
     shape = (offsets.shape[0], rows.shape[1], gradient.shape[1])
     if _fused(rows, gradient):
-        return torch._grouped_mm(rows.t(), gradient, offs=offsets)
+        return F.grouped_mm(rows.t(), gradient, offs=offsets)
     result = rows.new_zeros(shape)
     if rows.device.type == "cpu":
         for matrix, start, end in _spans(result, offsets):
