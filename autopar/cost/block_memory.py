@@ -118,23 +118,23 @@ class _Meter(Lives):
         self._first_steps: list[int] = []  # autograd's, of each segment
         self._figures = np.zeros((0, 4))
         self._now: tuple[int, int] | None = None  # (segment, column of the figures)
-        self._live_bytes = self._begun_with = self._start = 0
+        self._allocated_bytes = self._begun_with = self._start = 0
         self._last_step = 0
 
     def note(self, tensor: Tensor) -> Any:
         known = len(self.lives)
         life = super().note(tensor)
         if len(self.lives) > known:
-            self._live_bytes += life.size
+            self._allocated_bytes += life.size
             if self._now is not None:
                 place, column = self._now
-                more = self._live_bytes - self._begun_with
+                more = self._allocated_bytes - self._begun_with
                 if more > self._figures[place, column + 1]:
                     self._figures[place, column + 1] = more
         return life
 
     def _end(self, key: int) -> None:
-        self._live_bytes -= self.current[key].size
+        self._allocated_bytes -= self.current[key].size
         super()._end(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,12 +149,12 @@ class _Meter(Lives):
     def _enter(self, place: int, column: int) -> None:
         """Begin a segment, forward (column 0) or backward (2), and close the one before."""
         self._close()
-        self._now, self._begun_with = (place, column), self._live_bytes
+        self._now, self._begun_with = (place, column), self._allocated_bytes
 
     def _close(self) -> None:
         if self._now is not None:
             place, column = self._now
-            self._figures[place, column] = self._live_bytes - self._begun_with
+            self._figures[place, column] = self._allocated_bytes - self._begun_with
 
     def run_forward(self, module: fx.GraphModule, arguments: Sequence[Any]) -> Any:
         """Return what the module gives, node by node, and begin the segments as they come."""
@@ -169,7 +169,7 @@ class _Meter(Lives):
                 self._first_steps += [next_autograd_step()] * (place + 1 - len(self._first_steps))
                 self._enter(place, 0)
 
-        self._start = self._live_bytes
+        self._start = self._allocated_bytes
         return _Announced(module, begin).run(*arguments)
 
     def run_backward(self, outputs: Sequence[Any]) -> None:
