@@ -124,7 +124,8 @@ def _wanted(program: Program, world: World, request: PlanRequest) -> Sizes:
     sizes: Sizes = {}
     most = _MOST_OF_AUTO if request.layout == "auto" else _MOST
     for number, size in uneven:
-        padded = [_multiple(size, n) for n in range(2, ranks + 1) if ranks % n == 0]
+        parts = (n for n in range(2, min(ranks, size) + 1) if ranks % n == 0)
+        padded = [_multiple(size, n) for n in parts]
         wanted = max((n for n in padded if n <= most * size), default=size)
         if wanted > size and number not in kinds.batch | kinds.sequence:
             sizes[number] = wanted
