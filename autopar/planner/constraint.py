@@ -73,6 +73,10 @@ class Constraint:
     panels: tuple[str, ...] = ()  # SUMMA's row and column axes
     # how parameters are stored already, by placeholder: those have no other choice
     stored: Mapping[str, Layout] = field(default_factory=dict)
+    free: bool = field(init=False, compare=False)  # whether it asks nothing of any module
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "free", not self.rules)
 
     def roles(self, path: str) -> tuple[Role, ...] | None:
         """Return the role of every axis in the module at this path, None where it is free."""
@@ -203,11 +207,6 @@ class Constraint:
         if state.kind != "S":
             return None
         return self.letters[name][state.dim] if name in self.letters else ""
-
-    @property
-    def free(self) -> bool:
-        """Whether the layout asks nothing of any module."""
-        return not self.rules
 
 
 class Offered(NamedTuple):

@@ -29,7 +29,7 @@ from autopar.ir.plan_table import format_bytes, format_seconds
 from autopar.ir.program import Program
 from autopar.ir.strategy import Choice, split_of
 from autopar.passes import emit_program, recompute
-from autopar.planner.bounds import Bound
+from autopar.planner.bounds.messages import Bound
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import Near, search
 from autopar.planner.mesh_search import bound_on, near
