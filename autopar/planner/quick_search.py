@@ -19,7 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planner.bounds import Bound
 from autopar.planner.bounds.factor_graph import Frame, frame
-from autopar.planner.exact_search import search
+from autopar.planner.exact_search import search_nearly
 from autopar.planner.mesh_search import (
     GAP,
     MARGIN,
@@ -131,7 +131,7 @@ def _searched(
     """Return the best plan on one mesh among the options that its bound leaves."""
     mesh, rules = candidate
     if not rules.free:  # they leave little to search
-        return search(program, mesh, world, rules, None, price)
+        return search_nearly(program, mesh, world, rules, None, price)
     margin = MARGIN * bounded.seconds
     limits = near_limits(bounded.bound, margin, QUICKLY_LEFT, bounded.place)
     return search_among(program, limits, candidate, world, price)
