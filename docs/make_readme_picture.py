@@ -217,7 +217,8 @@ def _links(y: float, groups: Sequence[Sequence[int]], words: str) -> list[str]:
         middle = y + 22 + number * 18
         left, right = _x(group[0]) + 30, _x(group[-1]) + 30
         drawn.append(
-            f'<rect x="{left}" y="{middle - 2}" width="{right - left}" height="4" class="backward"/>'
+            f'<rect x="{left}" y="{middle - 2}" width="{right - left}" height="4" '
+            'class="backward"/>'
         )
         drawn += [
             f'<circle cx="{_x(r) + 30}" cy="{middle}" r="6" class="backward"/>' for r in group

@@ -42,7 +42,7 @@ from autopar.planner.bounds.meshes import meshes_of
 from autopar.planner.bounds.messages import Bound, Joint
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.constraint import Constraint
-from autopar.planner.exact_search import search
+from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.named_layouts import candidates
 from autopar.planner.request import PlanRequest, with_asked_recomputation
 from autopar.world import World
@@ -185,9 +185,10 @@ def _best_of_all(
     """Return the best plan of these candidates, each searched among all that its rules leave."""
     if not given[0][0].axes:  # one rank: nothing to choose
         given = given[:1]
-    plans = [search(program, mesh, world, rules, None, price) for mesh, rules in given]
+    plans = [search_nearly(program, mesh, world, rules, None, price) for mesh, rules in given]
     fastest = min(plans, key=lambda plan: plan.seconds)
-    return Best(fastest, fastest.seconds, tuple(plan.seconds for plan in plans))
+    bounds = tuple(plan.bound for plan in plans)
+    return Best(fastest, min(bounds), bounds)
 
 
 def _in_order(given: Sequence[Candidate], bounds: Sequence[float]) -> list[int]:
@@ -293,8 +294,8 @@ def exact(
     and the bound in seconds. Not `thorough`: among fewer options, and the bound is not tightened.
     """
     if not mesh.axes or not constraint.free:  # rules leave little to search
-        plan = search(whole.program, mesh, world, constraint, None, price)
-        return plan, plan.seconds
+        plan = search_nearly(whole.program, mesh, world, constraint, None, price)
+        return plan, plan.bound
     bound = pass_messages(whole, [(mesh, constraint)], world, price)
     bound_seconds = float(bound.run()[0])
     counts = _LEFT if thorough else _QUICKLY_LEFT
@@ -344,16 +345,18 @@ def _search_among(
     world: World,
     price: Price | None = None,
 ) -> Plan:
-    """Return the best plan among the first of these joint choices whose tables fit in memory.
-    Raises the last PlanError.
+    """Return the best plan among the first of these joint choices whose tables fit in memory, or
+    one near the best among the first of all, if none do.
     """
     mesh, constraint = candidate
+    widest: Mapping[str, Choices] | None = None
     for joint_choices in limits:
+        widest = joint_choices if widest is None else widest
         try:
             return search(program, mesh, world, constraint, joint_choices, price)
-        except PlanError as error:
-            refusal = error
-    raise refusal
+        except PlanError:
+            continue
+    return search_nearly(program, mesh, world, constraint, widest, price)
 
 
 # -- quickly: for plans that only compete with others, with no proof -------------------------------
@@ -448,7 +451,7 @@ def _searched(
     """Return the best plan on one mesh among the options that its bound leaves."""
     mesh, rules = candidate
     if not rules.free:  # they leave little to search
-        return search(program, mesh, world, rules, None, price)
+        return search_nearly(program, mesh, world, rules, None, price)
     margin = _MARGIN * bounded.seconds
     limits = _near_limits(bounded.bound, margin, _QUICKLY_LEFT, bounded.place)
     return _search_among(program, limits, candidate, world, price)
