@@ -13,6 +13,7 @@ from sympy import Rational
 
 from autopar.ir.mesh import Mesh
 from benchmarks.model import formulas, words
+from docs import make_readme_picture
 from docs.layout_chains import CHAINS, Chain, Placed, blocks, place
 from docs.make_layout_pictures import picture
 from launch import ROOT
@@ -255,3 +256,8 @@ def test_json_holds_what_is_printed(tmp_path, capsys):
     by_layout = {row["layout"]: row for row in found["words"]}
     assert by_layout["3d"]["of_bound"] == 1.0 and by_layout["2.5d"]["forward"] == 15 / 64
     assert len(found["published"]) == 22
+
+
+def test_the_picture_of_the_readme_is_what_a_plan_says() -> None:
+    drawn = make_readme_picture.PICTURE.read_text(encoding="utf-8")
+    assert drawn == make_readme_picture.picture(), "python -m docs.make_readme_picture"
