@@ -162,7 +162,7 @@ def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     print_line(out, "layout", plan.layout)
     out.print(plan.table())
     sent = f"{format_amount(plan.comm_bytes)}B"
-    print_line(out, "modelled", f"{_step(plan)}; a rank sends {sent}")
+    print_line(out, "modelled", f"{format_seconds(plan.step_seconds)} a step; a rank sends {sent}")
     if plan.groups:
         print_line(
             out, "groups", f"{len(plan.groups)} to communicate over: {', '.join(plan.groups)}"
@@ -197,13 +197,6 @@ def _assumed_text(world: World) -> str:
 
 def model_text(target: Target) -> str:
     return f"{target.name}: {format_count(target.parameters)} parameters"
-
-
-def _step(plan: Plan) -> str:
-    summed = format_seconds(plan.seconds)
-    if plan.overlapped is None:
-        return f"{summed} a step"
-    return f"{format_seconds(plan.overlapped)} a step with communication hidden, {summed} summed"
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:

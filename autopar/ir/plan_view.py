@@ -48,10 +48,8 @@ class PrintedTable(Table):
 
 def table(plan: Plan) -> PrintedTable:
     """Return the plan as a table for people, one line a subgraph."""
-    title = (
-        f"mesh {str(plan.mesh) or 'of one rank'}, {_hidden(plan)}{plan.seconds * 1e3:.1f} ms "
-        f"{'a step modelled' if plan.overlapped is None else 'summed'}{_certificate(plan)}"
-    )
+    mesh, step = str(plan.mesh) or "of one rank", plan.step_seconds * 1e3
+    title = f"mesh {mesh}: {step:.2f} ms a step, modelled"
     lines = PrintedTable(title=title, title_justify="left", caption_justify="left")
     lines.add_column("subgraph", no_wrap=True)
     for name in ("layout", "collectives"):
@@ -76,6 +74,7 @@ def table(plan: Plan) -> PrintedTable:
         [
             legend,
             *_parts(plan),
+            *_proof(plan),
             *(f"not split: {escape(reason)}" for reason in plan.unsplit),
             *(escape(f"{what} again in the backward: {names}") for names, what in plan.dropped),
             *_as_fast(plan),
@@ -99,13 +98,6 @@ def _cells(plan: Plan, row: Row) -> list[str]:
     return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
 
 
-def _hidden(plan: Plan) -> str:
-    """Return the seconds of the overlapped step in words, "" if the step does not overlap."""
-    if plan.overlapped is None:
-        return ""
-    return f"{plan.overlapped * 1e3:.1f} ms a step modelled with communication hidden, "
-
-
 def _parts(plan: Plan) -> list[str]:
     """Return the line on the parts of the overlapped step, if the step overlaps."""
     if plan.overlapped is None:
@@ -119,14 +111,18 @@ def _parts(plan: Plan) -> list[str]:
     return [f"MB: sent by a rank; {step}"]
 
 
-def _certificate(plan: Plan) -> str:
-    """Return in words how close to the optimum the plan is proven to be."""
+def _proof(plan: Plan) -> list[str]:
+    """Return the sentence on how close to the least the plan is proven to be. With overlap, that is
+    proven of the step without it, which the sentence then names.
+    """
     if not plan.bound or not plan.mesh.axes:
-        return ""
+        return []
     several = f" on {len(plan.meshes)} meshes" if len(plan.meshes) > 1 else ""
-    least = "optimum" if plan.overlapped is None else "least sum"
-    proof = "optimal" if plan.gap < 1e-6 else f"at most {plan.gap:.2%} above the {least}"
-    return f", {proof}{_knowing(plan)}{several}"
+    above = "" if plan.gap < 1e-6 else f"at most {plan.gap:.2%} above "
+    least = f"the least of all plans{_knowing(plan)}{several}"
+    if plan.overlapped is None:
+        return [f"proven: {above}{least}"]
+    return [f"proven: without overlap {plan.seconds * 1e3:.2f} ms, {above}{least}"]
 
 
 def _knowing(plan: Plan) -> str:
@@ -154,7 +150,7 @@ def summary(plan: Plan) -> str:
         ("layout", plan.layout),
         ("mesh", str(plan.mesh) or "one rank"),
         ("world", str(plan.world)),
-        ("step", f"{step} modelled{_certificate(plan)}"),
+        ("step", f"{step} modelled"),
         ("sends", f"{format_amount(plan.comm_bytes)}B from a rank in a step"),
         ("memory", f"{format_bytes(plan.peak_bytes)} at the peak{_limit(plan)}"),
     ]
@@ -163,6 +159,7 @@ def summary(plan: Plan) -> str:
         lines.insert(4, ("hides", f"{hidden} of communication; {exposed} is exposed"))
     if plan.microbatches > 1:
         lines.append(("parts", parts_text(plan)))
+    lines += [("proven", line.removeprefix("proven: ")) for line in _proof(plan)]
     lines += [("again", f"{what} in the backward: {names}") for names, what in plan.dropped]
     return "\n".join(["Plan", *(f"  {name:7} {text}" for name, text in lines[:9])])
 
