@@ -12,6 +12,7 @@ them too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -19,8 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autopar.ir.band import Place
 from autopar.ir.layout import Layout
-from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, OpShardingRule
+from autopar.ir.sharding_rule import Attends, OpShardingRule
 from autopar.ir.strategy import Strategy
 from autopar.world import Device, World
 
@@ -159,7 +161,7 @@ def rule_seconds(
     `moved_bytes` are those of its forward.
 
     With `gradient` the backward counts too, at twice the forward. That of attention has 2.5 times
-    the FLOPs (`sharding_rule.ATTENTION_BACKWARD`), takes and makes eight tensors where the forward
+    the FLOPs or more (`Attends.backward_times`), takes and makes eight tensors where the forward
     has four, and is one op.
     """
     if rule.attends is None:
@@ -168,7 +170,7 @@ def rule_seconds(
     forward = attention_seconds(flops, moved_bytes, rule.attends, False, dtype, device)
     if not gradient:
         return forward
-    flops, moved_bytes = flops * ATTENTION_BACKWARD, moved_bytes * _BACKWARD
+    flops, moved_bytes = flops * rule.attends.backward_times, moved_bytes * _BACKWARD
     return forward + attention_seconds(flops, moved_bytes, rule.attends, True, dtype, device)
 
 
@@ -184,8 +186,27 @@ def node_seconds(
         for layout in (*strategy.operands, *strategy.results)
         if layout is not None
     )
+    rule = _with_split_queries(rule, strategy)
     flops, moved_bytes = float(rule.flops / strategy.parts), float(elements * dtype.itemsize)
     return rule_seconds(rule, flops, moved_bytes, dtype, gradient, world.device)
+
+
+def _with_split_queries(rule: OpShardingRule, strategy: Strategy) -> OpShardingRule:
+    """Return the rule of an attention with the FLOPs that it has where its queries lie so: a rank
+    with a contiguous part of them computes as many blocks as the last one needs, with a strided
+    part no more than its share.
+    """
+    layout = strategy.operands[0]
+    if rule.attends is None or rule.band is None or layout is None:
+        return rule
+    digits = layout.digits(len(layout.shape) - 2)
+    if not digits:
+        return rule
+    places = tuple(Place(digit.stride, digit.size) for digit in digits)
+    share = rule.band.share(layout.local_shape[-2], rule.attends.keys, places)
+    attends = rule.attends._replace(share=share)
+    flops = rule.flops * attends.flops(1) / rule.attends.flops(1)
+    return replace(rule, flops=flops, attends=attends)
 
 
 def optimizer_seconds(layout: Layout, element_bytes: int, world: World) -> float:

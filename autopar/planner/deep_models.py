@@ -49,7 +49,7 @@ from autopar.planner.mesh_search import (
     promising_meshes,
     with_bounds,
 )
-from autopar.planner.named_layouts import NAMES, candidates
+from autopar.planner.named_layouts import candidates, rivals
 from autopar.planner.objective import cost_terms
 from autopar.planner.quick_search import best_at_shares, quick_best
 from autopar.planner.request import PlanRequest, with_asked_recomputation
@@ -335,7 +335,7 @@ class ShortenedModel:
         layout takes as long as one of its meshes.
         """
         of_name: dict[str, list[Candidate]] = {}
-        for name in NAMES[1:]:
+        for name in rivals(self.program):
             try:
                 of_name[name] = list(candidates(name, self.world.ranks, self.program))
             except LayoutError:

@@ -26,13 +26,23 @@ from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
 from autopar.planner.constraint import Constraint, Role, fits
-from autopar.planner.request import Grid, Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, Layouts
+from autopar.planner.request import (
+    Grid,
+    Grid2D,
+    Grid3D,
+    Grid4D,
+    Grid25D,
+    GridContext,
+    GridHSDP,
+    Layouts,
+)
 
 _DATA = Role("m", "batch", stored="whole")
 _SHARDED_DATA = Role("m", "batch", stored="split")
 _EVERY_SHARDED = Role("m", "batch", stored="every")
 _TENSOR = Role("nk", "inner")
 _SEQUENCE = Role("nk", "inner", elsewhere="sequence")
+_CONTEXT = Role("m", "sequence", stored="every")
 _INNER = Role("nk", "inner", spread=True, apart=True)
 _OUTER = Role("nk", "residual", spread=True, apart=True)
 _CUBE = Role("mnk", "unsequenced", spread=True, apart=True)
@@ -47,6 +57,7 @@ _ONE_AXIS = {
     "fsdp": ("data", _EVERY_SHARDED),
     "megatron": ("tp", _TENSOR),
     "megatron-sp": ("tp", _SEQUENCE),
+    "cp": ("context", _CONTEXT),  # context parallelism: arXiv 2407.21783, section 3.3.2
 }
 NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
 
@@ -71,6 +82,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         try:
             mesh, roles = _mesh(grid, ranks)
             _check_batch(grid, mesh, roles, program)
+            _check_sequence(grid, mesh, roles, program, kinds)
             _check_products(grid, mesh, roles, weight_products, with_convolutions)
         except LayoutError as error:
             refused = refused or error
@@ -79,6 +91,20 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         yield mesh, Constraint(str(layout), (("*", roles),), kinds, letters, _summa_axes(grid))
     if refused is not None and not fitting:
         raise refused if layout == grid else LayoutError(f"no grid of {layout!r} fits: {refused}")
+
+
+def rivals(program: Program) -> tuple[str, ...]:
+    """Return the named layouts that "auto" is compared with: "cp" where annotate cut a sequence, so
+    where it is long and causal.
+    """
+    assert program.annotations is not None
+    cut = any(
+        len(dims) > 1 and len(dims[1]) > 1
+        for entry in program.signature.inputs
+        if entry.kind == "user"
+        for dims in [program.annotations.dims[entry.node, 0]]
+    )
+    return tuple(name for name in NAMES[1:] if cut or name != "cp")
 
 
 def _summa_axes(grid: str | Grid) -> tuple[str, ...]:
@@ -186,6 +212,16 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
                 ("shard", layout.shard, _EVERY_SHARDED),
             ]
             return [*outer, ("tensor", layout.tensor, _SEQUENCE if layout.sequence else _TENSOR)]
+        case GridContext():
+            if layout.context < 1 or ranks % layout.context:
+                raise LayoutError(
+                    f"{layout} is for a multiple of {layout.context} ranks, the world has {ranks}"
+                )
+            if isinstance(layout.within, str) and layout.within not in _ONE_AXIS:
+                raise LayoutError(f"{layout}: `within` is a Grid… or one of {', '.join(_ONE_AXIS)}")
+            axes = _axes(layout.within, ranks // layout.context)
+            place = sum(role.splits == "batch" for *_, role in axes)
+            return [*axes[:place], ("context", layout.context, _CONTEXT), *axes[place:]]
         case Grid25D():
             _check_depth(layout, ranks)
             inner = [("row", layout.q, _SUMMA_ROW), ("col", layout.q, _SUMMA_COLUMN)]
@@ -238,6 +274,7 @@ def _hybrid(
             )
         played = roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)
         _check_batch(grid, mesh, played, program)
+        _check_sequence(grid, mesh, played, program, kinds)
         rules.append((pattern, played))
     name = ", ".join(f"{pattern}: {grid}" for pattern, grid in layout.items())
     panels = next((axes for grid in layout.values() if (axes := _summa_axes(grid))), ())
@@ -294,6 +331,30 @@ def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], progra
             f"layout {layout!r} puts axis {names} ranks on the factor batch, but the inputs have "
             f"{size}: use a batch that {ranks} "
             f"divides, fewer ranks, or layout 'auto'"
+        )
+
+
+def _check_sequence(
+    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], program: Program, kinds: Kinds
+) -> None:
+    """Check that an axis that splits the sequence divides one. Raises LayoutError."""
+    assert program.annotations is not None
+    chains = [
+        [atom.size for atom in dim if atom.number in kinds.sequence and not atom.opaque]
+        for dims in program.annotations.dims.values()
+        for dim in dims
+    ]
+    for axis, role in zip(mesh.axes, roles, strict=True):
+        if role.splits != "sequence":
+            continue
+        if any(size % axis.size == 0 for sizes in chains for size in sizes):
+            continue
+        lengths = sorted({math.prod(sizes) for sizes in chains if sizes})
+        found = f"sequences of {lengths[-1]} tokens" if lengths else "no sequence of token ids"
+        raise LayoutError(
+            f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on the factor sequence, "
+            f"but the inputs have {found}: use a length that {axis.size} divides, fewer ranks, "
+            "or layout 'auto'"
         )
 
 
@@ -367,6 +428,7 @@ def _check_products(
 
 _MAY_SPLIT = {  # by Role.splits
     "batch": "the batch",
+    "sequence": "the sequence",
     "features": "features",
     "residual": "features of the residual stream",
     "inner": "features outside of the residual stream",

@@ -33,7 +33,7 @@ from autopar.ir.progress import tell
 from autopar.passes import emit_program
 from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks, with_share
 from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
-from autopar.planner.named_layouts import NAMES, candidates
+from autopar.planner.named_layouts import candidates, rivals
 from autopar.planner.request import PlanRequest
 from autopar.world import World
 
@@ -57,7 +57,7 @@ def plans_by_step(model: ShortenedModel, best: Program, request: PlanRequest) ->
     contenders = _Others(best, model, request)
     layout_candidates = list(candidates(request.layout, world.ranks, best))
     contenders.take(layout_candidates, bounds_of(_plan(best)))
-    names = NAMES[1:] if request.layout == "auto" else ()
+    names = rivals(best) if request.layout == "auto" else ()
     for done, name in enumerate(names):
         tell("named layouts tried", done, len(names))
         contenders.take_named(name)

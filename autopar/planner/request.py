@@ -13,6 +13,7 @@ and comparisons. A plan raises LayoutError where sizes do not fit the ranks or t
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -141,7 +142,37 @@ class GridHSDP:
     sequence: bool = True
 
 
-Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP
+@dataclasses.dataclass(frozen=True)
+class GridContext:
+    """Context parallelism within another layout: `context` ranks split the sequence of each of its
+    ranks. Queries stay where they are, keys and values are gathered; weights are stored split over
+    the axis, as over FSDP's.
+
+    >>> import autopar, torch
+    >>> from torch.nn import functional as F
+    >>> class Net(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed = torch.nn.Embedding(8, 4)
+    ...     def forward(self, ids):
+    ...         x = self.embed(ids)[:, None]
+    ...         return F.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
+    >>> ids = torch.zeros(2, 8, dtype=torch.long)
+    >>> print(autopar.plan(Net(), 4, (ids,), GridContext(2)).mesh)
+    data2.context2
+
+    `within`: the layout of the other ranks, a name of one axis or a grid. A causal mask leaves
+    early queries less to do than late ones, so ranks take runs of tokens in turns, not one stretch
+    each. Words of attention: (1-1/context)·(k + v), keys and values of a whole sequence; backward
+    as much. Raises, when planned, LayoutError where sizes do not multiply to the ranks or `context`
+    does not divide the sequence. Source: Llama 3, arXiv 2407.21783, section 3.3.2.
+    """
+
+    context: int
+    within: str | Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP = "fsdp"
+
+
+Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP | GridContext
 Layouts = str | Grid | Mapping[str, "str | Grid"]
 Outputs = Literal["replicated", "sharded"]
 Microbatches = int | Literal["auto"]
@@ -156,7 +187,8 @@ class PlanRequest:
     summed, None for their own. `overlap`: plans are compared by a step with communication under
     computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
-    `microbatches`: the parts of a step, one after the other.
+    `microbatches`: the parts of a step, one after the other. `made_for`: the layout that a plan
+    from a file was made for.
     """
 
     layout: Layouts | None = "auto"
@@ -166,6 +198,20 @@ class PlanRequest:
     outputs: Outputs = "sharded"
     replicated_parameters: bool = False
     microbatches: int = 1
+    made_for: str = ""
+
+    @property
+    def strided(self) -> Literal["always", "long", "never"]:
+        """Whether ranks may take every n-th run of tokens of a sequence that causal attention
+        reads: where a layout has an axis for it, and in "auto" for long sequences.
+
+        >>> PlanRequest("cp").strided, PlanRequest("auto").strided, PlanRequest("fsdp").strided
+        ('always', 'long', 'never')
+        """
+        text = self.made_for if self.layout is None else str(self.layout)
+        if re.search(r"\bcp\b|context=", text):
+            return "always"
+        return "long" if re.search(r"\bauto\b", text) else "never"
 
     @property
     def recompute(self) -> str:
@@ -184,7 +230,8 @@ class PlanRequest:
         """
         overlap = plan.overlapped is not None
         outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
-        return PlanRequest(layout, budget, plan.reduce_dtype, overlap, outputs)
+        made_for = plan.layout
+        return PlanRequest(layout, budget, plan.reduce_dtype, overlap, outputs, made_for=made_for)
 
     def under(self, layout: Layouts) -> PlanRequest:
         """Return the same request for another layout."""

@@ -28,7 +28,7 @@ from autopar.runtime import backends
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
-ON_FOUR = ("4d", "2.5d")  # these need several axes
+ON_FOUR = ("4d", "2.5d", "cp")  # these need several axes, or split a sequence
 ON_EIGHT: tuple[Layouts, ...] = (
     Grid4D(2, 2, 2, 1),
     Grid25D(2, 2),

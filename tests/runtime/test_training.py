@@ -18,7 +18,7 @@ LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
 def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> None:
     facts = launched(tmp_path, ranks, name)[name]
     assert facts["model untouched"]
-    several = ["4d", "2.5d"] if ranks == 4 and name == "gpt" else []
+    several = ["4d", "2.5d", "cp"] if ranks == 4 and name == "gpt" else []
     for layout in [*LAYOUTS, *several]:
         one_layout(facts[layout], f"{name} {layout} on {ranks} ranks: ")
 
