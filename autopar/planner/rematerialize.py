@@ -247,9 +247,7 @@ class Estimated(RematerializationSearch):
         assert chosen.plan is not None
         self.deep, self.world = deep, world
         several = DeepModel(chosen, deep, more=len(WAYS))
-        self._short = RematerializationSteps(
-            emit_program(several.longer, world), world, budget
-        )
+        self._short = RematerializationSteps(emit_program(several.longer, world), world, budget)
         self._kinds: dict[str, str] = {}  # of every block: a name that equal blocks share
         measured: dict[str, tuple[str, ...]] = {}  # by kind: the blocks that go each another way
         self._middle: dict[str, tuple[str, ...]] = {}  # by block: those left out that follow it
@@ -360,9 +358,7 @@ class Estimated(RematerializationSearch):
     def _ways(self, rung: Rematerialized) -> dict[str, Way]:
         recompute, regather, rerun = map(frozenset, rung)
         return {
-            name: Way(True)
-            if name in recompute
-            else Way(False, name in regather, name in rerun)
+            name: Way(True) if name in recompute else Way(False, name in regather, name in rerun)
             for name in self.names
         }
 

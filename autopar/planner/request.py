@@ -187,7 +187,7 @@ class PlanRequest:
     summed, None for their own. `overlap`: plans are compared by a step with communication under
     computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
-    `microbatches`: the parts of a step, one after the other. `made_for`: the layout that a plan
+    `microbatches`: the parts of a step, one after the other. `plan_layout`: the layout that a plan
     from a file was made for.
     """
 
@@ -198,7 +198,7 @@ class PlanRequest:
     outputs: Outputs = "sharded"
     replicated_parameters: bool = False
     microbatches: int = 1
-    made_for: str = ""
+    plan_layout: str = ""
 
     @property
     def strided(self) -> Literal["always", "long", "never"]:
@@ -208,7 +208,7 @@ class PlanRequest:
         >>> PlanRequest("cp").strided, PlanRequest("auto").strided, PlanRequest("fsdp").strided
         ('always', 'long', 'never')
         """
-        text = self.made_for if self.layout is None else str(self.layout)
+        text = self.plan_layout if self.layout is None else str(self.layout)
         if re.search(r"\bcp\b|context=", text):
             return "always"
         return "long" if re.search(r"\bauto\b", text) else "never"
@@ -230,8 +230,10 @@ class PlanRequest:
         """
         overlap = plan.overlapped is not None
         outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
-        made_for = plan.layout
-        return PlanRequest(layout, budget, plan.reduce_dtype, overlap, outputs, made_for=made_for)
+        plan_layout = plan.layout
+        return PlanRequest(
+            layout, budget, plan.reduce_dtype, overlap, outputs, plan_layout=plan_layout
+        )
 
     def under(self, layout: Layouts) -> PlanRequest:
         """Return the same request for another layout."""
